@@ -25,11 +25,10 @@ from torchrepro.cli import main
 from torchrepro.cli.app import ROWS
 from torchrepro.selftest.attempts import PROMISES
 from torchrepro.selftest.self_test import Result, Row, SelfTest, machine_facts
-from torchrepro.verdict.diagnosis import EscalationLevel
 from torchrepro.verification.result import (
-    EscalationTrial,
     Run,
     StressResult,
+    Trial,
     Verification,
     verification_json,
 )
@@ -207,15 +206,13 @@ def _verification(folder: Path, *, bare: bool) -> Any:
     verdict = torchrepro.compare(folder / RUNS[0], folder / RUNS[1])
     made = Verification("bits", "python train.py", None, None, runs, (verdict,), "")
     if not bare:
-        level = EscalationLevel("a level", ("seed=1",), "a reason")
         made = replace(
             made,
             profile="debug-strict",
             own_profile="debug-strict",
             folder=str(folder),
             stressed=StressResult(("time",), (("threads", "a reason"),), ("time",), "a sentence"),
-            escalation=(EscalationTrial(level, same=True, what="a sentence"),),
-            next_level=level,
+            tried=(Trial("seed-only", "torchrepro", same=True, runs=3, answer="a sentence"),),
         )
     return json.loads(json.dumps(verification_json(made)))
 

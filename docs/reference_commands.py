@@ -53,7 +53,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
         (code(_TEXT.sub("", label.strip())), prose(text)) for label, text in filter(None, shown)
     )
     yield "Examples:"
-    yield "\n".join(f"- {code(each.line)}: {prose(each.what)}" for each in ROWS[name].examples)
+    yield "\n".join(f"- {code(line)}: {prose(what)}" for line, what in ROWS[name].examples)
 
 
 def exit_statuses() -> str:

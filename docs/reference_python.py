@@ -26,7 +26,6 @@ PARTS = (
     "seeding.uncontrolled.SourceRead",
     "seeding.seeding_calls.SeedingCall",
     "planner.Step",
-    "verdict.diagnosis.EscalationLevel",
     "messages.Problem",
 )
 """Other classes whose values are found in answers, and which nobody makes or imports by name."""

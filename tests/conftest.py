@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.xmlpath = str(Path(folder) / f"{os.getpid()}.xml")
 
 
+@pytest.hookimpl(trylast=True)  # after a folder has said which of its tests are slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of what calls torch's internals; note in that report which need hardware."""
+    """Mark the tests of what calls torch's internals; note in that report which need hardware.
+
+    The slow ones come first: none of them is left at the end, while all cores but one wait.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here) and {*item.path.relative_to(here).parts} & TOUCHES_TORCH:
@@ -165,18 +171,19 @@ def clean_process(clean_environment: dict[str, str], monkeypatch: pytest.MonkeyP
             monkeypatch.delenv(name)
 
 
-@pytest.fixture(scope="session")
-def fork() -> Iterator[Callable[..., int]]:
-    """Run programs in forks of one Python that has torch; returns the exit status of each.
+@contextmanager
+def forks_of(*programs: Path, **variables: str) -> Iterator[Callable[..., int]]:
+    """Run programs in forks of one Python that has torch, and what `programs` have imported.
 
-    For laws about what a program computes and says; how a Python starts has tests of its own.
+    It was started with these variables.
     """
     ours = ("TORCHREPRO_", "MALLOC_", "TZ", "PYTHON")
     with subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("forked_python.py")],
+        [sys.executable, Path(__file__).with_name("forked_python.py"), *programs],
         env={
             **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
             "PYTHONHASHSEED": "0",
+            **variables,
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -196,6 +203,29 @@ def fork() -> Iterator[Callable[..., int]]:
 
         yield fork
         process.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Callable[..., AbstractContextManager[Callable[..., int]]]:
+    """Begin a Python that has torch and what a program has imported, to run others in forks."""
+    return forks_of
+
+
+@pytest.fixture(scope="session")
+def fork() -> Iterator[Callable[..., int]]:
+    """Run programs in forks of one Python that has torch; returns the exit status of each.
+
+    For laws about what a program computes and says; how a Python starts has tests of its own.
+    """
+    with forks_of() as fork:
+        yield fork
+
+
+@pytest.fixture(scope="session")
+def fork_with_other_kernels() -> Iterator[Callable[..., int]]:
+    """Run programs in forks of a Python that torch started in without any vector extension."""
+    with forks_of(ATEN_CPU_CAPABILITY="default") as fork:
+        yield fork
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def _run(*words: str, **variables: str) -> list[str]:
-    """Run a Python with these words, and return the lines that it printed."""
     done = subprocess.run(
         [sys.executable, *words],
         env={**os.environ, **variables},

@@ -13,7 +13,6 @@ Run = subprocess.CompletedProcess[str]
 
 
 def _told(done: Run) -> dict[str, str]:
-    """Return what the example printed, label to value."""
     assert done.returncode == 0, done.stderr
     return dict(line.split() for line in done.stdout.splitlines())
 

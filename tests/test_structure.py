@@ -36,14 +36,12 @@ def _part(module: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Return the module of the package that `name`, a module or something in one, belongs to."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name
 
 
 def _names(node: ast.AST, own: str) -> list[str]:
-    """Return what an import statement names, or a string that may name a module."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -61,7 +59,6 @@ STATEMENTS = (ast.Import, ast.ImportFrom)
 
 
 def _imported(path: Path, own: str, kinds: tuple[type[ast.AST], ...]) -> Iterator[str]:
-    """Yield the modules that nodes of `kinds` name, in functions and for type checkers too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, kinds):
             yield from filter(None, map(_module, _names(node, own)))
@@ -76,7 +73,6 @@ def _graph(*kinds: type[ast.AST]) -> dict[str, set[str]]:
 
 
 def _layers() -> dict[str, int]:
-    """Return the level of each part of the package, as the page draws them, the lowest 0."""
     lines = (
         PAGE.read_text(encoding="utf-8").partition("## Layers")[2].partition("\n## ")[0].split("\n")
     )

@@ -58,13 +58,8 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "applier": ("Applied", "apply"),
     "errors": (
-        "ApplyError",
-        "DriftError",
-        "LateError",
-        "ProfileError",
-        "SeedingError",
-        "TorchreproError",
-        "TraceError",
+        *("ApplyError", "DriftError", "LateError", "ProfileError", "SeedingError"),
+        *("TorchreproError", "TraceError"),
     ),
     "frameworks.accelerate": ("attach",),
     "integrations.logging_profile": ("Logged", "log_to"),

@@ -9,30 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Verbosity, say_once, verbosity
-from torchrepro.errors import ApplyError, LateError
+from torchrepro.errors import ApplyError, LateError, TorchreproError
 from torchrepro.fork_safety import applying
 from torchrepro.frameworks.hooking import InForce
 from torchrepro.frameworks.known_frameworks import hook_frameworks
 from torchrepro.guarantee import process_facts
-from torchrepro.guard import (
-    Guard,
-    check,
-    drift_behind,
-    final_check,
-    moved_from_now,
-    set_baseline,
-)
+from torchrepro.guard import Guard, check, drift_behind, final_check, moved_from_now, set_baseline
+from torchrepro.imports import put_off
 from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.outcomes import STOPPING, Outcome, Row
-from torchrepro.planner import (
-    Plan,
-    Step,
-    decide,
-    executed,
-    lateness,
-    make_plan,
-    refusal,
-)
+from torchrepro.planner import Plan, Step, decide, executed, lateness, make_plan, refusal
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
 from torchrepro.process_state import original_profile, other_than_started
 from torchrepro.profile.load import resolve
@@ -41,24 +27,18 @@ from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import Report, make_report
 from torchrepro.seeding import streams
 from torchrepro.seeding.ranks import world
-from torchrepro.seeding.seeding_calls import (
-    note_calls,
-    note_calls_of_new_modules,
-    seeding_calls,
-)
+from torchrepro.seeding.seeding_calls import note_calls, note_calls_of_new_modules, seeding_calls
 from torchrepro.seeding.uncontrolled import Watch, watch_unseeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
 
-    from torchrepro.errors import TorchreproError
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.rank_agreement import Agreement
     from torchrepro.seeding.seeding_calls import SeedingCall
 
 _in_force: list[Applied] = []
-_past: list[bool] = []  # non-empty once a profile was applied: a relaunch would lose work
+_past: list[str] = []  # names; non-empty once a profile was applied: a relaunch would lose work
 
 
 class Applied:
@@ -189,7 +169,6 @@ class Applied:
             until_done.pop_all()
 
     def _note_seeds_of_the_program(self) -> None:
-        """Have the program's own seeds noted where a guarantee is asked for without a seed."""
         if "guarantee" not in self.resolved.values or "seed" in self.resolved.values:
             return
         if self._noting:
@@ -199,7 +178,6 @@ class Applied:
             self._noting = True
 
     def _agree_with_other_ranks(self) -> None:
-        """Have the ranks compared before the first step, if torch is there to make a group."""
         if self._agreement is not None or "torch.distributed" not in sys.modules:
             return
         from torchrepro.rank_agreement import Agreement
@@ -209,14 +187,15 @@ class Applied:
         self._undo.callback(self._agreement.unwatch)
 
     def _abandon(self) -> None:
-        with unfrozen():
-            self._undo.close()
-        if self.active:
-            executed.pop(_in_force.index(self))
-            _in_force.remove(self)
+        try:
+            with unfrozen():
+                self._undo.close()
+        finally:
+            if self.active:
+                executed.pop(_in_force.index(self))
+                _in_force.remove(self)
 
     def _execute(self, step: Step) -> Row:
-        """Do to one knob what the plan has decided, and return what became of it."""
         row, knob, access = step.expected, step.knob, step.knob.access
         try:
             if not step.decided or (knob.reread and row.outcome is Outcome.UNCHANGED):
@@ -255,12 +234,7 @@ class Applied:
     def __enter__(self) -> Applied:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with drift_behind(error):
             self.restore()
 
@@ -300,6 +274,10 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
 def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Put `resolved` in force, as `apply` does; `obstacle` says why it may not relaunch, if so."""
     with applying:
+        past = len(_past)
+        for begin_now in put_off:
+            begin_now()
+        del _past[past:]  # that has done no work yet, which a relaunch would lose
         applied = begin(resolved, obstacle)
         applied.carry_out(applied.plan.steps)
         return applied
@@ -309,7 +287,7 @@ def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
     plan = make_plan(resolved)
     stop_or_relaunch(plan, obstacle)
-    _past.append(True)
+    _past.append(plan.resolved.name)
     if not _in_force:
         reset_counts()  # what policies did before is nobody's now
     applied = Applied(plan)
@@ -340,9 +318,9 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
     raise LateError(lateness(plan, why), plan.report)
 
 
-def was_applied() -> bool:
-    """Whether any profile was put in force in this process, now or before."""
-    return bool(_past)
+def applied_names() -> tuple[str, ...]:
+    """Return what the profiles that were ever applied in this process call themselves."""
+    return tuple(_past)
 
 
 def in_force() -> tuple[Applied, ...]:

@@ -13,7 +13,7 @@ import os
 import sys
 from importlib import import_module
 
-from torchrepro.imports import AfterImport
+from torchrepro.imports import AfterImport, put_off
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
@@ -36,15 +36,10 @@ _seeded_alone: list[str] = []
 
 def put_in_force_on_import() -> None:
     """Wait for the imports of random, numpy.random, torch and Ray; changes `sys.meta_path`."""
-    _state["waiting"] = True
+    put_off.append(_begin)
     _watch_sources_if_asked()
-    AfterImport(_MODULES, _when_imported).watch()
-    for module in _MODULES:
-        if module in sys.modules:
-            _when_imported(module)
-    AfterImport(["ray"], _reach_workers).watch()
-    if "ray" in sys.modules:
-        _reach_workers("ray")
+    AfterImport(_MODULES, _when_imported).watch_all()
+    AfterImport(["ray"], _reach_workers).watch_all()
 
 
 def put_in_force_in_worker() -> None:
@@ -53,7 +48,7 @@ def put_in_force_in_worker() -> None:
     Ray calls this before the first task. The Python of a worker may have started without our
     sitecustomize, as that of a cluster which ran before the program does.
     """
-    if "waiting" in _state or not os.environ.get("TORCHREPRO_PROFILE"):
+    if _begin in put_off or not os.environ.get("TORCHREPRO_PROFILE"):
         return
     from pathlib import Path  # Ray has imported it
 
@@ -95,7 +90,7 @@ def record_on_import() -> None:
 
 def in_force_now() -> Applied | None:
     """Import what is still waited for, and return the profile that is then wholly in force."""
-    if "waiting" not in _state:
+    if _begin not in put_off:
         return None
     for module in _MODULES:
         import_module(module)
@@ -114,7 +109,6 @@ def agreeing_run(resolved: ResolvedProfile, asker: str) -> Applied | None:
 
 
 def _when_imported(module: str) -> None:
-    """Do once what the import of `module` asks for."""
     if module in _state:
         return
     _state[module] = True
@@ -125,13 +119,7 @@ def _when_imported(module: str) -> None:
             sys.modules[module].seed(int(number))
             _seeded_alone.append(module)
         return
-    from torchrepro.errors import TorchreproError
-
-    try:
-        applied = _applied()
-        applied.carry_out(_steps_for(module, applied))
-    except TorchreproError as error:
-        _end(error)
+    _begin(module)
     if module != "torch":
         return
     _record_if_asked()
@@ -145,22 +133,32 @@ def _when_imported(module: str) -> None:
     if os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
         from torchrepro.report import announce
 
-        announced = applied.report
+        announced = _applied().report
         announce(announced)
         atexit.register(_tell_of_the_end, announced, os.getpid())
 
 
+def _begin(module: str = _BEFORE_ALL) -> None:
+    from torchrepro.errors import TorchreproError
+
+    try:
+        applied = _applied()
+        if module:
+            applied.carry_out(_steps_for(module, applied))
+    except TorchreproError as error:
+        _end(error)
+
+
 def _watch_sources_if_asked() -> None:
-    """Begin to note what no seed controls, if a recording in detail is asked for."""
     if "TORCHREPRO_RECORD" not in os.environ:
         return
     from torchrepro.trace.request import Request
 
     request = Request.inherited(os.environ)
-    if request is not None and request.detail:
+    if request is not None:
         from torchrepro.seeding.uncontrolled import watch_from_the_start
 
-        watch_from_the_start()
+        watch_from_the_start(request.folder, in_detail=request.detail)
 
 
 def _record_if_asked() -> None:

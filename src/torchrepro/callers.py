@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -11,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-address = id
-"""The function itself, and quick: another may stand in for it among the built-in ones."""
+address = id  # the function itself, and quick: another may stand in for it among the built-in ones
 
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 _OWN = str(Path(__file__).parent)
+_MANY = 1000
 _LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery
 
 
@@ -42,17 +43,28 @@ def is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or file.startswith(_OWN)
 
 
+def program_files() -> list[str]:
+    """Return the files of the modules that the program has imported and that are no library's."""
+    modules = [getattr(each, "__file__", None) for each in [*sys.modules.values()]]
+    files = {file for file in modules if isinstance(file, str) and file.startswith(os.sep)}
+    return sorted(file for file in files if not is_library(file))[:_MANY]
+
+
 def line(frame: FrameType) -> str:
     """Return the ``file:line`` that `frame` runs."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def call_text(frame: FrameType) -> str:
+    """Return the text of the call that `frame` makes; empty if it has several lines, or none."""
+    from linecache import getline
+
+    first, last, start, end = [*frame.f_code.co_positions()][frame.f_lasti // 2]
+    if first is None or first != last:
+        return ""
+    return getline(frame.f_code.co_filename, first).encode()[start:end].decode(errors="replace")
+
+
 def program_place(frame: FrameType) -> str:
     """Return ``file:line`` of the nearest caller that is the program's, or of `frame`."""
     return line(next((f for f in frames(frame) if not is_library(f.f_code.co_filename)), frame))
-
-
-def place(frame: FrameType) -> str:
-    """Return ``file:line`` of the nearest caller that is no library, or of `frame` if all are."""
-    callers = (f for f in frames(frame) if not f.f_code.co_filename.startswith(_LIBRARIES))
-    return line(next(callers, frame))

@@ -2,8 +2,9 @@
 
 A table that is wider than the terminal is shown as records, one block of ``name: value`` lines for
 each row, so no column is lost. Text has one line for each row of a table, however long, as what
-reads a pipe expects it. Colours appear only on a terminal. rich is imported when something is
-rendered, so a table can be made by whoever has something to show.
+reads a pipe expects it; a label's text is prose, and has several. Colours appear only on a
+terminal. rich is imported when something is rendered, so a table can be made by whoever has
+something to show.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import re
 import sys
 from enum import StrEnum
 from functools import cache, singledispatch
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 from torchrepro.messages import ends_in_line_number, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from typing import TextIO, TypeAlias
 
-    Part: TypeAlias = "Table | str"
 
 _UNBOUNDED = 10**9  # columns
+_PROSE_LINE = 100  # columns of a label with its text, however wide the terminal is
 _PAGE = 200  # columns of a page, which can be scrolled
 _GAP = 2  # columns between two columns of a table
 _PROSE = 24  # columns that a text of several words needs at least
@@ -39,18 +39,22 @@ class Styled(NamedTuple):
     style: str
 
 
+class Line(str):
+    """The text of a cell that is copied in one piece, such as a command, and so never folded."""
+
+    __slots__ = ()
+
+
 class Table(NamedTuple):
     """A plain table."""
 
-    headings: tuple[str, ...]
-    """Empty for a list of labels and texts, which has no headings."""
-
+    headings: tuple[str, ...]  # empty for a list of labels and texts, which has no headings
     rows: tuple[tuple[str | Styled, ...], ...]
-    fold: int
-    """The column that takes several lines where a terminal has no room."""
+    fold: int  # the column that takes several lines where a terminal has no room
+    first_style: str = ""  # the style of the first column
 
-    first_style: str = ""
-    """The style of the first column."""
+
+Part: TypeAlias = Table | str
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]], fold: int = -1) -> Table:
@@ -92,14 +96,11 @@ class Displayed:
 class Verbosity(StrEnum):
     """How much is said."""
 
-    QUIET = "quiet"
-    """Errors, and a guarantee that is lowered."""
+    QUIET = "quiet"  # errors, and a guarantee that is lowered
 
-    NORMAL = "normal"
-    """One line, and what needs attention."""
+    NORMAL = "normal"  # one line, and what needs attention
 
-    VERBOSE = "verbose"
-    """Every knob."""
+    VERBOSE = "verbose"  # every knob
 
 
 VARIABLES: Mapping[Verbosity, str] = {
@@ -215,11 +216,12 @@ def _print(console: Any, parts: Iterable[Part], room: int) -> None:
 
 
 def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
-    """Yield a table as a grid, or as the lines of records where it has no room as a grid."""
     import rich.table
     from rich.measure import Measurement
     from rich.text import Text
 
+    if not table.headings:
+        room = min(room, _PROSE_LINE)
     rows = [list(map(_text, row)) for row in table.rows]
     for row in rows if table.first_style else ():
         row[0].style = table.first_style
@@ -239,7 +241,8 @@ def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
         width = max(left, min(widths[fold], _PROSE))
         grid = rich.table.Table.grid(padding=(0, _GAP, 0, 0))
         for row in shown:
-            row[fold] = Text("\n").join(_broken(row[fold], console, width))
+            if not row[fold].no_wrap:
+                row[fold] = Text("\n").join(_broken(row[fold], console, width))
             grid.add_row(*row)
         yield grid
         return
@@ -285,4 +288,5 @@ def _text(cell: str | Styled) -> Any:
     if isinstance(cell, Styled):
         return Text(cell.text, cell.style)
     # What others wrote must not steer the terminal.
-    return Text("\n".join(map(printable, cell.split("\n"))))
+    text = "\n".join(map(printable, cell.split("\n")))
+    return Text(text, no_wrap=isinstance(cell, Line) or None)

@@ -13,17 +13,14 @@ from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.torch_state import cann_too_old, compiled_ops_blocked
 from torchrepro.knobs.variables import ORDER_OF_SUMS, WITHOUT_EFFECT
 from torchrepro.outcomes import Outcome
-from torchrepro.planner import make_plan
+from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import closed_doors
-from torchrepro.profile.resolved import flatten
+from torchrepro.profile.resolved import ResolvedProfile, flatten
 from torchrepro.profile.search_path import SHIPPED
 from torchrepro.report import absent_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from torchrepro.planner import Plan
-    from torchrepro.profile.resolved import ResolvedProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +29,7 @@ class Finding:
 
     what: str
     todo: str = ""
-    serious: bool = True
-    """Whether it makes the profile ineffective; otherwise it is worth knowing."""
+    serious: bool = True  # whether it makes the profile ineffective; otherwise it is worth knowing
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as plain JSON values."""

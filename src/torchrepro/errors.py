@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from torchrepro.messages import MANY, Problem, printable, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from typing import Self
+    from types import TracebackType
 
+
+INTERNAL = 70  # as EX_SOFTWARE of sysexits.h
 
 EXIT_STATUSES = {
     0: "yes, or done",
@@ -20,14 +23,39 @@ EXIT_STATUSES = {
     2: "the request is wrong: an unknown profile, an illegal value, a damaged file, a command that "
     "fails in every run",
     3: "the profile could not be put in force",
+    4: "cannot tell: the plain program does not agree with itself, nothing could be compared, or "
+    "the lock holds no numbers of this kind of machine",
+    INTERNAL: "an error of torchrepro's own, which is no answer: please report it",
 }
 """What a command says with the status that it ends with."""
 
 
 class TorchreproError(Exception):
-    """Whatever torchrepro refuses; `exit_status` is what the command line ends with."""
+    """Whatever torchrepro refuses; `exit_status` is what the command line ends with.
+
+    A program that one of them ends prints a traceback down to its own call, and not of how that was
+    found out: with the first of them, `sys.excepthook` becomes one that cuts it and goes on.
+    """
 
     exit_status = 3
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if getattr(sys.excepthook, "func", None) is not _print_down_to_the_call:
+            sys.excepthook = partial(_print_down_to_the_call, sys.excepthook)
+
+
+def _print_down_to_the_call(
+    hook: Any, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    theirs, frame = None, traceback if isinstance(error, TorchreproError) else None
+    while frame:
+        if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "torchrepro":
+            theirs = frame
+        frame = frame.tb_next
+    if theirs:
+        theirs.tb_next = None
+    hook(kind, error, traceback)
 
 
 class _WrongRequestError(TorchreproError, ValueError):

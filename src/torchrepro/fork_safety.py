@@ -12,11 +12,9 @@ from _weakref import ref
 loading = RLock()
 """Held while a public name is loaded: a child would wait for a half imported module for ever."""
 
-applying = RLock()
-"""Held while a profile is put in force or taken back."""
+applying = RLock()  # held while a profile is put in force or taken back
 
-_SECONDS = 0.05
-"""How long a fork waits for the second of the two with the first one in hand."""
+_SECONDS = 0.05  # how long a fork waits for the second of the two with the first one in hand
 
 _locks: set[ref[RLock]] = set()
 

@@ -9,12 +9,7 @@ from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import MissingState
 from torchrepro.messages import shown
 from torchrepro.outcomes import Change, Outcome, Row
-from torchrepro.process_state import (
-    absent_hardware,
-    closed_doors,
-    present_kinds,
-    set_before_start,
-)
+from torchrepro.process_state import absent_hardware, closed_doors, present_kinds, set_before_start
 from torchrepro.profile.needs import NEEDS, WEAKER, Need
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import given_by_program
@@ -25,11 +20,9 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
 
 
-NONE = "none"
-"""What is held where not even the random numbers are."""
+NONE = "none"  # what is held where not even the random numbers are
 
-REASONS = 3
-"""The number of reasons for a lower guarantee that a line has room for."""
+ROOM = 40  # columns of a line for what a guarantee leaves open; else it says how much that is
 
 
 class Lowered(NamedTuple):
@@ -61,19 +54,18 @@ class Guarantee(NamedTuple):
         """Return the guarantee by its name, with what it leaves open."""
         if not self.lowered:
             return self.asked
-        reasons = self.reasons
-        more = len(reasons) - REASONS
-        last = f", and {more} more" if more > 0 else ""
-        return f"{self.asked}, except {', '.join(reasons[:REASONS])}{last}"
+        left_open = dict.fromkeys(each.left_open for each in self.lowered)
+        text = ", ".join(left_open)
+        return f"{self.asked}, except {text if len(text) <= ROOM else f'{len(left_open)} things'}"
 
     @property
     def reasons(self) -> list[str]:
-        """What is left open, once for each reason, with the reason."""
+        """What is left open, and why: once for each reason."""
         by_reason: dict[str, list[str]] = {}
         for each in self.lowered:
             by_reason.setdefault(each.because, []).append(each.left_open)
         return [
-            f"{' and '.join(dict.fromkeys(left_open))} ({because})"
+            f"{' and '.join(dict.fromkeys(left_open))}: {because}"
             for because, left_open in by_reason.items()
         ]
 
@@ -87,18 +79,14 @@ class Guarantee(NamedTuple):
 class ProcessFacts:
     """What a guarantee depends on in a process that the profile itself does not set."""
 
-    kinds: frozenset[str] = frozenset()
-    """The kinds of device that are present."""
-
+    kinds: frozenset[str] = frozenset()  # the kinds of device that are present
     readings: Mapping[str, Any] = field(default_factory=dict)
     """Knobs that the profile leaves alone, with what they read."""
 
     missing: Mapping[str, str] = field(default_factory=dict)
     """Knobs that the profile leaves alone and that do not exist here, with the reason."""
 
-    seeded: bool = False
-    """Whether a profile with a seed is in force, this one or another."""
-
+    seeded: bool = False  # whether a profile with a seed is in force, this one or another
     calls: frozenset[str] = frozenset()
     """The functions with which the program has given a seed itself."""
 

@@ -17,12 +17,14 @@ import atexit
 import os
 import sys
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import filter as names_like
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 from torchrepro.callers import frames, is_library, line, package
 from torchrepro.console import say
@@ -47,6 +49,12 @@ if TYPE_CHECKING:
 PER_THREAD = frozenset({"backends.cpu.num_threads"})
 """Knobs of which other threads may read another value although nobody changed it: a thread keeps
 the number of threads with which it first used torch."""
+
+LOCKED = "TORCHREPRO_LOCKED"
+"""Variable that is set below ``torchrepro run --lock``."""
+
+HELD_BY_LOCKS = ("backends.cpu.num_threads",)
+"""Knobs whose value a lock was written for although its profile may not name them."""
 
 UNSEEN = Writer()
 
@@ -180,9 +188,9 @@ _noting: list[bool] = []  # non-empty while the writers of knobs are wrapped
 def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
     """Hold `knobs` to what they read now.
 
-    While the knob `guard` is on, the first call for a profile also imports ``torch.optim``, and
-    adds a hook of torch's own before optimizer steps, one at exit, and with `guard: error` wraps
-    the writers of knobs. Closing what is returned takes that back.
+    While the knob `guard` is on, the first call for a profile also imports ``torch.optim``, adds a
+    hook of torch's own before optimizer steps and one at exit, and wraps the writers of knobs.
+    Closing what is returned takes that back.
     """
     with ExitStack() as undo:
         if guard not in guards:
@@ -190,19 +198,22 @@ def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
             undo.callback(_settle)
             undo.callback(guards.remove, guard)
         guard.baseline |= {knob.name: BaselineEntry.of(knob) for knob in knobs}
+        if LOCKED in os.environ and "torch" in sys.modules:
+            held = (knobs_by_name()[name] for name in HELD_BY_LOCKS if name not in guard.baseline)
+            guard.baseline |= {knob.name: BaselineEntry.of(knob) for knob in held}
         _settle()
         if _mode() != "none" and not guard.at_steps:
             if not _guards_at_steps():
                 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+                undo.callback(_stepped.clear)
                 undo.callback(register_optimizer_step_pre_hook(_before_step).remove)
                 at_exit = partial(_at_exit, os.getpid())  # its own, to be unregistered alone
                 atexit.register(at_exit, ExitStatus())
                 undo.callback(atexit.unregister, at_exit)
             guard.at_steps = True
             undo.callback(setattr, guard, "at_steps", False)  # noqa: FBT003 - as it was
-            if _mode() == "error":
-                undo.enter_context(_noting_writers())
+            undo.enter_context(_noting_writers())
         return undo.pop_all()
 
 
@@ -306,7 +317,12 @@ def _settle() -> None:
     _watched[:] = deciding.values()  # in one step: other threads read and write meanwhile
 
 
-def _before_step(*_: Any) -> None:
+def _before_step(optimizer: Any, *_: Any) -> None:
+    known = _stepped.get(id(optimizer))
+    if known is None or known[0]() is not optimizer:
+        _stepped[id(optimizer)] = ref(optimizer), _smallest_parameter(optimizer)
+        if len(_stepped) > _FEW:
+            _stepped.pop(next(iter(_stepped)))
     mode, present = _mode(), _guards_at_steps()
     found = check(present, lambda guard: f"before step {guard.steps}") if mode != "none" else []
     for guard in present:
@@ -318,9 +334,42 @@ def _before_step(*_: Any) -> None:
 _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
 
 
+_stepped: dict[int, tuple[Any, Any]] = {}
+"""Optimizers that have made a step, each with a parameter that outlives it: a loss that is NaN
+makes all of them NaN. It is the smallest, since it keeps its memory until the process ends."""
+
+_MOST, _FEW = 1 << 16, 16  # bytes of it, and optimizers
+
+
+def _smallest_parameter(optimizer: Any) -> Any:
+    with suppress(Exception):  # whatever a class of tensors refuses
+        found = (each for group in optimizer.param_groups for each in group["params"])
+        sizes = [(each.untyped_storage().nbytes(), each) for each in found]
+        size, smallest = min(sizes, key=itemgetter(0))
+        return smallest if size <= _MOST else None
+    return None
+
+
+def _say_if_nan() -> None:
+    """Say it if parameters are NaN in a process whose fresh memory was filled with NaN."""
+    import torch
+
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if not (fills and torch.are_deterministic_algorithms_enabled()):
+        return
+    with suppress(Exception):  # whatever a class of tensors refuses; a device may be gone
+        if any(bool(each.isnan().any()) for _, each in _stepped.values() if each is not None):
+            say(
+                "parameters are nan at the end. The profile fills fresh memory with nan, so that "
+                "what reads it unwritten shows: `torchrepro verify -- COMMAND` names the line if "
+                "that is why"
+            )
+
+
 def _at_exit(process: int, status: ExitStatus) -> None:
     if os.getpid() != process:
         return  # a copy of the process, which does with its knobs what it likes
+    _say_if_nan()
     mode = _mode()
     found = check(_guards_at_steps()) if mode != "none" else []
     _say(found)
@@ -329,7 +378,6 @@ def _at_exit(process: int, status: ExitStatus) -> None:
 
 
 def _act_on(found: list[tuple[Guard, Change]], mode: str) -> None:
-    """Say or refuse what was found, as `mode` says: `warn` or `error`."""
     if not found or mode == "none":
         return
     if mode != "error":
@@ -342,7 +390,6 @@ def _act_on(found: list[tuple[Guard, Change]], mode: str) -> None:
 
 
 def _say(found: Iterable[tuple[Guard, Change]]) -> None:
-    """Say on standard error what has drifted, each knob and new value once, and each write once."""
     new = []
     for guard, drift in found:
         if _key(drift) not in guard.said:
@@ -428,12 +475,20 @@ def _note_writer() -> None:
     writer = _present_writer() if is_switch else UNSEEN
     for each, _ in tuple(_watched):
         now = reading(each.knob) if each.readable_here else each.last.value
-        if now != each.last.value:
+        if now != each.last.value and any(map(_is_worker_loop, frames())):
+            each.value, each.last = now, LastWrite(now)  # torch's own number of threads
+        elif now != each.last.value:
             writer = writer if writer.where else _present_writer()
             each.note_write(now, writer)
     if writer.by:
         for guard in _guards_at_steps():
             guard.switches.setdefault(writer.by, writer)
+
+
+def _is_worker_loop(frame: FrameType) -> bool:
+    # A spawned worker has our guard, and at its exit torch no longer says that it was a worker.
+    its = frame.f_globals.get("__name__"), frame.f_code.co_name
+    return its == ("torch.utils.data._utils.worker", "_worker_loop")
 
 
 def watch_writers(notify: Callable[[], None]) -> ExitStack:
@@ -472,11 +527,11 @@ def setters() -> Iterator[tuple[Any, str]]:
     the guard says before which step a knob was changed, and not by which line.
     """
     torch: Any = import_module("torch")
-    for name, setter in list(vars(torch._C).items()):  # noqa: SLF001 - see above
-        if any(fnmatchcase(name, pattern) for pattern in _SETTERS):
-            yield torch._C, name  # noqa: SLF001 - see above
-            if vars(torch).get(name) is setter:
-                yield torch, name
+    written_in_c = vars(torch._C)  # noqa: SLF001 - see above
+    for name in [name for pattern in _SETTERS for name in names_like(written_in_c, pattern)]:
+        yield torch._C, name  # noqa: SLF001 - see above
+        if vars(torch).get(name) is written_in_c[name]:
+            yield torch, name
     flag = getattr(import_module("torch.backends"), "ContextProp", None)
     for name, module in list(sys.modules.items()):
         if flag is not None and name.startswith("torch.backends."):
@@ -502,7 +557,6 @@ def _present_writer() -> Writer:
 
 
 def _nearest() -> FrameType | None:
-    """Return the nearest caller outside torch, Python and torchrepro."""
     return next((each for each in frames() if package(each) not in _THEIRS), None)
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
+put_off: list[Callable[[], object]] = []
+"""What begins with the import of torch, or as somebody else is about to change the same state."""
+
 
 def import_torch() -> None:
     """Import torch, and numpy's random numbers, which are seeded with it.
@@ -99,6 +102,12 @@ class AfterImport:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
+    def watch_all(self) -> None:
+        """Begin to wait, and call back now for each that was imported before."""
+        self.watch()
+        for module in filter(self.waits_for, list(sys.modules)):
+            self.call(module)
+
     def unwatch(self) -> None:
         """Wait no longer; does nothing if somebody else has taken this out of `sys.meta_path`."""
         if self in sys.meta_path:
@@ -126,8 +135,6 @@ def _spec(finder: Any, name: str, path: Any, target: Any) -> ModuleSpec | None:
 
 
 class _Announcing:
-    """A loader that announces when its module is ready, and is otherwise the one it stands for."""
-
     def __init__(self, loader: Any, announce: Callable[[], None]) -> None:
         self._loader = loader
         self._announce = announce

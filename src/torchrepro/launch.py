@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from torchrepro.console import say
 from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.manifest.contents import COMMAND
 from torchrepro.planner import Plan, make_plan
@@ -32,6 +36,9 @@ SEED = "TORCHREPRO_SEED"
 they are left alone, or `by rank` where a process has to work it out. The profile says it too, but
 reading that takes half a second, which a program that never imports torch must not pay."""
 
+UNTAKEN = "TORCHREPRO_UNTAKEN"
+"""Variable that names an empty folder, which the first Python that finds `BOOT` removes."""
+
 BOOT = Path(__file__).parent / "boot"
 """Folder whose sitecustomize puts the profile in force as a Python process starts."""
 
@@ -45,6 +52,7 @@ _WRAPPERS = (
     *("env", "ionice", "nice", "nohup", "numactl", "setsid", "srun", "stdbuf"),
     *("taskset", "time", "timeout", "xvfb-run"),
 )
+_WITHOUT_ENVIRONMENT = {"-", "-i", "--ignore-environment"}
 _CARRIERS = ("PYTHONPATH", PROFILE)
 _ANSWERED = "torchrepro here: "
 _ASK = f"""
@@ -59,8 +67,7 @@ if sys.version_info >= (3, 11):
         answer = "no"
 sys.stdout.write({_ANSWERED!r} + answer)
 """  # the very import that sitecustomize tries, and not from the folder that it happens to be in
-_PATIENCE = 20.0
-"""Seconds that a Python has to answer; one that does not is started all the same."""
+_PATIENCE = 20.0  # seconds that a Python has to answer; one that does not is started all the same
 
 
 def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
@@ -94,7 +101,52 @@ def start(resolved: ResolvedProfile, command: Sequence[str], more: Mapping[str, 
     """
     program, environment = prepared(resolved, command)
     started = {"command": list(command), "folder": os.getcwd()}  # noqa: PTH109 - text for JSON
-    replace_process(program, command, {**environment, COMMAND: json.dumps(started), **more})
+    environment |= {COMMAND: json.dumps(started), **more}
+    untaken = ""
+    if not any(map(is_python, (command[0], *_shebang(Path(program))))):
+        untaken = environment[UNTAKEN] = _told_if_untaken(resolved, command)
+    try:
+        replace_process(program, command, environment)
+    finally:  # it was not started, which is said
+        if untaken:
+            Path(untaken).rmdir()
+
+
+def _told_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
+    """Have a process of its own say at the end of this one that no Python took the profile, if so.
+
+    Returns the folder that tells. Nothing where only a parent can wait for a process, as on macOS,
+    or where the system has no room for it: the command is started all the same.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return ""
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="torchrepro-"))
+        this = os.pidfd_open(os.getpid())
+        child = os.fork()
+    except OSError:
+        if folder is not None:
+            folder.rmdir()
+        return ""
+    if child:
+        # Nobody's child by then: the command may wait for all of its own.
+        os.waitpid(child, 0)
+        return str(folder)
+    try:
+        os.setsid()  # ^C is for the command
+        if not os.fork():
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1):  # whoever reads what the command prints sees its end
+                os.dup2(nothing, stream)
+            select.select([this], [], [])
+            folder.rmdir()  # fails where one took it, and nothing is said
+            say(
+                f"{resolved.name} was in force in no Python: `{_shown(command)}` started none on "
+                "this machine that takes a profile, and other programs have its variables alone"
+            )
+    finally:
+        os._exit(0)
 
 
 def replace_process(
@@ -153,7 +205,8 @@ def _shown(command: Sequence[str]) -> str:
 def unreachable(program: str, command: Sequence[str]) -> str:
     """Return why a Python started by `command` would not take a profile, or an empty string."""
     name = Path(command[0]).name
-    if name == "env" and _drops_the_environment(command[1:]):
+    options = takewhile(lambda word: word.startswith("-") or "=" in word, command[1:])
+    if name == "env" and not _WITHOUT_ENVIRONMENT.isdisjoint(options):
         return "`env` drops the variables that carry it"
     if name in _WRAPPERS:
         for position, word in enumerate(command[1:], start=1):
@@ -172,34 +225,18 @@ def unreachable(program: str, command: Sequence[str]) -> str:
     return ""
 
 
-def _drops_the_environment(options: Sequence[str]) -> bool:
-    for position, word in enumerate(options):
-        following = options[position + 1] if position + 1 < len(options) else ""
-        if word in ("-", "-i", "--ignore-environment"):
-            return True
-        if word in ("-u", "--unset") and following in _CARRIERS:
-            return True
-        if word.removeprefix("--unset=").removeprefix("-u") in _CARRIERS:
-            return True
-        if not word.startswith("-") and "=" not in word and options[position - 1] != "-u":
-            return False
-    return False
-
-
 def is_python(word: str) -> bool:
     """Whether the first word of a command names a Python."""
     return _PYTHON.fullmatch(Path(word).name) is not None
 
 
 def _ignoring(words: Sequence[str]) -> str:
-    """Return the first interpreter option in `words` that keeps sitecustomize out, in words."""
     letters, _ = interpreter_line(words)
     found = next((letter for letter in letters if letter in _UNREACHABLE), "")
     return f"Python's option -{found}: {_UNREACHABLE[found]}" if found else ""
 
 
 def _lacking(python: str | None) -> str:
-    """Return that `python` cannot import torchrepro, in words; asks it, if it is not our own."""
     if python is None:
         return ""
     own, asked = Path(sys.executable), Path(python)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from contextlib import ExitStack
 
 
 class MissingHookError(Exception):
@@ -44,17 +43,22 @@ def wrap(undo: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any])
     patch(undo, owner, name, wraps(original)(wrapping(original)), original)
 
 
-def wrap_everywhere(
-    undo: ExitStack, module: Any, name: str, wrapping: Callable[[Any], Any]
+def surround(undo: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Do as `wrap`: a call gives what ``around(original, *args, **kwargs)`` does."""
+    wrap(undo, owner, name, lambda original: lambda *args, **more: around(original, *args, **more))
+
+
+def surround_everywhere(
+    undo: ExitStack, module: Any, name: str, around: Callable[..., Any]
 ) -> None:
-    """Do as `wrap` with a function of `module`, and where others have imported it by its name.
+    """Do as `surround` with a function of `module`, and where others have imported it by its name.
 
     So it is undone: who has imported the wrapper by that name gets the function back. Who keeps it
     under another one keeps the wrapper, which has to ask for itself whether a profile is in force.
     Raises `MissingHookError` where there is no such function.
     """
     original = vars(module).get(name)
-    wrap(undo, module, name, wrapping)
+    surround(undo, module, name, around)
     wrapper = vars(module)[name]
 
     def replace_everywhere(present: Any, value: Any) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import Displayed, parts
+from torchrepro.console import Displayed, Part, parts
 from torchrepro.errors import ApplyError
 from torchrepro.guarantee import ProcessFacts, process_facts
 from torchrepro.knobs.catalogue import knobs_by_name
@@ -28,9 +28,8 @@ from torchrepro.profile.load import resolve
 from torchrepro.report import Report, make_report, verbose_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from torchrepro.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
 
 
@@ -132,16 +131,26 @@ def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
     names = {_variable_row(knob).variable for knob, _ in settings} & set(os.environ)
     own = {**(started_under.environment() if started_under else {}), **_own_variables()}
     ours = {name for name in names if own.get(name) == os.environ[name]}
+    exported = {name: os.environ[name] for name in names - ours}  # by the user
+    in_time = ours | set(filter(set_before_start, names))  # set before whatever reads them
     facts = process_facts(resolved, closed)
-    environment = _Environment(
-        closed=closed,
-        absent=facts.absent,
-        exported={name: os.environ[name] for name in names - ours},
-        in_time=frozenset(ours | set(filter(set_before_start, names))),
-    )
     wanted = {knob.name: value for knob, value in settings}
-    steps = tuple(_step(knob, value, wanted, environment) for knob, value in settings)
-    return Plan(resolved, steps, facts)
+    steps = []
+    for knob, value in settings:
+        if not knob.loaded:
+            row = Row(knob.name, Outcome.APPLIED, None, value, f"{knob.library} is not loaded yet")
+        elif knob.variable:
+            late, is_absent = closed.get(knob.door, ""), knob.hardware in facts.absent
+            row = _decide_variable(knob, value, exported, in_time, late, is_absent=is_absent)
+        else:
+            row = decide(knob, value, wanted)
+        if not knob.variable and row.outcome is not Outcome.UNSUPPORTED:
+            row = _conflict(knob, value, exported, row.before) or row
+        if lacking := _lacking(knob, value, wanted):
+            row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=lacking)
+        decided = knob.loaded or row.outcome is not Outcome.APPLIED
+        steps.append(Step(knob, value, row, wanted, decided))
+    return Plan(resolved, tuple(steps), facts)
 
 
 def refusal(resolved: ResolvedProfile, rows: Sequence[Row]) -> str:
@@ -162,37 +171,6 @@ def lateness(plan: Plan, why: str) -> str:
         lines.append(f"  no relaunch, because {why}")
     todo = "  start the program with `torchrepro run`, which sets them before Python starts"
     return "\n".join([f"{head} (on_late: {plan.resolved.on_late})", *lines, todo])
-
-
-class _Environment(NamedTuple):
-    """What a plan has to know of the process beside the texts of its variables."""
-
-    closed: Mapping[str, str]
-    """The one-way doors that are closed, each with the words for it."""
-
-    absent: Mapping[str, str]
-    """The hardware that is not here, with the reason in words."""
-
-    exported: Mapping[str, str]
-    """Variables that the user has set, and not torchrepro."""
-
-    in_time: frozenset[str]
-    """Variables that are known to have been set before whatever reads them."""
-
-
-def _step(knob: Knob, value: Any, wanted: Mapping[str, Any], environment: _Environment) -> Step:
-    if not knob.loaded:
-        row = Row(knob.name, Outcome.APPLIED, None, value, f"{knob.library} is not loaded yet")
-    elif knob.variable:
-        row = _decide_variable(knob, value, environment)
-    else:
-        row = decide(knob, value, wanted)
-    if not knob.variable and row.outcome is not Outcome.UNSUPPORTED:
-        row = _conflict(knob, value, environment, row.before) or row
-    if lacking := _lacking(knob, value, wanted):
-        row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=lacking)
-    decided = knob.loaded or row.outcome is not Outcome.APPLIED
-    return Step(knob, value, row, wanted, decided)
 
 
 def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> Row:
@@ -218,22 +196,31 @@ def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> Row:
     return Row(knob.name, Outcome.APPLIED, now, value, why)
 
 
-def _decide_variable(knob: Knob, value: str, environment: _Environment) -> Row:
-    name, late = knob.variable, environment.closed.get(knob.door, "")
+def _decide_variable(
+    knob: Knob,
+    value: str,
+    exported: Mapping[str, str],
+    in_time: Collection[str],
+    late: str,
+    *,
+    is_absent: bool,
+) -> Row:
+    # `late` says in words that the door is closed, if it is.
+    name = knob.variable
     text = os.environ.get(name)
     try:
         row = Row(knob.name, Outcome.APPLIED, knob.access.read(), value)
     except MissingState as missing:
         return Row(knob.name, Outcome.UNSUPPORTED, why=str(missing))
-    equivalent = why_equivalent(knob, text) if name in environment.exported else ""
+    equivalent = why_equivalent(knob, text) if name in exported else ""
     if text is None or not (text == value or equivalent):
-        if conflict := _conflict(knob, value, environment, row.before):
+        if conflict := _conflict(knob, value, exported, row.before):
             return conflict
         if not late:
             return row
         # It stays as it is where it is read here. Where its hardware is not here, it is set for
         # the processes that this one starts.
-        after = value if knob.hardware in environment.absent else row.before
+        after = value if is_absent else row.before
         why = f"{late}; `torchrepro run` sets it in time"
         return replace(row, outcome=Outcome.TOO_LATE, after=after, why=why)
     kept = replace(row, after=row.before)
@@ -241,22 +228,21 @@ def _decide_variable(knob: Knob, value: str, environment: _Environment) -> Row:
     if knob.effect and (late or not knob.door):
         # Asking a library makes it read the variable: it is only asked once it has.
         in_effect, instead = knob.effect.check(text)
-    in_time = name in environment.in_time
     if in_effect is False:
         if not late:
             return row  # what went by the variable can still be set
-        todo = "" if in_time else "; `torchrepro run` sets it in time"
+        todo = "" if name in in_time else "; `torchrepro run` sets it in time"
         return replace(kept, outcome=Outcome.TOO_LATE, why=f"{late}, and {instead}{todo}")
-    if late and in_effect is None and not in_time:
+    if late and in_effect is None and name not in in_time:
         why = f"{late}, and nobody can tell whether it was set before that"
         return replace(kept, outcome=Outcome.UNCHANGED, why=why, unverified=True)
     why = "" if text == value else f"exported, and {equivalent}"
     return replace(kept, outcome=Outcome.UNCHANGED, why=why)
 
 
-def _conflict(knob: Knob, value: Any, environment: _Environment, before: Any) -> Row | None:
+def _conflict(knob: Knob, value: Any, exported: Mapping[str, str], before: Any) -> Row | None:
     name = _variable_row(knob).variable
-    text = environment.exported.get(name)
+    text = exported.get(name)
     if text is None or _value_of(knob, text) == value:
         return None
     why = f"{name} is exported as {text}, the profile wants {shown(value)}: unset it, or override "

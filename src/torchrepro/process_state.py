@@ -77,8 +77,7 @@ def closed_doors() -> dict[str, str]:
 
 NOT_HERE = "not on this machine"
 _NOT_BUILT = "this torch is not built for it"
-_WSL = "/dev/dxg"
-"""The driver of Linux in WSL 2, which does not say whose GPU it is."""
+_WSL = "/dev/dxg"  # the driver of Linux in WSL 2, which does not say whose GPU it is
 
 _DRIVERS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("/dev/nvidia[0-9]*", "/dev/nvmap", _WSL),

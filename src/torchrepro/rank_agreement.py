@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,10 @@ from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.variables import ORDER_OF_SUMS
 from torchrepro.messages import shown
-from torchrepro.patching import wrap
+from torchrepro.patching import surround
 from torchrepro.seeding import streams
 from torchrepro.seeding.global_seeds import seed_as_this_rank
-from torchrepro.seeding.streams import agree_on, given_seed
+from torchrepro.seeding.streams import given_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,17 +62,14 @@ class Agreement:
         """
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        def then_compare(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init_process_group(*args: Any, **kwargs: Any) -> Any:
-                made = original(*args, **kwargs)
-                self.compare({_PROGRAM_SEED: json.dumps(given_seed())})
-                return made
-
-            return init_process_group
+        def then_compare(init_process_group: Any, *args: Any, **kwargs: Any) -> Any:
+            made = init_process_group(*args, **kwargs)
+            self.compare({_PROGRAM_SEED: json.dumps(given_seed())})
+            return made
 
         for module in filter(None, map(sys.modules.get, _MODULES)):
             if hasattr(module, "init_process_group"):
-                wrap(self._undo, module, "init_process_group", then_compare)
+                surround(self._undo, module, "init_process_group", then_compare)
         self._hook.callback(register_optimizer_step_pre_hook(lambda *_: self.compare()).remove)
         _watching.append(self)
 
@@ -109,7 +107,8 @@ class Agreement:
             return
         if program_seed:
             seeds = [keys.pop(_PROGRAM_SEED, None) for keys in differing.values()]
-            agree_on(None if any(seeds) else json.loads(program_seed[_PROGRAM_SEED]))
+            agreed = None if any(seeds) else json.loads(program_seed[_PROGRAM_SEED])
+            streams.put_plan(replace(streams.current_plan(), agreed_seed=agreed))
         lines = [
             f"  {key}: {first} on rank 0, {other} on rank {number}"
             for number, keys in differing.items()

@@ -18,12 +18,12 @@ import json
 import os
 import sys
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.imports import AfterImport
-from torchrepro.patching import patch, variables_put_back, wrap_everywhere
+from torchrepro.patching import patch, surround_everywhere, variables_put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,8 +46,7 @@ _SET_UP_OF_THE_JOB = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set for a job that was submitted to Ray, whose runtime environment Ray merges before our hook."""
 
-_NEEDED = ("init", "is_initialized", "get_runtime_context")
-"""What is called of Ray."""
+_NEEDED = ("init", "is_initialized", "get_runtime_context")  # what is called of Ray
 
 _ENTER = "torchrepro.bootstrap.put_in_force_in_worker"
 _PASSED = (
@@ -100,7 +99,6 @@ def reach_workers(
 
 
 def _attach(module: str) -> None:
-    """Wrap what `ray.init` calls; a module of this name that is not Ray is left alone."""
     ray = sys.modules[module]
     lacking = [name for name in _NEEDED if not callable(vars(ray).get(name))]
     if lacking and hasattr(ray, "remote"):
@@ -115,17 +113,18 @@ def _attach(module: str) -> None:
     # name. Without it the modules that have `init` by this name get the wrapper in its place.
     cell = _innermost_cell(vars(ray)["init"])
     if cell is None:
-        wrap_everywhere(_undo[0], ray, "init", lambda init: _with_profile_in(ray, init))
+        surround_everywhere(_undo[0], ray, "init", partial(_init_with_profile, ray))
         return
     init = cell.cell_contents
-    patch(_undo[0], cell, "cell_contents", wraps(init)(_with_profile_in(ray, init)), init)
+    patch(
+        _undo[0], cell, "cell_contents", wraps(init)(partial(_init_with_profile, ray, init)), init
+    )
 
 
 _waiting = AfterImport(["ray"], _attach)
 
 
 def _innermost_cell(function: Any) -> CellType | None:
-    """Return where the innermost decorator of `function` keeps what it decorates, if it has one."""
     inner = getattr(function, "__wrapped__", None)
     for cell in getattr(function, "__closure__", None) or ():
         try:
@@ -137,40 +136,35 @@ def _innermost_cell(function: Any) -> CellType | None:
     return None
 
 
-def _with_profile_in(ray: Any, init: Any) -> Any:
-    """Return `ray.init` that passes the profile on, and checks whether it has arrived."""
-
-    def init_with_profile(*args: Any, **kwargs: Any) -> Any:
-        if not _scopes:
-            return init(*args, **kwargs)
-        address = args[0] if args else kwargs.get("address")
-        if address in (None, "auto"):
-            address = os.environ.get("RAY_ADDRESS")
-        if "://" in (address or ""):
-            why = "Ray runs no set-up hook for a client"
-            _refuse_or_say(why, "start the driver on the cluster itself")
-            return init(*args, **kwargs)
-        with ExitStack() as meanwhile:
-            if not ray.is_initialized():
-                submitted = _SUBMITTED in os.environ
-                if submitted or os.environ.get(HOOK):  # which may drop what it is given
-                    meanwhile.enter_context(variables_put_back((HOOK, FORMER)))
-                    os.environ[FORMER], os.environ[HOOK] = os.environ.get(HOOK, ""), _OURS
-                if not submitted:
-                    # Ray calls no hook for a driver that `uv run` started, and drops a runtime
-                    # environment of `job_config` where a hook returns one.
-                    job = kwargs.get("job_config")
-                    given = kwargs.get("runtime_env") or getattr(job, "runtime_env", None)
-                    kwargs = {**kwargs, "runtime_env": _with_profile(given)}
-            result = init(*args, **kwargs)
-        if _is_job_without(ray, _scopes[-1].resolved()):
-            _refuse_or_say(
-                "Ray was started before the profile, or dropped what came with it",
-                "call ray.shutdown before ray.init, so that the job begins anew",
-            )
-        return result
-
-    return init_with_profile
+def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _scopes:
+        return init(*args, **kwargs)
+    address = args[0] if args else kwargs.get("address")
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS")
+    if "://" in (address or ""):
+        why = "Ray runs no set-up hook for a client"
+        _refuse_or_say(why, "start the driver on the cluster itself")
+        return init(*args, **kwargs)
+    with ExitStack() as meanwhile:
+        if not ray.is_initialized():
+            submitted = _SUBMITTED in os.environ
+            if submitted or os.environ.get(HOOK):  # which may drop what it is given
+                meanwhile.enter_context(variables_put_back((HOOK, FORMER)))
+                os.environ[FORMER], os.environ[HOOK] = os.environ.get(HOOK, ""), _OURS
+            if not submitted:
+                # Ray calls no hook for a driver that `uv run` started, and drops a runtime
+                # environment of `job_config` where a hook returns one.
+                job = kwargs.get("job_config")
+                given = kwargs.get("runtime_env") or getattr(job, "runtime_env", None)
+                kwargs = {**kwargs, "runtime_env": _with_profile(given)}
+        result = init(*args, **kwargs)
+    if _is_job_without(ray, _scopes[-1].resolved()):
+        _refuse_or_say(
+            "Ray was started before the profile, or dropped what came with it",
+            "call ray.shutdown before ray.init, so that the job begins anew",
+        )
+    return result
 
 
 def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
@@ -187,7 +181,6 @@ def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
 
 
 def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
-    """Return `runtime_env` with what puts the innermost profile in force in a worker."""
     if not _scopes:
         return runtime_env  # a process that Ray has started meanwhile
     from torchrepro.errors import TorchreproError
@@ -294,7 +287,6 @@ def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # no
 
 
 def _is_job_without(ray: Any, resolved: ResolvedProfile) -> bool:
-    """Whether this process has started a job of Ray, whose workers do not get `resolved`."""
     if not _undo or not ray.is_initialized():
         return False
     context = ray.get_runtime_context()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-HIDDEN = "(hidden)"
-"""Stands where something was left out."""
+HIDDEN = "(hidden)"  # stands where something was left out
 
 _PARTS = frozenset(
     (
@@ -68,6 +64,7 @@ _PRIVATE = frozenset(
 _LONGEST_FLAG = 3
 """Characters of an option with one dash; a longer one may have its value written to it."""
 
+_CODE = ("-c", "-H", "-e")  # options that code, a header or a variable follows
 _NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 
 
@@ -93,7 +90,11 @@ def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
         if sounds_secret(name):
             keys = {piece for piece in _PIECES.split(value) if not ordinary(piece)}
             found |= {value, value.strip(), *(key for key in keys if len(key) >= _LONG)}
-        found |= set(_logins(value))
+        for url in _URL.findall(value) if "://" in value else ():
+            login, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
+            if at:
+                user, _, password = login.partition(":")
+                found.add(password or user)
     return tuple(sorted((value for value in found if value), key=lambda one: (-len(one), one)))
 
 
@@ -143,12 +144,17 @@ def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
             found = rf"(?<![A-Za-z0-9])(?:{found})(?![A-Za-z0-9])"
         patterns.append(re.compile(found))
 
+    def clean_url(match: re.Match[str]) -> str:
+        url = match.group()
+        login = "@" in url.partition("://")[2].partition("/")[0]
+        return url_without_login(url) if login or "?" in url else url
+
     def clean(value: Any) -> Any:
         if isinstance(value, str):
             for pattern in patterns:
                 value = pattern.sub(HIDDEN, value)
             if "://" in value:
-                value = _URL.sub(_redacted_url, value)
+                value = _URL.sub(clean_url, value)
             value = _TOKEN_SHAPES.sub(HIDDEN, value)
             return _AFTER_SCHEME.sub(rf"\1 {HIDDEN}", value)
         if isinstance(value, Mapping):
@@ -175,7 +181,10 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
             shown.append(HIDDEN)
         else:
             shown.append(_shareable_word(word, before))
-        right_after = "=" not in word and _hides_what_follows(word)
+        name = word.lstrip("-")
+        # No option, as in `login password 445566`, or one.
+        hides = sounds_secret(word) if name == word else _is_private(name) or word in _CODE
+        right_after = "=" not in word and hides
         hiding = right_after or (hiding and not is_option)
         before = word
     clean = cleaner(secrets)
@@ -190,35 +199,12 @@ def shell_line(words: Sequence[str]) -> str:
     return " ".join(word if HIDDEN in word else quote(word) for word in words)
 
 
-def _logins(text: str) -> Iterator[str]:
-    # The names, passwords and tokens that the URLs in `text` carry before their host.
-    for url in _URL.findall(text) if "://" in text else ():
-        login, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
-        if at:
-            name, _, password = login.partition(":")
-            yield password or name
-
-
-def _redacted_url(match: re.Match[str]) -> str:
-    url = match.group()
-    login = "@" in url.partition("://")[2].partition("/")[0]
-    return url_without_login(url) if login or "?" in url else url
-
-
-def _hides_what_follows(word: str) -> bool:
-    name = word.lstrip("-")
-    if name == word:  # no option, as in `login password 445566`
-        return sounds_secret(word)
-    return _is_private(name) or word in ("-c", "-H", "-e")
-
-
 def _is_private(name: str) -> bool:
     words = _NOT_IN_NAMES.split(name.lower())
     return sounds_secret(name) or not _PRIVATE.isdisjoint(words)
 
 
 def _shareable_word(word: str, before: str) -> str:
-    """Return one word, which follows the word `before`, as it may be shown."""
     name, equals, value = word.partition("=")
     if "://" in name:
         return url_without_login(word)

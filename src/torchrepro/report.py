@@ -21,14 +21,13 @@ from torchrepro.console import (
     asked_for,
     note,
     parts,
-    say,
     say_once,
     show_aside,
     table,
     verbosity,
 )
 from torchrepro.errors import by_write
-from torchrepro.guarantee import REASONS, Guarantee, judge
+from torchrepro.guarantee import Guarantee, ProcessFacts, judge
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Scope
 from torchrepro.messages import near, shown, some
@@ -39,10 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torchrepro.console import Part
-    from torchrepro.guarantee import ProcessFacts
     from torchrepro.policies.policy import Effect
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.seeding.uncontrolled import SourceRead
+
+
+_WIDE = 98  # columns of a line that is easily read
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Report(Displayed):
 
     switches: tuple[Writer, ...] = ()
     """Determinism switches of frameworks that agree with the profile, as far as writes are watched:
-    see `guard: error`."""
+    by a `guard` that warns or stops."""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -109,7 +110,8 @@ class Report(Displayed):
     def summary(self) -> str:
         """One line: the profile, what of its guarantee is held, the number of knobs per outcome.
 
-        Knobs for hardware that is not here are not among those numbers.
+        Knobs for hardware that is not here are not among those numbers. Of a guarantee that is
+        lowered, they are left out where the line would be long.
         """
         here = Counter(str(row.outcome) for row in self.rows if not row.absent).most_common()
         counts = ", ".join(f"{number} {outcome}" for outcome, number in here) or "nothing to set"
@@ -119,7 +121,8 @@ class Report(Displayed):
         else:
             state = "would be in force" if self.planned else "is in force"
         if self.guarantee.lowered:
-            return f"{self.profile} {state}: {self.guarantee}; {counts}"
+            line = f"{self.profile} {state}: {self.guarantee}"
+            return f"{line}; {counts}" if len(line) + len(counts) < _WIDE else line
         return f"{self.profile} ({self.guarantee}) {state}: {counts}"
 
     def table(self) -> str:
@@ -194,7 +197,7 @@ def _report_parts(report: Report) -> tuple[Part, ...]:
 
 def verbose_parts(report: Report) -> tuple[Part, ...]:
     """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
-    return *knob_parts(report), report.summary, report.digest, *_later_parts(report)
+    return *headline_parts(report), report.digest, *knob_parts(report), *_later_parts(report)
 
 
 def start_up_parts(report: Report) -> tuple[Part, ...]:
@@ -206,8 +209,13 @@ def start_up_parts(report: Report) -> tuple[Part, ...]:
         if needs_attention and row.knob not in in_summary:
             moved = "" if row.before == row.after else f" {_change(row.before, row.after)}"
             rows.append((Styled(f"  {row.standing}", style), f"{row.knob}{moved}: {row.why}"))
+    return headline_parts(report, *rows)
+
+
+def headline_parts(report: Report, *more: tuple[Styled, str]) -> tuple[Part, ...]:
+    """Return the summary, and in a line each why less is held than asked for, and `more`."""
     lowered = Styled("  lowered", STANDINGS["lowered"][0])
-    rows += [(lowered, reason) for reason in report.guarantee.reasons[REASONS:]]
+    rows = [*((lowered, reason) for reason in report.guarantee.reasons), *more]
     return (report.summary, Table((), tuple(rows), fold=1)) if rows else (report.summary,)
 
 
@@ -331,7 +339,7 @@ def announce(report: Report) -> None:
 def announcement(report: Report) -> tuple[Part, ...]:
     """Return what is said of a profile that is put in force: as much as the reader wants."""
     if verbosity() is Verbosity.VERBOSE:
-        return (report.summary, report.digest, *knob_parts(report))
+        return (*headline_parts(report), report.digest, *knob_parts(report))
     if verbosity() is Verbosity.QUIET and not report.guarantee.lowered:
         return ()
     return start_up_parts(report)
@@ -347,8 +355,11 @@ def announce_end(report: Report, announced: Report) -> None:
     if verbosity() is Verbosity.VERBOSE:
         note(*agreement_lines(report))
     if (report.guarantee, report.drift) != (announced.guarantee, announced.drift):
-        say_it = note if report.guarantee == announced.guarantee else say
-        say_it(f"at the end, {report.summary}")
+        if report.guarantee == announced.guarantee:
+            note(f"at the end, {report.summary}")
+        else:
+            first, *others = headline_parts(report)
+            show_aside(f"torchrepro: at the end, {first}", *others)
 
 
 def announce_random_numbers(report: Report) -> None:

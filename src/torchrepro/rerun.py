@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrepro.console import parts
+from torchrepro.console import Part, parts
 from torchrepro.errors import ProfileError
 from torchrepro.launch import is_python, program_of, replace_process, start
 from torchrepro.lock.diff import (
@@ -59,7 +59,6 @@ from torchrepro.trace.request import Request
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torchrepro.console import Part
 
 RUN_DIR = "hydra.run.dir"
 _NOT_FOR_ONE_JOB = (RUN_DIR, "hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher")
@@ -171,7 +170,7 @@ def prepare(
     for a folder or a program that is gone.
     """
     path = Path(name)
-    if not path.exists():
+    if not os.path.exists(path):  # noqa: PTH110 - never raises
         todo = "name the folder of a run, such as the output folder of a Hydra job"
         raise ProfileError.about("there is no such folder or file", found=name, todo=todo)
     if path.is_dir():

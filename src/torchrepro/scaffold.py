@@ -39,9 +39,7 @@ class NewPack:
 
     folder: Path
     name: str
-    files: tuple[str, ...] = ()
-    """Paths in the folder, sorted."""
-
+    files: tuple[str, ...] = ()  # paths in the folder, sorted
     profiles: tuple[str, ...] = ()
     """The names of its profiles and pieces once it is installed, sorted."""
 
@@ -174,7 +172,6 @@ def _rendered(template: str, **values: str) -> dict[str, str]:
 
 
 def _write(folder: Path, texts: Mapping[str, str], todo: str) -> None:
-    """Write new files, or none: what was made is removed again if one cannot be written."""
     made: list[Path] = []
     try:
         for name, text in texts.items():

@@ -130,7 +130,6 @@ def take_turns(
 
 
 def _can_refute(look: int, error: float) -> bool:
-    """Whether there are pairs enough at a look to say anything."""
     return interval(range(FIRST_LOOK << look), error / 2**look)[0] > -math.inf
 
 

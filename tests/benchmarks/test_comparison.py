@@ -56,7 +56,6 @@ Change = Callable[[int, list[Row]], list[Row]]
 
 
 def _write(path: Path, change: Change, steps: int = STEPS) -> Path:
-    """Write a trace whose last 300 of a thousand ops run on two other threads, by turns."""
     path.mkdir(exist_ok=True)
     store = Store(path / "rank0.sqlite")
     store.write_meta({"format": FORMAT, "level": "op", "rank": 0, "ordinal": 0})
@@ -84,7 +83,7 @@ def _write(path: Path, change: Change, steps: int = STEPS) -> Path:
             ],
         )
         store.add_records(rows)
-        store.end_step(StepRow(step, first, len(rows), 0, b"", b"", {}, finished=True))
+        store.end_step(StepRow(step, first, len(rows), 0, b"", b"", b"", {}, finished=True))
         first += len(rows)
     store.finish({})
     return path
@@ -102,17 +101,14 @@ def _other_values(step: int, rows: list[Row]) -> list[Row]:
 
 
 def _another_order(_step: int, rows: list[Row]) -> list[Row]:
-    """The two other threads take turns the other way round."""
     return [*rows[:-2], rows[-1], rows[-2]]
 
 
 def _an_op_more(step: int, rows: list[Row]) -> list[Row]:
-    """Every step has an op more, and all after it differs."""
     return [*rows[:10], (0, 7, 0, b"", bytes(16)), *_other_values(step + 1, rows[10:])]
 
 
 def _plain_rows(path: Path) -> Path:
-    """Write the records of a trace into a table with a row for each."""
     rows = path / "rows"
     trace = Trace(path / "rank0.sqlite")
     with closing(sqlite3.connect(rows)) as connection, connection:
@@ -230,9 +226,9 @@ def test_digests_are_a_small_part_of_writing(
         store = Store(tmp_path / next(names))
         for step in range(STEPS):
             store.add_records(rows)
-            store.add_losses([(0.5, bytes(16), "m.py:1")])
+            store.add_losses([(0.5, bytes(16), "m.py:1", 0)])
             first = step * len(rows) + 1
-            store.end_step(StepRow(step, first, len(rows), 0, b"", b"", {}, finished=True))
+            store.end_step(StepRow(step, first, len(rows), 0, b"", b"", b"", {}, finished=True))
         store.close()
 
     def without() -> float:

@@ -23,7 +23,6 @@ SHARE = 0.7
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the median of what a device takes for `work`."""
     found = []
     for _ in range(12):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -97,7 +97,6 @@ def test_reading_all_knobs_takes_as_long_as_a_few_ops(workspace: str) -> None:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """Return the shortest of some measured times of `work`."""
     times = []
     for _ in range(5):
         start = time.perf_counter()

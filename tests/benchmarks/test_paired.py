@@ -14,7 +14,6 @@ from .paired import ERROR, FIRST_LOOK, NEVER, Question, compare, interval, requi
 
 
 def _noisy(seconds: float, numbers: random.Random) -> Callable[[], float]:
-    """Return a timing that is off by some percent, and by half and more in every fifth call."""
 
     def taken() -> float:
         hit = numbers.expovariate(2) if numbers.random() < 0.2 else 0

@@ -246,7 +246,6 @@ def test_nothing_is_left_of_a_recording(tmp_path: Path) -> None:
 
 
 def _doors() -> tuple[Any, ...]:
-    """Return what a recording hooks into."""
     import sys
     import threading
 

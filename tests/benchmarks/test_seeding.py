@@ -59,7 +59,6 @@ def _report(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def _microseconds(call: Callable[[], object], calls: int = CALLS // ROUNDS) -> float:
-    """Return the mean time of one call, in microseconds."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -67,7 +66,6 @@ def _microseconds(call: Callable[[], object], calls: int = CALLS // ROUNDS) -> f
 
 
 def _usually(call: Callable[[], object]) -> float:
-    """Return the median over rounds of `_microseconds`."""
     call()
     return statistics.median(_microseconds(call, 200) for _ in range(ROUNDS))
 

@@ -49,7 +49,6 @@ def _environment() -> dict[str, str]:
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, str]:
-    """Return the wall time of a whole process in seconds, and what it printed."""
     start = time.perf_counter()
     done = subprocess.run(
         command,
@@ -68,12 +67,10 @@ def _python(code: str) -> list[str]:
 
 
 def _wall(code: str, environment: dict[str, str] | None = None) -> float:
-    """Return the wall time of a Python that runs `code`, in seconds."""
     return _run(_python(code), environment)[0]
 
 
 def _said(code: str) -> float:
-    """Return the seconds that `code` prints in a Python of its own."""
     return float(_run(_python(code))[1])
 
 

@@ -712,7 +712,6 @@ MOVED_OPS = ("cumsum", "cumsum_", "median", "dot", "cat", "bincount", "copy_", "
 
 
 def _through(x: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, ...]:
-    """Return both a tensor after a change in place and what the change returned."""
     returned = change(x)
     return x, returned
 

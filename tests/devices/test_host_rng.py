@@ -86,7 +86,6 @@ DRAWS: dict[str, Callable[[str], torch.Tensor]] = {
 
 
 def _drawn(name: str, device: str) -> tuple[list[float], float]:
-    """Return what a row draws, and the number that the CPU's generator gives next."""
     torch.manual_seed(3)
     drawn = DRAWS[name](device).cpu()
     return drawn.tolist(), torch.rand(()).item()

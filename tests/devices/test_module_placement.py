@@ -76,7 +76,6 @@ class Recomputing(Model):
 
 
 def _train(model: nn.Module, device: str = "npu", steps: int = 3) -> tuple[State, State]:
-    """Train and return the last gradients and the state that is left, on the host."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     numbers = torch.Generator().manual_seed(1)
     for _ in range(steps):

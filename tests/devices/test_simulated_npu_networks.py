@@ -85,7 +85,6 @@ OPTIMIZERS = {
 
 
 def _trained(name: str, optimizer: str, device: str) -> list[torch.Tensor]:
-    """Return the outputs, gradients and weights of three steps."""
     torch.manual_seed(1)
     network = (NETWORKS | RECURRENT)[name]().to(device)
     data = torch.randn(3, 5, 8).to(device)

@@ -21,6 +21,7 @@ import numpy.random, torch
 import torch.distributed as dist
 
 sys.argv.pop(0)
+sys.path[0] = os.path.dirname(sys.argv[0])
 door = socket.create_server(("127.0.0.1", 0))
 address, port = door.getsockname()
 os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
@@ -93,9 +94,9 @@ def pytest_collection_modifyitems(items):
 def on_two_ranks(tmp_path, fork_python):
     """Run the text of a script on two ranks, which are forks of a Python that has torch."""
 
-    def run(script, *words):
+    def run(script, *words, env=None):
         path = _script(tmp_path, script)
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         ended = fork_python("-c", RANKS, path, *words, env=env)
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 

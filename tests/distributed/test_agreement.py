@@ -221,7 +221,6 @@ def test_a_group_made_again_is_compared_again(on_two_ranks):
 
 
 def _exchanged(store, *of_ranks):
-    """Let two ranks exchange through `store`, and return what each found."""
     found = {}
 
     def rank(number):

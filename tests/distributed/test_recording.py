@@ -17,6 +17,8 @@ PROGRAM = """
 import os, sys
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
@@ -39,22 +41,54 @@ for step in range(4):
     optimizer.zero_grad()
     net(batch).square().sum().backward()
     optimizer.step()
+    if step == 1:
+        model, state = get_state_dict(net, optimizer)
+        dcp.save({"model": model, "optimizer": state}, checkpoint_id="checkpoint")
+        dcp.load({"model": model, "optimizer": state}, checkpoint_id="checkpoint")
+        set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=state)
 dist.destroy_process_group()
 print("went on")
 """
 
 
-def _record(by_torchrun, folder: Path, *words: str) -> Path:
-    run = [sys.executable, "-m", "torchrepro", "run", "seed-only", "--record", str(folder), "--"]
-    ended = by_torchrun(PROGRAM, *words, before=run)
-    assert ended.went_on == 2, ended.err[-2000:]
-    return folder
+RECORDED = """
+import runpy, sys
+import torchrepro
+
+torchrepro.apply("seed-only")
+with torchrepro.record(sys.argv[1]):
+    runpy.run_path("program.py", run_name="__main__")
+"""
+RUN = (sys.executable, "-m", "torchrepro", "run", "seed-only", "--record")
+
+
+@pytest.fixture
+def record(tmp_path, on_two_ranks):
+    """Record the program on two ranks, in a folder of this name."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def record(name: str, *words: str) -> Path:
+        ended = on_two_ranks(RECORDED, tmp_path / name, *words)
+        assert ended.went_on == 2, ended.err[-2000:]
+        return tmp_path / name
+
+    return record
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_runs_of_two_ranks_are_the_same(tmp_path, by_torchrun, kind) -> None:
-    """Under DDP and FSDP each rank leaves a trace, collectives included, and runs compare equal."""
-    one, two = (_record(by_torchrun, tmp_path / run, kind) for run in ("one", "two"))
+def test_two_runs_of_two_ranks_are_the_same(tmp_path, record, by_torchrun, kind) -> None:
+    """Under DDP and FSDP each rank leaves a trace, collectives included, and runs compare equal.
+
+    What `torch.distributed.checkpoint` has the ranks send each other is no difference, nor is it
+    one that `torchrepro run` and torchrun started one of them.
+    """
+    one = tmp_path / "one"
+    if kind == "ddp":
+        ended = by_torchrun(tmp_path / "program.py", kind, before=(*RUN, one, "--"))
+        assert ended.went_on == 2, ended.err[-2000:]
+    else:
+        record("one", kind)
+    two = record("two", kind)
 
     verdict = torchrepro.compare(one, two)
     assert verdict.same, verdict.first
@@ -66,10 +100,9 @@ def test_two_runs_of_two_ranks_are_the_same(tmp_path, by_torchrun, kind) -> None
         trace.close()
 
 
-def test_the_rank_with_another_batch_is_named(tmp_path, by_torchrun) -> None:
+def test_the_rank_with_another_batch_is_named(record) -> None:
     """Of two ranks that differ, the verdict names the one where it began, at its step."""
-    one = _record(by_torchrun, tmp_path / "one", "ddp")
-    two = _record(by_torchrun, tmp_path / "two", "ddp", "fault")
+    one, two = record("one", "ddp"), record("two", "ddp", "fault")
 
     first = torchrepro.compare(one, two).first
     assert first is not None

@@ -1,8 +1,11 @@
 """The example on two ranks: repeatable, and resumed after a rank was killed."""
 
 import signal
+from functools import partial
 
 import pytest
+
+from ..typed_example import IN_FORCE_FROM_THE_START
 
 KILLED_AFTER = 7
 """The step that the first run is killed after, of 22."""
@@ -26,12 +29,17 @@ runpy.run_path(EXAMPLE, run_name="__main__")
 """The example, one of whose ranks is killed right after it has saved a step."""
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_training_by_torchrun_is_repeatable(by_torchrun, distributed_digits, parallel):
-    """Under one profile two runs on two ranks end with the same weights, bit for bit."""
-    words = ("+repro=debug-strict", "repro.ranks=distinct", f"parallel={parallel}", "epochs=1")
+WORDS = ("+repro=debug-strict", "batch_size=64")
 
-    one, two = (by_torchrun(distributed_digits, *words) for _ in range(2))
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_training_on_ranks_that_differ_is_repeatable(on_two_ranks, distributed_digits, parallel):
+    """Under one profile two runs on two ranks end with the same weights, bit for bit."""
+    words = (*WORDS, "repro.ranks=distinct", f"parallel={parallel}", "epochs=1")
+
+    one, two = (
+        on_two_ranks(distributed_digits, *words, env=IN_FORCE_FROM_THE_START) for _ in range(2)
+    )
 
     assert one.status == two.status == 0, one.err + two.err
     assert one.out.startswith("weights ")
@@ -40,20 +48,26 @@ def test_training_by_torchrun_is_repeatable(by_torchrun, distributed_digits, par
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_run_that_lost_a_rank_goes_on_where_it_was(
-    by_torchrun, distributed_digits, tmp_path, parallel
+    on_two_ranks, by_torchrun, distributed_digits, tmp_path, parallel
 ):
-    """After SIGKILL of one rank, resuming ends with the weights of the uninterrupted run."""
-    words = ("+repro=debug-strict", f"parallel={parallel}", "batch_size=64", "epochs=2")
+    """After SIGKILL of one rank, resuming ends with the weights of the uninterrupted run.
+
+    So it does where torchrun started the run that was lost, and another launcher the others.
+    """
+    in_forks = partial(on_two_ranks, env=IN_FORCE_FROM_THE_START)
+    first = by_torchrun if parallel == "ddp" else in_forks
+    words = (*WORDS, f"parallel={parallel}", "epochs=2")
     kept = ("checkpoint=kept", "checkpoint_every=1")
-    whole = by_torchrun(distributed_digits, *words)
+    whole = in_forks(distributed_digits, *words)
 
     losing = LOSING_A_RANK.replace("EXAMPLE", repr(str(distributed_digits)))
-    interrupted = by_torchrun(losing.replace("KILLED_AFTER", str(KILLED_AFTER)), *words, *kept)
+    interrupted = first(losing.replace("KILLED_AFTER", str(KILLED_AFTER)), *words, *kept)
     interrupted_at = sorted((tmp_path / "kept").iterdir())[-1].name
-    resumed = by_torchrun(distributed_digits, *words, *kept)
+    resumed = in_forks(distributed_digits, *words, *kept)
 
     assert whole.status == resumed.status == 0, whole.err + resumed.err
+    assert interrupted.status != 0
     assert "killed" in interrupted.out, interrupted.err
-    assert f"Signal {signal.SIGKILL:d}" in interrupted.err
+    assert first is in_forks or f"Signal {signal.SIGKILL:d}" in interrupted.err
     assert "step-000000007" <= interrupted_at < "step-000000022"
     assert resumed.out == whole.out

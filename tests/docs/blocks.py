@@ -9,6 +9,7 @@ what a reader does not see of that, one `<!-- key: value -->` a line:
     file: PATH        the block, of any language, is written to this file of the page's folder
     folder: PATH      the page's folder is first filled with this folder of the repository
     given: NAME, ...  pieces of `given.py` that come before this Python block
+    steps: WHICH      the steps of this GitHub workflow are run, but those of pip
     ends: STATUS      the exit status of the block; 0 where nothing is said
 """
 
@@ -30,7 +31,7 @@ PAGES = tuple(
 )
 RUN = ("python", "sh", "console")
 SHOWN = ("yaml", "text", "json", "toml", "html", "dockerfile")
-KEYS = ("not run", "test", "run", "file", "folder", "given", "ends")
+KEYS = ("not run", "test", "run", "file", "folder", "given", "steps", "ends")
 ELSEWHERE = ("not run", "test", "run")
 _FENCE = re.compile(r"^( *)(`{3,})(.*)$")
 _MARK = re.compile(r"^ *<!-- ([a-z ]+): (.+) -->$")
@@ -58,7 +59,7 @@ class Block:
         """Whether the test of its page does something with it."""
         if set(self.marks) & set(ELSEWHERE):
             return False
-        return "file" in self.marks or self.language in RUN
+        return bool({"file", "steps"} & set(self.marks)) or self.language in RUN
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -81,7 +82,6 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def _marks(lines: list[str], fence: int) -> dict[str, str]:
-    """Return the marks on the lines directly above the fence."""
     marks: dict[str, str] = {}
     for line in reversed(lines[:fence]):
         mark = _MARK.match(line)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from .blocks import KEYS, PAGES, REPO, RUN, SHOWN, block_named, blocks, every_block
 from .given import PIECES
@@ -56,6 +57,7 @@ def reader(clean_environment: dict[str, str], tmp_path: Path) -> Callable[..., A
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), clean_environment["PATH"]]),
         "HOME": str(home),
         "COLUMNS": "100",
+        "CI": "",  # a reader sits at a terminal, wherever this runs
     }
 
     def run(command: str) -> subprocess.CompletedProcess[str]:
@@ -75,7 +77,6 @@ def reader(clean_environment: dict[str, str], tmp_path: Path) -> Callable[..., A
 
 
 def _python(block: Block) -> str:
-    """Return the program of a Python block, with what it takes as given in front of it."""
     names = [name.strip() for name in block.marks.get("given", "").split(",") if name]
     return "\n".join([*(PIECES[name] for name in names), block.text])
 
@@ -101,7 +102,6 @@ def shows(expected: list[str], printed: list[str]) -> bool:
 
 
 def _dialogue(block: Block) -> list[tuple[str, list[str]]]:
-    """Return the commands of a console block, each with the lines that follow it."""
     pairs: list[tuple[str, list[str]]] = []
     for line in block.text.splitlines():
         if line.startswith("$ "):
@@ -130,6 +130,12 @@ def test_a_page_does_what_it_says(page, reader, fork_python, tmp_path) -> None:
             path = tmp_path / block.marks["file"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{block.text}\n", encoding="utf-8")
+        elif "steps" in block.marks:
+            jobs = yaml.safe_load(block.text)["jobs"].values()
+            for step in (step for job in jobs for step in job["steps"]):
+                if "run" in step and not step["run"].startswith("pip "):
+                    done = reader(step["run"])
+                    _check(block, done.returncode, done.stdout)
         elif block.language == "python":
             done = fork_python("-c", _python(block))
             _check(block, done.returncode, done.stdout + done.stderr)

@@ -21,7 +21,6 @@ def _substance(text: str) -> str:
 
 
 def _shown(svg: str) -> str:
-    """Return the text of a picture, line by line."""
     texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
     return " ".join(text.text or "" for text in texts)
 

@@ -71,6 +71,5 @@ def train(
 
 
 def _last(folder):
-    """Return the folder of the last checkpoint, or None."""
     saved = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name)]
     return max(saved, key=lambda path: int(path.name.removeprefix("step_")), default=None)

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import traceback
 from dataclasses import asdict, dataclass, field
@@ -24,11 +23,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from subprocess import CompletedProcess
     from types import ModuleType
 
     from torch.distributed import TCPStore
-
-    Ended = subprocess.CompletedProcess[str]
 
 HERE = Path(__file__).parent
 PROFILE = "debug-strict"
@@ -65,48 +63,33 @@ class Outcome:
     weights: str
     resumed: tuple[Resumed, ...]
 
-    @property
-    def equal(self) -> int:
-        """How many of the resumed runs have the weights of the uninterrupted one."""
-        return sum(each.equal for each in self.resumed)
-
-
-def run_python(*words: object, stdin: str) -> Ended:
-    """Run Python with these words, and `stdin` as its standard input."""
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
 
 def outcomes(
-    program: Path, folder: Path, plans: list[Plan], run: Callable[..., Ended] = run_python
+    fork_python: Callable[..., CompletedProcess[str]],
+    program: Path,
+    folder: Path,
+    plans: list[Plan],
 ) -> list[Outcome]:
-    """Carry out `plans` with `program` in forks of a process of its own, within `folder`.
-
-    `run` starts that process as `run_python` does.
-    """
-    done = run(__file__, program, folder, stdin=json.dumps([asdict(plan) for plan in plans]))
+    """Carry out `plans` with `program` in forks of a process of its own, within `folder`."""
+    done = fork_python(
+        __file__, program, folder, stdin=json.dumps([asdict(plan) for plan in plans])
+    )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "not as saved" not in done.stderr
     return [
         Outcome(each["weights"], tuple(Resumed(**one) for one in each["resumed"]))
         for each in json.loads(done.stdout.splitlines()[-1])
     ]
 
 
-def table(name: str, plans: list[Plan], found: list[Outcome]) -> str:
-    """Return one line for each plan: how many killed runs were the uninterrupted one."""
-    lines = []
-    for plan, outcome in zip(plans, found, strict=True):
-        under = plan.profile or "seeded by hand"
-        lines.append(
-            f"{name:<14} {plan.world} process, {plan.workers} workers, {under:<14} "
-            f"equal after a kill: {outcome.equal} of {len(outcome.resumed)}"
-        )
-    return "\n".join(lines)
+def inexact(plans: list[Plan], found: list[Outcome]) -> list[tuple[Plan, Resumed]]:
+    """Return what was not killed, not resumed, or is not the uninterrupted run bit for bit."""
+    return [
+        (plan, resumed)
+        for plan, outcome in zip(plans, found, strict=True)
+        for resumed in outcome.resumed
+        if (resumed.killed, resumed.resumed_from is not None, resumed.equal) != (9, True, True)
+    ]
 
 
 def random_steps(program_steps: int, first: int, number: int) -> tuple[int, ...]:
@@ -128,12 +111,16 @@ def _main() -> None:
     program = importlib.util.module_from_spec(spec)
     sys.modules["program"] = program
     spec.loader.exec_module(program)
-    # Importing these, which training and `apply` do, is most of what a short run would take.
-    import omegaconf  # noqa: F401
+    # What training and `apply` import and search is most of what a short run would take.
     import torch._dynamo  # noqa: F401
 
-    import torchrepro.applier  # noqa: F401
+    import torchrepro
+    import torchrepro.applier
+    from torchrepro.seeding import libraries
 
+    for profile in {plan.profile for plan in plans} - {None}:
+        torchrepro.plan(profile)
+    libraries._installed()
     gc.freeze()
     folder = Path(sys.argv[2])
     found = [asdict(_carried_out(program, folder / str(n), plan)) for n, plan in enumerate(plans)]

@@ -321,6 +321,35 @@ def test_another_batch_size_within_an_epoch_is_said(
     assert said.count("with batch_size=4 and goes on with batch_size=5") == (batch_size == 5)
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_loop_that_skips_no_batches_is_said_at_its_first_step(
+    skips: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It begins the interrupted epoch again; one that skips those that are done is silent."""
+    for saves in (True, False):
+        with torchrepro.apply("debug-strict"):
+            accelerator = accelerate.Accelerator()
+            model = torch.nn.Linear(8, 1)
+            model, optimizer, loader = accelerator.prepare(
+                model, torch.optim.Adam(model.parameters()), DataLoader(Augmented(), batch_size=4)
+            )
+            if not saves:
+                accelerator.load_state(str(tmp_path))
+            rest = accelerator.skip_first_batches(loader, 3) if skips and not saves else loader
+            for number, batch in enumerate(rest, start=1):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                if saves and number == 3:
+                    accelerator.save_state(str(tmp_path))
+                    break
+
+    said = [line for line in capsys.readouterr().err.splitlines() if "not as saved" in line]
+    assert said == [
+        f"torchrepro: accelerate: {tmp_path}: not as saved at the first step: the place of the "
+        "loader over Augmented[48] in its epoch; so this run is not the uninterrupted one"
+    ] * (not skips)
+
+
 def _files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -378,7 +407,7 @@ def test_only_an_accelerator_can_be_attached(other: Any, said: str) -> None:
         (None, "it was saved without torchrepro, or without a profile"),
         ('{"format": 1', "damaged"),
         (
-            '{"format": 1, "size": 2, "rank": 0, "ranks": [{}]}',
+            '{"format": 2, "size": 2, "rank": 0, "ranks": [{}]}',
             "by 2 processes, and this run has 1 process",
         ),
     ],

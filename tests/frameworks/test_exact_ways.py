@@ -11,11 +11,11 @@ import pytest
 
 import torchrepro
 
-from .kills import Plan, outcomes
+from .kills import Outcome, Plan, inexact, outcomes
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
+    from subprocess import CompletedProcess
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "ways_program.py"
@@ -23,7 +23,7 @@ KILLED_AT = 11
 """A step in the middle of the second epoch; the last checkpoint is of the eighth step."""
 
 
-def _ways() -> Any:
+def _program() -> Any:
     sys.path.insert(0, str(HERE))
     try:
         spec = importlib.util.spec_from_file_location("ways_program", PROGRAM)
@@ -34,87 +34,98 @@ def _ways() -> Any:
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(HERE))
-    return module.WAYS
+    return module
 
 
-WAYS = _ways()
 PROFILES = ("debug-strict", "npu-align", "seed-only", "train-fast")
+DAILY = (None, "seed-only")
+"""Under which every way is tried daily in the main process."""
+
+LIBRARIES = ("python", "numpy", "torch")
+program = _program()
+WAYS = program.WAYS
 
 
-def _plans(way: str, profiles: tuple[str | None, ...], workers: tuple[int, ...]) -> list[Plan]:
-    only = WAYS[way].only
+@pytest.fixture
+def found(
+    fork_python: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> Callable[[list[Plan]], list[Outcome]]:
+    """Carry out plans with the program of ways."""
+    return lambda plans: outcomes(fork_python, PROGRAM, tmp_path, plans)
+
+
+def _plans(profile: str | None, workers: int) -> list[Plan]:
     return [
-        Plan(number, (KILLED_AT,), profile, options={"way": way})
-        for profile in profiles
-        for number in workers
-        if only in (None, number)
+        Plan(workers, (KILLED_AT,), profile, options={"way": name})
+        for name, way in WAYS.items()
+        if way.only in (None, workers)
     ]
 
 
-def _inexact(plans: list[Plan], tmp_path: Path, **run: Any) -> list[str]:
-    return [
-        f"{plan.options['way']}: {plan.profile or 'plain Python'}, {plan.workers} workers"
-        for plan, outcome in zip(plans, outcomes(PROGRAM, tmp_path, plans, **run), strict=True)
-        for resumed in outcome.resumed
-        if (resumed.killed, resumed.resumed_from is not None, resumed.equal) != (9, True, True)
-    ]
+def _libraries(name: str) -> set[str]:
+    """The libraries whose seed counts in plain Python: torch's begins every network."""
+    way = WAYS[name]
+    noisy = way.dataset in (program.HostNoise, program.AllNoise)
+    orders = way.sampler is program.DrawingSampler
+    return {"torch", *(["python"] if noisy else []), *(["numpy"] if noisy or orders else [])}
 
 
-def test_what_is_exact_in_plain_python_is_exact_under_a_profile(
-    tmp_path: Path, fork_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_what_is_exact_in_plain_python_is_exact_under_a_profile(found) -> None:
     """Killed and resumed in the main process, every way is the whole run, as in plain Python."""
-    plans = [plan for way in WAYS for plan in _plans(way, (None, "seed-only"), (0,))]
+    plans = [plan for profile in DAILY for plan in _plans(profile, 0)]
 
-    assert _inexact(plans, tmp_path, run=fork_python) == []
+    assert inexact(plans, found(plans)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *PROFILES], ids=lambda name: name or "plain")
-def test_every_way_is_exact_under_every_profile(profile: str | None, tmp_path: Path) -> None:
-    """Killed and resumed with 0 and 2 workers, every way is the whole run under every profile."""
-    plans = [plan for way in WAYS for plan in _plans(way, (profile,), (0, 2))]
+def test_every_way_is_exact_under_every_profile(profile: str | None, found) -> None:
+    """Killed and resumed with 0 or 2 workers, every way is the whole run under every profile.
 
-    assert _inexact(plans, tmp_path) == []
-
-
-def _seeds_that_count(
-    profile: str | None, workers: int, tmp_path: Path, **run: Any
-) -> set[tuple[str, str]]:
-    """Return each way with each library whose seed changes what it trains.
-
-    Two runs with the same seeds have to agree.
+    Which of the two goes round: every way has both, and so has every profile.
     """
-    options = [
-        {"way": way, "other_seed": other}
-        for way in WAYS
-        if WAYS[way].only in (None, workers)
-        for other in (None, None, "python", "numpy", "torch")
+    names = list(WAYS)
+    offset = PROFILES.index(profile) if profile in PROFILES else 0
+    plans = [
+        plan
+        for number in ((2,) if profile in DAILY else (0, 2))
+        for plan in _plans(profile, number)
+        if profile in DAILY
+        or WAYS[plan.options["way"]].only is not None
+        or (names.index(plan.options["way"]) + offset) % 2 == (number == 0)
     ]
-    plans = [Plan(workers, (), profile, options=each) for each in options]
-    found = [each.weights for each in outcomes(PROGRAM, tmp_path, plans, **run)]
-    counting = set()
-    for first in range(0, len(options), 5):
-        base, again, *others = found[first : first + 5]
-        assert base == again, options[first]
-        for other, weights in zip(options[first + 2 : first + 5], others, strict=True):
-            if weights != base:
-                counting.add((other["way"], other["other_seed"]))
-    return counting
+
+    assert inexact(plans, found(plans)) == []
 
 
 @pytest.mark.slow
-def test_runs_agree_and_seeds_count_as_in_plain_python(tmp_path: Path) -> None:
-    """Two runs of every way agree, and a seed of the program's own changes at least what it did."""
-    plain = _seeds_that_count(None, 0, tmp_path / "plain")
+@pytest.mark.parametrize("profile", [None, *PROFILES], ids=lambda name: name or "plain")
+def test_seeds_count_as_in_plain_python(profile: str | None, found) -> None:
+    """A seed of the program's own changes at least what it did."""
+    tried = {
+        plan.options["way"]: [
+            library
+            for library in LIBRARIES
+            if profile is None or library in _libraries(plan.options["way"])
+        ]
+        for plan in _plans(profile, 0)
+    }
+    plans = [
+        Plan(0, (), profile, options={"way": way, "other_seed": other})
+        for way, libraries in tried.items()
+        for other in (None, *libraries)
+    ]
 
-    for profile in PROFILES:
-        assert _seeds_that_count(profile, 0, tmp_path / profile) >= plain
-    assert {library for _, library in plain} == {"python", "numpy", "torch"}
+    weights = iter(found(plans))
+
+    for way, libraries in tried.items():
+        base = next(weights).weights
+        counting = {library for library in libraries if next(weights).weights != base}
+        assert counting == _libraries(way), way
 
 
 @pytest.mark.slow
-def test_two_ranks_are_exact_under_every_profile(tmp_path: Path) -> None:
+def test_two_ranks_are_exact_under_every_profile(found) -> None:
     """Two ranks that save and resume by themselves are the whole run under every profile.
 
     They share the steps: the fifth is in the middle of the second epoch.
@@ -126,7 +137,7 @@ def test_two_ranks_are_exact_under_every_profile(tmp_path: Path) -> None:
         for workers in (0, 2)
     ]
 
-    assert _inexact(plans, tmp_path) == []
+    assert inexact(plans, found(plans)) == []
 
 
 def test_the_table_knows_every_shipped_profile() -> None:

@@ -38,18 +38,16 @@ def _trainer(
 ) -> Any:
     given = transformers.TrainingArguments(
         str(folder),
-        max_steps=2,
         remove_unused_columns=False,
         use_cpu=True,
         disable_tqdm=True,
-        **{"report_to": [], "save_steps": 1, **arguments},
+        **{"max_steps": 2, "report_to": [], "save_steps": 1, **arguments},
     )
     data = program.Augmented()
     return kind(program.Model(), given, program.collated, data, callbacks=[*callbacks])
 
 
 def _exported(folder: Path, step: int = 2) -> list[Any]:
-    """Return what callbacks of ours have exported with a checkpoint."""
     saved = json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_text())
     callbacks = saved["stateful_callbacks"].values()
     return [each["torchrepro"] for each in callbacks if "torchrepro" in each]
@@ -155,6 +153,45 @@ def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(
         "torchrepro: transformers: the checkpoint of step 1: generators and loaders do not go on "
         "from this checkpoint: it was saved without torchrepro, or without a profile"
     ]
+
+
+CHECKPOINT = "transformers: the checkpoint of step 3: not as saved at the first step: "
+SAID: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "nothing": ({}, {}, ""),
+    "the optimizer's file is lost": ({}, {}, CHECKPOINT + "the state of AdamW; "),
+    "it saved the model only": ({"save_only_model": True}, {}, CHECKPOINT + "the state of AdamW; "),
+    "it does not skip data": (
+        {},
+        {"ignore_data_skip": True},
+        CHECKPOINT + "the place of the loader over Augmented[48] in its epoch; ",
+    ),
+    "another seed": (
+        {},
+        {"seed": 7},
+        "the loader over Augmented[48]: it was saved with initial_seed=42 and goes on with "
+        "initial_seed=7, ",
+    ),
+}
+"""What is wrong -> how the first run and the resumed one are made, and what is said."""
+
+
+@pytest.mark.parametrize("wrong", SAID)
+def test_what_a_run_goes_on_without_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    """At its first step, or as its loader begins; and nothing of a run that is resumed rightly."""
+    before, after, said = SAID[wrong]
+    with torchrepro.apply("debug-strict"):
+        _trainer(tmp_path, max_steps=4, **before).train()
+        if "lost" in wrong:
+            (tmp_path / "checkpoint-3" / "optimizer.pt").unlink()
+        capsys.readouterr()
+        again = _trainer(tmp_path, max_steps=4, **before, **after)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+    found = [line for line in capsys.readouterr().err.splitlines() if "uninterrupted" in line]
+    assert len(found) == bool(said)
+    assert all(line.startswith(f"torchrepro: {said}") for line in found)
 
 
 def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(

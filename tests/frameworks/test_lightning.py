@@ -1,14 +1,17 @@
 """What Lightning does under a profile, and that nothing of it is there without one."""
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess, run
 
 import pytest
 import torch
 
 import torchrepro
+from torchrepro.seeding.uncontrolled import CLOCK
+from torchrepro.trace.reader import read_run
 
 HERE = Path(__file__).parent
 START = f"""
@@ -25,15 +28,17 @@ lightning_program.train(Path(sys.argv[1]), 0, lambda step: None)
 """
 
 
-def _python(code: str, *words: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    torchrepro_run = [sys.executable, "-m", "torchrepro", "run", *under, "--"] if under else []
-    return subprocess.run(
-        [*torchrepro_run, sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+@pytest.fixture
+def python(
+    fork_python: Callable[..., CompletedProcess[str]],
+) -> Callable[..., CompletedProcess[str]]:
+    """Run code, under `torchrepro run` with these words if there are any."""
+
+    def python(code: str, *words: str, under: tuple[str, ...] = ()) -> CompletedProcess[str]:
+        run = ("-m", "torchrepro", "run", *under, "--", sys.executable) if under else ()
+        return fork_python(*run, "-c", code, *words)
+
+    return python
 
 
 def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile() -> None:
@@ -46,13 +51,14 @@ def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile() -> N
         "rest = {n.partition('.')[0] for n in set(sys.modules) - before - ours}\n"
         "print(sorted(rest - sys.stdlib_module_names), len(ours) < 6)"
     )
-    assert _python(code).stdout.splitlines() == ["[] [] []", "[] True"]
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[] [] []", "[] True"]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path: Path) -> None:
+def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path: Path, python) -> None:
     """Started by `torchrepro run`, a checkpoint loads as weights only, with digest and manifest."""
-    done = _python(TRAIN, str(tmp_path), under=("debug-strict",))
+    done = python(TRAIN, str(tmp_path), under=("debug-strict",))
     assert done.returncode == 0, done.stderr
 
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["torchrepro"]
@@ -60,9 +66,34 @@ def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path: Path) -> Non
     assert json.loads(saved["manifest"])["digest"] == saved["digest"]
     assert saved["profile"] == "debug-strict"
     assert len(saved["ranks"]) == 1
-    without = _python(TRAIN.replace("step: None)", "step: None)\nassert 0"), str(tmp_path))
+    without = python(TRAIN.replace("step: None)", "step: None)\nassert 0"), str(tmp_path))
     assert "AssertionError" in without.stderr.splitlines()[-1], "it resumes without a profile"
     assert "torchrepro" not in without.stderr.replace("/torchrepro/", "")
+
+
+@pytest.mark.slow
+def test_a_limit_of_time_is_a_read_of_the_clock(tmp_path: Path, python) -> None:
+    """A training that ends by the clock has read it, at the line that began the training."""
+    code = f"""{START}
+import lightning, torchrepro
+class Net(lightning.LightningModule):
+    def training_step(self, *_):
+        return None
+    def configure_optimizers(self):
+        return None
+quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+with torchrepro.record(sys.argv[1], level="step"):
+    trainer = lightning.Trainer(max_time="00:00:00:09", max_epochs=1, accelerator="cpu", **quiet)
+    trainer.fit(Net(), [torch.ones(1)])
+"""
+    folder = tmp_path / "run"
+    done = python(code, str(folder))
+    assert done.returncode == 0, done.stderr
+
+    sources = read_run(folder)[0].meta["sources"]
+    (read,) = (each for each in sources if each["what"] == CLOCK)
+    assert read["name"].endswith("Timer.time_elapsed")
+    assert read["where"].endswith(f":{code.count(chr(10))}")
 
 
 SWITCHES = {
@@ -75,7 +106,7 @@ SWITCHES = {
 
 
 @pytest.mark.slow
-def test_switches_of_a_trainer_are_said() -> None:
+def test_switches_of_a_trainer_are_said(python) -> None:
     """Each switch that sets what the profile sets is said: whether it agrees, and if not, why."""
     code = f"""{START}
 import lightning, torchrepro
@@ -85,14 +116,14 @@ with torchrepro.apply("debug-strict", ["guard=none"]):
 assert not hasattr(torch.utils.data.DataLoader, "state_dict")
 assert lightning.Trainer.__init__.__module__.startswith("lightning")
 """
-    done = _python(code)
+    done = python(code)
     assert done.returncode == 0, done.stderr
     said = [line.partition("lightning: ")[2] for line in done.stderr.splitlines()]
     assert [line for line in said if line.startswith("Trainer(")] == [*SWITCHES.values()]
 
 
 @pytest.mark.slow
-def test_a_missing_hook_is_one_line() -> None:
+def test_a_missing_hook_is_one_line(python) -> None:
     """A Lightning whose Fabric has another shape is trained with as ever, and one line says so."""
     code = f"""{START}
 import lightning.fabric.fabric, torchrepro
@@ -100,7 +131,7 @@ del lightning.fabric.fabric.Fabric.save
 with torchrepro.apply("debug-strict"):
     pass
 """
-    done = _python(code)
+    done = python(code)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "Fabric.save" in line]
     assert len(lines) == 1
@@ -116,7 +147,7 @@ def test_hooks_are_gone_after_the_profile() -> None:
 
 
 @pytest.mark.slow
-def test_loggers_get_the_manifest(tmp_path: Path) -> None:
+def test_loggers_get_the_manifest(tmp_path: Path, python) -> None:
     """The loggers of a Trainer and of a Fabric hold the manifest of the profile in force."""
     code = f"""{START}
 import lightning, lightning_program as program, training
@@ -128,7 +159,7 @@ lightning.Trainer(max_steps=1, accelerator="cpu", logger=CSVLogger(sys.argv[1], 
 fabric = lightning.Fabric(accelerator="cpu", loggers=FabricLogger(sys.argv[1], "fabric"))
 fabric.setup(torch.nn.Linear(2, 2))
 """
-    done = _python(code, str(tmp_path), under=("debug-strict",))
+    done = python(code, str(tmp_path), under=("debug-strict",))
     assert done.returncode == 0, done.stderr
 
     manifests = [json.loads(path.read_text()) for path in tmp_path.rglob("repro.json")]
@@ -175,9 +206,52 @@ assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.slow
-def test_what_is_unusual_trains_as_without_a_profile(tmp_path: Path) -> None:
+def test_what_is_unusual_trains_as_without_a_profile(tmp_path: Path, python) -> None:
     """Odd loggers and loaders, pickled callbacks, plain files and a teacher's weights: as ever."""
-    done = _python(UNUSUAL, str(tmp_path))
+    done = python(UNUSUAL, str(tmp_path))
 
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
+
+
+BY_HAND = f"""{START}
+import logging, sys, torchrepro
+import lightning, lightning_program as program, training
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+path = sys.argv[1] + "/own.ckpt"
+
+def fit(data="augmented", saved=None, by_hand=False):
+    model = program.Model()
+    if by_hand:
+        model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    saving = program.ModelCheckpoint(sys.argv[1], filename="own", every_n_train_steps=2)
+    trainer = lightning.Trainer(max_steps=3, accelerator="cpu", logger=False,
+                                enable_progress_bar=False,
+                                callbacks=[] if saved or by_hand else [saving])
+    trainer.fit(model, training.loader_of(data, shuffle=True), ckpt_path=saved)
+
+with torchrepro.apply("debug-strict"):
+    fit()
+    for options in ({{"saved": path}}, {{"by_hand": True, "data": "odd"}}, {{"by_hand": True}}):
+        print("fit", *options, file=sys.stderr)
+        fit(**options)
+"""
+
+
+@pytest.mark.slow
+def test_weights_that_a_program_loads_by_hand_are_said_to_be_no_resume(
+    tmp_path: Path, python
+) -> None:
+    """At the first step, where they go on with the data of the checkpoint; not on other data."""
+    done = python(BY_HAND, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+    lines = done.stderr.splitlines()
+    said = [line for line in lines if line.startswith("fit ") or "not as saved" in line]
+    assert said == [
+        "fit saved",
+        "fit by_hand data",
+        "fit by_hand",
+        f"torchrepro: lightning: {tmp_path}/own.ckpt: not as saved at the first step: the state of "
+        "Adam, the generators, the loaders; so this run is not the uninterrupted one",
+    ]

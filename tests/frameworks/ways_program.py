@@ -24,7 +24,6 @@ SEED = 11
 
 
 def _seeded(library, seed):
-    """Seed one library as programs do, by the name of its function."""
     if library == "python":
         random.seed(seed)
     elif library == "numpy":

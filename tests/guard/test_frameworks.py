@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sysconfig
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-TORCHREPRO = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
 LAYERS = Path(__file__).parent.parent / "policies"  # lets torchvision be imported anywhere
 START = f"""
 import sys
@@ -89,9 +88,16 @@ AGREEING = {
 }
 
 
-def run(execute: Callable[..., Any], text: str, guard: str = "error") -> Any:
-    words = ("run", "debug-strict", f"guard={guard}", "--verbose", "--")
-    return execute(text, TORCHREPRO, *words)
+@pytest.fixture
+def run(fork_python: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Run a program under `torchrepro run debug-strict` with this guard."""
+
+    def run(text: str, guard: str = "error") -> Any:
+        (tmp_path / "program.py").write_text(text)
+        words = ("run", "debug-strict", f"guard={guard}", "--verbose", "--", sys.executable)
+        return fork_python("-m", "torchrepro", *words, "program.py")
+
+    return run
 
 
 def needs(package: str) -> None:
@@ -107,7 +113,7 @@ def line_of(text: str) -> str:
 
 @pytest.mark.parametrize("framework", AGREEING)
 def test_a_switch_that_agrees_is_unchanged_with_its_name(
-    framework: str, execute: Callable[..., Any]
+    framework: str, run: Callable[..., Any]
 ) -> None:
     """The strictest switch of a framework runs to its end under a guard that stops.
 
@@ -116,7 +122,7 @@ def test_a_switch_that_agrees_is_unchanged_with_its_name(
     needs(framework)
     template, name, rewritten, variables = AGREEING[framework]
     program = template.format(deterministic=True) + END
-    done = run(execute, program)
+    done = run(program)
 
     assert done.returncode == 0, done.stderr[-3000:]
     said, *state = [line for line in done.stdout.splitlines() if line.startswith(('{"', ":", "T"))]
@@ -133,10 +139,10 @@ def test_a_switch_that_agrees_is_unchanged_with_its_name(
     assert all("unchanged" in line and name in line and mine in line for line in last)
 
 
-def test_the_switch_is_named_where_no_write_is_watched(execute: Callable[..., Any]) -> None:
-    """Under `guard: warn` a switch is known by the values that it sets, and no line is claimed."""
+def test_the_switch_is_named_where_no_write_is_watched(run: Callable[..., Any]) -> None:
+    """Without a guard a switch is known by the values that it sets, and no line is claimed."""
     needs("transformers")
-    done = run(execute, TRANSFORMERS.format() + END, "warn")
+    done = run(TRANSFORMERS.format() + END, "none")
 
     assert done.returncode == 0, done.stderr[-3000:]
     said = next(line for line in done.stdout.splitlines() if line.startswith('{"'))
@@ -149,12 +155,12 @@ def test_the_switch_is_named_where_no_write_is_watched(execute: Callable[..., An
 
 
 def test_a_switch_that_turns_determinism_off_is_stopped_at_both_lines(
-    execute: Callable[..., Any],
+    run: Callable[..., Any],
 ) -> None:
     """The line of Lightning and that of the program are named, once each, before step 0."""
     needs("lightning")
     program = LIGHTNING.format(deterministic=False)
-    done = run(execute, program)
+    done = run(program)
 
     assert done.returncode == 1
     told = done.stderr[done.stderr.index("knobs have changed") :]

@@ -58,11 +58,13 @@ def test_a_warning_is_one_line_said_once(step: Callable[[], Any], capsys: Any) -
     """`warn` says a knob with old and new value and step, once for every new value."""
     with guarded("warn"):
         step()
-        flip()
+        line = sys._getframe().f_lineno + 1
+        torch.backends.cudnn.benchmark = True
         for _ in range(3):
             step()
     assert capsys.readouterr().err == (
-        f"torchrepro: drift: {BENCHMARK} was false, is true (before step 1)\n"
+        f"torchrepro: drift: {BENCHMARK} was false, is true "
+        f"(before step 1; set at {__file__}:{line})\n"
     )
 
 
@@ -112,6 +114,7 @@ def test_a_report_in_the_middle_is_fresh_and_whole(step: Callable[[], Any]) -> N
     with guarded("warn") as applied:
         assert applied.report.drift == ()
         step()
+        line = sys._getframe().f_lineno + 1
         os.environ["NCCL_ALGO"] = "^Tree"
         report = applied.report
         torch_says = applied.report.to_json()["drift"]
@@ -122,7 +125,7 @@ def test_a_report_in_the_middle_is_fresh_and_whole(step: Callable[[], Any]) -> N
             "was": "Ring",
             "now": "^Tree",
             "when": "after step 0",
-            "where": "",
+            "where": f"{__file__}:{line}",
             "called": "",
             "by": "",
             "moved_on": False,
@@ -234,8 +237,8 @@ def _doors() -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["null", "none", "warn", "error"])
-def test_only_a_guard_that_stops_wraps_what_writes(mode: str, step: Callable[[], Any]) -> None:
-    """Without a guard no hook is there, and `warn` adds one; no writer is wrapped.
+def test_only_a_guard_wraps_what_writes(mode: str, step: Callable[[], Any]) -> None:
+    """Without a guard no hook is there, and no writer is wrapped.
 
     After guarded profiles, also nested and drifted ones, torch's functions are its own again.
     """
@@ -246,7 +249,7 @@ def test_only_a_guard_that_stops_wraps_what_writes(mode: str, step: Callable[[],
         flip()
         step()
 
-    assert ([each for each in during if each in before] == before) == (mode != "error")
+    assert ([each for each in during if each in before] == before) == (mode in ("null", "none"))
     assert len(added) == (mode in ("warn", "error"))
     assert _doors() == before
 
@@ -261,7 +264,8 @@ def test_a_line_is_named_only_for_the_write_that_it_made(step: Callable[[], Any]
         flip()
         step()
 
-    assert [drift.where for drift in outer.report.drift] == [""]
+    line = flip.__code__.co_firstlineno + 1
+    assert [drift.where for drift in outer.report.drift] == [f"{__file__}:{line}"]
 
 
 def test_other_threads_write_no_knob_of_this_one(
@@ -359,3 +363,21 @@ def test_an_error_can_be_sent_to_another_process() -> None:
 
     assert (str(copy), copy.drift) == (str(caught.value), caught.value.drift)
     assert copy.exit_status == 1
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_lock_holds_the_number_of_threads_that_it_was_met_with(
+    locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another number is drift under `run --lock`, though no profile names it; else no drift."""
+    if locked:
+        monkeypatch.setenv(guard.LOCKED, "1")
+    before = torch.get_num_threads()
+    try:
+        with torchrepro.apply("seed-only") as applied:
+            torch.set_num_threads(before + 1)
+            drift = [(each.knob, each.was, each.now) for each in applied.report.drift]
+    finally:
+        torch.set_num_threads(before)
+
+    assert drift == [("backends.cpu.num_threads", before, before + 1)] * locked

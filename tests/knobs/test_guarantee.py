@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.guarantee import ProcessFacts, judge
+from torchrepro.guarantee import Guarantee, Lowered, ProcessFacts, judge
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.outcomes import Outcome, Row
 from torchrepro.planner import make_plan
 from torchrepro.profile.needs import NEEDS, WEAKER, folded
+from torchrepro.report import Report
 
 HASH_SEED = "env.PYTHONHASHSEED"
 ALGORITHMS = "backends.torch.deterministic_algorithms"
@@ -210,6 +211,19 @@ def test_a_need_counts_where_its_kinds_of_device_are_present(need: Any) -> None:
         if kinds:
             elsewhere = judge(guarantee, late, (), ProcessFacts(frozenset(), seeded=True))
             assert need.knob not in knobs(elsewhere)
+
+
+@pytest.mark.parametrize("count", range(1, len(NEEDS) + 1, 3))
+def test_a_lowered_guarantee_fits_its_line(count: int) -> None:
+    """However much is left open, it is said in 100 columns, and why in lines of their own."""
+    lowered = tuple(Lowered(need.knob, need.left_open, "late") for need in NEEDS[:count])
+    rows = tuple(Row(need.knob, Outcome.TOO_LATE) for need in NEEDS)
+    report = Report(
+        "debug-strict", Guarantee("repeatable", "none", lowered), "", rows, planned=True
+    )
+
+    assert len(report.summary) <= 100
+    assert all(each.left_open in " ".join(str(report).split()) for each in lowered)
 
 
 def test_what_a_profile_sets_well_meets_its_need() -> None:

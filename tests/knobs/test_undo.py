@@ -15,6 +15,7 @@ import torchrepro
 from torchrepro.applier import in_force
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.knob import Attribute
 
 World = Callable[[], dict[str, Any]]
 WRITING = {
@@ -84,7 +85,7 @@ def test_a_failure_at_any_step_leaves_the_state_before(
             patch.setattr(access, "write", _failing(access.write, written, step, kind))
         try:
             torchrepro.apply(values).restore()
-        except (torchrepro.ApplyError, KeyboardInterrupt):
+        except (torchrepro.ApplyError, KeyboardInterrupt, OSError):
             pass
         except ProfileError:
             assume(False)
@@ -103,6 +104,25 @@ def _failing(
             raise kind("injected after the write")
 
     return failing
+
+
+def test_a_refused_profile_is_not_in_force_even_if_its_undo_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What cannot be put back is raised, and nobody finds a profile that was never in force."""
+
+    def broken(access: Any, saved: Any) -> None:
+        raise OSError("this one cannot be put back")
+
+    monkeypatch.setattr(Attribute, "write", lambda access, value: None)
+    monkeypatch.setattr(Attribute, "restore", broken)
+    now = torch.backends.mkldnn.enabled
+    with pytest.raises(OSError, match="cannot be put back"):
+        torchrepro.apply(
+            {"guarantee": "repeatable", "backends": {"cpu": {"mkldnn_enabled": not now}}}
+        )
+
+    assert in_force() == ()
 
 
 def test_every_knob_is_put_back_even_if_one_restore_raises(world: World) -> None:

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from torchrepro.knobs.variables import RECORDED
+from torchrepro.manifest.contents import seal_of
 from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.verification import runner
+
+from ..verification.repositories import commit, write
+from .training import FILES, Training
 
 APP = """
 import hydra, torch
@@ -49,7 +54,7 @@ def lock(command, tmp_path):
 def edit():
     """Change values in the file of a lock or a manifest: ``edit(path, {"profile/seed": 3})``.
 
-    The digest is that of the profile afterwards, as if that profile had been locked.
+    The digest and the seal are those afterwards, as if all of that had been locked.
     """
 
     def edit(path, changes):
@@ -61,6 +66,7 @@ def edit():
                 inner = inner[section]
             inner[last] = value
         contents["digest"] = ResolvedProfile.of(contents["profile"]).digest
+        contents["seal"] = seal_of(contents)
         path.write_text(json.dumps(contents), encoding="utf-8")
 
     return edit
@@ -87,3 +93,29 @@ def job(tmp_path_factory):
 
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture
+def forked(fork, fork_with_other_kernels, monkeypatch):
+    """Run the commands whose numbers are locked in forks of a Python that has torch."""
+
+    def run(program, command, environment, log, limit=None):
+        assert command[0] == sys.executable
+        log.write_bytes(b"")
+        other = environment.get("ATEN_CPU_CAPABILITY") == "default"
+        server = fork_with_other_kernels if other else fork
+        return server(command[1:], environment, Path.cwd(), (os.devnull, log, log))
+
+    monkeypatch.setattr(runner, "run_to_end", run)
+
+
+@pytest.fixture
+def training(forked, command, tmp_path, monkeypatch):
+    """A training program in a repository of its own, which uses a library outside of it."""
+    folder = tmp_path / "work"
+    write(tmp_path, {"library/acme.py": "SCALE = 1.0\n", "other/acme.py": "SCALE = 1.5\n"})
+    commit(folder, FILES)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "library"))
+    monkeypatch.setenv("TORCHREPRO_QUIET", "1")
+    return Training(folder, command)

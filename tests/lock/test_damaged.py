@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cache
 
 import pytest
+import torch._inductor.config as compiler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,10 +27,11 @@ NONSENSE = st.recursive(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The contents of a lock, as text."""
+    """The contents of a lock, as text, where torch's compiler has a setting of its own."""
     path = tmp_path_factory.mktemp("lock") / "repro.lock"
-    write_lock(path, "seed-only", ())
-    return path.read_text(encoding="utf-8")
+    with compiler.patch(shape_padding=not compiler.shape_padding):
+        write_lock(path, "seed-only", ())
+        yield path.read_text(encoding="utf-8")
 
 
 @cache
@@ -114,9 +116,11 @@ def test_why_a_file_is_refused_is_said(command, tmp_path, text, words):
 @pytest.mark.parametrize("strict", [(), ("--strict",)])
 def test_a_lock_that_lost_any_of_its_parts_is_damaged(whole, command, tmp_path, strict):
     """Without any one of its sections, or with one that is empty, a lock is refused with what to
-    do, and never met: what says nothing of torch or the CPU holds nothing to a machine.
+    do, and never met: what says nothing of torch or the CPU holds nothing to a machine. Only where
+    torch's compiler was loaded has a lock its settings; that they are gone, the seal tells.
     """
     contents = json.loads(whole)
+    del contents["compiler"]
     without = {
         key: {name: its for name, its in contents.items() if name != key}
         for key in contents.keys() - {"lock"}
@@ -128,6 +132,9 @@ def test_a_lock_that_lost_any_of_its_parts_is_damaged(whole, command, tmp_path, 
         assert (status, out) == (2, ""), key
         assert key in err
         assert "torchrepro lock" in err
+
+    status, out, _ = command("check", _written(tmp_path, json.dumps(contents)), *strict)
+    assert (status, "seal" in out) == (1, True)
 
 
 @pytest.mark.parametrize("nonsense", ["unknown", ["unknown"]])
@@ -145,24 +152,28 @@ def test_a_part_of_another_type_is_damaged(whole, command, tmp_path, nonsense):
 
 
 def test_a_lock_that_was_edited_is_not_met(whole, command, tmp_path):
-    """An edited profile or digest is a difference; the name of the file may change."""
+    """Whatever was edited in it, and even where this machine is as the edited lock says."""
     contents = json.loads(whole)
-    profile = contents["profile"]
+    profile, versions, hardware = (contents[key] for key in ("profile", "versions", "hardware"))
     for change in (
         {"profile": {**profile, "seed": 4321}},
         {"profile": {**profile, "seed": str(profile["seed"])}},
-        {"digest": "sha256:0"},
+        {"profile": {**profile, "name": "x"}},
+        {"versions": {**versions, "torch": "2.0.0"}},
+        {"hardware": {**hardware, "threads": hardware["threads"] + 1}},
+        {"environment": {"OMP_NUM_THREADS": "1"}},
+        {"other_variables": {"CXX": "sha256:0000"}},
         {"digest": None},
+        {"seal": "sha256:0"},
     ):
-        path = _written(tmp_path, json.dumps({**contents, **change}))
-        status, out, err = command("check", path)
+        edited = json.dumps({**contents, **change})
+        status, out, err = command("check", _written(tmp_path, edited))
 
         assert (status, err) == (1, ""), change
-        assert "digest, as the lock was edited" in out
-        assert "seed" in out or "profile" not in change
-    renamed = {"profile": {**profile, "name": "x"}, "environment": {}}
-    path = _written(tmp_path, json.dumps({**contents, **renamed}))
-    assert command("check", path)[0] == 0
+        assert "seal, as the lock was edited" in out
+        assert "seed" in out or change.get("profile", profile)["seed"] == profile["seed"]
+    reformatted = json.dumps(dict(reversed(contents.items())), indent=8)
+    assert command("check", _written(tmp_path, reformatted))[0] == 0
 
 
 @given(one=st.booleans() | st.integers() | st.text(max_size=6))

@@ -16,6 +16,9 @@ import torch
 
 from torchrepro.knobs.variables import ROWS
 from torchrepro.lock.diff import ENFORCED, IMPACTS, Impact, impact_of
+from torchrepro.lock.lock_file import plan_of_a_run
+from torchrepro.manifest.contents import manifest
+from torchrepro.profile.load import resolve
 
 from ..benchmarks.paired import compare, require
 
@@ -126,6 +129,11 @@ def test_a_variable_that_is_exported_against_the_profile_breaks_the_lock(lock, a
     ]
 
 
+PREFIXES = (
+    *("TORCH", "PYTORCH", "TORCHDYNAMO", "TRITON", "CUDA", "CUBLASLT", "CUDNN", "HIP", "ROCBLAS"),
+    *("MIOPEN", "ASCEND", "HCCL", "ACLNN", "DNNL", "ONEDNN", "MKL", "OMP", "KMP", "GOMP", "BLIS"),
+    *("OPENBLAS", "NPY"),
+)
 OF_KNOBS = {
     *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "OMP_DYNAMIC", "ATEN_CPU_CAPABILITY"),
     *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),
@@ -145,6 +153,64 @@ def test_every_exported_variable_that_steers_numbers_breaks_the_lock(command, an
 
     assert {"DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_THREAD_LIMIT"} <= rows
     assert (status, named) == (1, rows | OF_KNOBS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "impact"),
+    [
+        ("TORCHINDUCTOR_CPP_ENABLE_UNSAFE_MATH_OPT_FLAG", "1", "may change numbers"),
+        ("TORCHINDUCTOR_CPP_ENABLE_FLOATING_POINT_CONTRACT_FLAG", "fast", "may change numbers"),
+        ("TORCHINDUCTOR_FREEZING", "1", "may change numbers"),
+        *((name, "clang++", "may change numbers") for name in ("CXX", "CC")),
+        *((f"{prefix}_NEW_SWITCH", "1", "may change numbers") for prefix in PREFIXES),
+        ("CUDA_HOME", "/opt/cuda", "should not change numbers"),
+        ("TRITON_NEW_CACHE_DIR", "/tmp/cache", "should not change numbers"),
+        ("NCCL_NEW_LOG_LEVEL", "2", "should not change numbers"),
+        ("TORCHELASTIC_RUN_ID", "1", ""),
+        ("TORCHREPRO_SEED", "1", ""),
+        ("TORCH_ACCESS_TOKEN", "1", ""),
+        ("EDITOR", "vi", ""),
+    ],
+)
+def test_a_variable_of_a_library_that_computes_is_seen_though_nobody_knows_it(
+    lock, answer, monkeypatch, name, value, impact
+):
+    """It is named with how likely it changes numbers, and by four digits of a digest."""
+    monkeypatch.setenv(name, value)
+    _, found = answer("check", lock)
+    rows = [*found["differences"], *found["not_held"]]
+
+    named = [(row["key"], row["rank"]) for row in rows if row["section"] == "other variables"]
+    assert named == [(name, impact)] * bool(impact)
+    assert all(len(row["here"]) == len("sha256:abcd") for row in rows if row["key"] == name)
+
+
+def test_settings_of_a_compiler_that_is_loaded_are_part_of_a_lock_and_of_a_manifest(
+    command, answer, tmp_path
+):
+    """A value of inductor or dynamo that is not the default is held, and a change is named."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    lock = tmp_path / "repro.lock"
+    with inductor.patch(epilogue_fusion=False), dynamo.patch(recompile_limit=3):
+        command("lock", "seed-only", "-o", lock)
+        same = answer("check", lock)
+        resolved = resolve("seed-only", ())
+        written = manifest(resolved, plan_of_a_run(resolved).report)
+    held = json.loads(lock.read_text())
+    _, found = answer("check", lock)
+
+    own = {"inductor.epilogue_fusion": False, "dynamo.recompile_limit": 3}
+    assert own.items() <= held["compiler"].items()
+    assert held["compiler"] == written["compiler"]
+    assert same[0] == 0
+    changed = {
+        row["key"]: (row["here"], row["rank"])
+        for row in (*found["differences"], *found["not_held"])
+        if row["section"] == "compiler"
+    }
+    assert changed == dict.fromkeys(own, (None, "may change numbers"))
 
 
 def test_a_variable_that_the_profile_sets_is_no_difference_when_it_is_exported(
@@ -244,7 +310,7 @@ def _run(*words, cwd, **variables):
 SHOW = (
     "import json, os, torch;"
     "print(json.dumps([torch.initial_seed(), os.environ['CUBLAS_WORKSPACE_CONFIG'],"
-    " sorted(os.environ), len(os.sched_getaffinity(0))]))"
+    " sorted(os.environ.keys() - {'TORCHREPRO_LOCKED'}), len(os.sched_getaffinity(0))]))"
 )
 
 

@@ -42,7 +42,6 @@ class Environment:
         Path(said.stdout.strip(), "here.pth").write_text("".join(lines), encoding="utf-8")
 
     def _write_command(self, name: str, python: Path) -> None:
-        """Write a command that runs in this environment, whose Python is `python`."""
         program = self.folder / "bin" / name
         program.write_text(f'#!/bin/sh\nexec "{python}" -m {name} "$@"\n', encoding="utf-8")
         program.chmod(0o755)

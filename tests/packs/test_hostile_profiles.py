@@ -33,7 +33,6 @@ GOOD = "defaults: [base]\nseed: 3\n"
 
 
 def _at(folder, content):
-    """Let a link lead to what lies in `folder`."""
     return (
         replace(content, to=content.to.format(folder=folder))
         if isinstance(content, Link)

@@ -16,6 +16,7 @@ import torchrepro
 from torchrepro.cli import main
 from torchrepro.process_state import PROFILE, outer_run
 from torchrepro.profile.resolved import flatten
+from torchrepro.profile.schema import PROFILE_NAME
 
 TEXT = st.text(
     st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cf", "Zl", "Zp")), max_size=30
@@ -31,7 +32,7 @@ KEYS = WORDS.filter(lambda key: key and not (key[0] == key[-1] == "_"))
 PROFILES = st.fixed_dictionaries(
     {},
     optional={
-        "name": WORDS,
+        "name": WORDS.filter(lambda name: not PROFILE_NAME.complaint(name)),
         "description": WORDS | st.just("two\nlines"),
         "seed": st.integers(0, 2**32 - 1),
         "streams": st.dictionaries(KEYS, st.integers(0, 9), max_size=3),
@@ -68,7 +69,6 @@ def _file(folder, values, name="p.yaml", **style):
 
 
 def _shown(*arguments):
-    """Return what `torchrepro show` prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(["show", *map(str, arguments)])

@@ -17,7 +17,7 @@ import sys
 import time
 
 LONGEST = 120  # seconds after which a door is said to hang
-LONG = 0.3  # seconds after which a door is asked again, to be sure that it takes them
+LONG = 0.8  # seconds after which a door is asked again, to be sure that it takes them
 WATCHED = ("open", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen")
 noted = []
 

@@ -85,7 +85,6 @@ def caches_by_address() -> Tensors:
 
 
 def _of_files(listed: Callable[[Path], Iterable[str | Path]]) -> Tensors:
-    """Train on files that are written in another order in every run, and listed as given."""
     model = perceptron()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

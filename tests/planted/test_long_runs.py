@@ -47,7 +47,6 @@ def _run(
     spoil: Callable[[torch.Tensor], None] = _scale,
     **asked: object,
 ) -> Path:
-    """Record a training with a fault that is made at the beginning of a step."""
     torch.manual_seed(0)
     model = _Model()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.console import height
-from torchrepro.verdict.comparison import next_level
-from torchrepro.verdict.render import COLUMNS, LINES, verdict_parts
+from torchrepro.console import as_text
+from torchrepro.verdict.render import LINES, verdict_parts
 from torchrepro.verdict.value import Kind
 
 from .faults import (
@@ -27,15 +26,7 @@ from .faults import (
     swapped_rows,
     zero_of_another_sign,
 )
-from .programs import (
-    PROGRAMS,
-    SAMPLES,
-    WORDS,
-    conv_net,
-    line_of,
-    texts,
-    transformer,
-)
+from .programs import PROGRAMS, SAMPLES, WORDS, conv_net, line_of, texts, transformer
 
 ABSENT = min(set(range(WORDS)) - set([*texts()][6].flatten().tolist()))
 """A word that the batch of step 6 does not have."""
@@ -216,4 +207,4 @@ def test_a_planted_fault_is_found_where_it_was_planted(name: str, tmp_path: Path
     assert first.source == line_of(mark, __file__ if mark == "mask" else PROGRAMS)
     assert first.kind is kind
     assert what in first.what
-    assert height(COLUMNS, *verdict_parts(verdict, next_level(verdict))) <= LINES
+    assert len(as_text(*verdict_parts(verdict)).splitlines()) <= LINES

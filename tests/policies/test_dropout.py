@@ -60,7 +60,6 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _undropped(module: nn.Module) -> nn.Module:
-    """Return a copy of `module` that is made with a probability of 0 throughout."""
     twin = copy.deepcopy(module)
     for part in twin.modules():
         for name in ("p", "dropout"):
@@ -107,7 +106,6 @@ TANH, RELU = _recurrent("RNN"), _recurrent("RNN", nonlinearity="relu")
 
 
 def _layers(function: Any, make: Callable[[], nn.Module], state: Any = STATE) -> Any:
-    """Return the row of a recurrent function, called with the weights of a module."""
 
     def call(p: float) -> Function:
         return lambda x: function(

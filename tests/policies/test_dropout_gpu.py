@@ -57,7 +57,6 @@ CALLED: dict[str, Callable[[], Function]] = {
 
 
 def _result(call: Function, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the value and the gradient of a call on the GPU."""
     torch.manual_seed(9)
     x = torch.randn(SHAPE, device="cuda", requires_grad=True)
     torch.manual_seed(seed)

@@ -59,7 +59,6 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> Any:
-    """Return what a program that ended well printed as JSON in its last line."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -94,7 +94,6 @@ def _scan(library: str) -> Scan:
 
 
 def _functions(library: str) -> Iterator[tuple[str, str, ast.AST]]:
-    """Yield the functions of the library's layers with their module's name, importing nothing."""
     spec = importlib.util.find_spec(library)
     if spec is None:
         pytest.skip(f"{library} is not installed")

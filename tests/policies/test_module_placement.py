@@ -68,7 +68,6 @@ def _apply(**patterns: str) -> torchrepro.Applied:
 
 
 def _calls() -> dict[str, int]:
-    """Return how often each placed part was called so far."""
     return {effect.subject: effect.calls for effect in policy.effects() if effect.policy == POLICY}
 
 

@@ -45,7 +45,6 @@ NESTED = st.recursive(LEAVES, _inside, max_leaves=12)
 
 
 def _shape(value: Any) -> Any:
-    """Return what `value` looks like, tensors by their numbers."""
     if isinstance(value, torch.Tensor):
         return ("tensor", *value.tolist())
     if isinstance(value, dict | UserDict):

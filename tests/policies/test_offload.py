@@ -131,7 +131,6 @@ class Rounded(nn.Module):
 def _train(
     wrap: type[Elsewhere], name: str, steps: int = 3
 ) -> tuple[nn.Module, list[torch.Tensor]]:
-    """Return a trained model, and everything that the steps of training left behind."""
     torch.manual_seed(3)
     model, first = wrap(MODULES[name]()), nn.Linear(8, 8)
     weights = [*first.parameters(), *model.parameters()]

@@ -169,7 +169,7 @@ def test_numbers_beside_tensors_keep_torchs_types(replaced: Callable[..., None])
     tensors = [
         torch.ones(shape, dtype=kind)
         for shape in ((), (2,))
-        for kind in (torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.complex64)
+        for kind in (torch.bool, torch.int32, torch.float64, torch.float32, torch.complex64)
     ]
     numbers = [True, 3, 2.5, 1j]
     expected = [x * number for x in tensors for number in numbers]

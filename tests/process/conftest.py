@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,23 @@ def under(torchrepro):
         return torchrepro("run", *words, "--", sys.executable, *arguments, **options)
 
     return under
+
+
+@pytest.fixture
+def fork_torchrepro(fork_python):
+    """Run the command as `torchrepro` does, and the Python that it becomes, in forks."""
+    return partial(fork_python, "-m", "torchrepro")
+
+
+@pytest.fixture
+def fork_under(fork_torchrepro):
+    """Run Python under a profile as `under` does, in forks of one that has torch."""
+
+    def fork_under(profile, *arguments, **options):
+        words = [profile] if isinstance(profile, str) else profile
+        return fork_torchrepro("run", *words, "--", sys.executable, *arguments, **options)
+
+    return fork_under
 
 
 @pytest.fixture

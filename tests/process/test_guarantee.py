@@ -64,11 +64,11 @@ def test_the_manifest_of_a_job_that_did_not_hold_says_so(manifest_of, more):
     assert "in force" not in stderr.splitlines()[-1]
 
 
-def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, under):
+def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, fork_under):
     """A job that names the profile of its `run` completes the manifest; one line tells of it."""
 
     def run(*words):
-        return under("debug-strict", *words)
+        return fork_under("debug-strict", *words)
 
     stderr, report = manifest_of(OFF, "+repro=debug-strict", run=run)
     headline, *_, last = stderr.splitlines()
@@ -80,7 +80,7 @@ def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, under):
     assert stderr.count("at the end") == 1
 
 
-def test_a_copy_of_a_run_says_nothing_of_the_end(under):
+def test_a_copy_of_a_run_says_nothing_of_the_end(fork_under):
     """A forked child that does with its flags what it likes and exits is no end of the run."""
     code = (
         "import os, sys, torch\n"
@@ -89,7 +89,7 @@ def test_a_copy_of_a_run_says_nothing_of_the_end(under):
         "    sys.exit(0)\n"
         "os.wait()"
     )
-    ended = under("debug-strict", "-c", code)
+    ended = fork_under("debug-strict", "-c", code)
 
     assert ended.returncode == 0
     assert "at the end" not in ended.stderr

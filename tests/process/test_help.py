@@ -13,7 +13,7 @@ from torchrepro.cli.app import FIRST_STEPS, ROWS, app
 
 pytestmark = pytest.mark.usefixtures("clean_process")
 
-EXAMPLES = [example.line for row in ROWS.values() for example in row.examples]
+EXAMPLES = [line for row in ROWS.values() for line, _ in row.examples]
 COMMANDS = typer.main.get_command(app).commands
 
 
@@ -53,13 +53,13 @@ def test_the_help_of_a_command_shows_how_it_is_used(command, name):
     usage = out.strip().splitlines()[0]
 
     assert (status, err) == (0, "")
-    for example in ROWS[name].examples:
-        assert f"{example.line} {example.what}" in one_line(out)
+    for line, what in ROWS[name].examples:
+        assert f"{line} {what}" in one_line(out)
     assert ("-- COMMAND..." in usage) == bool(ROWS[name].starts)
     assert not any(word in out for word in ("<bool>", "<str>", "<list[", "<path>"))
 
 
-@pytest.mark.parametrize("line", [*EXAMPLES, *(step.line for step in FIRST_STEPS)])
+@pytest.mark.parametrize("line", [*EXAMPLES, *(line for line, _ in FIRST_STEPS)])
 def test_every_example_is_a_request_that_the_command_takes(line):
     """Every command line that the help shows has options and arguments that exist."""
     name, *words = ours(line)
@@ -78,9 +78,7 @@ def test_alone_it_says_what_to_do_first(command):
     lines = out.splitlines()
 
     assert (status, err, len(lines)) == (0, "", 5)
-    assert [step.line in line for step, line in zip(FIRST_STEPS, lines[1:], strict=True)] == [
-        True
-    ] * len(FIRST_STEPS)
+    assert all(step in line for (step, _), line in zip(FIRST_STEPS, lines[1:], strict=True))
     assert max(map(len, lines)) <= 100
 
 

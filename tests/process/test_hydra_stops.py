@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import pytest
+
 
 def test_an_exported_contradiction_stops_before_the_task(app):
     """A contradicting exported variable is named with status 3, and nothing was changed."""
@@ -65,3 +67,32 @@ def test_an_app_under_another_run_is_stopped(little, under):
     assert "backends.cudnn.benchmark" in other.stderr
     assert "seed" in seed.stderr
     assert "backends" not in seed.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("+repro=null",), "null is no profile"),
+        (("repro=null",), "null is no profile"),
+        (("-m", "+repro=debug-strict,null"), "null is no profile"),
+        (("+repro=debug-strickt", "--cfg", "job"), "did you mean: debug-strict"),
+        (("+repro=debug-strickt", "--cfg=all"), "did you mean: debug-strict"),
+    ],
+)
+def test_a_profile_that_is_none_is_refused_whatever_hydra_is_asked(little, words, said):
+    """Where Hydra would end in its own traceback, or show a config without calling anybody."""
+    result = little(*words)
+
+    assert (result.returncode, result.tasks) == (3, [])
+    assert said in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    assert "%20" not in result.stdout
+
+
+def test_what_hydra_sets_for_a_job_and_takes_back_is_no_drift(little):
+    """The job's own variables are there as its profile is read again, and gone afterwards."""
+    equivalent = "+hydra.job.env_set.CUBLAS_WORKSPACE_CONFIG=:16:8"
+    result = little("+repro=debug-strict", equivalent)
+
+    assert (result.returncode, len(result.tasks)) == (0, 1)
+    assert "drift" not in result.stderr

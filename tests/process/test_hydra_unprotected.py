@@ -74,14 +74,14 @@ def test_a_program_with_an_option_like_hydras_is_left_alone(little, write, fork_
     assert read.stdout == "debug-strict False True\n", read.stderr
 
 
-def test_a_job_under_run_is_run_again_as_protected(little, under):
+def test_a_job_under_run_is_run_again_as_protected(little, fork_under):
     """Hydra runs a job of `torchrepro run` again under that profile, or is stopped."""
     config = PICKLED if BY_PICKLE else "size: 3\n"
     again = ("--experimental-rerun", "out/.hydra/config.pickle" if BY_PICKLE else "out")
     first = little(
         "hydra.run.dir=out",
         config=config,
-        run=lambda *words, **options: under(["seed-only", "seed=8"], *words, **options),
+        run=lambda *words, **options: fork_under(["seed-only", "seed=8"], *words, **options),
     )
     second = little(*again, config=config)
 
@@ -148,14 +148,14 @@ def test_a_job_without_the_callback_says_so_at_its_end(little):
     assert "torchrepro:" not in wrong.stderr
 
 
-def test_a_composed_profile_that_nobody_applies_is_reported_at_exit(composed, under):
+def test_a_composed_profile_that_nobody_applies_is_reported_at_exit(composed, fork_under):
     """Asked for on the command line it is status 3, else a line; applied or under run, nothing."""
     said = "repro=seed-only was composed by Hydra, and nothing put it in force"
     typed = composed("+repro=seed-only")
     failed = composed("+repro=seed-only", fails=True)
     in_code = composed(asked=["+repro=seed-only"])
     applied = composed("+repro=seed-only", "repro.seed=8", applied=True)
-    below = composed("+repro=seed-only", run=lambda *words: under("seed-only", *words))
+    below = composed("+repro=seed-only", run=lambda *words: fork_under("seed-only", *words))
     unasked = composed()
 
     assert (typed.returncode, in_code.returncode) == (3, 0)
@@ -164,3 +164,26 @@ def test_a_composed_profile_that_nobody_applies_is_reported_at_exit(composed, un
     assert (applied.returncode, applied.stdout, said in applied.stderr) == (0, "8\n", False)
     assert (below.returncode, said in below.stderr) == (0, False)
     assert (unasked.returncode, "torchrepro:" in unasked.stderr) == (0, False)
+
+
+TWO = """
+import torchrepro
+from hydra import compose, initialize
+
+with initialize(version_base=None, config_path=None):
+    names = "seed-only", "debug-strict"
+    composed = [compose(overrides=[f"+repro={name}"]) for name in names]
+for config in composed[:APPLIED]:
+    with torchrepro.apply(config):
+        pass
+"""
+
+
+@pytest.mark.parametrize("applied", [1, 2])
+def test_one_of_two_composed_profiles_that_nobody_applies_is_reported(write, fork_python, applied):
+    """A program that composes twice hears of the one that it has not put in force."""
+    result = fork_python(write({"two.py": f"APPLIED = {applied}\n{TWO}"}))
+
+    assert result.returncode == 0, result.stderr
+    assert ("repro=debug-strict was composed" in result.stderr) == (applied == 1)
+    assert "repro=seed-only was composed" not in result.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -39,12 +38,13 @@ PLUGINS = {
 
 
 @pytest.fixture
-def sweep(hydra_app, run_python, tmp_path):
+def sweep(hydra_app, run_python, fork_python, tmp_path):
     """Run a sweep under a launcher and return what each job wrote, by its name and seed."""
 
     def sweep(launcher, *overrides):
         hydra_app(APP, "job: 0\nhydra: {job: {chdir: false}}\n")
-        done = run_python("app.py", "-m", *LAUNCHERS[launcher], *overrides)
+        run = fork_python if launcher == "basic" else run_python
+        done = run("app.py", "-m", *LAUNCHERS[launcher], *overrides)
         assert done.returncode == 0, done.stderr
         return {
             path.stem: json.loads(path.read_text(encoding="utf-8"))
@@ -56,11 +56,14 @@ def sweep(hydra_app, run_python, tmp_path):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_job_of_a_sweep_has_its_own_seed_and_starts_clean(sweep, launcher):
-    """A job draws what its own profile says, whatever jobs ran before or beside it."""
+    """A job draws what its own profile says, whatever jobs ran before or beside it.
+
+    It is as Hydra's own launcher would have it.
+    """
     if launcher in PLUGINS and find_spec(PLUGINS[launcher]) is None:
         pytest.skip(f"{PLUGINS[launcher]} is not installed")
     swept = sweep(launcher, "+repro=seed-only", "repro.seed=1,2", "repro.dropout=zero", "job=1,2")
-    again = sweep(launcher, "+repro=seed-only", "repro.seed=2", "job=3")["job3-2"]
+    again = sweep("basic", "+repro=seed-only", "repro.seed=2", "job=3")["job3-2"]
 
     assert set(swept) == {"job1-1", "job1-2", "job2-1", "job2-2"}
     assert swept["job1-1"]["drawn"] == swept["job2-1"]["drawn"]
@@ -85,12 +88,6 @@ def test_one_stream_is_swept_alone(sweep, launcher):
     assert swept[1]["stream"] != swept[2]["stream"]
 
 
-SRUN = """#!/bin/sh
-# Starts a command once per task with the variables that Slurm's srun sets.
-for task in 0 1 2; do
-    SLURM_PROCID=$task SLURM_NTASKS=3 SLURM_LOCALID=$task SLURM_JOB_ID=7 "$@" || exit $?
-done
-"""
 TASK = """
 import json, torch, torchrepro
 with torchrepro.apply("seed-only", ["ranks=distinct"]):
@@ -100,16 +97,14 @@ with torchrepro.apply("seed-only", ["ranks=distinct"]):
 """
 
 
-def test_tasks_of_slurm_know_their_rank(execute, write, tmp_path):
+def test_tasks_of_slurm_know_their_rank(answer_of, fork_python):
     """Under srun every task draws its own numbers and initialises a model alike."""
-    srun = write({"task.py": TASK, "srun": SRUN})
-    srun.chmod(0o755)
+    srun = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}
+    tasks = [
+        answer_of("-c", TASK, run=fork_python, env={**srun, "SLURM_PROCID": n, "SLURM_LOCALID": n})
+        for n in "012"
+    ]
 
-    done = execute(srun, sys.executable, "task.py")
-    tasks = [json.loads(line) for line in done.stdout.splitlines()]
-
-    assert done.returncode == 0, done.stderr
-    assert len(tasks) == 3
     assert len({seed for seed, _, _ in tasks}) == 3
     assert len({augment for _, augment, _ in tasks}) == 3
     assert len({init for _, _, init in tasks}) == 1

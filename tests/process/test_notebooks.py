@@ -7,7 +7,7 @@ import torch
 
 import torchrepro
 
-MARKUP = "[red]a[/red] <script>alert(1)</script> & more"
+MARKUP = "[red]a[/red] <script>alert</script> & more"
 
 
 class Tags(HTMLParser):
@@ -30,9 +30,9 @@ def answers(tmp_path):
     """One of every kind of answer, each of which holds a text of the user's."""
     with torchrepro.apply({"name": MARKUP, "seed": 1}) as applied:
         shown = {"applied": applied, "report": applied.report}
-    for name in ("one", "two"):
+    for name in ("one", "three"):
         with torchrepro.record(tmp_path / f"{name} {MARKUP.replace('/', '-')}"):
-            torch.ones(2 if name == "one" else 3)
+            torch.ones(len(name))  # </script>
             torchrepro.end_step()
     one, two = sorted(path for path in tmp_path.iterdir() if path.is_dir())
     return {

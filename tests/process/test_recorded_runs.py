@@ -24,13 +24,12 @@ print("trained")
 
 
 @pytest.fixture
-def record(write, torchrepro):
+def record(write, fork_under):
     """Record the program under a plain profile into a folder."""
     write({"plain.yaml": PROFILE, "train.py": PROGRAM})
 
     def record(folder, *words, options=()):
-        command = ["--", sys.executable, "train.py", *words]
-        return torchrepro("run", "./plain.yaml", "--record", folder, *options, *command)
+        return fork_under(["./plain.yaml", "--record", folder, *options], "train.py", *words)
 
     return record
 
@@ -92,7 +91,7 @@ def test_verify_runs_and_compares(torchrepro, record, browser, tmp_path):
     assert (tmp_path / "shown").read_text(encoding="utf-8") == page.as_uri()
 
 
-def test_verify_without_a_profile_says_what_it_certifies(torchrepro, write):
+def test_verify_without_a_profile_says_what_it_ran(torchrepro, write):
     """`verify -- COMMAND` runs the command as it is; numbers that differ are exit status 1."""
     train = "import torch; torch.{}; torch.rand(3).sum(); import torchrepro; torchrepro.end_step()"
     for call, status in (("manual_seed(1)", 0), ("seed()", 1)):
@@ -102,7 +101,7 @@ def test_verify_without_a_profile_says_what_it_certifies(torchrepro, write):
 
         assert done.returncode == status, done.stderr
         assert (answer["same"], answer["profile"]) == (status == 0, None)
-        assert answer["certifies"] == f"{sys.executable} draw.py"
+        assert answer["command"] == f"{sys.executable} draw.py"
 
 
 def test_recording_needs_no_profile_in_the_program(record, torchrepro):

@@ -39,7 +39,7 @@ def manifest_in(folder):
     return json.loads((folder / "repro.json").read_text(encoding="utf-8"))
 
 
-def test_one_job_of_a_sweep_is_run_again_alone(little, torchrepro, write, tmp_path):
+def test_one_job_of_a_sweep_is_run_again_alone(little, fork_torchrepro, write, tmp_path):
     """A job has its overrides, number and profile of then, though the profile's file has changed.
 
     The run of then stays as it is, also where its folder was given.
@@ -50,7 +50,7 @@ def test_one_job_of_a_sweep_is_run_again_alone(little, torchrepro, write, tmp_pa
     then = little(*words, config=config)
     before = (tmp_path / "out/1/.hydra/repro.json").read_bytes()
     write({"conf/repro/ours.yaml": OURS.format(22)})
-    again = torchrepro("rerun", "out/1")
+    again = fork_torchrepro("rerun", "out/1")
     new = tmp_path / "out/1-rerun-1"
     hydra = manifest_in(new / ".hydra")["started"]["hydra"]
 
@@ -81,7 +81,7 @@ def test_a_command_under_run_is_run_again(torchrepro, write, tmp_path):
     assert len(digests) == 1
 
 
-def test_a_name_that_nobody_gave_then_means_what_it_says(little, torchrepro, write, tmp_path):
+def test_a_name_that_nobody_gave_then_means_what_it_says(little, fork_torchrepro, write, tmp_path):
     """Below a repeated `run` a name of then is the profile of then; another name has to agree.
 
     A name of then is one on the command line or in the app's config.
@@ -89,10 +89,12 @@ def test_a_name_that_nobody_gave_then_means_what_it_says(little, torchrepro, wri
     write({"conf/repro/ours.yaml": OURS.format(41)})
     run = ("run", "./conf/repro/ours.yaml", "--log-to", "a", "--", "python")
     config = "defaults: [{repro: ours}, _self_]\nhydra: {run: {dir: out}}\n"
-    then = little(run=lambda *words, **options: torchrepro(*run, *words, **options), config=config)
+    then = little(
+        run=lambda *words, **options: fork_torchrepro(*run, *words, **options), config=config
+    )
     write({"conf/repro/ours.yaml": OURS.format(42)})
-    again = torchrepro("rerun", "out")
-    other = torchrepro("rerun", "out", "--", "python", "app.py", "repro=seed-only")
+    again = fork_torchrepro("rerun", "out")
+    other = fork_torchrepro("rerun", "out", "--", "python", "app.py", "repro=seed-only")
 
     assert then.tasks == ["task False 41"], then.stderr
     assert "task False 41" in again.stdout, again.stderr
@@ -100,13 +102,13 @@ def test_a_name_that_nobody_gave_then_means_what_it_says(little, torchrepro, wri
     assert "asks for 'seed-only', which differs in" in other.stderr
 
 
-def test_a_profile_in_code_is_that_of_then(torchrepro, run_python, write, tmp_path):
+def test_a_profile_in_code_is_that_of_then(fork_torchrepro, fork_python, write, tmp_path):
     """`apply` of a file that is gone applies what it held then; the old manifest stays."""
     write({"ours.yaml": OURS.format(31)})
-    then = run_python(write({"train.py": IN_CODE}), "--lr", "1")
+    then = fork_python(write({"train.py": IN_CODE}), "--lr", "1")
     before = (tmp_path / "runs/code/repro.json").read_bytes()
     (tmp_path / "ours.yaml").unlink()
-    again = torchrepro("rerun", "runs/code")
+    again = fork_torchrepro("rerun", "runs/code")
 
     assert (again.returncode, again.stdout) == (0, then.stdout), again.stderr
     assert then.stdout == "['--lr', '1'] 31\n"

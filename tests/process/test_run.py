@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchrepro.seeding import streams
+
 PROBE = """
 import json, os, random
 
@@ -92,13 +94,19 @@ def last(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_variables_are_set_before_the_command_starts(torchrepro):
-    """The variables of the profile are in the environment of any command, Python or not."""
-    result = torchrepro(
-        "run", "debug-strict", "--", "printenv", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"
-    )
+def test_a_command_that_starts_no_python_has_the_variables_alone_and_is_told_so(torchrepro):
+    """It has variables from its start, and one line at its end says that no Python took the rest.
 
-    assert (result.returncode, result.stdout, result.stderr) == (0, "0\n:4096:8\n", "")
+    A shell that starts a Python hears nothing.
+    """
+    names = ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
+    result = torchrepro("run", "debug-strict", "--", "printenv", *names)
+    shell = torchrepro("run", "debug-strict", "--", "sh", "-c", f"{sys.executable} -c ''; exit 7")
+
+    assert (result.returncode, result.stdout) == (0, "0\n:4096:8\n")
+    (line,) = result.stderr.splitlines()
+    assert "debug-strict was in force in no Python: `printenv " in line
+    assert (shell.returncode, shell.stderr) == (7, "")
 
 
 @pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
@@ -279,11 +287,11 @@ print(json.dumps({r.knob: r.before for r in rows if isinstance(r.before, int)}))
 """
 
 
-def test_a_profile_in_code_says_what_it_replaces(write, under):
+def test_a_profile_in_code_says_what_it_replaces(write, fork_under):
     """`apply` wins over `run`, and one line says in which keys; of the same profile nothing."""
     path = write({"again.py": AGAIN})
-    other = under(["seed-only", "seed=8"], path)
-    same = under("seed-only", path)
+    other = fork_under(["seed-only", "seed=8"], path)
+    same = fork_under("seed-only", path)
     said = "goes before `torchrepro run seed-only`, while it is in force: seed is 1234 instead of 8"
 
     assert other.stdout == same.stdout == "1234\n1234\n"
@@ -291,11 +299,30 @@ def test_a_profile_in_code_says_what_it_replaces(write, under):
     assert "goes before" not in same.stderr
 
 
-def test_a_profile_in_code_is_reported_against_the_one_around_it(under):
+def test_a_profile_in_code_is_reported_against_the_one_around_it(fork_under):
     """What a seed was before is what the run has set, though that begins with the same call."""
-    ended = under(["seed-only", "seed=8"], "-c", REPORT)
+    ended = fork_under(["seed-only", "seed=8"], "-c", REPORT)
 
     assert last(ended) == {"seed.streams": 8, "seed.libraries": 8, "seed.torch": 8}
+
+
+INSIDE = """
+import json, torchrepro
+inner = {"seed": 8, "streams": {"a": 7}, "env": {"OMP_NUM_THREADS": "3"}}
+with torchrepro.apply({"name": "inner", **inner}) as applied:
+    late = [row.knob for row in applied.report.rows if row.outcome == "too_late"]
+    inside = [torchrepro.stream(name).seed for name in "ab"]
+print(json.dumps([late, inside, [torchrepro.stream(name).seed for name in "ab"]]))
+"""
+
+
+def test_a_profile_in_code_is_inside_of_the_run_before_torch_is_imported(under):
+    """Its streams hold while it is in force, those of the run after it, and nothing is late."""
+    ended = under(["seed-only", "streams.b=4"], "-c", INSIDE)
+    inside = [streams.derive("a", 7).seed, streams.derive("b", 8).seed]
+    after = [streams.derive("a", 1234).seed, streams.derive("b", 4).seed]
+
+    assert last(ended) == [[], inside, after], ended.stderr
 
 
 def test_a_run_inside_a_run_asks_for_the_same_profile(programs, torchrepro):

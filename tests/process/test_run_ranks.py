@@ -11,6 +11,7 @@ import json, random, numpy, torch
 print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item()]))
 """
 WORKER = """
+import sys
 import numpy
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,7 +24,8 @@ class Seeding(Dataset):
         return numpy.random.rand()
 
 if __name__ == "__main__":
-    print(sum(len(list(DataLoader(Seeding(), num_workers=2))) for epoch in range(2)))
+    how = {"num_workers": 1, "multiprocessing_context": sys.argv[1]}
+    print(sum(len(list(DataLoader(Seeding(), **how))) for epoch in range(2)))
 """
 LIBRARY = """
 import torch, torchrepro
@@ -50,12 +52,12 @@ DISTINCT = ["seed-only", "ranks=distinct"]
 
 
 @pytest.fixture
-def drawn(under):
+def drawn(fork_under):
     """Return what a program draws from each generator as this rank of two, or as no rank."""
 
     def drawn(words, rank=None):
         place = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2"}
-        ended = under(words, "-c", DRAWS, env=place)
+        ended = fork_under(words, "-c", DRAWS, env=place)
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout.splitlines()[-1])
 
@@ -73,10 +75,10 @@ def test_ranks_that_are_to_differ_draw_differently(drawn):
 
 
 @pytest.mark.slow
-def test_a_program_may_put_a_profile_in_force_before_it_imports_anything(under):
+def test_a_program_may_put_a_profile_in_force_before_it_imports_anything(fork_under):
     """Where ranks differ, the profile of the run begins first, whoever has imported random."""
     apply = "import torchrepro; print(torchrepro.apply('seed-only').report.profile)"
-    ended = under(DISTINCT, "-c", apply, env={"RANK": "1", "WORLD_SIZE": "2"})
+    ended = fork_under(DISTINCT, "-c", apply, env={"RANK": "1", "WORLD_SIZE": "2"})
 
     assert (ended.returncode, ended.stdout) == (0, "seed-only\n"), ended.stderr
 
@@ -88,10 +90,11 @@ def test_ranks_that_are_to_agree_draw_alike(drawn):
 
 
 @pytest.mark.slow
-def test_a_seeding_call_in_a_worker_is_told(under, write):
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_seeding_call_in_a_worker_is_told(under, write, start):
     """A dataset that seeds a generator in workers is told with its line, once in all epochs."""
     program = write({"seeding.py": WORKER})
-    ended = under("seed-only", "seeding.py")
+    ended = under("seed-only", "seeding.py", start)
 
     assert (ended.returncode, ended.stdout) == (0, "8\n"), ended.stderr
     line = 1 + next(n for n, text in enumerate(WORKER.splitlines()) if text.endswith("# here"))
@@ -101,10 +104,10 @@ def test_a_seeding_call_in_a_worker_is_told(under, write):
 
 
 @pytest.mark.slow
-def test_a_seeder_that_fails_fails_no_import(under, write):
+def test_a_seeder_that_fails_fails_no_import(fork_under, write):
     """A library is imported whole though its seeder raises, and standard error says which."""
     write({"frail.py": "WHOLE = 'whole'\n", "program.py": LIBRARY})
-    ended = under("seed-only", "program.py")
+    ended = fork_under("seed-only", "program.py")
 
     assert (ended.returncode, ended.stdout) == (0, "whole\n"), ended.stderr
     told = [text for text in ended.stderr.splitlines() if "seeder of frail failed" in text]

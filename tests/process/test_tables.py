@@ -127,7 +127,9 @@ def cells(name, answer):
     if name == "plan":
         assert len(rows) > 30
         rows = [row for row in rows if not row["absent"]]  # one line for all of these
-    return [row[key] for row in rows for key in CELLS.get(name, row) if row.get(key) is not None]
+    found = [row[key] for row in rows for key in CELLS.get(name, row) if row.get(key) is not None]
+    # A place is shown as it is seen from the present folder.
+    return [each.rpartition("/")[2] if name == "compare" else each for each in found]
 
 
 def is_there(value, text):

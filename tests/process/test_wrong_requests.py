@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,10 @@ SAID = {
     "verify": ("torchrepro verify -- ",),
     "verify ./plain.yaml": ("torchrepro verify ./plain.yaml -- ",),
     "verify seed=7 -- true": ("an override without a profile",),
+    "verify python train.py": ("torchrepro verify -- python train.py",),
+    "verify train.py --lr 3": ("torchrepro verify -- python train.py --lr 3",),
+    "run debug-strict torchrun -n 2 train.py": ("run debug-strict -- torchrun -n 2 train.py",),
+    "verify --level step seed-only bash x.sh": ("--level step seed-only -- bash x.sh",),
     "verify debug-strickt -- true": ("did you mean",),
     "verify ./plain.yaml -- no-such": ("no such command",),
     "verify ./plain.yaml -- true": ("recorded",),
@@ -75,3 +80,60 @@ def test_a_wrong_request_is_said_on_standard_error(command, monkeypatch, tmp_pat
     assert [part for part in SAID[request_] if part not in text] == []
     assert "Traceback" not in err
     assert not Path("y").exists()
+
+
+def test_a_traceback_ends_in_the_line_that_asked(tmp_path, run_python):
+    """What the program asked wrongly is seen at once; how that was found out is left out."""
+    program = "import torchrepro\ndef main():\n    torchrepro.apply('debug-strickt')\nmain()\n"
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    ended = run_python(tmp_path / "train.py")
+    frames = [line for line in ended.stderr.splitlines() if line.startswith("  File ")]
+
+    assert ended.returncode == 1
+    assert frames[-1].endswith('train.py", line 3, in main')
+    assert "did you mean: debug-strict" in ended.stderr
+
+
+ODD = {
+    "a pipe": lambda folder: os.mkfifo(folder / "odd") or "odd",
+    "a device": lambda _: "/dev/zero",
+    "a name that no file has": lambda _: "n" * 5000,
+    "a zero byte": lambda _: "a\0b",
+    "a folder": str,
+}
+TAKES_A_FILE = (
+    "check {}",
+    "rerun {}",
+    "compare {} {}",
+    "diff {} {}",
+    "show {}",
+    "run --lock {} -- x",
+)
+
+
+@pytest.mark.usefixtures("clean_process")
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("request_", TAKES_A_FILE)
+def test_what_is_no_regular_file_is_refused_at_once(command, monkeypatch, tmp_path, kind, request_):
+    """Nothing waits for a pipe, reads a device to its end, or takes a crash for an answer."""
+    monkeypatch.chdir(tmp_path)
+    name = ODD[kind](tmp_path)
+    status, out, err = command(*(word.format(name) for word in request_.split()))
+
+    assert (status, out) == (2, "")
+    assert len(err) < 9000
+    assert "Traceback" not in err
+
+
+def test_an_error_of_our_own_is_no_answer(command, monkeypatch):
+    """It ends with a status of its own, its traceback, and what to do."""
+
+    def crashes(*_, **__):
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr("torchrepro.cli.app.app", crashes)
+    status, out, err = command("show", "debug-strict")
+
+    assert (status, out) == (70, "")
+    assert "IndexError" in err
+    assert "report it" in err

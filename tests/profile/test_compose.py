@@ -63,7 +63,6 @@ def chains(draw):
 
 
 def _accepted(path, overrides=()):
-    """Compose a chain, unless one file of it comes twice and would undo another's value."""
     try:
         return compose(path, overrides)
     except torchrepro.ProfileError as error:

@@ -36,7 +36,7 @@ def _registries() -> Iterator[None]:
     """Forget after a test what it registered."""
     before = dict(libraries._registered)
     yield
-    for name in registered():
+    for name in list(registered):
         torchrepro.unregister_generator(name)
     libraries._registered.clear()
     libraries._registered.update(before)
@@ -52,7 +52,7 @@ def seed_1234() -> Iterator[Any]:
 def read_generators() -> dict[str, Any]:
     """Read every generator of this process, registered ones too, and the seed plan."""
     kind, keys, *rest = np.random.get_state()
-    own = {name: _plain(kind.state(it)) for name, (kind, it) in registered().items()}
+    own = {name: _plain(kind.slot(it).read()) for name, (kind, it) in registered.items()}
     return {
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), rest),

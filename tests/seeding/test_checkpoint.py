@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import torchrepro
 from torchrepro.seeding.loader_places import await_loaders, place_of, places, take_up
-from torchrepro.verdict.comparison import next_level
 from torchrepro.verdict.value import Setting
 
 from .loaders import AUTO, seed_plainly
@@ -149,7 +148,6 @@ by_seeding = pytest.mark.parametrize("seeding", PROFILES)
 
 
 def _is_exact(run: Run, *stops: int) -> bool:
-    """Whether `run`, interrupted at each of `stops`, ends as the uninterrupted one."""
     weights, losses = replace(run, folder=None).train()
     for stop in stops:
         run.train(stop)
@@ -232,8 +230,44 @@ def test_another_batch_size_within_an_epoch_is_said(
     capsys.readouterr()
     Run(tmp_path, "auto", saves=f"after {saves}", batch_size=batch_size).train()
 
-    said = f"was interrupted with batch_size={BATCH} and goes on with batch_size={BATCH + 1}"
+    said = f"it was saved with batch_size={BATCH} and goes on with batch_size={BATCH + 1}"
     assert (said in capsys.readouterr().err) == (batch_size != BATCH and stop == 2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "shift", "said"),
+    [
+        (["model", "optimizer"], 0, ""),
+        (["model"], 0, "the state of Adam"),
+        (["model", "optimizer"], 1, "the parameters of Adam"),
+        (["model"], 1, "the parameters of Adam, the state of Adam"),
+    ],
+)
+def test_what_a_run_goes_on_without_is_said_at_its_first_step(
+    parts: list[str],
+    shift: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An optimizer that is no part, and weights that the program changes: in one line."""
+    for added in (0, shift):
+        made = {"model": (model := torch.nn.Linear(2, 2))}
+        made["optimizer"] = optimizer = torch.optim.Adam(model.parameters())
+        checkpoint = torchrepro.Checkpoint(tmp_path, **{name: made[name] for name in parts})
+        with torch.no_grad():
+            model.weight += added
+        first = checkpoint.step
+        for _ in checkpoint.steps(first + 3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            checkpoint.save()
+
+    lines = capsys.readouterr().err.splitlines()
+    where = f"{tmp_path / 'step-000000003' / 'rank-0-of-1.pt'}"
+    end = "so this run is not the uninterrupted one"
+    expected = f"torchrepro: {where}: not as saved at the first step: {said}; {end}"
+    assert lines == ([expected] if said else [])
 
 
 RESUMED: dict[str, tuple[Any, Any]] = {
@@ -270,9 +304,9 @@ def test_frameworks_say_another_batch_size(
         _ = list(loader), list(loader)
 
     said = (
-        "torchrepro: the loader over Tensor[12]: its epoch was interrupted with batch_size=3 and "
-        "goes on with batch_size=4, so its batches hold other samples than those of the "
-        "uninterrupted run; resume with batch_size=3 to go on exactly\n"
+        "torchrepro: the loader over Tensor[12]: it was saved with batch_size=3 and goes on with "
+        "batch_size=4, so its batches hold other samples than those of the uninterrupted run; "
+        "resume with batch_size=3 to go on exactly\n"
     )
     assert capsys.readouterr().err == (said if batch_size == 4 and rank == 0 else "")
 
@@ -344,7 +378,6 @@ def test_a_comparison_says_that_one_run_was_resumed(
     assert not verdict.same
     assert "went on from a checkpoint" in verdict.advice.cause
     assert Setting("resumed", "no", "yes") in verdict.settings
-    assert next_level(verdict) is None  # no profile makes them equal
     assert verdict.notes[0].startswith("the parameters after the last step of each, 7 in A and ")
     assert f"are {parameters}" in verdict.notes[0]
 

@@ -46,7 +46,6 @@ def _loader(name: str = "train", **options: Any) -> Any:
 
 
 def _save(folder: Path, *values: float, every: int = 1) -> None:
-    """Be a run that ends after as many steps as there are values, each one saved."""
     part = Part()
     checkpoint = torchrepro.Checkpoint(folder, part=part)
     for value, _ in zip(values, checkpoint.batches(_loader()), strict=False):
@@ -55,7 +54,6 @@ def _save(folder: Path, *values: float, every: int = 1) -> None:
 
 
 def _value(folder: Path) -> tuple[int, float]:
-    """Return the step that a new run finds in `folder`, and the value saved with it."""
     part = Part(-1.0)
     checkpoint = torchrepro.Checkpoint(folder, part=part)
     assert len(set(part.tensor.tolist())) == 1
@@ -312,7 +310,6 @@ class Best:
 
 
 def _begun(folder: Path, **parts: Any) -> torchrepro.Checkpoint:
-    """Return a checkpoint whose run has done one step."""
     checkpoint = torchrepro.Checkpoint(folder, **parts)
     next(checkpoint.steps(1))
     return checkpoint

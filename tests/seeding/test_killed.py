@@ -56,7 +56,6 @@ class Runs:
         self.kept = folder / "kept"
 
     def _run(self, *program: object) -> tuple[int, str, str]:
-        """Return the status of a run, what it printed, and what it said on standard error."""
         streams = [self.folder / name for name in ("in", "out", "err")]
         for path in streams:
             path.write_text("")

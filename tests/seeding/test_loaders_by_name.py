@@ -11,12 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchrepro
@@ -51,13 +46,11 @@ def be(monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def _named(dataset: Any = None, choice: str = "", seed: int = 5, **options: Any) -> list[Any]:
-    """Return an epoch of a loader of a run of its own."""
     with run("named", seed=seed) as make:
         return epoch(make(dataset, choice, **options))
 
 
 def _noisily(loader: Any, noise: int = 3) -> list[Any]:
-    """Return the batches of `loader` to a program that draws numbers of its own meanwhile."""
     found = []
     for batch in loader:
         _ = random.random(), np.random.random(noise), torch.rand(noise)

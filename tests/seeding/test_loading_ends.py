@@ -191,7 +191,9 @@ def test_a_loader_that_goes_away_in_the_middle_of_a_change_leaves_no_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Collected while hooks come or go, a loader leaves them all there or all gone."""
-    monkeypatch.setattr(loader_hook, "_finder", Interrupting((), print))
+    monkeypatch.setattr(
+        loader_hook, "_finder", Interrupting(loader_hook.LOADERS, loader_hook._wrap)
+    )
     before = list(sys.meta_path)
     found = []
     for _ in range(2):

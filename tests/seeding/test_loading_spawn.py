@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
-import json, random, sys
+import json, multiprocessing, random, sys
 sys.path.insert(0, sys.argv[1])
 import numpy, torch, torchrepro
 from torch.utils.data import get_worker_info
@@ -72,6 +72,8 @@ def main():
     print(json.dumps(found))
 
 if __name__ == "__main__":
+    # Its workers start without torchrepro, as spawned ones do, and need not import torch again.
+    multiprocessing.set_forkserver_preload(["numpy", "torch"])
     main()
 """
 

@@ -44,7 +44,6 @@ def switching() -> Iterator[None]:
 
 
 def _in_threads(*calls: Callable[[], Any]) -> list[Any]:
-    """Call every function in a thread of its own, and return what they returned, in order."""
     found: dict[int, Any] = {}
 
     def call(number: int) -> None:

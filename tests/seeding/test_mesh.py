@@ -58,7 +58,6 @@ SHAPES = [(2, 2, 1), (2, 1, 2), (1, 4, 1), (4, 2, 1), (2, 2, 2), (3, 2, 2), (2, 
 
 
 def _groups(shape: tuple[int, ...], numbers: list[Any], along: str) -> None:
-    """Check that ranks have the same numbers exactly if they stand alike along these dimensions."""
     axes = [NAMES.index(name) for name in along.split()]
     places = list(product(*map(range, shape)))  # torch numbers the ranks of a mesh row by row
     seen: dict[tuple[int, ...], str] = {}

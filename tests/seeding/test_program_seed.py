@@ -156,7 +156,6 @@ RESEEDED = {
 
 
 def _trained(folder: Path | None, way: str, reseed: Any, stop: int | None) -> list[Any]:
-    """Return the batches of three epochs, or of those up to the step `stop`."""
     found: list[Any] = []
     with run(way) as make:
         torch.manual_seed(3)

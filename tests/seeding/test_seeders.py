@@ -90,7 +90,6 @@ def gymnasium() -> Iterator[Any]:
 
 
 def _drawn(gymnasium: Any, seed: int | None = None) -> list[float]:
-    """What two environments and a new space draw, the first one seeded by the program or not."""
     first, second = gymnasium.Dice(), gymnasium.Dice()
     space = gymnasium.spaces.Box(0, 1, (2,))
     drawn = [*first.reset(seed=seed)[0], *second.reset()[0], *space.sample()]

@@ -45,12 +45,10 @@ def _generators_come_back() -> Iterator[None]:
 
 
 def _line() -> int:
-    """The line of this file that calls."""
     return sys._getframe(1).f_lineno
 
 
 def _originals() -> dict[tuple[str, str], Any]:
-    """The functions as every module shows them now."""
     owners = {"random": random, "numpy.random": np.random, "torch": torch}
     found = {}
     for module, name in FUNCTIONS:

@@ -128,12 +128,15 @@ RESTORE = "torchrepro.set_rng_state(sys.argv[1])\nprint(json.dumps([draw(), draw
     ids=["alone", "rank"],
 )
 def test_another_process_goes_on_where_the_file_was_saved(
-    variables: dict[str, str], tmp_path: Path, answer_of: Callable[..., Any]
+    variables: dict[str, str],
+    tmp_path: Path,
+    answer_of: Callable[..., Any],
+    forked_answer_of: Callable[..., Any],
 ) -> None:
     """A new process that restores a file draws what the process that saved it drew next."""
     path = tmp_path / "rng.json"
 
-    drawn = answer_of(FIRST + SAVE, path, **variables)
+    drawn = forked_answer_of(FIRST + SAVE, path, **variables)
 
     assert answer_of(FIRST + RESTORE, path, PYTHONHASHSEED="7", **variables) == drawn
 

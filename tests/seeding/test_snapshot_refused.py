@@ -38,10 +38,9 @@ def _own() -> Iterator[None]:
 
 
 def _moved() -> dict[str, Any]:
-    """A snapshot of a state that this process is no longer in."""
     snapshot = torchrepro.rng_state()
     random.random(), np.random.rand(), torch.rand(1)
-    for _, generator in registered().values():
+    for _, generator in registered.values():
         generator.random()
     return snapshot
 
@@ -62,7 +61,6 @@ def test_any_mapping_can_be_restored(generators: State) -> None:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value of a snapshot that is no container."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, part in items:
         if isinstance(part, dict | list | tuple) and part:

@@ -1,8 +1,6 @@
 """torchdata's StatefulDataLoader: seeded as torch's own loader, and resumed by its own state."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -160,15 +158,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_loader_imported_after_the_profile_is_seeded(tmp_path: Path) -> None:
+def test_a_loader_imported_after_the_profile_is_seeded(
+    tmp_path: Path, fork_python: Callable[..., Any]
+) -> None:
     """It does not matter when torchdata is imported: its loader is seeded under `auto`."""
     script = tmp_path / "late.py"
     script.write_text(LATE, encoding="utf-8")
-    found = []
-    for workers in ("0", "2"):
-        command = [sys.executable, str(script), str(Path(__file__).parent), workers]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-        found.append(json.loads(done.stdout))
+    here = Path(__file__).parent
+    found = [json.loads(fork_python(script, here, workers).stdout) for workers in ("0", "2")]
 
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]

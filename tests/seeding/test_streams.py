@@ -83,7 +83,6 @@ def test_scikit_learn_takes_the_seed(name: str) -> None:
 
 
 def _words(stream: Stream) -> dict[str, list[int]]:
-    """The first 200 words of 32 bits that come out of each generator."""
     raw = stream.numpy().bit_generator.random_raw(100).tolist()
     python = stream.python()
     return {

@@ -3,14 +3,18 @@
 import _thread
 import contextlib
 import inspect
+import json
 import os
 import pickle
 import random
+import re
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,10 +26,15 @@ import torchrepro
 from torchrepro.seeding.call_listeners import _owner
 from torchrepro.seeding.seeding_calls import note_calls
 from torchrepro.seeding.uncontrolled import (
+    ENTROPY,
     ENVIRONMENT,
     EVERY_SOURCE,
+    FORKED,
     GIVEN_SEEDS,
+    IF_THERE,
     UNSEEDED,
+    WITHOUT_COST,
+    SourceRead,
     Watch,
 )
 
@@ -49,7 +58,17 @@ READS = {
     "torch.cuda.manual_seed(5)": "torch.cuda.manual_seed(5)",
     **{f"time.{clock}()": f"time.{clock}()" for clock in ("time", "monotonic", "perf_counter")},
     **{f"time.{clock}_ns()": f"time.{clock}_ns()" for clock in ("time", "monotonic")},
+    "time.process_time()": "time.process_time()",
+    "time.clock_gettime()": "time.clock_gettime(time.CLOCK_REALTIME)",
+    "time.localtime()": "time.localtime()",
+    "time.gmtime()": "time.gmtime()",
+    "time.ctime()": "time.ctime()",
+    "time.strftime()": "time.strftime('%H')",
     "os.getpid()": "os.getpid()",
+    "os.getppid()": "os.getppid()",
+    "socket.gethostname()": "socket.gethostname()",
+    "platform.node()": "platform.node()",
+    "os.uname()": "os.uname()",
     "builtins.id()": "{id(os): 1}",
     "builtins.hash()": "hash((1, 'text'))",
     "os.listdir()": "os.listdir('.')",
@@ -63,7 +82,8 @@ READS = {
 """What is noted -> a line of a program that reads it."""
 
 BEFORE = """
-import concurrent.futures, glob, os, pathlib, random, secrets, threading, time, uuid
+import concurrent.futures, glob, os, pathlib, platform, random, secrets, socket, threading, time
+import uuid
 import numpy.random, torch
 Pool = concurrent.futures.ThreadPoolExecutor
 """
@@ -105,8 +125,8 @@ _names: dict[str, Any] = {"__name__": "program"}
 
 
 @contextlib.contextmanager
-def _watched(rows: Any = EVERY_SOURCE) -> Iterator[Watch]:
-    watch = Watch(rows)
+def _watched(rows: Any = EVERY_SOURCE, folder: Path | None = None) -> Iterator[Watch]:
+    watch = Watch(rows, folder=None if folder is None else str(folder))
     try:
         yield watch
     finally:
@@ -114,7 +134,6 @@ def _watched(rows: Any = EVERY_SOURCE) -> Iterator[Watch]:
 
 
 def _functions() -> dict[tuple[str, str], Any]:
-    """Every function of the table as the program finds it now."""
     found = {}
     for row in EVERY_SOURCE:
         owner, name = _owner(row.module, row.attribute)
@@ -182,6 +201,40 @@ def test_long_seeds_that_differ_have_texts_that_differ() -> None:
 
     assert texts[: len(seeds)] == texts[len(seeds) :]
     assert len(set(texts)) == len(seeds)
+
+
+def test_types_of_numpy_that_are_given_a_seed_draw_no_entropy_of_the_program() -> None:
+    """They draw from the system first, also where numpy is imported while it is watched."""
+    program = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("numpy", "secrets")]:
+    del sys.modules[name]
+import numpy as np
+print(np.random.RandomState(3).rand(), np.random.Generator(np.random.PCG64(5)).random())
+"""
+    code = f"""
+import os
+from torchrepro.seeding.uncontrolled import WITHOUT_COST, Watch
+watch = Watch(WITHOUT_COST)
+exec(compile({program!r}, "program.py", "exec"), {{"__name__": "program"}})
+assert watch.reads() == (), watch.reads()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["SeedSequence", "RandomState", "PCG64", "Philox"])
+def test_types_of_numpy_that_are_given_no_seed_are_noted_at_their_line(
+    tmp_path: Path, name: str
+) -> None:
+    """They cannot be replaced, and the text of the line says that they are given none."""
+    program = tmp_path / "program.py"
+    program.write_text(f"from numpy.random import {name}\n{name}(), {name}(None)\n{name}(5)\n")
+    with _watched() as watch:
+        exec(compile(program.read_text(), str(program), "exec"), {"__name__": "program"})
+
+    assert [(read.name, read.what, read.where, read.times) for read in watch.reads()] == [
+        (f"numpy.random.{name}", ENTROPY, f"{program}:2", 2)
+    ]
 
 
 @given(st.data())
@@ -377,3 +430,211 @@ def test_a_program_that_reads_without_end_is_noted_up_to_a_limit() -> None:
 
     assert [read.where for read in watch.reads()] == [f"long.py:{line}" for line in range(1, 1001)]
     assert {read.times for read in watch.reads()} == {2}
+
+
+CHILDREN = """
+import multiprocessing, os, random, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from random import random as draw_one
+import numpy as np
+import torch
+context = multiprocessing.get_context("fork")
+
+def draws(item):
+    random.shuffle([1, 2])  # draws: random.shuffle
+    random.shuffle([1, 2])
+    draw_one()  # draws: random.random
+    np.random.rand()  # draws: numpy.random.rand in a pool
+    torch.rand(2)  # draws: torch.rand in a pool
+
+def seeded(item):
+    random.seed(item), np.random.seed(item), torch.manual_seed(item)
+    return random.random() + np.random.rand() + float(torch.rand(1))
+
+def seed_once():
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+def by_pool(function, initializer=None):
+    with context.Pool(2, initializer) as pool:
+        pool.map(function, range(4))
+
+def by_executor(function):
+    with ProcessPoolExecutor(2, context) as pool:
+        list(pool.map(function, range(4)))
+
+def by_process(function):
+    for process in [context.Process(target=function, args=(1,)) for _ in range(2)]:
+        process.start()
+        process.join()
+
+def by_fork(function):
+    child = os.fork()
+    if not child:
+        function(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        draws(index)
+        return index
+
+def by_loader(function):
+    list(torch.utils.data.DataLoader(Noise(), num_workers=2))
+
+def seeds_of_its_own(worker):
+    np.random.seed(os.getpid() + worker), time.time()
+
+def in_workers(function):
+    list(torch.utils.data.DataLoader(Noise(), num_workers=2, worker_init_fn=function))
+"""
+
+
+def _children(call: str, folder: Path) -> tuple[SourceRead, ...]:
+    """What a watch has noted once children of a program have run, which lies in `folder`."""
+    place = folder / "children.py"
+    place.write_text(CHILDREN, encoding="utf-8")
+    module = sys.modules["children"] = ModuleType("children")
+    module.__file__ = str(place)
+    with _watched(WITHOUT_COST, folder) as watch:
+        exec(compile(CHILDREN, str(place), "exec"), vars(module))
+        exec(compile(call, str(place), "exec"), vars(module))
+        found = watch.reads()
+
+    assert [each.name for each in folder.iterdir()] == ["children.py"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    {
+        "by_pool(draws)": ["draws", "in a pool"],
+        "by_executor(draws)": ["draws", "in a pool"],
+        "by_pool(draws, seed_once)": ["draws", "in a pool"],
+        "by_process(draws)": ["draws"],
+        "by_fork(draws)": ["draws"],
+        "by_loader(draws)": [],
+        "by_pool(seeded)": [],
+        "by_process(seeded)": [],
+        "draws(1)": [],
+    }.items(),
+)
+def test_draws_of_forked_children_are_noted_where_chance_decides_them(
+    call: str, said: list[str], tmp_path: Path
+) -> None:
+    """Python's own in any child; numpy's and torch's where a pool hands out tasks. None that a task
+    has seeded, none in a loader's workers, and none in the process itself.
+    """
+    reads = _children(call, tmp_path)
+
+    marked = [
+        (*found.groups(), number)
+        for number, text in enumerate(CHILDREN.splitlines(), 1)
+        if (found := re.search(r"# draws: (\S+)(?: (in a pool))?$", text))
+        and (found[2] or "draws") in said
+    ]
+    found = {(read.name, read.where) for read in reads if read.what == FORKED}
+    assert found == {(name, f"{tmp_path}/children.py:{line}") for name, _, line in marked}
+
+
+def test_a_fork_imports_nothing_and_hears_what_its_child_imports() -> None:
+    """Numpy's random numbers are imported when they are first used, and are listened to then."""
+    code = """
+import os, random, sys, tempfile
+from torchrepro.seeding.uncontrolled import FORKED, WITHOUT_COST, Watch
+for name in [name for name in sys.modules if name.startswith("numpy")]:
+    del sys.modules[name]
+watch = Watch(WITHOUT_COST, folder=tempfile.mkdtemp())
+program = \"\"\"
+import numpy
+before = set(sys.modules)
+if not os.fork():
+    more = set(sys.modules) - before
+    import numpy.random
+    print(sorted(more), type(numpy.random.rand).__name__, flush=True)
+    os._exit(0)
+os.wait()
+\"\"\"
+exec(compile(program, "program.py", "exec"), {"os": os, "sys": sys, "__name__": "program"})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[] _BuiltIn\n"
+
+
+def test_what_forked_children_read_and_seed_is_noted(tmp_path: Path) -> None:
+    """Workers that seed from their process are known by the line, and their seeds as one text."""
+    reads = _children("in_workers(seeds_of_its_own)", tmp_path)
+    line = CHILDREN.splitlines().index(next(x for x in CHILDREN.splitlines() if "getpid" in x)) + 1
+
+    of_line = {read.name: read for read in reads if read.where == f"{tmp_path}/children.py:{line}"}
+    assert of_line.keys() == {"os.getpid", "numpy.random.seed", "time.time"}
+    assert re.fullmatch(r"\d+ and 1 more #[0-9a-f]{8}", of_line["numpy.random.seed"].value or "")
+    assert [read.value for read in _children("by_process(seeded)", tmp_path)] == ["1", "1", "1"]
+    several = {read.name: read.value for read in _children("by_pool(seeded)", tmp_path)}
+    assert several == {read.name: read.value for read in _children("by_executor(seeded)", tmp_path)}
+
+
+def test_what_is_no_note_of_a_child_is_passed_over(tmp_path: Path) -> None:
+    """A line that a killed child has cut, or that is not ours, neither counts nor raises."""
+    told = tmp_path / f"told-{os.getpid()}.jsonl"
+    with _watched(WITHOUT_COST, tmp_path) as watch:
+        for line in ("{", "7", "null", '{"kind": "read"}', '{"kind": "file", "use": "path"}'):
+            told.write_text(f"{line}\n")
+            assert watch.reads() == ()
+        good = SourceRead("time.time", "the clock", "a.py:1", 1, 0, 0, None, "", in_sample=False)
+        for wrong in ({"name": 5}, {"step": "0"}, {"value": 7}, {"more": 1}):
+            told.write_text(json.dumps({"kind": "read", **good.to_json(), **wrong}) + "\n")
+            assert watch.reads() == ()
+        told.write_text(json.dumps({"kind": "read", **good.to_json()}) + "\n{")
+
+        assert watch.reads() == (good,)
+
+
+FILES_USED = """
+import json, os, pathlib
+import numpy as np
+import torch
+if os.path.exists("cache.npy"):
+    np.load("cache.npy")
+np.save("made.npy", np.ones(2))
+if pathlib.Path("made.npy").exists():
+    np.load("made.npy")
+torch.save({}, "state.pt")
+torch.load("state.pt")
+pathlib.Path("told.json").write_text("{}")
+json.loads(pathlib.Path("told.json").read_text())
+open(pathlib.__file__).close(), open("/proc/self/stat").close()
+with open("log", "a") as log: log.write("x")
+open(0, closefd=False).fileno()
+"""
+
+
+def test_files_are_noted_by_the_lines_that_ask_for_read_and_write_them(tmp_path: Path) -> None:
+    """Also what a library opens for the program; a file that was there before is a read."""
+    np.save("cache.npy", np.ones(1))
+    time.sleep(0.05)
+    folder = tmp_path / "out"
+    with _watched(WITHOUT_COST, folder) as watch:
+        exec(compile(FILES_USED, str(tmp_path / "p.py"), "exec"), {"__name__": "p"})
+        reads = watch.reads()
+    assert watch.files is not None
+
+    lines = {
+        Path(each["path"]).name: [
+            int(each[use].rpartition(":")[2] or 0) for use in ("asked", "read", "written")
+        ]
+        for each in watch.files.to_json()["files"]
+    }
+    assert lines == {
+        "cache.npy": [5, 6, 0],
+        "made.npy": [8, 9, 7],
+        "state.pt": [0, 11, 10],
+        "told.json": [0, 13, 12],
+        "log": [0, 0, 15],
+    }
+    assert [(read.name, read.what, read.where) for read in reads] == [
+        ("cache.npy", IF_THERE, f"{tmp_path}/p.py:6")
+    ]

@@ -96,14 +96,14 @@ PROGRAMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", PROGRAMS)
 def test_0_and_2_workers_give_the_same_weights(
-    framework: str, answer_of: Callable[..., Any]
+    framework: str, forked_answer_of: Callable[..., Any]
 ) -> None:
     """With the framework's own seeding of workers on; the report says it in one line."""
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     program, function = PROGRAMS[framework]
 
-    none, two = answer_of(HEAD + program + TAIL)
+    none, two = forked_answer_of(HEAD + program + TAIL)
 
     assert none[0] == two[0]
     assert none[1] == []
@@ -117,7 +117,6 @@ def _seeds(worker: int, **_: Any) -> None:
 
 
 def _likeness(name: str) -> Callable[..., None]:
-    """Return a function of the program that is called as a framework's is."""
 
     def likeness(worker: int, **_: Any) -> None:
         torch.manual_seed(worker)
@@ -137,7 +136,6 @@ def framework(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _report(dataset: Any, init: Any) -> tuple[list[Any], str]:
-    """Return an epoch on two workers, and what the report says of it."""
     with torchrepro.apply(AUTO) as applied:
         loader = DataLoader(dataset, num_workers=2, worker_init_fn=init, collate_fn=list)
         epochs = [list(loader) for _ in range(2)]

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro import apply
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.selftest import self_test
-from torchrepro.selftest.attempts import DEVICES, PROMISES, NotHereError, knob_holds
+from torchrepro.selftest.attempts import DEVICES, PROMISES
 from torchrepro.selftest.self_test import Result, trials
 
 PLANTED = Path(__file__).with_name("planted")
@@ -113,12 +112,6 @@ def test_a_failure_tells_no_secret_and_the_next_promise_starts_anew(plant, answe
 
     assert rows["dropout", "cpu"]["found"] == "RuntimeError: no access with (hidden)"
     assert rows["fallback", "cpu"]["result"] == "held"
-
-
-def test_a_knob_with_nothing_new_to_write_is_not_held():
-    """Where a knob has its only legal value already nothing is written, and nothing proved."""
-    with apply({"dataloader": {"num_workers": 0}}), pytest.raises(NotHereError, match="has 0"):
-        knob_holds("dataloader.num_workers")
 
 
 def test_what_libraries_write_goes_into_the_temporary_folder(tmp_path):

@@ -269,7 +269,7 @@ def _many_records_in_few_bytes(path: Path) -> None:
 
 
 TIMES = 300
-OF_A_STEP = "level, digest, details, parameters, gradients, random, names, losses, seal"
+OF_A_STEP = "level, digest, details, parameters, gradients, arguments, random, names, losses, seal"
 LOST = {
     "a step in the middle": "delete from step where step = 1",
     "the last step": f"delete from step where step = {STEPS - 1}",

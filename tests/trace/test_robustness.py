@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import torchrepro
 from torchrepro import TraceError
@@ -47,6 +48,78 @@ def test_odd_tensors_are_recorded_in_every_way(recorded: Recorder, kind: str) ->
     closer = recorded(ODD[kind], keep=("*",), statistics=True, detail=True)
 
     assert [one.op for one in seen(trace)] == [one.op for one in seen(closer)]
+
+
+class Silent(torch.Tensor):
+    """A tensor that gives nobody a number."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "local_scalar" in str(func):
+            raise RuntimeError("no number")
+        given = [each.inner if isinstance(each, Silent) else each for each in args]
+        made = func(*given, **(kwargs or {}))
+        return cls(made) if isinstance(made, torch.Tensor) else made
+
+
+def _step(parameter: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD([parameter.requires_grad_()], 0.1)
+    loss = (parameter * parameter).sum()
+    loss.backward(torch.ones_like(loss.detach()))
+    optimizer.step()
+
+
+def _fake() -> None:
+    with FakeTensorMode():
+        _step(torch.ones(3))
+
+
+def _lazy() -> None:
+    model = torch.nn.LazyLinear(2)
+    model(torch.ones(1, 3)).sum().backward()
+
+
+DTYPES = (*(torch.float32, torch.float64, torch.bfloat16), *(torch.half, torch.complex64))
+TRAINED: dict[str, Callable[[], object]] = {
+    **{
+        f"{kind} on {device}": partial(
+            lambda kind, device: _step(torch.ones(3, dtype=kind, device=device)), kind, device
+        )
+        for device in ("cpu", "meta")
+        for kind in DTYPES
+    },
+    "a subclass without numbers": lambda: _step(Silent(torch.ones(3))),
+    "fake": _fake,
+    "a parameter without a shape": _lazy,
+}
+"""Programs whose tensors the recorder cannot read, or only some of it."""
+
+ASKED: tuple[dict[str, Any], ...] = (
+    *({"level": "op"}, {"level": "module"}, {"level": "step"}),
+    {"keep": ("*",), "statistics": True, "detail": True},
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", TRAINED)
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_what_cannot_be_read_is_recorded_as_such(
+    recorded: Recorder, program: str, asked: dict[str, Any]
+) -> None:
+    """A program that runs without a recording runs under one, whatever its tensors are."""
+    TRAINED[program]()
+
+    trace = recorded(TRAINED[program], **asked)
+
+    values = {type(loss.value) for loss in trace.losses}
+    assert values <= {float, type(None)}
 
 
 def test_what_a_backward_pass_began_from_is_not_kept(recorded: Recorder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
@@ -12,15 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
 import torchrepro
+from torchrepro.seeding.uncontrolled import CLOCK, FORKED
 from torchrepro.trace.reader import read_run
 
 from .conftest import Net, Recorder, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torchrepro.trace.reader import Trace
 
 
 def program() -> None:
@@ -40,10 +45,15 @@ def _line(part: str) -> str:
     return f"{__file__}:{next(n for n in range(first, 99) if part in lines[n - 1])}"
 
 
+def _here(trace: Trace) -> list[dict[str, Any]]:
+    """What lines of this file have read."""
+    return [read for read in trace.meta["sources"] if read["where"].startswith(__file__)]
+
+
 def test_a_trace_in_detail_holds_every_source(recorded: Recorder) -> None:
     """Each read has its line, its count, the running step and the records taken by then."""
     trace = recorded(program, detail=True)
-    found: list[dict[str, Any]] = trace.meta["sources"]
+    found = _here(trace)
 
     assert [(read["name"], read["value"]) for read in found] == [
         ("random.Random", "7"),
@@ -61,18 +71,44 @@ def test_a_trace_in_detail_holds_every_source(recorded: Recorder) -> None:
     assert all(read["what"] and read["instead"] for read in found)
 
 
-def test_a_plain_trace_holds_draws_and_seeds_and_none_that_is_empty(recorded: Recorder) -> None:
-    """What is read all the time is left to recordings in detail; without a read there is no key."""
-    own = np.random.default_rng, os.urandom, time.time, id
-    found = recorded(program).meta["sources"]
+def test_a_plain_trace_leaves_out_addresses_and_hashes_alone(recorded: Recorder) -> None:
+    """What libraries read all the time is left to those in detail. Without a read, no key."""
+    own = np.random.default_rng, os.urandom, time.time, id, open, os.path.exists
+    found = _here(recorded(lambda: (program(), {id(own): hash("text")})))
 
     assert [read["name"] for read in found] == [
         "random.Random",
         "secrets.token_hex",
+        "time.time_ns",
         "numpy.random.default_rng",
     ]
     assert "sources" not in recorded(lambda: torch.ones(2), detail=True).meta
-    assert own == (np.random.default_rng, os.urandom, time.time, id)
+    assert own == (np.random.default_rng, os.urandom, time.time, id, open, os.path.exists)
+
+
+def test_the_seed_of_a_generator_is_held_by_the_line_that_draws_from_it(recorded: Recorder) -> None:
+    """Of the program's own generators; a loader seeds its own from the global one."""
+    own, bare = torch.Generator().manual_seed(5), torch.Generator()
+
+    def draws() -> None:
+        train(Net(), steps=1)
+        for _ in range(20):
+            torch.rand(2, generator=own)
+        torch.nn.init.normal_(torch.ones(2), generator=bare)
+        list(torch.utils.data.DataLoader(range(4), shuffle=True))
+        list(torch.utils.data.DataLoader(range(4), shuffle=True, generator=own))
+
+    trace = recorded(draws)
+    first = draws.__code__.co_firstlineno
+
+    assert [
+        (read["name"], read["value"], int(read["where"].rpartition(":")[2]) - first, read["step"])
+        for read in _here(trace)
+    ] == [
+        ("torch.Generator.manual_seed", "5", 3, 1),
+        ("torch.Generator.manual_seed", str(bare.initial_seed()), 4, 1),
+    ]
+    assert _here(trace)[0]["record"] == trace.steps[0].records
 
 
 BEFORE_TORCH = """
@@ -106,6 +142,52 @@ def test_what_is_read_before_torch_is_imported_is_seen(
     ]
     assert [int(read["where"].rpartition(":")[2]) for read in found] == [3, 5, 8]
     assert found[1]["value"].isdecimal()
+    assert f"{tmp_path}/program.py" in trace.meta["modules"]
+
+
+SPAWNED = """
+import multiprocessing, random, time
+def draws(item):
+    time.time_ns()
+    random.seed(item) if item < 0 else random.random()
+    return item
+if __name__ == "__main__":
+    import torch
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        pool.map(draws, range(4))
+    torch.ones(2).sum()
+"""
+
+
+def test_what_spawned_children_read_is_held_by_the_trace_of_their_parent(tmp_path: Path) -> None:
+    """Also children that record nothing of their own, as they compute nothing with torch."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNED)
+    boot = Path(torchrepro.__file__).parent / "boot"
+    (tmp_path / "out").mkdir()  # as `torchrepro run` does
+    request = json.dumps({"folder": str(tmp_path / "out")})
+    variables = {**os.environ, "TORCHREPRO_RECORD": request, "PYTHONPATH": str(boot)}
+    subprocess.run([sys.executable, str(program)], env=variables, check=True)
+    (trace,) = read_run(tmp_path / "out")
+
+    assert {(read["name"], read["what"], read["where"]) for read in trace.meta["sources"]} == {
+        ("time.time_ns", CLOCK, f"{program}:4"),
+        ("random.random", FORKED, f"{program}:5"),
+    }
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {trace.path.name}
+
+
+@pytest.mark.slow
+def test_what_tasks_of_a_pool_draw_is_left_to_chance_under_a_profile_too(tmp_path: Path) -> None:
+    """A profile seeds every child alike; which of them takes which task is a matter of timing."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNED)
+    command = ["run", "seed-only", "--record", str(tmp_path / "out"), "--", sys.executable]
+    subprocess.run([sys.executable, "-m", "torchrepro", *command, str(program)], check=True)
+    (trace,) = read_run(tmp_path / "out")
+
+    drawn = {read["where"] for read in trace.meta["sources"] if read["what"] == FORKED}
+    assert drawn == {f"{program}:5"}
 
 
 def test_torch_is_imported_while_every_source_is_watched(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def _recorded(changes: list[str], level: str) -> list[Seen]:
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6), st.sampled_from(["step", "module"]))
 def test_what_is_remembered_of_parameters_changes_no_record(changes: list[str], level: str) -> None:
     """Records of steps are those of a recording that looks everything up anew in each."""
-    with mock.patch.object(levels._Taken, "is_of", return_value=False):
+    with mock.patch.object(levels, "is_", return_value=False):
         anew = _recorded(changes, level)
 
     assert _recorded(changes, level) == anew
@@ -150,14 +150,25 @@ def _trained(passes: int) -> None:
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_step_leaves_the_same_digests_however_it_is_recorded(tmp_path: Path, passes: int) -> None:
-    """Digests of gradients and parameters are of their memory: a view has those of its bytes."""
+    """Digests of gradients and parameters are of their memory: a view has those of its bytes.
+
+    They are of the step alone, where those before it are not recorded as well.
+    """
     found = []
     for number, options in enumerate(OPTIONS):
         with torchrepro.record(tmp_path / str(number), **options):
             _trained(passes)
         (trace,) = read_run(tmp_path / str(number))
         losses = [loss.fingerprint for loss in trace.losses]
-        found.append([*((row.gradients, row.parameters) for row in trace.steps.values()), losses])
+        rows = trace.steps.values()
+        found.append([*((row.gradients, row.arguments, row.parameters) for row in rows), losses])
+        trace.close()
+    for level in ("op", "module", "step"):
+        with torchrepro.record(tmp_path / level, level=level, steps=(2, 2)):
+            _trained(passes)
+        (trace,) = read_run(tmp_path / level)
+        row = trace.steps[2]
+        assert (row.gradients, row.arguments, row.parameters) == found[0][2]
         trace.close()
 
     assert all(all(row) for row in found[0])

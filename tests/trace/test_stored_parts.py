@@ -37,7 +37,7 @@ def _written(folder: Path, steps: Sequence[Sequence[Row]], dropped: int | None =
     first = 1
     for number, rows in enumerate(steps):
         to.add_records(list(rows))
-        to.end_step(StepRow(number, first, len(rows), 0, b"", b"", {}, finished=True))
+        to.end_step(StepRow(number, first, len(rows), 0, b"", b"", b"", {}, finished=True))
         first += len(rows)
     if dropped is not None:
         to.drop(dropped)
@@ -141,7 +141,7 @@ def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path
         for number in range(3000):
             random.Random(number).shuffle(rows)
             to.add_records(rows)
-            to.end_step(StepRow(number, 1 + 50 * number, 50, 0, b"", b"", {}, finished=True))
+            to.end_step(StepRow(number, 1 + 50 * number, 50, 0, b"", b"", b"", {}, finished=True))
             if number % 1000 == 999:
                 held.append(tracemalloc.get_traced_memory()[0])
     finally:
@@ -159,7 +159,7 @@ def test_a_step_may_have_more_names_than_what_is_said_of_a_run(tmp_path: Path) -
     to.add_sites([("forward", "", "op", "", "")])
     to.add_arguments([f"{number}".zfill(LONGEST // 64) for number in range(65)])
     to.add_records([(0, 1, 65, b"", b"out." * 4)])
-    to.end_step(StepRow(0, 1, 1, 0, b"", b"", {}, finished=True))
+    to.end_step(StepRow(0, 1, 1, 0, b"", b"", b"", {}, finished=True))
     to.finish({})
 
     with closing(Trace(to.path)) as trace:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import torchrepro
 from torchrepro.trace.reader import read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from subprocess import CompletedProcess
 
 pytestmark = pytest.mark.slow
 
@@ -82,33 +85,29 @@ PROGRAMS = {
     "hugging face": (HUGGING_FACE, 4, "bert.encoder.layer.0.attention.self.query"),
     "hydra": (HYDRA, 8, "Linear"),
 }
-_FOREIGN = ("TORCHREPRO_", "PYTEST_", "RANK", "WORLD_SIZE", "SLURM_")
 
 
-def _run(program: str, folder: Path, name: str) -> Path:
-    script = folder / "program.py"
-    script.write_text(program, encoding="utf-8")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
-    trace = folder / name
-    run = [sys.executable, "-m", "torchrepro", "run", "seed-only", "--record", str(trace), "--"]
-    done = subprocess.run(
-        [*run, sys.executable, str(script)],
-        cwd=folder,
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return trace
+@pytest.fixture
+def recorded(
+    fork_python: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> Callable[[str, str], Path]:
+    """Record a program with `torchrepro run` in a folder of this name."""
+
+    def recorded(program: str, name: str) -> Path:
+        (tmp_path / "program.py").write_text(program, encoding="utf-8")
+        run = ("-m", "torchrepro", "run", "seed-only", "--record", name, "--", sys.executable)
+        done = fork_python(*run, "program.py")
+        assert done.returncode == 0, done.stderr[-2000:]
+        return tmp_path / name
+
+    return recorded
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_trainer_is_recorded_unchanged(tmp_path: Path, name: str) -> None:
+def test_a_trainer_is_recorded_unchanged(name: str, recorded) -> None:
     """Two runs of a trainer are recorded step by step, with the model's names, and are the same."""
     program, steps, module = PROGRAMS[name]
-    one, two = (_run(program, tmp_path, run) for run in ("one", "two"))
+    one, two = (recorded(program, run) for run in ("one", "two"))
 
     verdict = torchrepro.compare(one, two)
     assert verdict.same, verdict.first

@@ -194,7 +194,6 @@ def _statement(chance: random.Random) -> str:
 
 
 def _alike(chance: random.Random, lines: Sequence[str]) -> str:
-    """Return a statement like one of a program, or one that writes, that binds no name."""
     found = chance.choice(lines)
     if " = " in found:
         found = found.partition(" = ")[2]

@@ -23,7 +23,6 @@ def _run(steps: int = 3, ops: int = OPS) -> Run:
 
 
 def _changed(run: Run, step: int, place: int) -> Run:
-    """Return the run with another output of one op, and what follows from it in the step."""
     ops = run[step].ops
     other = computed(ops[place], *ops[place].inputs, salt="other")
     later = follow(ops[place + 1 :], ops[place].outputs[0], other.outputs[0])

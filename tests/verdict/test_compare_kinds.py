@@ -81,7 +81,6 @@ def _trained(
     bias: bytes = value("bias"),
     through_view: bool = False,
 ) -> tuple[Step, bytes]:
-    """Return a step of training and the weight that its optimizer leaves behind."""
     data = batch or value("batch", step)
     transposed = Op("aten::t", "fc", inputs=(weight,))
     used = value("view", weight) if through_view else weight
@@ -147,6 +146,17 @@ def test_a_frozen_weight_that_changed() -> None:
     assert (first.kind, first.step) == (Kind.INPUT, 2)
     assert "in A what it was in the step before" in first.what
     assert "input 0 of aten::addmm" in first.what
+
+
+def test_what_equals_a_constant_by_chance() -> None:
+    """An input that equals what `ones` wrote, but was no such tensor, is data like any other."""
+    ones = Op("aten::ones", outputs=(A,))
+    first = diverged(
+        *([Step((ones, computed(Op("aten::mul"), A, mask)))] for mask in (A, value("mask")))
+    )
+
+    assert (first.kind, first.op) == (Kind.DATA, "aten::mul")
+    assert "input 1 of aten::mul equals in A what aten::ones" in first.what
 
 
 def test_what_a_level_does_not_record_is_said() -> None:

@@ -3,11 +3,15 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import torchrepro
 from torchrepro import TraceError
-from torchrepro.verdict.comparison import compare, next_level
+from torchrepro.seeding.uncontrolled import ENTROPY, GIVEN_SEED
+from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Program, Setting
 
 from .traces import Op, Run, Step, chain, compared, computed, diverged, first_of, value, write
@@ -22,7 +26,6 @@ OTHER = [*_run()[:2], Step(chain(4, step=2, weights="v"), losses=(0.5, 1.5))]
 
 
 def _rank(number: int, *, batch: object = "batch", other: object = "batch") -> Run:
-    """Return the run of a rank that sums its gradients with those of another one."""
     run = []
     for step in range(3):
         mine, theirs = (
@@ -52,6 +55,31 @@ def test_what_a_rank_did_comes_before_what_others_sent(tmp_path: Path) -> None:
     assert (first_of(verdict).rank, first_of(verdict).op) == (1, "aten::mm")
     assert verdict.compared.ranks == 2
     assert (verdict.propagated, verdict.independent) == (8, 0)
+
+
+def test_what_the_rank_that_diverges_has_read_is_what_explains_it(tmp_path: Path) -> None:
+    """Its reads come first, those of other ranks after them, and a seed that differs on any."""
+
+    def source(name: str, where: str, value: str | None = None) -> dict[str, Any]:
+        what = GIVEN_SEED if value else ENTROPY
+        read = {"name": name, "what": what, "where": where, "times": 1, "value": value}
+        return {**read, "step": 0, "record": 0, "instead": "", "in_sample": False}
+
+    folders = []
+    for name, batch, seed in (("a", "batch", "1"), ("b", "another", "2")):
+        runs = _rank(0, other=batch), _rank(1, batch=batch)
+        sources = (
+            [source("secrets.randbits", "train.py:3"), source("random.seed", "train.py:9", seed)],
+            [source("os.urandom", "train.py:7"), source("random.seed", "train.py:9", "5")],
+        )
+        for rank, run in enumerate(runs):
+            write(tmp_path / name, run, {"rank": rank, "sources": sources[rank]})
+        folders.append(tmp_path / name)
+
+    reads = compare(*folders).program.reads
+
+    assert [read.name for read in reads] == ["os.urandom", "random.seed", "secrets.randbits"]
+    assert reads[1].is_other_seed
 
 
 def test_a_collective_that_itself_differs_is_named(tmp_path: Path) -> None:
@@ -190,29 +218,6 @@ def test_a_divergence_comes_with_advice() -> None:
     assert compared(_run(), _run(), meta).advice is None
 
 
-SEEDED = {"seed.torch": "7", "seed.cuda": "null", "dataloader.seeding": "auto"}
-
-
-@pytest.mark.parametrize(
-    ("knobs", "overrides"),
-    [
-        ({}, ("seed=1234", "env.PYTHONHASHSEED=0")),
-        (SEEDED, ("env.PYTHONHASHSEED=0",)),
-        ({**SEEDED, "env.PYTHONHASHSEED": "null"}, ()),
-    ],
-)
-def test_the_next_level_is_the_first_that_the_recorded_knobs_are_not_on(
-    tmp_path: Path, knobs: dict[str, str], overrides: tuple[str, ...]
-) -> None:
-    """Knobs in a trace tell which levels hold; one of no effect where it ran counts as tried."""
-    a = write(tmp_path / "a", _run(1), {"knobs": knobs})
-    level = next_level(compare(a, write(tmp_path / "b", [Step(chain(4, weights="v"))])))
-
-    assert (level.overrides if level else ()) == overrides
-    assert level is None or level.name == "seeds"
-    assert next_level(compare(a, a)) is None
-
-
 @pytest.mark.parametrize(
     ("number", "note"),
     [
@@ -334,13 +339,11 @@ GUARANTEES = ["seeded", "repeatable", "aligned", None]
 def test_other_bits_are_never_the_same_whatever_the_guarantees(
     left: str | None, right: str | None
 ) -> None:
-    """Two guarantees change nothing about the answer; where one leaves it open, the advice says."""
+    """Two guarantees change nothing about the answer."""
     metas = [{"guarantee": each, "profile": each} for each in (left, right)]
     verdict = compared(_run(), OTHER, *metas)
 
     assert not verdict.same
-    assert verdict.advice is not None
-    assert bool(verdict.advice.promise) == ((left, right) != ("repeatable", "repeatable"))
     assert compared(_run(), _run(), *metas).same
 
 
@@ -363,7 +366,6 @@ def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
 
 
 def _with_end(steps: int, weights: object = "w", ops: int = 4) -> Run:
-    """Return so many steps and what a program computes after them."""
     return [*_run(steps), Step(chain(4, step=steps, weights=weights)[:ops], finished=False)]
 
 
@@ -376,13 +378,30 @@ def test_what_comes_after_the_last_step_is_compared_and_is_no_step(steps: int, l
     verdict = compared(_with_end(steps), _with_end(steps, "v"), meta)
 
     assert same.same
+    assert ("outside of any step" in str(same)) == (steps == 0)
     for each in (same, verdict):
         assert (each.compared.steps, each.compared.after_last) == (steps, True)
-        assert ("outside of any step" in str(each)) == (steps == 0)
         assert " 0 steps" not in str(each)
     assert (first_of(verdict).step, first_of(verdict).after_last) == (steps, True)
     place = "after the last step, in" if steps else "in"
     assert str(verdict).startswith(f"not the same: diverged {place} the forward pass of layers.0")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_data_built_before_any_model_is_before_the_first_step(tmp_path: Path, before: bool) -> None:
+    """What is computed while no model is there belongs to no step, and what comes after does."""
+    for name, seed in (("one", 1), ("two", 2)):
+        with torchrepro.record(tmp_path / name):
+            torch.manual_seed(seed if before else 1)
+            data = torch.randn(4, 3)
+            net = torch.nn.Linear(3, 2)
+            torch.manual_seed(seed)
+            net(data + torch.rand(4, 3)).sum().backward()
+            torch.optim.SGD(net.parameters(), 0.1).step()
+    place = "before the first step" if before else "at step 0"
+
+    verdict = compare(tmp_path / "one", tmp_path / "two")
+    assert str(verdict).splitlines()[0] == f"not the same: diverged {place}"
 
 
 @pytest.mark.parametrize(

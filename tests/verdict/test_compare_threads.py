@@ -28,7 +28,6 @@ def _work(batches: Iterable[int], thread: int = 1) -> list[Op]:
 
 
 def _run(*lanes: Sequence[Op], cuts: Sequence[Sequence[int]] = (), steps: int = STEPS) -> Run:
-    """Return a run whose other threads have done so much of their work by the end of each step."""
     run = []
     for step in range(steps):
         beside = []

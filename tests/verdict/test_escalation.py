@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import torchrepro
 from torchrepro.profile.load import load
-from torchrepro.verdict.diagnosis import EscalationLevel, levels_above, next_level
+from torchrepro.verdict.diagnosis import levels_above
 from torchrepro.verdict.evidence import DROPOUT, ESCALATION, LOADER, WORKERS
 from torchrepro.verdict.value import Kind, Program
 
@@ -37,7 +37,7 @@ def test_escalation_ends_at_the_top_and_never_comes_back_to_a_level(
     program = Program(accelerator=accelerator)
     passed: list[str] = []
     overrides: tuple[str, ...] = ()
-    while level := next_level(values(profile, *overrides), first, program):
+    while level := next(levels_above(values(profile, *overrides), first, program), None):
         passed.append(level.name)
         overrides += level.overrides
 
@@ -86,9 +86,8 @@ def test_the_model_as_a_whole_and_what_is_outside_of_modules_are_not_placed() ->
 def test_what_a_user_decided_op_by_op_counts_as_decided() -> None:
     """A policy per op is not replaced by one for all."""
     declared = values("debug-strict", "device.fallback={ops: {cumsum: native}}")
-    found: EscalationLevel | None = next_level(declared, divergence("gradient"))
+    found = next(levels_above(declared, divergence("gradient")))
 
-    assert found is not None
     assert found.overrides == ("dataloader.num_workers=0",)
 
 

@@ -78,7 +78,6 @@ def test_fewest_records_are_left_over_and_then_pairs_cost_least(
 
 
 def _best(one: list[int], other: list[int], prices: dict[tuple[int, int], int]) -> tuple[int, int]:
-    """Return the most pairs, as a negative number, and what so many cost at least."""
 
     @cache
     def rest(i: int, j: int) -> tuple[int, int]:

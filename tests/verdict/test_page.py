@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.verdict.diagnosis import next_level
 from torchrepro.verdict.page import COLUMNS, ROWS, WIDTH, agreement_map, chart, page, ticks
 from torchrepro.verdict.value import (
     Advice,
     Cell,
     Compared,
     Distance,
+    Edit,
     Element,
     Kind,
     Program,
@@ -112,7 +112,7 @@ def filled(text: str) -> Verdict:
         settings=(Setting(text, text, text),),
         across_ranks=(text,),
         notes=(text,),
-        advice=Advice(text, text, text, text, text, text),
+        advice=Advice(text, Edit(text, text, text), text, text, text),
         program=Program(models=((text, text),)),
         about=(RunFacts(text, text, text, text, text),) * 2,
     )
@@ -145,7 +145,7 @@ PAGES = {
 
 def read(verdict: Verdict) -> str:
     """Return the texts of a page in their order, each after the element that it is in."""
-    found = Reader(page(verdict, next_level({}, verdict.first) if verdict.first else None))
+    found = Reader(page(verdict))
     assert found.open == []
     return "\n".join(
         f"{tag}: {' '.join(text.split())}"
@@ -306,7 +306,7 @@ def show(browser: Tab, tmp_path: Path) -> Show:
 
     def show(verdict: Verdict) -> Path:
         file = tmp_path / "page.html"
-        file.write_text(page(verdict, next_level({}, verdict.first)), encoding="utf-8")
+        file.write_text(page(verdict), encoding="utf-8")
         browser.complaints.clear()
         browser.requests.clear()
         browser.open(file)

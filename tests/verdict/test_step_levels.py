@@ -48,6 +48,19 @@ def test_what_comes_after_the_last_step_may_be_dropped(dropped_in: str) -> None:
     assert verdict.compared.ops == 16
 
 
+@pytest.mark.parametrize("levels", [("op", "op"), ("step", "op")])
+def test_arguments_of_an_optimizer_outlive_the_records_of_their_step(
+    levels: tuple[str, str],
+) -> None:
+    """Where no records say so any longer, a digest says that an optimizer was given others."""
+    runs = [_dropped(_run(), 1), _run()]
+    for side, (run, level) in enumerate(zip(runs, levels, strict=True)):
+        run[1] = replace(run[1], arguments=value("arguments", side), level=level)
+    first = diverged(*runs)
+
+    assert (first.step, first.kind, first.op) == (1, Kind.ARGUMENT, "optimizer.step()")
+
+
 def test_a_run_with_more_steps_than_one_whose_end_was_dropped_is_longer() -> None:
     """Only what comes after the last step is left out, and no step with it."""
     left, right = _run(5), _dropped(_run(4, tail=True), 4)

@@ -50,6 +50,7 @@ class Step:
     ops: tuple[Op, ...] = ()
     parameters: bytes = b""
     gradients: bytes = b""
+    arguments: bytes = b""
     random: Mapping[str, str] = field(default_factory=dict)
     losses: tuple[float | None, ...] = ()
     finished: bool = True
@@ -57,6 +58,8 @@ class Step:
     """That of the trace, if none is named."""
     dropped: bool = False
     """Whether its records are deleted again, as where a trace has to stay within a size."""
+    thread: int = 0
+    """The thread that ended it, and computed its losses."""
 
 
 Run = list[Step]
@@ -102,7 +105,9 @@ class Writer:
                 (first + position, output, *one) for output, one in enumerate(op.statistics)
             )
             self.store.add_tensors((first + position, *one) for one in op.tensors)
-        self.store.add_losses((loss, value(repr(loss)), "train.py:9") for loss in step.losses)
+        self.store.add_losses(
+            (loss, value(repr(loss)), "train.py:9", step.thread) for loss in step.losses
+        )
         self.store.end_step(
             StepRow(
                 step=number,
@@ -111,9 +116,11 @@ class Writer:
                 bytes=8 * len(rows),
                 parameters=step.parameters,
                 gradients=step.gradients,
+                arguments=step.arguments,
                 random=step.random,
                 finished=step.finished,
                 level=step.level or self.level,
+                thread=step.thread,
             )
         )
         if step.dropped:

@@ -9,6 +9,7 @@ from torchrepro.verdict.value import (
     Compared,
     Distance,
     Divergence,
+    Edit,
     Element,
     Kind,
     RunFacts,
@@ -78,9 +79,8 @@ def unequal(first: Divergence | None = None, **values: Any) -> Verdict:
         "about": (facts(), facts(date="2026-11-21T08:05:00+00:00", torch="2.6.0")),
         "advice": Advice(
             "aten::gelu gave two results.",
-            "backends.cpu.num_threads",
-            "backends.cpu.num_threads=1",
-            "torchrepro run p --record runs/a-closer --steps 6:8 -- python train.py",
+            Edit("train.py:41", "loss = net(empty(3))", "loss = net(zeros(3))"),
+            closer="torchrepro run p --record runs/a-closer --steps 6:8 -- python train.py",
         ),
     }
     return Verdict(**{**usual, **values})

@@ -1,7 +1,6 @@
 """Ordinary bugs that make the runs of a program differ, each with what `verify` has to say of it.
 
-The line to be named, or one of them, ends with ``# <- here``. The fix is what the verdict proposes,
-done to the program: an edit of one line, or an override.
+The line to be named, or one of them, ends with ``# <- here``.
 """
 
 from __future__ import annotations
@@ -39,12 +38,8 @@ class Bug:
     program: str
     cause: str
     """What the likely cause contains."""
-    edit: tuple[str, str] = ("", "")
-    """What is replaced in the program, and by what."""
-    setting: str = ""
-    """The override that is proposed and helps without an edit."""
-    advice: str = ""
-    """What the proposed edit contains."""
+    remedy: str = ""
+    """What the verdict offers: an ``edit`` of one line, a ``command``, or nothing."""
     profile: str = "debug-strict"
     stress: tuple[str, ...] = ()
     in_forks: bool = True
@@ -105,8 +100,8 @@ class Noise(torch.utils.data.Dataset):
         return 12
     def __getitem__(self, index):
         return torch.from_numpy(np.random.rand(8)).float() + index
-def seed_by_pid(worker):  # <- here
-    np.random.seed(os.getpid())
+def seed_by_pid(worker):
+    np.random.seed(os.getpid())  # <- here
 loader = torch.utils.data.DataLoader(
     Noise(), batch_size=4, num_workers=2, worker_init_fn=seed_by_pid
 )
@@ -207,84 +202,85 @@ def batch(step):
 """,
     *("batch(step)", 4),
 )
+ORDER = _trained(
+    COUNTED
+    + """
+import threading, time, torch
+done = []
+def work(number):
+    time.sleep(0.05 * ((number + run) % 3))
+    done.append(float(number))
+threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+for thread in threads:
+    thread.start()  # <- here
+for thread in threads:
+    thread.join()
+""",
+    *("torch.tensor(done)", 3),
+)
+POOL = _trained(
+    COUNTED
+    + """
+import multiprocessing, time, numpy as np, torch
+np.random.seed(0)
+def noise(number):
+    time.sleep(0.05 * ((number + run) % 2))
+    return np.random.rand()  # <- here
+with multiprocessing.get_context("fork").Pool(2) as pool:  # <- here
+    drawn = pool.map(noise, range(6), chunksize=1)
+""",
+    *("torch.tensor(drawn).float()", 6),
+)
+CHANCE = _trained(
+    """
+import multiprocessing, random, torch
+def noise(number):
+    return random.random()  # <- here
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    drawn = pool.map(noise, range(6), chunksize=1)
+""",
+    *("torch.tensor(drawn)", 6),
+)
 
 BUGS = {
-    "augmentation seeded from the clock": Bug(
-        AUGMENTATION,
-        "numpy.random.default_rng at train.py:",
-        (
-            "rng = np.random.default_rng(time.time_ns())",
-            "import torchrepro; rng = torchrepro.sample_rng()",
-        ),
-        advice="torchrepro.sample_rng()",
-    ),
-    "vocabulary from a set": Bug(
-        VOCABULARY,
-        "The order of a set",
-        ("enumerate(set(words))", "enumerate(sorted(set(words)))"),
-        advice="sorted(",
-        stress=("hash seed",),
-        in_forks=False,
-    ),
-    "race under a lock": Bug(
-        RACE,
-        "threads reach one tensor in varying order",
-        ("add_up()\n\n", "for number in range(4):\n    add(number)\n\n"),
-        advice="a fixed order",
-    ),
+    "augmentation seeded from the clock": Bug(AUGMENTATION, "time.time_ns at train.py:", "edit"),
+    "vocabulary from a set": Bug(VOCABULARY, "hash seed", stress=("hash seed",), in_forks=False),
+    "race under a lock": Bug(RACE, "The timing of threads: threading.Thread.start at train.py:"),
     "worker_init_fn seeding from the pid": Bug(
-        WORKER_SEEDS,
-        "seed_by_pid at train.py:",
-        (", worker_init_fn=seed_by_pid", ""),
-        setting="dataloader.num_workers=0",
-        advice="remove `worker_init_fn=`",
+        WORKER_SEEDS, "The number of the process: os.getpid at train.py:", "edit"
     ),
-    "learning rate from the clock": Bug(
-        LEARNING_RATE,
-        "the clock (time.time at train.py:",
-        (" + time.time() % 1", ""),
-        advice="do not compute with the clock",
-    ),
+    "learning rate from the clock": Bug(LEARNING_RATE, "The clock: time.time at train.py:"),
     "negatives from SystemRandom": Bug(
-        NEGATIVES,
-        "entropy of the operating system (random.SystemRandom at train.py:",
-        ("random.SystemRandom()", "random.Random(1234)"),
-        advice="random.Random(1234)",
+        NEGATIVES, "Entropy of the operating system: random.SystemRandom"
     ),
     "files in the order of listdir": Bug(
-        FILES,
-        "the order in which files are listed",
-        ('os.listdir("parts")', 'sorted(os.listdir("parts"))'),
-        advice="sorted(os.listdir(...))",
-        stress=("file order",),
+        FILES, "The order of files: os.listdir at train.py:", "edit", stress=("file order",)
     ),
     "memory that nobody wrote": Bug(
         UNWRITTEN,
-        "reads memory that nothing has written",
-        ("torch.empty(", "torch.zeros("),
-        setting="backends.torch.deterministic_algorithms=error",
-        advice="torch.zeros in place of torch.empty",
+        "emory that nothing",
+        "edit",
         profile="seed-only",
         stress=("memory contents",),
         in_forks=False,
     ),
     "a dictionary keyed by id": Bug(
-        ADDRESSES,
-        "an address (builtins.id at train.py:",
-        ("id(item): item", "item.value * 34: item"),
-        advice="not by id()",
-        in_forks=False,
+        ADDRESSES, "An address: builtins.id at train.py:", in_forks=False
     ),
-    "a kernel of one's own": Bug(
-        CUSTOM_KERNEL,
-        "lab::sum_by_atomics is a custom kernel",
-        ("    order.sort(key=lambda place: os.urandom(4))\n", ""),
-        advice="one fixed order",
+    "a kernel of one's own": Bug(CUSTOM_KERNEL, "Entropy of the operating system: os.urandom"),
+    "results as threads end": Bug(
+        ORDER, "The timing of threads: threading.Thread.start at train.py:", "edit"
     ),
+    "draws of a forked pool": Bug(
+        POOL, "Random numbers in a child process: numpy.random.rand at train.py:", "edit"
+    ),
+    "draws of children that seed themselves": Bug(
+        CHANCE, "Random numbers in a child process: random.random at train.py:", "edit"
+    ),
+    # Its edit is no remedy: joined at once, the thread waits for ever, and the trial is ended.
     "a stale buffer": Bug(
         STALE_BUFFER,
-        "the timing of threads (threading.Thread.start at train.py:",
-        ("    half_done.wait()\n", "    go_on.set()\n    thread.join()\n"),
-        advice="join the thread before its result is used",
+        "The timing of threads: threading.Thread.start at train.py:",
+        in_forks=False,
     ),
 }

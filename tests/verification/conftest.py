@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,24 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def own_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have recordings and copies that nobody names a folder for in that of the test."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+
+
+@pytest.fixture
 def forked(fork: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the programs that are verified in forks: each is recorded, none imports torch anew."""
 
-    def run(program: str, command: list[str], environment: dict[str, str], log: Path) -> int:
+    def run(
+        program: str,
+        command: list[str],
+        environment: dict[str, str],
+        log: Path,
+        limit: float | None,
+    ) -> int:
         assert command[0] == sys.executable
         log.write_bytes(b"")
         return fork(command[1:], environment, Path.cwd(), (os.devnull, log, log))

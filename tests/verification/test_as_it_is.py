@@ -63,7 +63,7 @@ def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, mo
 
     assert found.same
     assert (answer["profile"], answer["own_profile"], answer["asked"]) == (None, None, "bits")
-    assert answer["certifies"] == f"{sys.executable} train.py"
+    assert answer["command"] == f"{sys.executable} train.py"
     for run in found.runs:
         recorded = Path(run.log).read_text(encoding="utf-8")
         assert json.loads(recorded) == json.loads(plain)
@@ -94,8 +94,9 @@ def test_a_program_that_nobody_seeds_is_not_the_same_and_escalation_starts_at_th
     answer = verification_json(found)
 
     assert not found.same
-    assert "debug-strict" in answer["advice"]["promise"]
-    assert answer["escalation"]["equal_on"] == answer["escalation"]["tried"][0]["name"] == "seeds"
+    assert [each["what"] for each in answer["tried"]][:1] == ["seed-only"]
+    assert answer["tried"][0]["same"]
+    assert answer["advice"]["command"].startswith("torchrepro verify seed-only -- ")
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_the_profile_of_a_hydra_app_is_verified_as_the_app_puts_it_in_force(trai
         answer = verification_json(found)
 
         assert found.same
-        assert answer["certifies"] == starts + line
+        assert answer["command"] == starts + line
         assert (answer["profile"], answer["own_profile"]) == (profile, own)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from torchrepro.profile.load import resolve
 from torchrepro.verification.perturbations import EVERYTHING, StressPlan
-from torchrepro.verification.process_perturbations import IN_PROCESS, LOADING, VARIABLE
+from torchrepro.verification.process_perturbations import IN_PROCESS, LOADING, VARIABLE, WORKERS
 
 START = (
     "import os; from torchrepro.verification.process_perturbations import perturb\n"
@@ -172,10 +172,11 @@ def test_folders_list_the_same_files_in_another_order(tmp_path, monkeypatch):
 def test_every_name_that_a_plan_sends_is_known_in_the_process():
     """No perturbation asks a process for what it cannot do, and none is left unused.
 
-    Loading in the main process is no perturbation: it follows a divergence.
+    Loading in the main process or in some workers is no perturbation: it follows a divergence, or
+    a relation asks for it.
     """
     plan = StressPlan.of(EVERYTHING, resolve("seed-only"))
     sent = {name for row in plan.rows for name in row.environment(1).in_process}
 
     assert sent <= set(IN_PROCESS)
-    assert set(IN_PROCESS) - sent <= {LOADING, *dict(plan.skipped)}
+    assert set(IN_PROCESS) - sent <= {LOADING, WORKERS, *dict(plan.skipped)}

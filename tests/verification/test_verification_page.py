@@ -58,7 +58,7 @@ def test_many_runs_are_on_one_page(found: Verification, tmp_path: Path) -> None:
     for number in (2, 3, 4):
         assert text.count(f'href="#run-{number}"') == 1
         assert text.count(f'<article id="run-{number}"') == 1
-    assert "4 runs: run-2, run-3, run-4 differ from run-1" in text
+    assert "runs: 4 runs, run-2, run-3, run-4 differ from run-1" in text
     assert "First elements that differ" in text
     assert "ulp apart" in text
     assert 'title="items"' in text

@@ -15,6 +15,10 @@ def _step_aside():
 
 
 def _hand_over():
+    try:  # noqa: SIM105 - see above
+        os.rmdir(os.environ.pop("TORCHREPRO_UNTAKEN", ""))
+    except OSError:
+        pass  # there is none, or a Python before this one has removed it
     asked = os.environ.get("TORCHREPRO_PROFILE") or os.environ.get("TORCHREPRO_RECORD")
     if asked and not _begin():
         atexit.register(_tell_if_torch_was_imported)
@@ -30,6 +34,18 @@ def _begin():
             from torchrepro.verification.process_perturbations import perturb
 
             perturb(os.environ)
+        if os.environ.get("TORCHREPRO_HELD"):
+            from torchrepro.verification.held_sources import hold
+
+            hold(os.environ)
+        if os.environ.get("TORCHREPRO_FILES"):
+            from torchrepro.verification.file_notes import begin
+
+            begin(os.environ)
+        if os.environ.get("TORCHREPRO_OBSERVE"):
+            from torchrepro.relations.observer import observe
+
+            observe(os.environ)
     except ImportError:
         return False  # this Python has no torchrepro: it is left alone
     if os.environ.get("TORCHREPRO_PROFILE"):

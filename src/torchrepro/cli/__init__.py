@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
 import sys
+import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+LAUNCHER = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|mpirun|srun|bash|uv)")
+"""What a command to start mostly begins with."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not in force."""
+    """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not in force.
+
+    An error of torchrepro's own ends it with 70.
+    """
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands
     from torchrepro.cli.app import ROWS, app
     from torchrepro.console import say
-    from torchrepro.errors import TorchreproError
+    from torchrepro.errors import INTERNAL, ProfileError, TorchreproError
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     theirs = None
-    if "--" in words and words[0] in ROWS and ROWS[words[0]].starts:
-        # Typer consumes `--`, which begins the command to start.
-        at = words.index("--")
-        words, theirs = words[:at], words[at + 1 :]
     try:
+        if words and words[0] in ROWS and ROWS[words[0]].starts:
+            if "--" in words:
+                # Typer consumes `--`, which begins the command to start.
+                at = words.index("--")
+                words, theirs = words[:at], words[at + 1 :]
+            elif repaired := _with_dashes(words, 1 + ROWS[words[0]].starts.startswith("[")):
+                todo = f"write it after `--`: torchrepro {shlex.join(repaired)}"
+                raise ProfileError.about("no `--` before the command to start", todo=todo)  # noqa: TRY301
         app(words, prog_name="torchrepro", obj=theirs)
     except TorchreproError as error:
         say(error)
@@ -31,3 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads our output any more
         sys.exit(1)
+    except Exception:  # noqa: BLE001 - whatever it is, it is not the answer `no`
+        traceback.print_exc()
+        say("an error of torchrepro's own, no answer\n    to do: report it with the lines above")
+        sys.exit(INTERNAL)
+
+
+def _with_dashes(words: list[str], first: int) -> list[str]:
+    """Return the words with `--` before the first that names a program; nothing if none does.
+
+    `first` is where one may stand: a lock, or the folder of a run, comes before its program.
+    """
+    for at, word in enumerate(words[first:], first):
+        is_script = word.endswith(".py") and not os.access(word, os.X_OK)
+        value = words[at - 1].startswith("-")  # or a flag stands before the program
+        is_script = is_script and not (value and first > 1)  # as in `-o FILE`
+        if is_script or LAUNCHER.fullmatch(word) or (not value and shutil.which(word)):
+            return [*words[:at], "--", *["python"] * is_script, *words[at:]]
+    return []

@@ -34,24 +34,19 @@ LOCKS = "Hold runs to a lock"
 MACHINE = "This machine"
 
 
-class Example(NamedTuple):
-    """A command line that works as it is written, and what it is for."""
-
-    line: str
-    what: str
-
-
 class Row(NamedTuple):
     """How the help shows one command."""
 
     group: str
-    examples: tuple[Example, ...]
+    examples: tuple[tuple[str, str], ...]
+    """Command lines that work as they are written, each with what it is for."""
+
     starts: str = ""
     """The command that it starts, as its usage shows it; in brackets where it knows one itself."""
 
 
 def _row(group: str, *examples: tuple[str, str], starts: str = "") -> Row:
-    return Row(group, tuple(map(Example._make, examples)), starts)
+    return Row(group, examples, starts)
 
 
 ROWS: dict[str, Row] = {
@@ -140,11 +135,18 @@ ROWS: dict[str, Row] = {
         LOCKS,
         ("torchrepro lock debug-strict", "write repro.lock, to be committed"),
         ("torchrepro lock debug-strict seed=7 -o gpu.lock", "another seed and file"),
+        ("torchrepro lock debug-strict -- python train.py", "with the numbers that it computes"),
+        starts="[-- COMMAND...]",
     ),
     "check": _row(
         LOCKS,
         ("torchrepro check repro.lock", "exit status 1 if numbers may change here"),
-        ("torchrepro check repro.lock --strict", "forbid every other difference too"),
+        ("torchrepro check repro.lock -- python train.py", "the same numbers, or who changed them"),
+        (
+            'torchrepro check repro.lock --update "addmm of torch 2.14" -- python train.py',
+            "write the new numbers, and why",
+        ),
+        starts="[-- COMMAND...]",
     ),
     "diff": _row(
         LOCKS,
@@ -165,10 +167,10 @@ ROWS: dict[str, Row] = {
 }
 
 FIRST_STEPS = (
-    Example("torchrepro quickstart", "write a program and a profile to try it on"),
-    Example("torchrepro verify -- python train.py", "does yours compute the same twice?"),
-    Example("torchrepro run debug-strict -- python train.py", "run it so that it does"),
-    Example("torchrepro --help", "every command; COMMAND --help shows examples"),
+    ("torchrepro quickstart", "write a program and a profile to try it on"),
+    ("torchrepro verify -- python train.py", "does yours compute the same twice?"),
+    ("torchrepro run debug-strict -- python train.py", "run it so that it does"),
+    ("torchrepro --help", "every command; COMMAND --help shows examples"),
 )
 """What `torchrepro` alone says to do first."""
 
@@ -251,8 +253,8 @@ def say_what_to_do_first(
 ) -> None:
     """Reproducible PyTorch runs from one declared profile."""
     if context.invoked_subcommand is None:
-        width = max(len(each.line) for each in FIRST_STEPS)
-        lines = [f"  {each.line:{width}}  {each.what}" for each in FIRST_STEPS]
+        width = max(len(line) for line, _ in FIRST_STEPS)
+        lines = [f"  {line:{width}}  {what}" for line, what in FIRST_STEPS]
         head = "torchrepro makes PyTorch runs repeatable. First:"
         sys.stdout.write("\n".join([head, *lines, ""]))
 
@@ -264,7 +266,7 @@ def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         # Each paragraph is one line: versions of typer differ in whether they keep line breaks.
         paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-        examples = (f"{each.line}\n    {each.what}" for each in row.examples)
+        examples = (f"{line}\n    {what}" for line, what in row.examples)
         decorate = app.command(
             name,
             cls=Command,

@@ -103,14 +103,14 @@ def plan_profile(
     from torchrepro.imports import import_torch
     from torchrepro.planner import make_plan
     from torchrepro.process_state import closed_doors
-    from torchrepro.report import knob_parts
+    from torchrepro.report import headline_parts, knob_parts
 
     resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet
     with doing(IMPORTING):
         import_torch()
     report = make_plan(resolved, closed=closed).report
-    answer(report.to_json(), [*knob_parts(report), report.summary], as_json=as_json)
+    answer(report.to_json(), [*headline_parts(report), *knob_parts(report)], as_json=as_json)
 
 
 def _in_shell(variables: Mapping[str, str]) -> str:
@@ -240,8 +240,8 @@ def examine_machine(
         findings = examine(resolved)
     serious = [finding for finding in findings if finding.serious]
     things = f"{len(serious)} thing{'s' * (len(serious) > 1)}"
-    verdict = f"{things} would make" if serious else "nothing here makes"
-    lines = [f"{verdict} {resolved.name} ineffective"]
+    verdict = f"{things} on this machine would" if serious else "nothing on this machine would"
+    lines = [f"{verdict} keep {resolved.name} from taking effect"]
     for finding in findings:
         lines.append(f"  {'!' if finding.serious else '-'} {finding.what}")
         lines += [f"      to do: {finding.todo}"] * bool(finding.todo)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,15 +28,16 @@ from torchrepro.cli.app import (
     answer,
     command,
     doing,
+    print_json,
     resolved_profile,
 )
-from torchrepro.console import Verbosity, parts, say, show_aside, verbosity
-from torchrepro.errors import ProfileError, TraceError
-from torchrepro.manifest.contents import LOG_TO, refuse_used_folder
+from torchrepro.console import Verbosity, parts, say, show, show_aside, verbosity
+from torchrepro.errors import ProfileError, TorchreproError, TraceError
+from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_folder
 from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torchrepro.profile.resolved import ResolvedProfile
 
@@ -45,6 +48,18 @@ class Level(StrEnum):
     STEP = "step"
     MODULE = "module"
     OP = "op"
+
+
+class RelationName(StrEnum):
+    """Two executions of a program that ought to agree."""
+
+    RESUME = "resume"
+    WORKERS = "workers"
+    COMPILE = "compile"
+
+
+BISECT = 125
+"""The exit status by which `git bisect run` passes a commit over."""
 
 
 class Unwritable(StrEnum):
@@ -85,6 +100,13 @@ Keep = Annotated[
     ),
 ]
 
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE:LINE", help="Leave out what this line computes, and what only that feeds."
+    ),
+]
+
 Report = Annotated[
     str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
 ]
@@ -99,43 +121,119 @@ Side = "A profile, a manifest, a lock, or the folder of a run."
 
 @command("lock")
 def lock_profile(
+    context: typer.Context,
     profile: ProfileName,
     overrides: Overrides = None,
     allow_env: AllowEnv = None,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="Where the lock is written.")
     ] = "repro.lock",
+    steps: Steps = "",
+    every: Annotated[
+        str, typer.Option(metavar="N", help="Hold the numbers of steps 0, N, 2N, ... only.")
+    ] = "",
 ) -> None:
-    """Write a lock: what a run of the profile is here, for later runs to be checked against."""
+    """Write a lock: what a run of the profile is here, for later runs to be checked against.
+
+    With COMMAND, which is run twice, it holds the numbers of each step as well: losses and a digest
+    of the parameters. If they do not repeat, nothing is written.
+    """
     from torchrepro.lock.lock_file import write_lock
 
     resolved_profile(profile, overrides)  # refuses a wrong one before torch is imported
-    with doing(IMPORTING):
-        report = write_lock(Path(output), profile, overrides or ())
-    sys.stdout.write(
-        f"{output} locks {report.profile} ({report.guarantee}) as it is on this machine\n"
-        f"  {report.digest}\n"
-        f"  torchrepro check {output}\n"
-        f"  torchrepro run --lock {output} -- COMMAND\n"
-    )
+    if not context.obj:
+        if steps or every:
+            todo = "write it after `--`: torchrepro lock PROFILE -- python train.py"
+            raise ProfileError.about("steps, and no command that has any", todo=todo)
+        with doing(IMPORTING):
+            report = write_lock(Path(output), profile, overrides or ())
+        sys.stdout.write(
+            f"{output} locks {report.profile} ({report.guarantee}) as it is on this machine\n"
+            f"  {report.digest}\n"
+            f"  torchrepro check {output}\n"
+            f"  torchrepro run --lock {output} -- COMMAND\n"
+        )
+        return
+    from torchrepro.verification.locked_command import LockedCommand
+    from torchrepro.verification.locked_numbers import lock_numbers
+
+    each = _number(every) if every else 1
+    if not isinstance(each, int) or each < 1:
+        legal = "as in 100, for steps 0, 100, 200, ..."
+        raise TraceError.about("not a whole number from 1 on", "--every", found=every, legal=legal)
+    asked = LockedCommand.here(context.obj, _steps(steps), each)
+    with _progress() as options:
+        found = lock_numbers(Path(output), profile, overrides or (), asked, **options)
+    show(*parts(found))
+    raise typer.Exit(int(found.numbers is None))
+
+
+@contextmanager
+def _progress() -> Iterator[dict[str, Any]]:
+    """Show how far runs are, and end as a shell shows it if a signal asks us to."""
+    from torchrepro.verification.runner import Interrupted
+
+    progress = Progress()
+    silent = verbosity() is Verbosity.QUIET
+    meanwhile = progress.for_now if progress.is_watched and not silent else None
+    try:
+        yield {"say": (lambda text: None) if silent else progress.say, "meanwhile": meanwhile}
+    except Interrupted as stopped:
+        raise typer.Exit(stopped.exit_status) from None
+    finally:
+        progress.erase()
 
 
 @command("check")
 def check_lock(
+    context: typer.Context,
     lock: Annotated[str, typer.Argument(metavar="FILE", help="A lock.")],
     strict: Annotated[  # noqa: FBT002
         bool, typer.Option("--strict", help="Forbid also what should not change numbers.")
     ] = False,
+    no_blame: Annotated[  # noqa: FBT002
+        bool, typer.Option("--no-blame", help="Do not find out who changed the numbers.")
+    ] = False,
+    update: Annotated[
+        str | None,
+        typer.Option(metavar="REASON", help="Write the numbers that COMMAND has now, and why."),
+    ] = None,
     allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say in what this machine differs from a lock, the likeliest first; exit 1 if it does."""
+    """Say in what this machine differs from a lock, the likeliest first; exit 1 if it does.
+
+    With COMMAND, that of the lock: whether it still computes the numbers of the lock, and if not,
+    who changed them: your change, or the environment. The code of the lock is run for that.
+    """
     from torchrepro.lock.lock_file import check
 
-    with doing(IMPORTING):
-        found = check(Path(lock), strict=strict)
-    answer(found.to_json(), parts(found), as_json=as_json)
-    raise typer.Exit(int(not found.met))
+    if not context.obj:
+        if update is not None or no_blame:
+            _given_command(context, f"check {lock}")
+        with doing(IMPORTING):
+            found = check(Path(lock), strict=strict)
+        answer(found.to_json(), parts(found), as_json=as_json)
+        raise typer.Exit(int(not found.met))
+    from torchrepro.verification.locked_numbers import check_numbers, update_numbers
+
+    with _progress() as options:
+        if update is not None:
+            updated = update_numbers(Path(lock), context.obj, update, **options)
+            answer(updated.to_json(), parts(updated), as_json=as_json)
+            raise typer.Exit(int(updated.numbers is None))
+        try:
+            its = check_numbers(
+                Path(lock), context.obj, strict=strict, blame=not no_blame, **options
+            )
+        except OtherMachineError as error:
+            if as_json:
+                numbers = {"same": None, "first": None, "who": None, "why": str(error)}
+                print_json({"met": False, "lock": lock, "strict": strict, "numbers": numbers})
+                raise typer.Exit(error.exit_status) from None
+            raise
+    answer(its.to_json(), parts(its), as_json=as_json)
+    raise typer.Exit(int(not its.met))
 
 
 @command("diff")
@@ -210,6 +308,10 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     if log_to:
         refuse_used_folder(Path(log_to))
     more = {LOG_TO: os.path.abspath(log_to or record)} if log_to or record else {}  # noqa: PTH100 - text
+    if lock:
+        from torchrepro.guard import LOCKED
+
+        more[LOCKED] = "1"
     if record:
         try:
             request = Request(
@@ -224,8 +326,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
                 max_size=bytes_of(max_size) if max_size else None,
             )
         except TraceError as error:
-            key = _option(error.problem.key)
-            raise TraceError(error.problem._replace(key=key)) from None
+            raise _of_option(error) from None
         request.prepare_folder()
         more[VARIABLE] = request.to_variable()
     elif given := [
@@ -236,6 +337,11 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
         key, todo = ", ".join(map(_option, given)), "say where to: --record DIR"
         raise TraceError.about("nothing is recorded", key=key, todo=todo)
     start(resolved, command, more)
+
+
+def _of_option(error: TraceError) -> TraceError:
+    key = error.problem.key
+    return TraceError(error.problem._replace(key=_option(key))) if key in OF_A_RECORDING else error
 
 
 def _option(name: str) -> str:
@@ -342,21 +448,21 @@ def compare_runs(
     right: Annotated[str, typer.Argument(metavar="RUN_B", help="Another.")],
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
+    ignore: Ignore = None,
     report: Report = "",
     open_page: Open = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say whether two recorded runs are the same, or where they diverge; exit 1 if they do."""
-    from torchrepro.verdict.comparison import compare, next_level
+    from torchrepro.verdict.comparison import compare
     from torchrepro.verdict.page import page
     from torchrepro.verdict.render import verdict_json, verdict_parts
 
     _check_page(report)
     with doing("comparing the runs"):
-        found = compare(left, right, rtol=rtol, atol=atol)
-    level = next_level(found)
-    answer(verdict_json(found, level), verdict_parts(found, level), as_json=as_json)
-    _offer_page(lambda: page(found, level), report, opened=open_page)
+        found = compare(left, right, rtol=rtol, atol=atol, ignore=ignore or ())
+    answer(verdict_json(found), verdict_parts(found), as_json=as_json)
+    _offer_page(lambda: page(found), report, opened=open_page)
     raise typer.Exit(int(not found.same))
 
 
@@ -380,9 +486,31 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
         str, typer.Option(metavar="DIR", help="Keep the recordings in a new or empty folder.")
     ] = "",
     level: Annotated[Level, typer.Option(help="How much is recorded.")] = Level.OP,
+    every: Every = "",
+    max_size: MaxSize = "",
     keep: Keep = None,
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
+    ignore: Ignore = None,
+    relation: Annotated[
+        RelationName | None,
+        typer.Option(help="Compare with another execution that ought to agree."),
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(metavar="GLOB", help="The files that are a checkpoint, for resume.")
+    ] = "",
+    resume_command: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT", help="The command that goes on from {checkpoint}, if it is another one."
+        ),
+    ] = "",
+    bisect: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--bisect", help="For `git bisect run`: exit 125 where it is neither yes nor no."
+        ),
+    ] = False,
     report: Report = "",
     open_page: Open = False,  # noqa: FBT002
     verbose: Verbose = False,  # noqa: FBT002
@@ -395,52 +523,106 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     python train.py`. The same means the same bits, whatever the profile promises; --rtol and
     --atol, or a profile with the guarantee `aligned`, ask for the same numbers within a tolerance.
     Exit 1 if the runs differ.
+
+    To record every op makes large steps take a third longer, and those of tiny ops six times as
+    long. For a program of hours: --every 100 records each hundredth step in full, --level step none
+    (the others by parameters, gradients and losses), --max-size 2GB bounds a run's place on disk.
+
+    With --relation it is another question: does a run that is resumed from its checkpoint
+    (resume), one with another number of loader workers (workers), or one without torch.compile
+    (compile) compute the same? Exit 4 if that cannot be told.
     """
     from torchrepro.lock.lock_file import plan_of_a_run
     from torchrepro.relaunch import untouched
-    from torchrepro.verification.perturbations import EVERYTHING
-    from torchrepro.verification.result import (
-        verification_json,
-        verification_page,
-        verification_parts,
-    )
-    from torchrepro.verification.runner import Interrupted
-    from torchrepro.verification.verifier import verify
 
-    command = _given_command(context, f"verify {profile}".rstrip())
-    _check_page(report)
-    if profile:
-        resolved = resolved_profile(profile, overrides)  # refuses a wrong one at once
-        if verbosity() is Verbosity.VERBOSE:
-            with untouched(), doing(IMPORTING):
-                planned = plan_of_a_run(resolved)
-            show_aside(*parts(planned))  # the runs print into files of their own
-    progress = Progress()
-    silent = verbosity() is Verbosity.QUIET
+    with _for_bisect(wanted=bisect):
+        command = _given_command(context, f"verify {profile}".rstrip())
+        _check_page(report)
+        _refuse_options_of_another_question(context, has_relation=relation is not None)
+        if profile:
+            resolved = resolved_profile(profile, overrides)  # refuses a wrong one at once
+            if verbosity() is Verbosity.VERBOSE:
+                with untouched(), doing(IMPORTING):
+                    planned = plan_of_a_run(resolved)
+                show_aside(*parts(planned))  # the runs print into files of their own
+        of_both: dict[str, Any] = {
+            "overrides": overrides or (),
+            "folder": folder,
+            "level": level.value,
+            "keep": tuple(keep or ()),
+            "every": _number(every) if every else 1,
+            "max_size": max_size or None,
+            "rtol": rtol,
+            "atol": atol,
+            "ignore": tuple(ignore or ()),
+        }
+        try:
+            with _progress() as options:
+                of_both |= options
+                if relation is not None:
+                    from torchrepro.relations.related import related_json, related_page
+                    from torchrepro.relations.relation import relate
+
+                    more: dict[str, Any] = {
+                        "checkpoint": checkpoint,
+                        "resume_command": resume_command,
+                    }
+                    found: Any = relate(relation.value, profile or None, command, **more, **of_both)
+                    document, status = related_json(found), found.status
+                    page = partial(related_page, found)
+                else:
+                    from torchrepro.verification.perturbations import EVERYTHING
+                    from torchrepro.verification.result import verification_json, verification_page
+                    from torchrepro.verification.verifier import verify
+
+                    alike = verify(
+                        profile or None,
+                        command,
+                        runs=runs,
+                        stress=EVERYTHING if stress else (),
+                        escalate=escalate,
+                        closer=not no_closer,
+                        **of_both,
+                    )
+                    document, status = verification_json(alike), int(not alike.same)
+                    page, found = partial(verification_page, alike), alike
+        except TraceError as error:
+            raise _of_option(error) from None
+        answer(document, parts(found), as_json=as_json)
+        _offer_page(page, report, opened=open_page)
+        raise typer.Exit(status)
+
+
+@contextmanager
+def _for_bisect(*, wanted: bool) -> Iterator[None]:
+    """End with what `git bisect run` takes for an answer, where that is wanted."""
     try:
-        found = verify(
-            profile or None,
-            command,
-            overrides=overrides or (),
-            runs=runs,
-            stress=EVERYTHING if stress else (),
-            escalate=escalate,
-            closer=not no_closer,
-            folder=folder,
-            level=level.value,
-            keep=tuple(keep or ()),
-            rtol=rtol,
-            atol=atol,
-            say=(lambda text: None) if silent else progress.say,
-            meanwhile=progress.for_now if progress.is_watched and not silent else None,
-        )
-    except Interrupted as stopped:
-        raise typer.Exit(stopped.exit_status) from None
-    finally:
-        progress.erase()
-    answer(verification_json(found), verification_parts(found), as_json=as_json)
-    _offer_page(lambda: verification_page(found), report, opened=open_page)
-    raise typer.Exit(int(not found.same))
+        yield
+    except typer.Exit as ended:
+        if wanted and 1 < ended.exit_code < BISECT:
+            raise typer.Exit(BISECT) from None
+        raise
+    except TorchreproError as error:
+        if not wanted:
+            raise
+        say(error)
+        raise typer.Exit(BISECT) from None
+
+
+OF_RUNS_ALIKE = ("runs", "stress", "escalate", "no_closer")
+OF_A_RELATION = ("checkpoint", "resume_command")
+"""Options of `verify` that say nothing with a relation, and without one."""
+
+
+def _refuse_options_of_another_question(context: typer.Context, *, has_relation: bool) -> None:
+    for name in OF_RUNS_ALIKE if has_relation else OF_A_RELATION:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            if has_relation:
+                what, todo = "is for runs that are alike", "leave it out, or leave out --relation"
+            else:
+                what, todo = "is for a relation", "add --relation resume"
+            raise ProfileError.about(what, key=_option(name), todo=todo)
 
 
 def _check_page(report: str) -> None:
@@ -452,7 +634,6 @@ def _check_page(report: str) -> None:
 
 
 def _offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
-    """Write the page of an answer if one is asked for, say where it is, and show it if `opened`."""
     if not report and not opened:
         return
     if not report:

@@ -16,13 +16,13 @@ from inspect import signature
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from torchrepro.errors import SeedingError
 from torchrepro.frameworks import run_state
 from torchrepro.frameworks.hooking import Switch, in_force, log_profile, say_switches
 from torchrepro.messages import shown
-from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
+from torchrepro.patching import MissingHookError, surround, surround_everywhere
 from torchrepro.seeding.loader_places import (
     batches_done,
     latest_delivery,
@@ -34,7 +34,6 @@ from torchrepro.seeding.state import write_atomically
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import ModuleType
-    from weakref import ReferenceType
 
 _HOOKS = ("register_save_state_pre_hook", "register_load_state_pre_hook")
 _FILE = "torchrepro_{}.json"
@@ -79,49 +78,38 @@ def hook_accelerator(module: ModuleType) -> ExitStack:
         if not hasattr(accelerator, name):
             raise MissingHookError(f"Accelerator.{name}")
     with ExitStack() as undo:
-        wrap(undo, accelerator, "__init__", _attaching)
-        wrap(undo, accelerator, "init_trackers", _logging)
+        surround(undo, accelerator, "__init__", _attaching)
+        surround(undo, accelerator, "init_trackers", _logging)
         return undo.pop_all()
 
 
 def hook_seeds(module: ModuleType) -> ExitStack:
     """Read the switch of `set_seed`, wherever it was imported to."""
     undo = ExitStack()
-    wrap_everywhere(undo, module, "set_seed", _saying_switches)
+    surround_everywhere(undo, module, "set_seed", _saying_switches)
     return undo
 
 
-def _attaching(original: Any) -> Any:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it stands for that
-        original(self, *args, **kwargs)
-        attach(self)
-
-    return __init__
+def _attaching(__init__: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    __init__(self, *args, **kwargs)
+    attach(self)
 
 
-def _logging(original: Any) -> Any:
-    def init_trackers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        returned = original(self, *args, **kwargs)
-        if self.is_main_process:
-            log_profile("accelerate", self.trackers, attrgetter("tracker"))
-        return returned
-
-    return init_trackers
+def _logging(init_trackers: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    returned = init_trackers(self, *args, **kwargs)
+    if self.is_main_process:
+        log_profile("accelerate", self.trackers, attrgetter("tracker"))
+    return returned
 
 
-def _saying_switches(original: Any) -> Any:
-    parameters = signature(original)
-
-    def set_seed(*args: Any, **kwargs: Any) -> Any:
-        given: Mapping[str, Any] = {}
-        with suppress(TypeError):  # which the call itself raises as well
-            given = parameters.bind(*args, **kwargs).arguments
-        if given.get("deterministic"):
-            knob = "backends.torch.deterministic_algorithms"
-            say_switches("accelerate", [Switch("set_seed(deterministic=True)", knob, "error")])
-        return original(*args, **kwargs)
-
-    return set_seed
+def _saying_switches(set_seed: Any, *args: Any, **kwargs: Any) -> Any:
+    given: Mapping[str, Any] = {}
+    with suppress(TypeError):  # which the call itself raises as well
+        given = signature(set_seed).bind(*args, **kwargs).arguments
+    if given.get("deterministic"):
+        knob = "backends.torch.deterministic_algorithms"
+        say_switches("accelerate", [Switch("set_seed(deterministic=True)", knob, "error")])
+    return set_seed(*args, **kwargs)
 
 
 class _Hooks:
@@ -135,11 +123,14 @@ class _Hooks:
         # loaders are told apart by their data and the order in which they are first iterated.
         return list(getattr(self.accelerator, "_dataloaders", ()))
 
+    def _optimizers(self) -> list[Any]:
+        return list(getattr(self.accelerator, "_optimizers", ()))  # undocumented as well
+
     def save(self, models: Any, weights: Any, folder: str) -> None:
         """Write the complete state of this rank, before accelerate writes its own files."""
         if in_force() is None:
             return
-        here, state, iterations = run_state.ranks(), run_state.state_of_rank(), []
+        here, state, iterations = run_state.ranks(), run_state.state_of_rank(self._optimizers()), []
         is_at_end: dict[int, bool] = {}
         for loader in self._prepared():
             made = [each for each, origin in _made_from.items() if origin() is loader]
@@ -193,11 +184,11 @@ def hook_loaders(module: ModuleType) -> ExitStack:
     Raises `MissingHookError` where a function is not there.
     """
     with ExitStack() as undo:
-        wrap_everywhere(undo, module, "skip_first_batches", _skipping)
+        surround_everywhere(undo, module, "skip_first_batches", _skipping)
         mixin = getattr(module, "DataLoaderStateMixin", None)
         if mixin is None:
             raise MissingHookError("DataLoaderStateMixin")
-        wrap(undo, mixin, "end", _ending)
+        surround(undo, mixin, "end", _ending)
         return undo.pop_all()
 
 
@@ -206,41 +197,35 @@ def base_loader(loader: Any) -> Any:
     return getattr(loader, "base_dataloader", loader)
 
 
-def _skipping(original: Any) -> Any:
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        if in_force() is None:
-            return original(dataloader, num_batches)
-        base = base_loader(dataloader)
-        number, done = num_batches, batches_done(base)
-        dispatched = type(dataloader).__name__ == "DataLoaderDispatcher"
-        if reads_items(base):
-            # accelerate cannot know where a stream without a length began again, and counts the
-            # batches of all passes. It reads one batch ahead.
-            number = number if done is None or number < done else done - 1
-        elif dispatched and not dataloader.split_batches:
-            # A `DataLoaderDispatcher` loads a batch for each process, and accelerate skips as many
-            # as it is asked to where it has a sampler to skip in. A program may know that, and asks
-            # for those of all. A batch for each process is read ahead, fewer where an epoch ends.
-            size = dataloader.state.num_processes
-            of_all = done is not None and number == (done - 1) // size * size
-            number = number if of_all else number * size
-        skipped = original(dataloader, number)
-        leaves_nothing = skip_batches(base, base_loader(skipped), number)
-        if not leaves_nothing and hasattr(dataloader, "iteration"):
-            skipped.iteration = dataloader.iteration
-            # accelerate's own does not reach the samplers through the sampler that skips
-            dataloader.set_epoch(dataloader.iteration)
-            _made_from[skipped] = ref(dataloader)
-        return skipped
-
-    return skip_first_batches
+def _skipping(skip_first_batches: Any, dataloader: Any, num_batches: int = 0) -> Any:
+    if in_force() is None:
+        return skip_first_batches(dataloader, num_batches)
+    base = base_loader(dataloader)
+    number, done = num_batches, batches_done(base)
+    dispatched = type(dataloader).__name__ == "DataLoaderDispatcher"
+    if reads_items(base):
+        # accelerate cannot know where a stream without a length began again, and counts the
+        # batches of all passes. It reads one batch ahead.
+        number = number if done is None or number < done else done - 1
+    elif dispatched and not dataloader.split_batches:
+        # A `DataLoaderDispatcher` loads a batch for each process, and accelerate skips as many as
+        # it is asked to where it has a sampler to skip in. A program may know that, and asks for
+        # those of all. A batch for each process is read ahead, fewer where an epoch ends.
+        size = dataloader.state.num_processes
+        of_all = done is not None and number == (done - 1) // size * size
+        number = number if of_all else number * size
+    skipped = skip_first_batches(dataloader, number)
+    leaves_nothing = skip_batches(base, base_loader(skipped), number)
+    if not leaves_nothing and hasattr(dataloader, "iteration"):
+        skipped.iteration = dataloader.iteration
+        # accelerate's own does not reach the samplers through the sampler that skips
+        dataloader.set_epoch(dataloader.iteration)
+        _made_from[skipped] = ref(dataloader)
+    return skipped
 
 
-def _ending(original: Any) -> Any:
-    def end(self: Any) -> Any:
-        loader = _made_from[self]() if self in _made_from else None
-        if loader is not None:
-            loader.iteration = self.iteration
-        return original(self)
-
-    return end
+def _ending(end: Any, self: Any) -> Any:
+    loader = _made_from[self]() if self in _made_from else None
+    if loader is not None:
+        loader.iteration = self.iteration
+    return end(self)

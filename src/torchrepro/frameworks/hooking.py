@@ -28,8 +28,7 @@ class InForce(NamedTuple):
     report: Callable[[], Report]
 
 
-profiles: list[InForce] = []
-"""Those in force, outermost first."""
+profiles: list[InForce] = []  # those in force, outermost first
 
 
 def in_force() -> InForce | None:

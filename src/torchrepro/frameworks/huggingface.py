@@ -9,7 +9,7 @@ again only where it is asked to, so the callback reads it by itself.
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -19,8 +19,9 @@ from torchrepro.frameworks import run_state
 from torchrepro.frameworks.accelerate import base_loader
 from torchrepro.frameworks.hooking import Switch, in_force, log_profile, say_switches
 from torchrepro.frameworks.run_state import KEY, ranks
-from torchrepro.patching import MissingHookError, wrap
+from torchrepro.patching import MissingHookError, surround
 from torchrepro.seeding.loader_places import kind_of
+from torchrepro.seeding.resumed_state import forget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -54,21 +55,17 @@ def hook_trainer(module: ModuleType) -> ExitStack:
                 defaults.remove(callback)
 
         with suppress(MissingHookError):  # without it, streams are read again in the first step
-            wrap(undo, module.Trainer, "_load_rng_state", _loading_generators)
+            surround(undo, module.Trainer, "_load_rng_state", _loading_generators)
         return undo.pop_all()
 
 
-def _loading_generators(original: Any) -> Any:
+def _loading_generators(load: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     # The Trainer loads its own once more after it has read the batches of a step, which for a
     # stream come from them.
-
-    def _load_rng_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attending = _in_charge[0][1]() if _in_charge else None
-        if in_force() is not None and attending is not None and attending.has_gone_on:
-            return None
-        return original(self, *args, **kwargs)
-
-    return _load_rng_state
+    attending = _in_charge[0][1]() if _in_charge else None
+    if in_force() is not None and attending is not None and attending.has_gone_on:
+        return None
+    return load(trainer, *args, **kwargs)
 
 
 def hook_reporters(module: ModuleType) -> ExitStack:
@@ -77,7 +74,7 @@ def hook_reporters(module: ModuleType) -> ExitStack:
         for name, place in _REPORTERS.items():
             reporter = getattr(module, name, None)
             try:
-                wrap(undo, reporter, "on_train_begin", _beginning(place))
+                surround(undo, reporter, "on_train_begin", partial(_beginning, place))
             except (MissingHookError, TypeError):
                 say_once(f"{_FRAMEWORK} has no {name}.on_train_begin: it is not given the profile")
         return undo.pop_all()
@@ -97,18 +94,12 @@ _REPORTERS: Mapping[str, Callable[[Any], Any]] = {
 """Class of a reporter -> what gives the place that it writes to, or None."""
 
 
-def _beginning(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def wrapping(original: Any) -> Any:
-        def on_train_begin(self: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> Any:
-
-            result = original(self, args, state, *rest, **kwargs)
-            if state.is_world_process_zero:
-                log_profile(_FRAMEWORK, [self], place)
-            return result
-
-        return on_train_begin
-
-    return wrapping
+def _beginning(place: Callable[[Any], Any], begin: Any, *args: Any, **kwargs: Any) -> Any:
+    result = begin(*args, **kwargs)
+    reporter, _, state, *_ = args
+    if state.is_world_process_zero:
+        log_profile(_FRAMEWORK, [reporter], place)
+    return result
 
 
 @cache
@@ -148,6 +139,7 @@ class RunState:
         self._pending: Callable[[], None] | None = None
         self._within_step = False
         self._kind = ""  # of the loader that is trained on
+        self._optimizer: Any = None
         # Whether this training goes on from a checkpoint with the generators in it.
         self.has_gone_on = False
 
@@ -172,13 +164,19 @@ class RunState:
         return exported | {KEY: run_state.checkpoint_entry([self._state(), *others])}
 
     def _state(self) -> dict[str, Any]:
-        state = run_state.state_of_rank()
+        state = run_state.state_of_rank(filter(None, [self._optimizer]))
         # Each evaluation has a loader of its own, and with it a generator that was just seeded.
         state["resting"] = [each for each in state["resting"] if each["kind"] == self._kind]
         return state
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        train_dataloader: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         """Go on from the checkpoint that the Trainer has read its own state from, if any."""
         # Saving, the Trainer looks it up, and the state of a checkpoint without us lacks it.
@@ -188,7 +186,7 @@ class RunState:
         self._attends = training() is not control or attending() in (None, self)
         if self._attends:
             _in_charge[:] = [(ref(control), ref(self))]
-        self._kind = kind_of(base_loader(train_dataloader))
+        self._kind, self._optimizer = kind_of(base_loader(train_dataloader)), optimizer
         self._saves, self._all_ranks, self._pending = False, [], None
         self._within_step, self.has_gone_on = False, False
         if not self._attends or in_force() is None:
@@ -196,6 +194,7 @@ class RunState:
         if state.is_world_process_zero:
             say_switches(_FRAMEWORK, _switches(args))
         if not state.global_step:
+            forget()  # what the training before would have done at its first step
             return
         where = f"{_FRAMEWORK}: the checkpoint of step {state.global_step}"
         entry = None
@@ -259,15 +258,12 @@ class RunState:
 
 
 def _switches(args: Any) -> Iterator[Switch]:
-    """Yield the switches of ``TrainingArguments`` that set what a profile can set."""
     if args.full_determinism:
         for knob, value in _FULL_DETERMINISM.items():
             yield Switch("TrainingArguments(full_determinism=True)", knob, value)
-    if args.tf32 is not None:
-        for knob in _TF32:
-            yield Switch(
-                f"TrainingArguments(tf32={args.tf32})", knob, "tf32" if args.tf32 else "ieee"
-            )
+    precision = "tf32" if args.tf32 else "ieee"
+    for knob in _TF32 if args.tf32 is not None else ():
+        yield Switch(f"TrainingArguments(tf32={args.tf32})", knob, precision)
 
 
 _FULL_DETERMINISM = {

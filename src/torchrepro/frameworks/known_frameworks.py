@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchrepro.console import say_once
-from torchrepro.frameworks.hooking import going_on_without, in_force, profiles
+from torchrepro.frameworks.hooking import InForce, going_on_without, in_force, profiles
 from torchrepro.imports import AfterImport, named, when_imported
 from torchrepro.patching import MissingHookError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import ExitStack
 
-    from torchrepro.frameworks.hooking import InForce
 
 HOOKS = {
     "lightning.pytorch": "frameworks.lightning:hook_trainer",
@@ -48,16 +47,15 @@ def hook_frameworks(profile: InForce) -> Callable[[], None]:
         for module in filter(sys.modules.__contains__, HOOKS):
             # Under `torchrepro run` this may be the framework's own import of torch.
             when_imported(sys.modules[module], partial(_hook, module))
-    return partial(_unhook, profile)
 
+    def unhook() -> None:
+        profiles.remove(profile)
+        if not profiles:
+            _finder.unwatch()
+            while _hooked:
+                _hooked.popitem()[1].close()
 
-def _unhook(profile: InForce) -> None:
-    profiles.remove(profile)
-    if profiles:
-        return
-    _finder.unwatch()
-    while _hooked:
-        _hooked.popitem()[1].close()
+    return unhook
 
 
 def _hook(module: str) -> None:

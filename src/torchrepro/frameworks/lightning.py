@@ -11,7 +11,8 @@ that it saves, where the loader says it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import import_module
@@ -28,11 +29,10 @@ from torchrepro.frameworks.hooking import (
     say_switches,
 )
 from torchrepro.frameworks.run_state import KEY
-from torchrepro.patching import MissingHookError, wrap
+from torchrepro.patching import MissingHookError, surround, surround_everywhere
 from torchrepro.seeding.loader_places import await_loaders, begin_late
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import ModuleType
 
 FRAMEWORK = "lightning"
@@ -58,7 +58,6 @@ def fabric_callbacks() -> list[Any]:
 
 
 def _place_of(logger: Any) -> Any:
-    """Return what a logger of Lightning writes to: a run, a SummaryWriter, a folder of files."""
     from torchrepro.manifest.destinations import destination_of
 
     experiment: Any = getattr(logger, "experiment", None)
@@ -78,8 +77,16 @@ def hook_trainer(module: ModuleType) -> ExitStack:
         trainer = getattr(module, "Trainer", None)
         if trainer is None:
             raise MissingHookError("Trainer")
-        wrap(undo, trainer, "__init__", _saying_switches)
+        surround(undo, trainer, "__init__", _saying_switches)
+        surround_everywhere(undo, sys.modules["torch.serialization"], "load", _reading)
         return undo.pop_all()
+
+
+def _reading(load: Any, *args: Any, **kwargs: Any) -> Any:
+    loaded = load(*args, **kwargs)
+    if in_force() is not None and isinstance(loaded, dict) and KEY in loaded:
+        run_state.expect_weights_of(loaded[KEY], f"{FRAMEWORK}: {args[0] if args else 'weights'}")
+    return loaded
 
 
 SWITCHES = (
@@ -96,23 +103,18 @@ As `_set_torch_flags` does in pytorch/trainer/connectors/accelerator_connector.p
 """
 
 
-def _saying_switches(original: Any) -> Any:
-    parameters = signature(original)
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it stands for that
-        given: dict[str, Any] = {}
-        with suppress(TypeError):  # the Trainer itself says which argument is wrong
-            given = parameters.bind(self, *args, **kwargs).arguments
-        with going_on_without(FRAMEWORK, "reading the switches of a Trainer"):
-            found = [
-                Switch(f"Trainer({name}={value!r})", knob, becomes)
-                for name, value, knob, becomes in SWITCHES
-                if type(given.get(name)) is type(value) and given[name] == value
-            ]
-            say_switches(FRAMEWORK, found)
-        original(self, *args, **kwargs)
-
-    return __init__
+def _saying_switches(__init__: Any, *args: Any, **kwargs: Any) -> None:
+    given: dict[str, Any] = {}
+    with suppress(TypeError):  # the Trainer itself says which argument is wrong
+        given = signature(__init__).bind(*args, **kwargs).arguments
+    with going_on_without(FRAMEWORK, "reading the switches of a Trainer"):
+        found = [
+            Switch(f"Trainer({name}={value!r})", knob, becomes)
+            for name, value, knob, becomes in SWITCHES
+            if type(given.get(name)) is type(value) and given[name] == value
+        ]
+        say_switches(FRAMEWORK, found)
+    __init__(*args, **kwargs)
 
 
 class TrainerHooks:
@@ -136,15 +138,14 @@ class TrainerHooks:
         """
         if in_force() is not None:
             with going_on_without(FRAMEWORK, "the state of the run in a checkpoint"):
-                state = run_state.state_of_rank()
+                state = run_state.state_of_rank(trainer.optimizers)
                 state["loaders"] = _taken_out(checkpoint, trainer)
                 if trainer.reload_dataloaders_every_n_epochs:
                     state["resting"] = []  # new loaders begin with generators of their own
                 alone = trainer.interrupted and run_state.ranks().size > 1
                 states = [state] if alone else run_state.of_all_ranks(state)
-                checkpoint[KEY] = run_state.checkpoint_entry(states) | (
-                    {"alone": True} if alone else {}
-                )
+                mark = {"alone": True} if alone else {}
+                checkpoint[KEY] = run_state.checkpoint_entry(states) | mark
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Put back the state of this rank, and hand its loaders' places to Lightning."""
@@ -182,7 +183,6 @@ class TrainerHooks:
 
 @cache
 def _callback_class(name: str) -> type:
-    """Return `TrainerHooks` as a subclass of the `Callback` of the package that `name` is for."""
     package = next(package for package, own in PACKAGES.items() if own == name)
     base = import_module(package).Callback
     return type(
@@ -246,43 +246,36 @@ def hook_fabric(module: ModuleType) -> ExitStack:
         raise MissingHookError("Fabric")
     with ExitStack() as undo:
         undo.enter_context(run_state.give_loaders_state())
-        wrap(undo, fabric, "save", _saving_fabric)
-        wrap(undo, fabric, "load", _loading_fabric)
+        surround(undo, fabric, "save", _saving_fabric)
+        surround(undo, fabric, "load", _loading_fabric)
         return undo.pop_all()
 
 
-def _saving_fabric(original: Any) -> Any:
-    def save(self: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if in_force() is not None and isinstance(state, dict):
-            with going_on_without("fabric", "the state of the run in a checkpoint"):
-                state = {
-                    **state,
-                    KEY: run_state.checkpoint_entry(
-                        run_state.of_all_ranks(run_state.state_of_rank())
-                    ),
-                }
-        return original(self, path, state, *args, **kwargs)
-
-    return save
+def _saving_fabric(save: Any, fabric: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    if in_force() is not None and isinstance(state, dict):
+        with going_on_without("fabric", "the state of the run in a checkpoint"):
+            optimizers = [each for each in state.values() if hasattr(each, "param_groups")]
+            states = run_state.of_all_ranks(run_state.state_of_rank(optimizers))
+            state = {**state, KEY: run_state.checkpoint_entry(states)}
+    return save(fabric, path, state, *args, **kwargs)
 
 
-def _loading_fabric(original: Any) -> Any:
-    def load(self: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with run_state.loaded_states() as loaders:
-            rest = original(self, path, state, *args, **kwargs)
-            entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
-            # A program that goes on with a training loads an optimizer as well. Weights alone are
-            # those of a teacher, of the best model, of what is fine-tuned.
-            parts = state.values() if isinstance(state, dict) else ()
-            if in_force() is not None and any(hasattr(part, "param_groups") for part in parts):
-                with going_on_without("fabric", f"going on from {path}"):
-                    where = f"fabric: {path}"
-                    run = run_state.own_state(entry, where)
-                    if run is not None and run_state.put_back(run, where):
-                        run_state.begin_interrupted_epochs(run)
-                        for loader, saved in loaders:
-                            if not saved["over"]:
-                                run_state.resume_loader(loader, saved, run)
-        return rest
-
-    return load
+def _loading_fabric(
+    load: Any, fabric: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    with run_state.loaded_states() as loaders:
+        rest = load(fabric, path, state, *args, **kwargs)
+        entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
+        # A program that goes on with a training loads an optimizer as well. Weights alone are those
+        # of a teacher, of the best model, of what is fine-tuned.
+        parts = state.values() if isinstance(state, dict) else ()
+        if in_force() is not None and any(hasattr(part, "param_groups") for part in parts):
+            with going_on_without("fabric", f"going on from {path}"):
+                where = f"fabric: {path}"
+                run = run_state.own_state(entry, where)
+                if run is not None and run_state.put_back(run, where):
+                    run_state.begin_interrupted_epochs(run)
+                    for loader, saved in loaders:
+                        if not saved["over"]:
+                            run_state.resume_loader(loader, saved, run)
+    return rest

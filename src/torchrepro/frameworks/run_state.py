@@ -7,10 +7,10 @@ It is made of numbers and texts in lists and dicts. So it can be read by
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
@@ -25,20 +25,26 @@ from torchrepro.seeding.loader_places import (
     take_up,
 )
 from torchrepro.seeding.ranks import World, process_group
+from torchrepro.seeding.resumed_state import (
+    compare_at_first_step,
+    digests_of,
+    expect_weights,
+    forget,
+)
 from torchrepro.seeding.state import rng_state, run_begins, set_generators, set_rng_state
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+KEY = "torchrepro"  # under this name a checkpoint holds the state of its run
 
-KEY = "torchrepro"
-"""Under this name a checkpoint holds the state of its run."""
-
-FORMAT = 1
+FORMAT = 2
 
 
-def state_of_rank() -> dict[str, Any]:
-    """Return the state of this rank: its generators, and the loaders that it is iterating."""
+def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
+    """Return the state of this rank: its generators, and the loaders that it is iterating.
+
+    Of `optimizers` it has digests, by which a run that goes on with others is seen.
+    """
     return {
+        "optimizers": [digests_of(each) for each in optimizers],
         "rng": rng_state(),
         "interrupted": places(over=False),
         "ended": places(over=True),
@@ -85,6 +91,7 @@ def own_state(entry: Any, where: str) -> Mapping[str, Any] | None:
 
     None, and one line on standard error, where it has none for this rank.
     """
+    forget()  # what the framework has read is not the program's own reading
     here = ranks()
     why = _why_not(entry, here.size)
     if not why:
@@ -92,6 +99,18 @@ def own_state(entry: Any, where: str) -> Mapping[str, Any] | None:
     if here.rank == 0:  # it is the same on all ranks
         say_not_resumed(where, why)
     return None
+
+
+def expect_weights_of(entry: Any, where: str) -> None:
+    """Say if a training begins with the weights of a checkpoint that its program has read itself.
+
+    `entry` is what that checkpoint held under `KEY`.
+    """
+    here = ranks()
+    if not _why_not(entry, here.size):
+        state = entry["ranks"][here.rank]
+        places = *state["interrupted"], *state["ended"], *state["resting"]
+        expect_weights(state["optimizers"], [each["kind"] for each in places], where)
 
 
 def _why_not(entry: Any, size: int) -> str:
@@ -128,6 +147,7 @@ def put_back(state: Mapping[str, Any], where: str) -> bool:
         return False
     await_resting(state["resting"])
     run_begins(resumed=True)
+    compare_at_first_step(state["optimizers"], where)
     return True
 
 

@@ -20,7 +20,7 @@ https://hydra.cc/docs/experimental/callbacks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -37,6 +37,8 @@ from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_callback import (
     ReproCallback,
     note_composed,
+    refuse_if_shown,
+    refuse_null,
     requested_names,
     requesting_words,
 )
@@ -71,8 +73,6 @@ from torchrepro.profile.search_path import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hydra.core.config_search_path import ConfigSearchPath
 
 SCHEME = "torchrepro"
@@ -152,10 +152,11 @@ class ReproConfigSource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Return whether `config_path` is the group of profiles or a folder in it."""
         group = config_path.strip("/")
         if group == GROUP and not requesting_words() and self._app_has_a_plain_value():
             return False  # `repro=false` overrides the app's own value
+        if group == GROUP:
+            refuse_null()
         if group in ("", GROUP):
             return True
         inner = group.removeprefix(f"{GROUP}/")
@@ -247,14 +248,13 @@ class ReproConfigSource(ConfigSource):
                     composed[GROUP][key] = value
         else:
             _profiles[name] = config
-            note_composed(name)
+            note_composed(name, str(config[GROUP].get("name", name)))
         header: dict[str, str | None] = {"package": "_global_"}
         return ConfigResult(
             provider=self.provider, path=f"{SCHEME}://", config=config, header=header
         )
 
     def _values(self, name: str) -> dict[str, Any]:
-        """Return the values of a profile with the pieces chosen so far, or those of a piece."""
         a_piece = is_piece(name)
         repeated = None if a_piece else values_repeated(name, self._folders())
         if repeated is not None:
@@ -263,6 +263,7 @@ class ReproConfigSource(ConfigSource):
             pieces = [] if a_piece else as_override(chosen.pieces)
             values = compose(name, pieces, self._folders()).values
         except ProfileError as error:
+            refuse_if_shown(error)
             return {REFUSED: quote(str(error))}
         # A piece does not rename the profile that it is merged into.
         return {k: v for k, v in values.items() if not a_piece or k not in NOT_INHERITED}
@@ -287,7 +288,6 @@ class ReproConfigSource(ConfigSource):
         return tuple(folder for folder in folders if folder.path.is_dir())
 
     def _roots(self) -> Iterator[tuple[Path, str]]:
-        """Yield every other folder on Hydra's search path, and how it is named there."""
         for entry in self.path.split(_SEPARATOR):
             scheme, _, rest = entry.removeprefix(APPS_OWN).rpartition("://")
             if scheme == "pkg":

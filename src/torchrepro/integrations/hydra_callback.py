@@ -26,15 +26,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from torchrepro.applier import (
-    Applied,
-    apply_resolved,
-    in_force,
-    stop_or_relaunch,
-    was_applied,
-)
+from torchrepro.applier import Applied, applied_names, apply_resolved, in_force, stop_or_relaunch
 from torchrepro.bootstrap import agreeing_run, in_force_now
 from torchrepro.callers import frames
 from torchrepro.console import note, say
@@ -56,20 +50,16 @@ from torchrepro.manifest.contents import (
     write_manifest,
 )
 from torchrepro.messages import near, some
+from torchrepro.patching import variables_put_back
 from torchrepro.planner import plan
 from torchrepro.process_state import inherited, other_than_original
 from torchrepro.redaction import shareable
-from torchrepro.report import announce, announce_end, random_number_lines
+from torchrepro.report import Report, announce, announce_end, random_number_lines
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import drawn_streams, never_drawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from omegaconf import DictConfig
-
-    from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.report import Report
 
 
 _OPTION = "--experimental-rerun"
@@ -104,7 +94,6 @@ def _no_rerun() -> _NoRerun:
 
 
 def _rerun_values() -> list[str]:
-    """Return what the command line gives to Hydra's option for reruns, abbreviated or not."""
     found = []
     for word, following in pairwise([*sys.argv[1:], ""]):
         name, _, value = word.partition("=")
@@ -126,7 +115,8 @@ _TODO = {
 class _Unapplied:
     """What was composed in this process and not applied yet."""
 
-    names: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    """What each calls itself, by the name that Hydra knows it by."""
     composer: str = ""
     sweeping: bool = False
     """Whether our callback has seen the start of the sweep whose jobs are composed now."""
@@ -134,14 +124,13 @@ class _Unapplied:
     sweep_words: list[str] | None = None
     """In a launcher's process, which has its own command line: the requests of the sweep's."""
 
-    reporter: int = 0
-    """The process that reports at its end what is left."""
+    reporter: int = 0  # the process that reports at its end what is left
 
 
 _unapplied = _Unapplied()
 
 
-def note_composed(name: str) -> None:
+def note_composed(name: str, own_name: str) -> None:
     """Note that Hydra has composed the profile `name`, for a job or for a caller of `compose`.
 
     Ends the process before a job of a sweep that our callback cannot protect.
@@ -164,8 +153,7 @@ def note_composed(name: str) -> None:
     if composer == "main":  # another program begins; a job of a sweep may compose for itself
         _unapplied.sweeping = False
     _unapplied.composer = composer
-    if name not in _unapplied.names:
-        _unapplied.names.append(name)
+    _unapplied.names[name] = own_name
     if _unapplied.reporter != os.getpid():
         _unapplied.reporter = os.getpid()
         atexit.register(_report_unapplied, os.getpid(), ExitStatus())
@@ -185,8 +173,11 @@ def requested_names() -> frozenset[str]:
 
 
 def _report_unapplied(process: int, status: ExitStatus) -> None:
-    names = _unapplied.names
-    if os.getpid() != process or not names or was_applied() or inherited() is not None:
+    if os.getpid() != process or inherited() is not None:
+        return
+    applied = applied_names()
+    names = [name for name, own in _unapplied.names.items() if own not in applied]
+    if not names or (applied and _unapplied.composer == "main"):
         return
     if _unapplied.composer == "main":
         # Hydra sets its HydraConfig for a job and unsets it afterwards. A command that only shows
@@ -195,8 +186,30 @@ def _report_unapplied(process: int, status: ExitStatus) -> None:
         if not made or HydraConfig.initialized():
             return
     say(_unprotected(names, _unapplied.composer))
-    if requesting_words():
+    if requesting_words() and not applied:
         status.value = _REFUSED_STATUS
+
+
+_NULL = re.compile(rf"\+*{GROUP}(@[^=]*)?=(.*,)?(null)?(,.*)?")
+_SHOWING = re.compile(r"-c|-i|--cfg(=.*)?|--info(=.*)?")
+
+
+def refuse_null() -> None:
+    """End the process where the command line gives the group no profile: Hydra takes no null."""
+    word = next((each for each in sys.argv[1:] if _NULL.fullmatch(each)), "")
+    if word:
+        say(
+            f"{word}: null is no profile, and Hydra takes it for no group\n"
+            f"    to do: leave the profile out, or take out the one of the app: ~{GROUP}"
+        )
+        raise SystemExit(_REFUSED_STATUS)
+
+
+def refuse_if_shown(error: TorchreproError) -> None:
+    """End the process if Hydra is only to show the config: it calls no callback then."""
+    if any(map(_SHOWING.fullmatch, sys.argv[1:])):
+        with _exit_on_error():
+            raise error
 
 
 def _unprotected(names: list[str], composer: str) -> str:
@@ -240,7 +253,12 @@ class ReproCallback(Callback):
             if resolved is not None and inherited() is None:
                 why = stop_or_relaunch(plan(resolved), "", by_itself=True)
                 if why and world().rank == 0:
-                    say(f"not started again in time, because {why}{_instead(resolved)}")
+                    words = shareable(
+                        ["torchrepro", "run", *resolved.asked], secrets_here(resolved)
+                    )
+                    instead = f"; `{shlex.join(words)} -- COMMAND` starts it in time"
+                    instead *= bool(resolved.asked)  # else no command line can name it
+                    say(f"not started again in time, because {why}{instead}")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""
@@ -272,7 +290,7 @@ class ReproCallback(Callback):
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and restore the state: the next job starts clean."""
-        with _exit_on_error():
+        with _exit_on_error(), _environment_of_the_job(config):
             outer = inherited() is not None and config.hydra.mode is RunMode.RUN
             # torch is never imported for the manifest of a job that asks for no profile.
             asks_for_none = not _job and "torch" in sys.modules
@@ -282,18 +300,17 @@ class ReproCallback(Callback):
             _restore()
 
 
-def _instead(resolved: ResolvedProfile) -> str:
-    """Return what starts the same profile in time, if it can be named on a command line."""
-    if not resolved.asked:
-        return ""
-    words = shareable(["torchrepro", "run", *resolved.asked], secrets_here(resolved))
-    return f"; `{shlex.join(words)} -- COMMAND` starts it in time"
+@contextmanager
+def _environment_of_the_job(config: DictConfig) -> Iterator[None]:
+    """Have the variables that Hydra has set for the job, which it has taken back by now."""
+    its = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
+    with variables_put_back(its):
+        os.environ.update(its)
+        yield
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job under a profile."""
-
     config: DictConfig
     applied: Applied
     announced: Report
@@ -306,7 +323,6 @@ _notes: set[str] = set()  # those that this process has printed once
 
 
 def _start_without_profile(config: DictConfig) -> None:
-    """Say that `repro` is the app's own, if so, and make the job's config readable anywhere."""
     words = note_on_the_apps_own(config)
     if words and words not in _notes:
         _notes.add(words)
@@ -336,7 +352,6 @@ def _begin(job: _Job) -> None:
 
 
 def _end() -> None:
-    """Complete the manifest of the present job, and report what did not stay as announced."""
     for job in _job:
         _record(job)
         if job.from_run:

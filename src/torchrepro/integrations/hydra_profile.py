@@ -9,7 +9,7 @@ search path, or a file of the app that inherits one of ours. Anything else is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,6 @@ from torchrepro.profile.search_path import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from torchrepro.profile.resolved import ResolvedProfile
@@ -100,8 +99,7 @@ class Choice:
 
     profiles: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    folders: tuple[Folder, ...] = ()
-    """Where they are searched for first."""
+    folders: tuple[Folder, ...] = ()  # where they are searched for first
 
     def add(self, name: str, folders: tuple[Folder, ...]) -> None:
         """Note that `name` was chosen; Hydra asks for the last entry of a defaults list first."""
@@ -122,12 +120,10 @@ class Choice:
 
 
 def as_override(pieces: Sequence[str]) -> list[str]:
-    """Return the override that lays `pieces` on top of a profile, if there are any."""
     return [f"{PIECES}=[{','.join(pieces)}]"] if pieces else []
 
 
-chosen = Choice()
-"""What the source was asked for while Hydra composed."""
+chosen = Choice()  # what the source was asked for while Hydra composed
 
 
 def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
@@ -242,7 +238,6 @@ def lines_on_changed_files() -> list[str]:
 
 
 def _plain_section(config: DictConfig) -> Any:
-    """Return the plain values under `repro`, with their interpolations as written."""
     try:
         if OmegaConf.is_missing(config, GROUP) or GROUP not in config:
             return None
@@ -269,7 +264,6 @@ def _plain_value(value: Any, close: str) -> Problem:
 
 
 def _with_way_out(problem: Problem) -> Problem:
-    """Return `problem` with what to do if its key or its file is the app's own."""
     if problem.todo or not chosen.profiles:
         return problem
     name, todo = chosen.profiles[0], ""
@@ -302,7 +296,6 @@ def _set_origins(
 
 
 def _typed(composition: Composition, overrides: Sequence[str]) -> set[str]:
-    """Return the keys that have the very value which an override of this run gives them."""
     given: dict[str, Any] = {}
     for text in overrides:
         with suppress(ProfileError):  # an override of the app's own config may be anything

@@ -17,8 +17,6 @@ from torchrepro.errors import TorchreproError
 from torchrepro.messages import Problem, near, shown
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from torchrepro.applier import Applied
     from torchrepro.manifest.destinations import Destination
 
@@ -63,12 +61,7 @@ class Logged:
     def __enter__(self) -> Logged:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.again()
         except TorchreproError as refused:
@@ -117,7 +110,6 @@ def log_to(*targets: Any) -> Logged:
 
 
 def _chosen(target: Any) -> tuple[Destination, Any]:
-    """Return the destination of `target`, and what is active in it if that is the tool itself."""
     from torchrepro.manifest.destinations import DESTINATIONS, LEGAL, TOOLS
 
     for destination in DESTINATIONS:

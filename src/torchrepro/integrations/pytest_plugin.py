@@ -1,4 +1,4 @@
-"""The pytest plugin: `--repro=PROFILE`, the ini key, the marker and the fixture `repro`.
+"""The pytest plugin: `--repro=PROFILE`, the ini key, the marker, `repro` and `repro_numbers`.
 
 The session's profile is applied before conftest files are imported. Each test has a scope of its
 own, which sets every knob of the profile anew and restores what the test did to one of them.
@@ -13,12 +13,13 @@ import shlex
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from torchrepro.applier import Applied
     from torchrepro.profile.resolved import ResolvedProfile
@@ -38,14 +39,9 @@ LIBRARIES = ("torch", "torch_npu", "transformer_engine")
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """The profile named on the command line or in the ini file."""
-
     applied: Applied
-    command: str
-    """The pytest command that names it again."""
-
-    header: tuple[str, ...]
-    """Its lines of pytest's header."""
+    command: str  # the pytest command that names it again
+    header: tuple[str, ...]  # its lines of pytest's header
 
 
 _SESSION = pytest.StashKey[_Session]()
@@ -71,6 +67,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         help="override a value of that profile, as in seed=7; may be repeated",
+    )
+    group.addoption(
+        "--repro-update",
+        metavar="REASON",
+        help="write the numbers of every test that uses `repro_numbers`, and why they are others",
     )
     parser.addini("repro", "torchrepro profile of the whole session; --repro wins over it")
     parser.addini("repro_set", "overrides of that profile, one a line", type="linelist")
@@ -163,8 +164,11 @@ def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker."""
+    """Declare the marker; refuses an update of numbers without a reason."""
     config.addinivalue_line("markers", _MARKER)
+    reason = config.getoption("--repro-update")
+    if reason is not None and not reason.strip():
+        raise pytest.UsageError('--repro-update takes a reason, as in "addmm of torch 2.14"')
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -232,22 +236,17 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        scope = item.stash.get(_SCOPE, None)
+        scope, drifted = item.stash.get(_SCOPE, None), ""
         if scope is not None:
-            _leave(item, scope)
+            from torchrepro.errors import TorchreproError
 
-
-def _leave(item: pytest.Item, scope: ExitStack) -> None:
-    from torchrepro.errors import TorchreproError
-
-    del item.stash[_SCOPE]
-    drifted = ""
-    try:
-        scope.close()
-    except TorchreproError as error:
-        drifted = f"torchrepro: {error}"
-    if drifted:
-        pytest.fail(drifted, pytrace=False)
+            del item.stash[_SCOPE]
+            try:
+                scope.close()
+            except TorchreproError as error:
+                drifted = f"torchrepro: {error}"
+        if drifted:
+            pytest.fail(drifted, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -313,7 +312,6 @@ def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfi
 
 
 def _written(value: Any) -> str:
-    """Return a plain Python value in Hydra's grammar for overrides."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{_written(k)}:{_written(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -343,3 +341,33 @@ def repro() -> Applied:
             pytrace=False,
         )
     return in_force()[-1]
+
+
+@pytest.fixture
+def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Hold the numbers of a training in this test to those in `repro_numbers/` beside it.
+
+    Call it with the losses, and the model if its state is to be held as well: as in
+    ``repro_numbers(losses, model)``. Each kind of machine has numbers of its own.
+    ``--repro-update REASON`` writes those of today.
+    """
+    from torchrepro.applier import in_force
+    from torchrepro.errors import TorchreproError
+    from torchrepro.lock.numbers_of_tests import FOLDER, NumbersOfTest, numbers_of_training
+
+    file, calls = request.path, count(1)
+    whole = request.node.nodeid.partition("::")[2] or request.node.name
+
+    def hold(losses: Any, model: Any = None) -> None:
+        name = whole if (number := next(calls)) == 1 else f"{whole} {number}"
+        profile = in_force()[-1].resolved.name if in_force() else None
+        test = NumbersOfTest(file.parent / FOLDER / f"{file.stem}.lock", name, profile)
+        reason = request.config.getoption("--repro-update") or ""
+        try:
+            differs = test.held_to(numbers_of_training(losses, model), " ".join(reason.split()))
+        except TorchreproError as error:
+            differs = str(error)
+        if differs:
+            pytest.fail(f"torchrepro: {differs}", pytrace=False)
+
+    return hold

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -20,7 +20,6 @@ from torchrepro.patching import set_variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
 
 
 class Phase(StrEnum):
@@ -92,45 +91,27 @@ class Effect:
 class Knob:
     """One piece of process state: a row of the catalogue."""
 
-    name: str
-    """Dotted name; also the key of the profile, unless `key` says otherwise."""
-
-    target: str
-    """Whose state it is: python, numpy, torch, cuda, cudnn, cpu, npu, distributed, env."""
-
+    name: str  # dotted name; also the key of the profile, unless `key` says otherwise
+    target: str  # whose state it is: python, numpy, torch, cuda, cudnn, cpu, npu, distributed, env
     legal: Legal
     access: Access
     summary: str
     cost: str
-    source: str
-    """Address of the documentation, paper or issue that says so."""
-
+    source: str  # address of the documentation, paper or issue that says so
     phase: Phase = Phase.ANY_TIME
-    door: str = ""
-    """The name of the one-way door (see `process_state.DOORS`) that closes the phase."""
-
+    door: str = ""  # the name of the one-way door (see `process_state.DOORS`) that closes the phase
     set_on_import: str = "torch"
     """The module with whose import `torchrepro run` sets the knob; empty: before all others."""
 
     scope: Scope = Scope.PROCESS
-    since: str = ""
-    """First version that has it, as documented; whether it exists is detected."""
-
-    library: str = ""
-    """The module that has to be loaded before the state can be read or written."""
-
+    since: str = ""  # first version that has it, as documented; whether it exists is detected
+    library: str = ""  # the module that has to be loaded before the state can be read or written
     aliases: tuple[str, ...] = ()
     """Other names of the same state: keys a profile may use, variables, attributes of torch."""
 
-    key: str = ""
-    """The key of the profile that this knob obeys, where it is not `name`."""
-
-    variable: str = ""
-    """The environment variable behind the row, if it is one."""
-
-    needs: str = ""
-    """The knob without which a value of `needing` has nothing to act on."""
-
+    key: str = ""  # the key of the profile that this knob obeys, where it is not `name`
+    variable: str = ""  # the environment variable behind the row, if it is one
+    needs: str = ""  # the knob without which a value of `needing` has nothing to act on
     needing: tuple[Any, ...] = ()
 
     needed: tuple[Any, ...] = ()
@@ -160,12 +141,8 @@ class Knob:
     If so it is decided again when its turn comes, and read again once all others are set.
     """
 
-    guarded: bool = True
-    """Whether the drift guard reads the knob again."""
-
-    per_rank: bool = False
-    """Whether each rank of a distributed run may have a value of its own."""
-
+    guarded: bool = True  # whether the drift guard reads the knob again
+    per_rank: bool = False  # whether each rank of a distributed run may have a value of its own
     hardware: str = ""
     """The hardware without which nothing acts on the knob, a key of `process_state.HARDWARE`."""
 
@@ -174,7 +151,6 @@ class Knob:
 
     @property
     def profile_key(self) -> str:
-        """The key of the profile that this knob obeys."""
         return self.key or self.name
 
     @property
@@ -228,9 +204,7 @@ def _object(path: str, name: str = "") -> Any:
 class Attribute:
     """An attribute that can be read and assigned, such as ``torch.backends.cudnn:benchmark``."""
 
-    owner: str
-    """The module, then the path to the object: ``torch.backends.cuda:matmul``."""
-
+    owner: str  # the module, then the path to the object: ``torch.backends.cuda:matmul``
     name: str
 
     def read(self) -> Any:
@@ -304,9 +278,7 @@ _IN_WORKERS = "seeding.loader_hook:pass_to_workers"
 class LazyAccess:
     """The access behind `path`, which is imported when a profile first uses it."""
 
-    path: str
-    """Module and object, relative to torchrepro: ``seeding.loader_hook:seeding_policy``."""
-
+    path: str  # module and object, relative to torchrepro: ``seeding.loader_hook:seeding_policy``
     at_rest: Any = _ALWAYS_ACTIVE
     """The value that needs nothing installed; while it holds, nothing is imported."""
 
@@ -317,44 +289,39 @@ class LazyAccess:
     """
 
     def read(self) -> Any:
-        return self.at_rest if self._resting else self._access().read()
+        return self.at_rest if self._resting else named(self.path).read()
 
     def write(self, value: Any) -> None:
         if not self._resting or value != self.at_rest:
-            self._access().write(value)
+            named(self.path).write(value)
             self._pass_to_workers()
 
     def save(self) -> Any:
-        return self.at_rest if self._resting else self._access().save()
+        return self.at_rest if self._resting else named(self.path).save()
 
     def restore(self, saved: Any) -> None:
         if not self._resting:
-            self._access().restore(saved)
+            named(self.path).restore(saved)
             self._pass_to_workers()
 
     def refuses(self, value: Any) -> str:
         if value == self.at_rest:
             return ""
-        refuses = getattr(self._access(), "refuses", None)
+        refuses = getattr(named(self.path), "refuses", None)
         return str(refuses(value)) if refuses else ""
 
     def __getattr__(self, name: str) -> Any:
         """Return an optional method of the access, such as `holds`; at rest there is none."""
         if name.startswith("__") or self._resting:
             raise AttributeError(name)
-        return getattr(self._access(), name)
+        return getattr(named(self.path), name)
 
     @property
     def _resting(self) -> bool:
         module = self.path.partition(":")[0]
         return self.at_rest is not _ALWAYS_ACTIVE and f"torchrepro.{module}" not in sys.modules
 
-    def _access(self) -> Access:
-        access: Access = named(self.path)
-        return access
-
     def _pass_to_workers(self) -> None:
-        """Have spawned workers apply the present value, unless it is the one at rest."""
         if self.inherited:
             value = self.read()
             named(_IN_WORKERS)(self.path, None if value == self.at_rest else value)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 
-class Legal(ABC):
+class Legal:
     """The legal values of a knob."""
 
     if TYPE_CHECKING:  # a field in some kinds, computed in others
@@ -26,13 +25,13 @@ class Legal(ABC):
         """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
         return (), self.complaint(value)
 
-    @abstractmethod
     def json_schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of a legal value."""
+        """Return the JSON Schema of a legal value, by default that of a variable's."""
+        return {"type": ["string", "integer"], "description": self.words}
 
-    @abstractmethod
     def examples(self) -> tuple[Any, ...]:
         """Return a few legal values: at least one, and two where there are two."""
+        return self.choices()
 
     def choices(self) -> tuple[str, ...]:
         """Return the words among which a near match is looked for."""
@@ -65,7 +64,7 @@ class Integer(Legal):
     @property
     def words(self) -> str:
         end = f" to {self.high}" if self.high is not None else " or more"
-        return f"a whole number, {self.low}{end}"
+        return f"a whole number, {self.low}{end}" if self.low != self.high else str(self.low)
 
     def complaint(self, value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -94,9 +93,6 @@ class OneOf(Legal):
 
     def complaint(self, value: Any) -> str:
         return "" if isinstance(value, str) and value in self.values else "not a legal value"
-
-    def examples(self) -> tuple[Any, ...]:
-        return self.values
 
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "enum": list(self.values)}
@@ -132,9 +128,8 @@ class Text(Legal):
         return tuple(word for word in words if not self.complaint(word))
 
     def json_schema(self) -> dict[str, Any]:
-        if not self.variable:
-            return {"type": "string", "pattern": f"^{self.pattern}$"}
-        return {"type": ["string", "integer"], "description": self.words}
+        own = {"type": "string", "pattern": f"^{self.pattern}$"}
+        return Legal.json_schema(self) if self.variable else own
 
     def choices(self) -> tuple[str, ...]:
         return tuple(self.words.split(", "))
@@ -146,8 +141,7 @@ class Digits(Legal):
 
     low: int
     high: int
-    also: tuple[str, ...] = ()
-    """Words that are legal besides numbers."""
+    also: tuple[str, ...] = ()  # words that are legal besides numbers
 
     @property
     def words(self) -> str:
@@ -163,15 +157,8 @@ class Digits(Legal):
     def examples(self) -> tuple[Any, ...]:
         return (str(self.low), str(min(self.low + 1, self.high)), *self.also)
 
-    def json_schema(self) -> dict[str, Any]:
-        return {"type": ["string", "integer"], "description": self.words}
-
     def choices(self) -> tuple[str, ...]:
         return self.also
-
-
-def _is_text(name: Any) -> bool:
-    return isinstance(name, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +167,14 @@ class MappingOf(Legal):
 
     of: Legal
     words: str
-    no_mapping: str = ""
-    """The complaint about a value that is no mapping."""
-
-    is_name: Callable[[Any], bool] = _is_text
-    no_name: str = ""
-    """The complaint about a key for which `is_name` does not hold."""
-
-    wrong: str = "{why}"
-    """The complaint about the value of a `name`, whose own complaint is `why`."""
-
+    no_mapping: str = ""  # the complaint about a value that is no mapping
+    is_name: Callable[[Any], bool] = lambda name: isinstance(name, str)
+    no_name: str = ""  # the complaint about a key for which `is_name` does not hold
+    wrong: str = "{why}"  # the complaint about the value of a `name`, whose own complaint is `why`
     nested: str = ""
     """The complaint about a mapping in place of a value, where there is more to say."""
 
-    located: bool = True
-    """Whether a message says under which key the wrong value stands."""
+    located: bool = True  # whether a message says under which key the wrong value stands
 
     def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
         if not isinstance(value, Mapping):
@@ -226,8 +206,7 @@ class WordOrMapping(Legal):
 
     word: OneOf
     mapping: MappingOf
-    under: str = ""
-    """The only key of the value under which the mapping stands, if there is one."""
+    under: str = ""  # the only key of the value under which the mapping stands, if there is one
 
     @property
     def words(self) -> str:
@@ -260,29 +239,7 @@ class WordOrMapping(Legal):
         return (*self.mapping.choices(), *filter(None, [self.under]))
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaVersion(Legal):
-    """The version of the schema that a profile was written for."""
-
-    newest: int = 1
-
-    @property
-    def words(self) -> str:
-        return str(self.newest)
-
-    def complaint(self, value: Any) -> str:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            return "not the version of a schema"
-        if value > self.newest:
-            return "written for a newer torchrepro: upgrade torchrepro to use it"
-        return ""
-
-    def examples(self) -> tuple[Any, ...]:
-        return tuple(range(1, self.newest + 1))
-
-    def json_schema(self) -> dict[str, Any]:
-        return {"type": "integer", "enum": [self.newest]}
-
+SCHEMA_VERSION = Integer(1, 1)  # the versions of the schema that a profile may be written for
 
 ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
 SEED = Integer(0, 2**32 - 1)

@@ -200,7 +200,11 @@ class InductorVariable(Variable):
         if config is None:
             return
         moves = bool(getattr(config, self.option)) != value
-        _start_from(config, self.option, start)
+        entry = getattr(config, "_config", {}).get(self.option)  # see `_start`
+        if hasattr(entry, "__dict__"):
+            for name in _START:
+                vars(entry).pop(name, None)
+            vars(entry).update(start)
         if moves:
             setattr(config, self.option, value)
 
@@ -236,14 +240,6 @@ def _start(config: Any, option: str) -> dict[str, Any]:
     return {name: vars(entry)[name] for name in _START if name in getattr(entry, "__dict__", ())}
 
 
-def _start_from(config: Any, option: str, start: Mapping[str, Any]) -> None:
-    entry = getattr(config, "_config", {}).get(option)
-    if hasattr(entry, "__dict__"):
-        for name in _START:
-            vars(entry).pop(name, None)
-        vars(entry).update(start)
-
-
 @cache
 def _inductor_reads(variable: str) -> bool:
     """Whether inductor knows `variable`, looked up in its source: importing it takes 0.7 s."""
@@ -251,8 +247,7 @@ def _inductor_reads(variable: str) -> bool:
     return source.is_file() and variable in source.read_text(encoding="utf-8")
 
 
-MODES = ("none", "warn", "error")
-"""Those of deterministic algorithms, by torch's number."""
+MODES = ("none", "warn", "error")  # those of deterministic algorithms, by torch's number
 
 
 class DeterministicAlgorithms(Calls):
@@ -415,9 +410,7 @@ def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
     """Return why ops that are compiled when first called would not be deterministic."""
     # Before device init the readers themselves would be what reads a variable for good.
     used: Any = npu() if hasattr(npu(), "is_initialized") and npu().is_initialized() else None
-    jit_compile, queue = (
-        wanted.get(f"backends.npu.{name}") for name in ("jit_compile", "task_queue")
-    )
+    jit_compile, queue = map(wanted.get, ("backends.npu.jit_compile", "backends.npu.task_queue"))
     if jit_compile is None and hasattr(used, "is_jit_compile_false"):
         jit_compile = not used.is_jit_compile_false()
     if jit_compile is None:
@@ -457,11 +450,8 @@ class NpuOption:
     """
 
     name: str
-    texts: Mapping[Any, str]
-    """Value in a profile -> the option's text."""
-
-    unset: Any = None
-    """What holds while the option is empty; None where that depends on the chip."""
+    texts: Mapping[Any, str]  # value in a profile -> the option's text
+    unset: Any = None  # what holds while the option is empty; None where that depends on the chip
 
     def read(self) -> Any:
         text = option_text(self.name)

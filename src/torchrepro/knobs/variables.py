@@ -12,6 +12,7 @@ or the fields of a `Text`. `enough` and `effect` name a row of `ENOUGH` and of `
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -56,7 +57,6 @@ def _listed(one: str, words: str) -> Text:
 
 
 def _per_operation(one: str, words: str) -> Text:
-    """Return the legal values of a list for all of NCCL's operations, or of one list for each."""
     named = rf"\^?{one}(,{one})*"
     each = f"(allreduce|allgather|reducescatter|broadcast|reduce):{named}"
     return Text(f"({named};)?{each}(;{each})*|{named}", words, ignore_case=True)
@@ -166,8 +166,6 @@ _MAPPED = Path("/proc/self/maps")
 
 
 def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
-    """Return `read` for a process that has loaded torch; elsewhere nothing shows."""
-
     def read_once_loaded() -> Any:
         if "torch" not in sys.modules:
             raise MissingState("torch is not loaded")
@@ -355,15 +353,39 @@ RECORDED = tuple(
 """The variables that a manifest may record: only those that influence numbers."""
 
 
+_OF_LIBRARIES = re.compile(
+    r"(PY)?TORCH_?(?!REPRO|ELASTIC).*|(ATEN|C10|INDUCTOR|TRITON|CUTLASS|FBGEMM|FLASH_ATT\w*)_.*|"
+    r"(CUDA|CUBLAS(LT)?|CUDNN|CUFFT|CUSPARSE|CUSOLVER|CURAND|CUTENSOR|NCCL|NVIDIA|NVTE)_.*|"
+    r"(HIP|ROCM?|ROCBLAS|HIPBLAS(LT)?|MIOPEN|HSA|RCCL)_.*|(SYCL|UR|ZE)_.*|"
+    r"(ASCEND|HCCL|LCCL|ATB|ACL|ACLNN|NPU|CANN)_.*|(DNNL|ONEDNN|MKL(DNN)?|OMP|KMP|GOMP)_.*|"
+    r"(BLIS|OPENBLAS|GOTO|VECLIB|NPY|NUMPY)_.*|GLIBC_TUNABLES|CXX|CC|C(XX|PP)?FLAGS|LDFLAGS"
+)
+"""Variables that a library which computes may read, by its prefix, and those that compile code."""
+
+
+def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return four hex digits of a digest of each such variable whose value is not recorded.
+
+    They are enough to see a change, and too few to confirm a guess at the value.
+    """
+    return {
+        name: digest_of_text(f"{name}={value}")
+        for name, value in sorted(environment.items())
+        if _OF_LIBRARIES.fullmatch(name) and name not in RECORDED and not sounds_secret(name)
+    }
+
+
+def digest_of_text(text: str) -> str:
+    """Return the first four hex digits of a digest of a text."""
+    return f"sha256:{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:4]}"
+
+
 class AllowedVariable(NamedTuple):
     """A variable that a profile may set without anybody's consent."""
 
     name: str
-    legal: Text
-    """Its legal values; they match as a whole."""
-
-    why: str
-    """What it does, which is all that it can do."""
+    legal: Text  # its legal values; they match as a whole
+    why: str  # what it does, which is all that it can do
 
 
 @cache

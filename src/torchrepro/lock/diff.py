@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
     Section = Mapping[str, Any]
 
-ABSENT_IS_UNSET = ("profile", "knobs", "seeding calls", "environment", "packs")
+ABSENT_IS_UNSET = (
+    *("profile", "knobs", "seeding calls", "environment", "other variables", "compiler", "packs"),
+)
 """Sections in which an absent key was not set; in others an absent key was not recorded."""
 
 ABSENT_HARDWARE = "absent hardware"
@@ -174,6 +177,8 @@ READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     ABSENT_HARDWARE: ("report", _absent_hardware),
     "seeding calls": ("seeding_calls", _seeding_calls),
     "environment": ("environment", _pairs),
+    "other variables": ("other_variables", _pairs),
+    "compiler": ("compiler", _pairs),
     "versions": ("versions", _versions),
     "hardware": ("hardware", _pairs),
     "source": ("repository", lambda value: None if "unknown" in _pairs(value) else value),
@@ -246,6 +251,9 @@ ENFORCED = (Impact.CHANGES, Impact.MAY)
 
 ENFORCED_STRICTLY = (*ENFORCED, Impact.SHOULD_NOT)
 
+_PLACES = ("HOME", "ROOT", "PATH", "DIR", "LOG*", "DEBUG*", "VERSION", "ADDR*", "PORT", "IFNAME")
+"""How names end of variables that say where something is, how much is said, or who takes part."""
+
 IMPACTS: tuple[tuple[Impact, tuple[str, ...]], ...] = (
     (Impact.SHOULD_NOT, ("profile/name", "profile/description", "profile/schema")),
     (Impact.SHOULD_NOT, ("profile/requires*", "profile/on_late", "profile/guard*")),
@@ -253,6 +261,8 @@ IMPACTS: tuple[tuple[Impact, tuple[str, ...]], ...] = (
     (Impact.MAY, ("guarantee/*",)),
     (Impact.MAY, ("environment/*_VISIBLE_DEVICES", "environment/*_AFFINITY", "environment/OMP_P*")),
     (Impact.CHANGES, ("environment/*",)),
+    (Impact.SHOULD_NOT, tuple(f"other variables/*_{end}" for end in _PLACES)),
+    (Impact.MAY, ("other variables/*", "compiler/*")),
     (Impact.CHANGES, ("versions/torch", "versions/torch_npu", "versions/torch commit")),
     (Impact.CHANGES, ("versions/cuda", "versions/hip", "versions/cudnn", "versions/cann")),
     (Impact.CHANGES, ("versions/blas", "versions/blas of torch", "versions/onednn")),
@@ -459,7 +469,7 @@ def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
     for section in both:
         one, two = left.sections[section], right.sections[section]
         as_text = section == "knobs" and "recording" in (left.kind, right.kind)
-        write = shown if as_text else _as_json
+        write = shown if as_text else partial(json.dumps, sort_keys=True)
         for key in sorted({*one, *two}):
             if section == "profile" and key in NOT_INHERITED:
                 continue
@@ -483,10 +493,6 @@ def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
     return [each for each in every if not _follows(each, left, right, differ)]
 
 
-def _as_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
 def _is_unknown(value: Any) -> bool:  # it is only the reason why there is none
     return isinstance(value, str) and (value.startswith(UNKNOWN) or HIDDEN in value)
 
@@ -494,7 +500,7 @@ def _is_unknown(value: Any) -> bool:  # it is only the reason why there is none
 def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
     for mine, other in ((left, right), (right, left)):
         for section, its in other.sections.items():
-            if section in ("asked", "started", ABSENT_HARDWARE):
+            if section in ("asked", "started", "compiler", ABSENT_HARDWARE):
                 continue
             if section not in mine.sections:
                 yield Gap(mine.name, section)
@@ -516,7 +522,7 @@ def _follows(
         key = known.profile_key if known else found.key.replace("env.", "env_extra.", 1)
         return ("profile", key) in differ
     knobs = {*left.sections.get("knobs", {}), *right.sections.get("knobs", {})}
-    if found.section == "environment":
+    if found.section in ("environment", "other variables"):
         name = f"env.{found.key}"
         setting = {knob.name for knob in CATALOGUE if name in (knob.name, *knob.aliases)}
         return not knobs.isdisjoint({*setting, variable(found.key).name})
@@ -529,12 +535,15 @@ _PREFIXES = {
     "guarantee": "guarantee ",
     "versions": "version of ",
     "environment": "exported ",
+    "other variables": "exported ",
+    "compiler": "setting of torch's compiler ",
     "packs": "version of pack ",
 }
 """What is written before a key, because tables have no column for the section."""
 
 _ABSENT = {
-    **dict.fromkeys(("profile", "knobs", "environment"), "not set"),
+    **dict.fromkeys(("profile", "knobs", "environment", "other variables"), "not set"),
+    "compiler": "the default",
     "seeding calls": "not seeded",
     "packs": "not used",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,12 @@ from torchrepro.lock.diff import (
 )
 from torchrepro.manifest.contents import (
     FORMAT,
+    MACHINES,
     as_text,
     common_contents,
     read_complete,
     read_contents,
+    seal_of,
     secrets_here,
 )
 from torchrepro.manifest.environment import hardware, software
@@ -64,7 +67,8 @@ def refuse_lost_file(profile: str) -> None:
         raise ProfileError.about("the profile's file does not exist", found=found)
 
 
-def _is_relative_path(profile: str) -> bool:
+def is_relative_path(profile: str) -> bool:
+    """Whether the name of a profile is a path from the lock's own folder."""
     is_path = profile.endswith(SUFFIXES) or profile.startswith(("./", "../"))
     return is_path and "://" not in profile and not os.path.isabs(profile) and profile[0] != "~"  # noqa: PTH117 - the text of a name
 
@@ -82,6 +86,14 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     override that holds a secret, and a file that cannot be written or is no lock. Raises
     `ApplyError` if a strict profile could not be applied here.
     """
+    refuse_other_file(path)
+    contents, report = contents_of_lock(path, profile, overrides)
+    write_in_place(path, as_text({**contents, "seal": seal_of(contents)}))
+    return report
+
+
+def refuse_other_file(path: Path) -> None:
+    """Raise `ProfileError` if there is a file that is no lock."""
     if path.exists():
         try:
             kind = read_contents(path)[0]
@@ -90,6 +102,12 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
         if kind != "lock" and (path.is_dir() or path.stat().st_size):
             todo = "name another file, or remove it"
             raise ProfileError.about("exists already and is not a lock", found=str(path), todo=todo)
+
+
+def contents_of_lock(
+    path: Path, profile: str, overrides: Sequence[str]
+) -> tuple[dict[str, Any], Report]:
+    """Return what a lock in the file `path` holds, and the report on it; raises as `write_lock`."""
     resolved = resolve(profile, overrides)
     secrets = secrets_here(resolved)
     for text in overrides:
@@ -98,7 +116,7 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
             todo = "put it into the environment of the run instead"
             raise ProfileError.about(what, key=key_of(text), todo=todo)
     named = profile
-    if _is_relative_path(profile):  # from the lock's own folder
+    if is_relative_path(profile):  # from the lock's own folder
         named = Path(os.path.relpath(profile, path.parent)).as_posix()
     plan = plan_of_a_run(resolved)
     plan.refuse_if_stopping()
@@ -106,15 +124,59 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     for row in its["report"]["knobs"]:
         del row["before"]  # the state of this process, such as a random seed
     its |= {"lock": FORMAT, "named": {"profile": named, "overrides": list(overrides)}}
+    return its, plan.report
+
+
+def write_in_place(path: Path, text: str) -> None:
+    """Write a file that is the old one or the new one at any moment; raises `ProfileError`."""
+    path = path.resolve() if path.is_symlink() else path
+    beside = path.with_name(f".{path.name}.new")
     try:
-        path.write_text(as_text(its), encoding="utf-8")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")  # as /dev/stdout
+            return
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
     except OSError as error:
-        what, todo = (
-            f"the lock cannot be written: {error.strerror}",
-            "name another file: --output FILE",
-        )
+        with suppress(OSError):
+            beside.unlink()
+        what = f"the lock cannot be written: {error.strerror}"
+        todo = "name another file: --output FILE"
         raise ProfileError.about(what, found=str(path), todo=todo) from None
-    return plan.report
+
+
+SHARED = ("lock", "manifest", "named", "profile", "digest")
+"""What all sections of a lock with numbers share, besides the command and its options."""
+
+
+def sectioned(contents: Mapping[str, Any], machine: str, **more: Any) -> dict[str, Any]:
+    """Return the contents of a lock with one section, for a kind of machine, which holds `more`."""
+    section = {key: value for key, value in contents.items() if key not in SHARED} | more
+    report = contents["report"]
+    rows = [
+        {key: row[key] for key in ("knob", "outcome", "after", "absent") if key in row}
+        for row in report["knobs"]
+    ]
+    section["report"] = {"guarantee": report["guarantee"], "knobs": rows}
+    return {**{key: contents[key] for key in SHARED}, MACHINES: {machine: section}}
+
+
+_WIDE = 96  # columns of a line that holds all of a value
+
+
+def by_lines(value: Any, indent: int = 0) -> str:
+    """Return JSON in which a value that fits on a line has one line; equal values, equal texts."""
+    plain = json.dumps(value, sort_keys=True)
+    if not isinstance(value, dict | list) or len(plain) + indent <= _WIDE or not value:
+        return plain
+    inner = indent + 1
+    if isinstance(value, dict):
+        each = [f"{json.dumps(key)}: {by_lines(value[key], inner)}" for key in sorted(value)]
+    else:
+        each = [by_lines(one, inner) for one in value]
+    opened, closed = "{}" if isinstance(value, dict) else "[]"
+    ends = f",\n{' ' * inner}".join(each)
+    return f"{opened}\n{' ' * inner}{ends}\n{' ' * indent}{closed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,19 +242,17 @@ def check(
         raise ProfileError.about("a manifest, not a lock", str(path), todo=todo)
     locked = of_contents(str(path), kind, contents)
     first = []
-    written, true = contents["digest"], true_digest(contents)
-    if true not in (None, written):
-        first.append(Difference("profile", "digest, as the lock was edited", written, true))
+    written, true = contents["seal"], contents["true_seal"]
+    if written != true:
+        first.append(Difference("profile", "seal, as the lock was edited", written, true))
     its: dict[str, Any] = contents["named"] if isinstance(contents["named"], dict) else {}
     name, own = its.get("profile", ""), its.get("overrides")
     if not (name and isinstance(own, list) and all(isinstance(text, str) for text in (name, *own))):
         raise ProfileError.about("damaged: it does not name its profile", str(path), "named")
-    if _is_relative_path(name):
+    if is_relative_path(name):
         name = str(path.parent / name)
-    resolved = None
-    if profile:
-        resolved = resolve(profile, overrides)
-    else:
+    resolved = resolve(profile, overrides) if profile else None
+    if resolved is None:
         try:
             refuse_lost_file(name)
             resolved = resolve(name, own, typed=False)  # the lock is a file

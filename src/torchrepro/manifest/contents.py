@@ -5,8 +5,10 @@ Writing a manifest, of a process too; finding it; reading either back.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import stat
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,10 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrepro.console import say_once
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.variables import RECORDED
-from torchrepro.manifest.environment import hardware, repository, software
+from torchrepro.knobs.variables import RECORDED, other_variables
+from torchrepro.manifest.environment import (
+    compiler_settings,
+    hardware,
+    kind_of_machine,
+    repository,
+    software,
+)
 from torchrepro.messages import some
-from torchrepro.process_state import FOLDER, inherited
+from torchrepro.process_state import FOLDER, inherited, set_before_start
 from torchrepro.profile.resolved import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
 from torchrepro.relaunch import is_interactive, launcher
@@ -61,7 +69,9 @@ PARTS_OF_A_LOCK: Mapping[str, tuple[str, ...]] = {
     "versions": ("python", "torch"),
     "hardware": ("system", "machine", "cpu", "threads"),
     "environment": (),
+    "other_variables": (),
     "repository": (),
+    "seal": (),
     "manifest": (),
 }
 """Every part that a lock is written with, and what is in it on every machine."""
@@ -80,9 +90,11 @@ def manifest(
     """
     secrets = secrets_here(resolved)
     hydra = hydra_job() if hydra is None else hydra
+    others = other_variables({k: its for k, its in os.environ.items() if set_before_start(k)})
     return common_contents(
         resolved,
         report,
+        other_variables=others,  # without those that libraries have set by now
         streams=list(streams.drawn_streams()),
         seeding_calls=[asdict(call) for call in seeding_calls()],
         command_line=shareable(sys.orig_argv, secrets),
@@ -95,6 +107,7 @@ def common_contents(resolved: ResolvedProfile, report: Report, **more: Any) -> d
 
     Imports no library and never fails because of the machine.
     """
+    compiler = compiler_settings()
     contents = {
         "manifest": FORMAT,
         "profile": plain(resolved.values),
@@ -104,11 +117,19 @@ def common_contents(resolved: ResolvedProfile, report: Report, **more: Any) -> d
         "versions": software(),
         "hardware": hardware(),
         "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},
+        "other_variables": other_variables(os.environ),
         "repository": repository(),
+        **({} if compiler is None else {"compiler": compiler}),
         **more,
     }
     cleaned: dict[str, Any] = without_secrets(contents, secrets_here(resolved))
     return cleaned
+
+
+def seal_of(contents: Mapping[str, Any]) -> str:
+    """Return a digest of a lock, without the one that it holds: an edited lock has another."""
+    its = {key: value for key, value in contents.items() if key != "seal"}
+    return f"sha256:{hashlib.sha256(as_text(its).encode()).hexdigest()}"
 
 
 def secrets_here(*profiles: ResolvedProfile) -> tuple[str, ...]:
@@ -148,7 +169,10 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     """
     where = str(path)
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise ProfileError.about("not a regular file", where, todo=_NAME_ONE)
+        size = status.st_size
         contents = json.loads(path.read_text(encoding="utf-8")) if size <= LARGEST else {}
         _refuse_deep(contents, DEEPEST)
     except OSError as error:
@@ -173,13 +197,29 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     return kind, contents
 
 
+MACHINES = "machines"
+"""The key of the sections of a lock that holds numbers, one for each kind of machine."""
+
+
+class OtherMachineError(ProfileError):
+    """A lock holds nothing of this kind of machine."""
+
+    exit_status = 4
+
+
 def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
     """Return what `read_contents` does; a lock that is damaged is refused.
 
-    Raises `ProfileError` for a lock without one of `PARTS_OF_A_LOCK`: it would forbid less than it
-    was written to forbid.
+    `true_seal` is what its `seal` would be. Of a lock with sections it is that of this kind of
+    machine, with what all sections share. Raises `OtherMachineError` if there is none, and
+    `ProfileError` for a lock without one of `PARTS_OF_A_LOCK`: it would forbid less than it was
+    written to forbid.
     """
     kind, contents = read_contents(path)
+    if MACHINES in contents:
+        section = section_of(contents, kind_of_machine(), str(path))
+        contents = {**{key: contents[key] for key in contents.keys() - {MACHINES}}, **section}
+    contents = {**contents, "true_seal": seal_of(contents)}
     lacking = []
     for part, inner in PARTS_OF_A_LOCK.items() if kind == "lock" else ():
         if part not in contents:
@@ -191,6 +231,21 @@ def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
         todo = "lock again: torchrepro lock PROFILE -o FILE"
         raise ProfileError.about(what, str(path), todo=todo)
     return kind, contents
+
+
+def section_of(contents: Mapping[str, Any], machine: str, where: str) -> dict[str, Any]:
+    """Return the section of a lock for a kind of machine; raises `OtherMachineError` for none."""
+    sections = contents[MACHINES]
+    if not isinstance(sections, dict) or not all(
+        isinstance(each, dict) for each in sections.values()
+    ):
+        raise ProfileError.about("damaged: no sections of machines", where, MACHINES)
+    if machine not in sections:
+        what = "the lock holds nothing of this kind of machine"
+        todo = 'add it: torchrepro check FILE --update "a machine of its own" -- COMMAND'
+        raise OtherMachineError.about(what, where, found=machine, legal=some(sections), todo=todo)
+    found: dict[str, Any] = sections[machine]
+    return found
 
 
 def _refuse_deep(value: Any, levels: int) -> None:

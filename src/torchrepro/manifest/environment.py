@@ -14,10 +14,12 @@ import subprocess
 import sys
 from functools import cache, partial
 from glob import glob
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.imports import installed_version
+from torchrepro.knobs.variables import digest_of_text
 from torchrepro.redaction import HIDDEN, ordinary, url_without_login
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ _OTHER_GPUS = "/dev/[dk][xf][gd]"  # dxg is Windows' GPU in WSL, kfd is AMD's dr
 _ASCEND = "/dev/davinci[0-9]*"
 _ENOUGH = 8192  # characters of cpuinfo that hold all of the first CPU
 _OF_ARM = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
+_FAMILY = ("vendor_id", "cpu family", "model", "stepping")
 _FEATURE = re.compile(r"avx\w*|amx\w*|fma\w*|sve\w*|asimd\w*|bf16|i8mm|f16c")
 
 
@@ -88,16 +91,10 @@ def _first_cpu() -> Mapping[str, str]:
     return {name.strip(): its.strip() for name, _, its in (line.partition(":") for line in lines)}
 
 
-def cpu_model() -> str | None:
-    """Return the model of the CPU, or None where the system does not name it."""
+def _cpu_model() -> str | None:
     its = _first_cpu()
     numbers = " ".join(its[name] for name in _OF_ARM if name in its)
     return its.get("model name") or numbers or platform.processor() or None
-
-
-def _cpu_family() -> str | None:
-    numbers = map(_first_cpu().get, ("vendor_id", "cpu family", "model", "stepping"))
-    return " ".join(number or "" for number in numbers).strip() or None
 
 
 def _cpu_features() -> str | None:
@@ -125,8 +122,8 @@ def _in_use(kind: str, signs: str) -> list[str]:
 HARDWARE: Mapping[str, Callable[[], Any]] = {
     "system": platform.system,
     "machine": platform.machine,
-    "cpu": cpu_model,
-    "cpu family": _cpu_family,
+    "cpu": _cpu_model,
+    "cpu family": lambda: " ".join(_first_cpu().get(name, "") for name in _FAMILY).strip() or None,
     "cpu features": _cpu_features,
     "instruction set": lambda: loaded("torch").backends.cpu.get_cpu_capability(),  # noqa: PLW0108
     "cpus": os.cpu_count,
@@ -138,6 +135,62 @@ HARDWARE: Mapping[str, Callable[[], Any]] = {
     "npus": lambda: len(glob(_ASCEND)) or len(_in_use("npu", _ASCEND)),  # noqa: PTH207 - of a pattern
 }
 """Name -> how it is read."""
+
+
+_VECTORS = {
+    "AVX-512": ("avx512f",),
+    "AVX2": ("avx2",),
+    "AVX": ("avx",),
+    "SVE": ("sve",),
+    "NEON": ("asimd", "neon"),
+}
+"""Vector extensions of CPUs by the flags that show them, the widest first."""
+
+
+def kind_of_machine() -> str:
+    """Return the model of the GPU or NPU, or else vendor and widest vector extension of the CPU.
+
+    What runs may be blamed on is no part of it: versions, variables, numbers of threads. Imports
+    torch where the driver of a GPU does not tell.
+    """
+    for name in ("gpu", "npu"):
+        try:
+            model = HARDWARE[name]()
+        except NotKnownYetError:  # torch alone can tell
+            module: Any = getattr(import_module("torch"), "cuda" if name == "gpu" else name, None)
+            count = module.device_count() if module is not None and module.is_available() else 0
+            model = ", ".join(sorted({str(module.get_device_name(at)) for at in range(count)}))
+        if model:
+            return str(model)
+    its = _first_cpu()
+    vendor = its.get("vendor_id") or its.get("CPU implementer") or platform.processor()
+    flags = {*(its.get("flags") or its.get("Features") or "").split()}
+    widest = next((name for name, signs in _VECTORS.items() if flags.intersection(signs)), "")
+    return " ".join(filter(None, [vendor or platform.machine(), widest]))
+
+
+def compiler_settings() -> dict[str, Any] | None:
+    """Return the settings of torch's compiler that are not its defaults; None before it is loaded.
+
+    A text may be a path, and is there by four hex digits of its digest. What tells a default is
+    private: where a torch lacks it, nothing is known.
+    """
+    found = None
+    for module in map(sys.modules.get, ("torch._inductor.config", "torch._dynamo.config")):
+        if module is None or not hasattr(module, "_is_default"):
+            continue
+        found = found or {}
+        own = module.__name__.split(".")[1].removeprefix("_")
+        for name, value in module.get_config_copy().items():
+            # What was changed and put back is not among torch's own defaults.
+            is_default = module._is_default(name) or value == module._config[name].default  # noqa: SLF001 - see above
+            if not is_default and name != _OURS:
+                plain = value is None or isinstance(value, int | float)
+                found[f"{own}.{name}"] = value if plain else digest_of_text(repr(value))
+    return found
+
+
+_OURS = "wrap_inductor_compiled_regions"  # which a recording sets, and changes no code
 
 
 PACKAGES = ("torchrepro", "torch", "torch_npu", "numpy", "hydra-core", "omegaconf", "pydantic")
@@ -287,7 +340,7 @@ def _answer(ask: Callable[[str], Mapping[str, Any]], folder: str) -> Mapping[str
 
 
 def _status(folder: str) -> Mapping[str, Any]:
-    status = _git(folder, *_STATUS).decode(errors="replace").splitlines()
+    status = git(folder, *_STATUS).decode(errors="replace").splitlines()
     heads = dict(line[2:].partition(" ")[::2] for line in status if line.startswith("# "))
     changed = sum(not line.startswith("#") for line in status)
     return {"commit": heads.get("branch.oid", ""), "changed_files": changed}
@@ -298,8 +351,8 @@ def _changes(folder: str) -> Mapping[str, Any]:
     if "unknown" in found:
         return found
     if found["changed_files"]:
-        found["changes"] = hashlib.sha256(_git(folder, *_DIFF)).hexdigest()[:16]
-    lines = _git(folder, "remote", "-v").decode(errors="replace").splitlines()
+        found["changes"] = hashlib.sha256(git(folder, *_DIFF)).hexdigest()[:16]
+    lines = git(folder, "remote", "-v").decode(errors="replace").splitlines()
     remotes = []
     for url in {
         line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line
@@ -310,14 +363,24 @@ def _changes(folder: str) -> Mapping[str, Any]:
     return {**found, "remotes": sorted(remotes)}
 
 
-def _git(folder: str, *words: str) -> bytes:
+def git(
+    folder: str | Path,
+    *words: str,
+    given: bytes = b"",
+    timeout: float | None = TIMEOUT,
+    variables: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return what git answers in `folder`, with `given` as its input and `variables` set.
+
+    It runs no hook. Raises `OSError` and `subprocess.SubprocessError`.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return subprocess.run(  # noqa: S603 - the words are those above
-        ["git", *_RUN_NOTHING, "-C", folder, *words],  # noqa: S607 - the git that the user has
+    return subprocess.run(  # noqa: S603 - the words are those of this package
+        ["git", *_RUN_NOTHING, "-C", str(folder), *words],  # noqa: S607 - the git that the user has
         cwd=os.sep,  # ours may be gone
-        env={**environment, **_QUIET},
-        stdin=subprocess.DEVNULL,
+        env={**environment, **_QUIET, **(variables or {})},
+        input=given,
         capture_output=True,
-        timeout=TIMEOUT,
+        timeout=timeout,
         check=True,
     ).stdout

@@ -39,14 +39,11 @@ class NondeterministicOp(NamedTuple):
     """An op, all of its overloads included."""
 
     name: str
-    instead: str
-    """What a program can use in its place, on the device and without this policy."""
-
+    instead: str  # what a program can use in its place, on the device and without this policy
     documented: tuple[str, ...] = ()
     """What of torch's list ends in it; empty where only the kernels say so."""
 
-    on_cpu: bool = True
-    """False where the CPU's kernel raises as well, and torchrepro has no other."""
+    on_cpu: bool = True  # false where the CPU's kernel raises as well, and torchrepro has no other
 
 
 _POOL = "pool with strides and sizes that divide the input (reshape and mean), or use max_pool2d"
@@ -214,25 +211,8 @@ def max_unpool3d(
 
 
 def _unpooled(self: Tensor, indices: Tensor, output_size: Sequence[int], dims: int) -> Tensor:
-    torch = import_module("torch")
-    _check_unpooling(self, indices, output_size, dims)
-    result = self.new_zeros((*self.shape[:-dims], *output_size))
-    area = result.shape[-dims:].numel()
-    places = indices.reshape(-1)
-    if not places.numel():
-        return result
-    if bool(((places < 0) | (places >= area)).any()):
-        raise RuntimeError(f"max_unpool{dims}d: an index lies outside of {tuple(output_size)}")
-    planes = self.shape[:-dims].numel()
-    first = torch.arange(planes, device=places.device).unsqueeze(1) * area
-    places = (places.view(planes, -1) + first).view(-1)
-    _write_last(result.view(-1), places, self.reshape(-1))
-    return result
-
-
-def _check_unpooling(self: Tensor, indices: Tensor, output_size: Sequence[int], dims: int) -> None:
-    name = f"max_unpool{dims}d"
-    if indices.dtype != import_module("torch").int64:
+    torch, name = import_module("torch"), f"max_unpool{dims}d"
+    if indices.dtype != torch.int64:
         raise RuntimeError(f"{name}: indices have to be int64, and are {indices.dtype}")
     if len(output_size) != dims:
         raise RuntimeError(f"{name}: output_size has {len(output_size)} numbers, not {dims}")
@@ -241,10 +221,21 @@ def _check_unpooling(self: Tensor, indices: Tensor, output_size: Sequence[int], 
             f"{name}: input and indices have to be of one shape, of {dims + 1} or {dims + 2} "
             f"dimensions, not {tuple(self.shape)} and {tuple(indices.shape)}"
         )
+    result = self.new_zeros((*self.shape[:-dims], *output_size))
+    area = result.shape[-dims:].numel()
+    places = indices.reshape(-1)
+    if not places.numel():
+        return result
+    if bool(((places < 0) | (places >= area)).any()):
+        raise RuntimeError(f"{name}: an index lies outside of {tuple(output_size)}")
+    planes = self.shape[:-dims].numel()
+    first = torch.arange(planes, device=places.device).unsqueeze(1) * area
+    places = (places.view(planes, -1) + first).view(-1)
+    _write_last(result.view(-1), places, self.reshape(-1))
+    return result
 
 
 def _write_last(target: Tensor, places: Tensor, values: Tensor) -> None:
-    """Write each value to its place of `target`, counted flat; of several the last one stays."""
     torch = import_module("torch")
     ordered, order = torch.sort(places, stable=True)
     is_last = torch.ones_like(ordered, dtype=torch.bool)
@@ -274,9 +265,9 @@ TORCHS_OWN = frozenset(
     {
         *("_", "_c10d_functional", "_c10d_functional_autograd", "_caffe2", "_dtensor", "_native"),
         *("_inductor_debug", "_inductor_test", "_quantized", "_test", "_torch_testing", "ao"),
-        *("aten", "bucketing", "c10d", "c10d_functional", "cplib", "debug_mode_ops"),
+        *("aten", "bucketing", "c10d", "c10d_functional", "coor", "cplib", "debug_mode_ops"),
         *("debugprims", "device_mesh", "export", "flex_lib", "fsdp", "inductor"),
-        *("inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx"),
+        *("inductor_prims", "mempool", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx"),
         *("onnx_symbolic", "pippy", "prepacked", "prim", "prims", "profiler", "quantization"),
         *("quantized", "quantized_decomposed", "rngprims", "rpc", "semi_structured", "sparse"),
         *("static_runtime", "streams", "symm_mem", "torch_attn", "xnnpack"),

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import frames, package
@@ -51,7 +51,6 @@ from torchrepro.policies.policy import Toggle, count
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import ExitStack
-    from types import ModuleType
 
 
 _COMPOSITE_KEYS = (
@@ -100,11 +99,6 @@ def _identity_and_mask(kind: str, tensor: Any, *rest: Any, **more: Any) -> Any:
     return tensor.clone(), torch.ones_like(tensor, dtype=getattr(torch, kind))
 
 
-def _gradient_unchanged(gradient: Any, mask: Any, scale: float) -> Any:
-    # TorchScript saves a mask of ones and asks for 1 / (1 - p) times the gradient.
-    return gradient.clone()
-
-
 def _rrelu(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any) -> Any:
     return import_module("torch").nn.functional.leaky_relu(tensor, (lower + upper) / 2)
 
@@ -122,18 +116,9 @@ def _slopes(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any)
         return torch.ones_like(tensor).masked_fill_(tensor <= 0, (lower + upper) / 2)
 
 
-def _rrelu_with_noise(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+def _with_noise(rrelu: Callable[..., Any], tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
     noise.copy_(_slopes(tensor, *rest))
-    return _rrelu(tensor, *rest)
-
-
-def _rrelu_with_noise_in_place(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
-    noise.copy_(_slopes(tensor, *rest))
-    return _rrelu_in_place(tensor, *rest)
-
-
-def _rrelu_with_noise_functional(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
-    return _rrelu(tensor, *rest), _slopes(tensor, *rest)
+    return rrelu(tensor, *rest)
 
 
 COMPOSITE: dict[str, Callable[..., Any]] = {
@@ -152,11 +137,15 @@ COMPOSITE: dict[str, Callable[..., Any]] = {
 
 WITH_KERNELS: dict[str, Callable[..., Any]] = {
     "native_dropout": partial(_identity_and_mask, "bool"),
-    "native_dropout_backward": _gradient_unchanged,
+    # TorchScript saves a mask of ones and asks for 1 / (1 - p) times the gradient.
+    "native_dropout_backward": lambda gradient, mask, scale: gradient.clone(),
     "_fused_dropout": partial(_identity_and_mask, "uint8"),
-    "rrelu_with_noise": _rrelu_with_noise,
-    "rrelu_with_noise_": _rrelu_with_noise_in_place,
-    "rrelu_with_noise_functional": _rrelu_with_noise_functional,
+    "rrelu_with_noise": partial(_with_noise, _rrelu),
+    "rrelu_with_noise_": partial(_with_noise, _rrelu_in_place),
+    "rrelu_with_noise_functional": lambda tensor, noise, *rest, **more: (
+        _rrelu(tensor, *rest),
+        _slopes(tensor, *rest),
+    ),
 }
 """Ops with kernels of their own, and what stands in for them."""
 
@@ -269,14 +258,10 @@ def _caller() -> str:
 class WrittenMask:
     """A function that draws a mask, and what one name in it stands for so that nothing drops."""
 
-    modules: str
-    """A module's name, or with a `*` at the end the beginning of several."""
-    functions: str
-    """Pattern of qualified names within the module."""
-    name: str
-    """Pattern of the parameters, variables or attributes that are read as `value`."""
-    value: str = "0.0"
-    """A Python expression."""
+    modules: str  # A module's name, or with a `*` at the end the beginning of several
+    functions: str  # pattern of qualified names within the module
+    name: str  # pattern of the parameters, variables or attributes that are read as `value`
+    value: str = "0.0"  # A Python expression
 
     def draws_in(self, module: str, function: str) -> bool:
         """Whether the function of that qualified name in `module` is one of this row's."""
@@ -374,7 +359,6 @@ _finder = AfterImport({row.modules for row in WRITTEN_MASKS}, _zero_when_loaded)
 
 
 def _zero_in(name: str) -> None:
-    """Exchange the code of every function of the module `name` that draws a known mask."""
     module: Any = sys.modules.get(name)
     if module is None:
         return
@@ -412,7 +396,6 @@ def _zero_in(name: str) -> None:
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    """Yield the functions and methods that `module` itself defines, without their decorators."""
     for value in list(vars(module).values()):
         of_class = isinstance(value, type) and value.__module__ == module.__name__
         for member in list(vars(value).values()) if of_class else (value,):
@@ -439,7 +422,6 @@ def _tree(module: ModuleType) -> ast.Module:
 
 
 def _definitions(tree: ast.AST) -> Iterator[tuple[_Place, ast.FunctionDef]]:
-    """Yield the functions in a module's tree, wherever statements can hold one."""
     for part in ast.iter_child_nodes(tree):
         if isinstance(part, ast.FunctionDef):
             first = min([part.lineno, *(decorator.lineno for decorator in part.decorator_list)])
@@ -460,8 +442,6 @@ def _place(code: CodeType) -> _Place:
 
 
 class _NameReplacer(ast.NodeTransformer):
-    """Replaces each read of a name by the value that its row gives."""
-
     def __init__(self, rows: list[WrittenMask]) -> None:
         self.rows = rows
 

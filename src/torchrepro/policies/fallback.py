@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from torchrepro.callers import frames, place
+from torchrepro.callers import frames, program_place
 from torchrepro.errors import ProfileError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.knobs.knob import MissingState
@@ -34,9 +34,6 @@ from torchrepro.policies.interpose import Priority, overloads_named, packet_name
 from torchrepro.policies.on_cpu import fit_to, is_on_device, on_cpu
 from torchrepro.policies.policy import Effect, add_effects, count
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 KNOB = "device.fallback"
 ON_CPU = "ran on the CPU"
 OWN = "ran in a deterministic implementation of torchrepro's"
@@ -53,12 +50,9 @@ _IDLE = {
 
 
 class _InForce(NamedTuple):
-    """The value in force and what it makes of each op."""
-
     value: Value = None
     actions: Mapping[Any, Action] = {}
-    named: frozenset[Any] = frozenset()
-    """The overloads that the profile decides about by name."""
+    named: frozenset[Any] = frozenset()  # the overloads that the profile decides about by name
 
 
 _lock = fork_safe_lock()
@@ -169,7 +163,6 @@ def _interpose_all() -> None:
 
 
 def _replacements() -> dict[Any, Callable[..., Any]]:
-    """Return the replacements in force: those of ops that the profile does not decide about."""
     if _in_force.value is None:
         return {}
     with _lock:
@@ -183,7 +176,6 @@ def _replaced_by(fn: Callable[..., Any]) -> str:
 
 
 def _uncalled_replacements(counted: list[Effect]) -> tuple[Effect, ...]:
-    """Return an effect of no calls for every op that has a replacement in force, not called yet."""
     called = {effect.subject for effect in counted if effect.what.startswith("replaced by ")}
     return tuple(
         Effect(KNOB, op.name(), _replaced_by(fn), "", 0, 0)
@@ -224,7 +216,8 @@ def _decided(value: str | Mapping[str, Any]) -> _InForce:
     for name in asked:
         if not is_pattern(name):
             ops, choice = overloads_named(name), asked[name]
-            if choice == "cpu" and any(map(_returns_a_view, ops)):
+            returned = [each.alias_info for op in ops for each in op._schema.returns]  # noqa: SLF001 - no public reader
+            if choice == "cpu" and any(info and not info.is_write for info in returned):
                 raise ProfileError.about(
                     f"`{name}` returns a view: it computes nothing that could run on the CPU"
                 )
@@ -232,13 +225,7 @@ def _decided(value: str | Mapping[str, Any]) -> _InForce:
     return _InForce(value, {**actions, **named}, frozenset(named))
 
 
-def _returns_a_view(op: Any) -> bool:
-    returned = [each.alias_info for each in op._schema.returns]  # noqa: SLF001 - no public reader
-    return any(alias is not None and not alias.is_write for alias in returned)
-
-
 def _where_refused(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any) -> Any:
-    """Run the kernel of `op`; where torch refuses to, do what was chosen."""
     try:
         return proceed(*args, **kwargs)
     except RuntimeError as error:
@@ -259,7 +246,6 @@ def _where_refused(op: Any, choice: str, proceed: Action, /, *args: Any, **kwarg
 
 
 def _always(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any) -> Any:
-    """Do what was chosen for `op` at every call, whether its kernel is deterministic or not."""
     if choice == "error":
         words = f"{op.name()} may not run: the profile refuses it ({KNOB})"
         raise RuntimeError(_with_advice(op, words))
@@ -305,7 +291,6 @@ def _replaced(
 
 
 def _filling_outputs(op: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` for the overload `op`, whose ``out=`` is filled with what `fn` returns."""
     arguments = op._schema.arguments  # noqa: SLF001 - a schema has no public reader
     names = [argument.name for argument in arguments if argument.is_out]
     if not names:
@@ -359,7 +344,6 @@ def _may_vary() -> Iterator[None]:
 
 
 def _with_advice(op: Any, message: str) -> str:
-    """Return `message` and what to do, unless an op within this one has said it already."""
     if "torchrepro:" in message:
         return message
     name = packet_name(op)
@@ -379,4 +363,4 @@ def _count(op: Any, what: str, moved: int = 0) -> None:
     # The line of the program is what called `interpose`; a thread of torch's own has none.
     of_ours = [each for each in frames() if each.f_globals.get("__name__") == interpose.__name__]
     caller = of_ours[-1].f_back if of_ours else None
-    count(KNOB, op.name(), what, place(caller) if caller is not None else "", moved)
+    count(KNOB, op.name(), what, program_place(caller) if caller is not None else "", moved)

@@ -94,9 +94,7 @@ class _Pair:
 
     own: Any
     stand_in: Any
-    left: bytes = b""
-    """The state in which the device's generator was left."""
-
+    left: bytes = b""  # the state in which the device's generator was left
     states: OrderedDict[bytes, Any] = field(default_factory=OrderedDict)
     """State of the device's generator -> that of its stand-in, the latest ones."""
 
@@ -140,7 +138,6 @@ def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
 
 
 def _advanced(generator: Any, state: bytes) -> bytes:
-    """Advance `generator` by a step if its state is a seed and an offset; return its state."""
     if len(state) != _SEED_AND_OFFSET:
         return state
     offset = int.from_bytes(state[8:], "little") + _STEP
@@ -188,16 +185,11 @@ def _recurrent(names: list[str], original: Any, /, *args: Any, **kwargs: Any) ->
 
 
 def _draw_by_ops_when_compiled(undo: ExitStack) -> None:
-    """Have inductor draw by torch's ops, now or once it is loaded."""
-
     def draw_by_ops(module: str) -> None:
         config: Any = sys.modules[module]
         undo.callback(setattr, config, "fallback_random", config.fallback_random)
         config.fallback_random = True
 
-    if _INDUCTOR in sys.modules:
-        draw_by_ops(_INDUCTOR)
-        return
     finder = AfterImport([_INDUCTOR], draw_by_ops)
-    finder.watch()
+    finder.watch_all()
     undo.callback(finder.unwatch)

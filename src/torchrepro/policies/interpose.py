@@ -167,20 +167,22 @@ def override(op: Any, key: str, stand_in: Callable[..., Any]) -> Callable[[], No
     with _lock:
         present = _overrides.get((op, key))
         if present is None:
-            present = _Override(_kernel(op, key))
+            library, kernel = import_module("torch").library, None
+            if hasattr(library, "get_kernel"):  # which takes a keyset first
+                kernel = library.get_kernel(op, _RUNTIME_KEYS.get(key, key)).call_boxed
+            present = _Override(kernel)
             present.library = _registered(op, key, present)
             _overrides[op, key] = present
         present.stand_ins.append(stand_in)
-    return partial(_take_back, op, key, stand_in)
 
+    def take_back() -> None:
+        with _lock:
+            present.stand_ins.remove(stand_in)
+            if present.original is None and not present.stand_ins:
+                del _overrides[op, key]
+                present.library = None  # dropping the library takes its registration back
 
-def _take_back(op: Any, key: str, stand_in: Callable[..., Any]) -> None:
-    with _lock:
-        present = _overrides[op, key]
-        present.stand_ins.remove(stand_in)
-        if present.original is None and not present.stand_ins:
-            del _overrides[op, key]
-            present.library = None  # dropping the library takes its registration back
+    return take_back
 
 
 @dataclass(eq=False)
@@ -201,17 +203,7 @@ class _Override:
         return proceed(*args, **kwargs)
 
 
-def _kernel(op: Any, key: str) -> Callable[..., Any] | None:
-    """Return the kernel of `op` at `key`, called with a keyset first; None where torch is older."""
-    library = import_module("torch").library
-    if not hasattr(library, "get_kernel"):
-        return None
-    kernel: Callable[..., Any] = library.get_kernel(op, _RUNTIME_KEYS.get(key, key)).call_boxed
-    return kernel
-
-
 def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
-    """Register `kernel`, which takes a keyset first, and return the library that holds it."""
     _keep_from_dynamo()
     namespace, _, name = op.name().partition("::")
     library = import_module("torch").library.Library(namespace, "IMPL")
@@ -320,7 +312,6 @@ def _is_dispatched(op: Any) -> bool:
 
 
 def _readings(spelled: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what `spelled` may mean: namespace, name, and overload or an empty string."""
     namespace, separator, rest = spelled.partition("::")
     parts = (rest if separator else spelled).split(".")
     if separator:

@@ -10,24 +10,19 @@ optimizers, DDP and checkpoints see the module where it always was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, partial
 from importlib import import_module
-from inspect import signature
-from typing import TYPE_CHECKING, Any
+from inspect import Signature, signature
+from typing import Any
 from weakref import ref
 
 from torchrepro.errors import ApplyError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.policies.policy import count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from inspect import Signature
-
 
 POLICY = "device.modules"
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
@@ -280,7 +275,6 @@ def _stage() -> type:
 
 @contextmanager
 def _attributes(module: Any, transfer: Transfer, there: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Have modules keep the tensors `there` as plain attributes for the length of the block."""
     parts = list(module.modules())
     before = [_tensors_of(part) for part in parts]
     derived = [

@@ -99,7 +99,10 @@ class _Call:
     def handed_back(self, result: Any) -> Any:
         """Copy what the op has written back to the originals, and move what it returned."""
         for key in self._written & self._copies.keys():
-            self._write_back(*self._copies[key])
+            original, copy = self._copies[key]
+            fit_to(original, copy)
+            original.copy_(copy)
+            self.moved += _bytes(copy)
         originals = {id(copy): original for original, copy in self._copies.values()}
 
         def up(value: Any) -> Any:
@@ -112,11 +115,6 @@ class _Call:
 
         return mapped(up, result)
 
-    def _write_back(self, original: Any, copy: Any) -> None:
-        fit_to(original, copy)
-        original.copy_(copy)
-        self.moved += _bytes(copy)
-
 
 def fit_to(tensor: Any, like: Any) -> None:
     """Resize `tensor`, an output, to the size and the strides of `like` if its size is another."""
@@ -127,17 +125,14 @@ def fit_to(tensor: Any, like: Any) -> None:
 
 
 def _computed(run: Callable[..., Any], call: _Call) -> Any:
+    torch = import_module("torch")
     try:
         return run(*call.args, **call.kwargs)
     except RuntimeError as error:
-        short = _short_type([*leaves(call.args), *leaves(call.kwargs)])
+        kinds = [its.dtype for its in leaves([call.args, call.kwargs]) if _is_tensor(its)]
+        short = next((kind for kind in kinds if kind in (torch.float16, torch.bfloat16)), None)
         if _NO_KERNEL not in str(error) or short is None:
             raise
-        return _in_float32(run, call, short)
-
-
-def _in_float32(run: Callable[..., Any], call: _Call, short: Any) -> Any:
-    float32 = import_module("torch").float32
     copies: dict[int, tuple[Any, Any]] = {}
 
     def widened(value: Any) -> Any:
@@ -153,15 +148,9 @@ def _in_float32(run: Callable[..., Any], call: _Call, short: Any) -> Any:
             original = originals[id(value)]
             fit_to(original, value)
             return original.copy_(value)
-        return value.to(short) if _is_tensor(value) and value.dtype == float32 else value
+        return value.to(short) if _is_tensor(value) and value.dtype == torch.float32 else value
 
     return mapped(narrowed, result)
-
-
-def _short_type(values: list[Any]) -> Any:
-    torch = import_module("torch")
-    kinds = [value.dtype for value in values if _is_tensor(value)]
-    return next((kind for kind in kinds if kind in (torch.float16, torch.bfloat16)), None)
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], set[int]]:
@@ -178,28 +167,20 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[se
 
 
 def _overlapping(tensors: dict[int, Any], written: set[int]) -> Iterator[list[Any]]:
-    """Yield `tensors` in groups: those with memory in common that is written to are one group."""
     plain = {key: tensor for key, tensor in tensors.items() if _is_plain(tensor)}
     yield from ([tensor] for key, tensor in tensors.items() if key not in plain)
-    group: list[Any] = []
+    groups: list[list[Any]] = []
     for tensor in sorted(plain.values(), key=lambda tensor: (_memory(tensor), _start(tensor))):
-        if (
-            group
-            and _memory(tensor) == _memory(group[0])
-            and _start(tensor) < max(map(_end, group))
-        ):
-            group.append(tensor)
-            continue
-        yield from _parts(group, written)
-        group = [tensor]
-    yield from _parts(group, written)
-
-
-def _parts(group: list[Any], written: set[int]) -> Iterator[list[Any]]:
-    if any(id(tensor) in written for tensor in group):
-        yield group
-    else:
-        yield from ([tensor] for tensor in group)
+        last = groups[-1] if groups else []
+        if last and _memory(tensor) == _memory(last[0]) and _start(tensor) < max(map(_end, last)):
+            last.append(tensor)
+        else:
+            groups.append([tensor])
+    for group in groups:
+        if any(id(tensor) in written for tensor in group):
+            yield group
+        else:
+            yield from ([tensor] for tensor in group)
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -50,14 +50,6 @@ def absence(word: str) -> str:
     return f"no device `{word}` here{hint} (here: {some(here)})"
 
 
-def device_named(word: str) -> Any:
-    """Return the `torch.device` that `word` means now: ``cuda`` is the current one of its kind."""
-    torch = import_module("torch")
-    if word.startswith("cpu"):
-        return torch.device("cpu")  # tensors of the host carry no index
-    return torch.empty(0, device=word).device
-
-
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Segments of names that wrappers add: DDP, torch.compile, FSDP, activation checkpointing."""
 
@@ -122,12 +114,6 @@ def _parts_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
         return
     for child, _ in names[name].named_children():
         yield from _parts_that_run(f"{name}.{child}", names)
-
-
-TO_DO = (
-    "names are those of model.named_modules(); where no model is called as a whole, or only in "
-    "code of torch.compile, call torchrepro.place_modules(model) before the first step"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +200,7 @@ class Placement:
 
     def place(self, model: Any) -> tuple[str, ...]:
         """Find the parts of `model`, let them run on their devices, and return their names."""
+        torch = import_module("torch")
         with self._lock:
             found, matched = match(model, self.patterns)
             self._matched |= matched
@@ -225,9 +212,12 @@ class Placement:
                 present = vars(module).get("forward")
                 if isinstance(present, PlacedForward) and present.module() is module:
                     continue
-                if isinstance(module, import_module("torch").jit.ScriptModule):
+                if isinstance(module, torch.jit.ScriptModule):
                     raise ApplyError(f"{POLICY}: `{name}` is TorchScript, which stays where it is")
-                self._placed.append(PlacedForward(name, module, Device(device_named(device))))
+                # ``cuda`` is the current one of its kind. Tensors of the host carry no index.
+                is_host = device.startswith("cpu")
+                there = torch.device("cpu") if is_host else torch.empty(0, device=device).device
+                self._placed.append(PlacedForward(name, module, Device(there)))
                 self._placed[-1].put()
             return tuple(name for name, _ in found.values())
 
@@ -236,8 +226,13 @@ class Placement:
         called = some(self._kinds) or ("only compiled code" if self._has_compiled() else "nothing")
         names = sorted(self._names, key=lambda name: name.count("."))
         what = f"matches no module; called so far: {called}"
+        todo = (
+            "names are those of model.named_modules(); where no model is called as a whole, or "
+            "only in code of torch.compile, call torchrepro.place_modules(model) before the first "
+            "step"
+        )
         return "\n".join(
-            str(Problem(what, "", POLICY, pattern, some(names), near(pattern, names), TO_DO))
+            str(Problem(what, "", POLICY, pattern, some(names), near(pattern, names), todo))
             for pattern in self.patterns
             if pattern not in self._matched
         )

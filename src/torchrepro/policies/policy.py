@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchrepro.fork_safety import fork_safe_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torchrepro.errors import ApplyError
 
 Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]

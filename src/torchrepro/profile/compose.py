@@ -8,13 +8,13 @@ the line that set it, and code that applies a profile does not pay for importing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.legal_values import SchemaVersion
-from torchrepro.messages import Problem, shown
+from torchrepro.knobs.legal_values import SCHEMA_VERSION
+from torchrepro.messages import Problem, printable, shown
 from torchrepro.profile.document import (
     MAX_DEPTH,
     Document,
@@ -34,15 +34,13 @@ from torchrepro.profile.search_path import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torchrepro.profile.resolved import ResolvedProfile
 
 SCHEMA = "schema"
 MAX_DOCUMENTS = 64
-MAX_KEYS = 2000
-"""Keys of all files of one profile, each counted as often as it is read."""
+MAX_KEYS = 2000  # keys of all files of one profile, each counted as often as it is read
 
 
 @dataclass(slots=True)
@@ -81,6 +79,7 @@ class Composition:
     def name_it(self, name: str, origin: Origin) -> None:
         """Give the profile a name, unless it has one."""
         if "name" not in self.values:
+            name = printable(name).translate(str.maketrans("()", "[]"))  # as `PROFILE_NAME` has it
             self.values["name"] = name
             self.origins["name"] = origin._replace(value=name)
 
@@ -96,7 +95,6 @@ class Composition:
 
 
 def _around(key: str) -> Iterator[str]:
-    """Yield the sections around a dotted key, the nearest first."""
     while "." in key:
         key = key.rpartition(".")[0]
         yield key
@@ -139,7 +137,6 @@ def compose_document(
 
 
 def compose_resolved(resolved: ResolvedProfile, overrides: Sequence[str]) -> Composition:
-    """Compose a profile that is resolved already with further `overrides`."""
     values = plain(resolved.values)
     composition = Composition(values, dict(resolved.origins), only_shipped=False)
     composition.typed |= flatten(values).keys()  # judged when they were resolved
@@ -188,7 +185,7 @@ class _Layers:
         if self.keys > MAX_KEYS:
             what = f"more than {MAX_KEYS:,} keys in the files of one profile"
             raise ProfileError.about(what, document.where)
-        schema, newest = document.values.get(SCHEMA), SchemaVersion().newest
+        schema, newest = document.values.get(SCHEMA), SCHEMA_VERSION.high or 1
         if isinstance(schema, int) and schema > newest:  # whose keys may be unknown here
             raise ProfileError.about(
                 "written for a newer torchrepro",

@@ -122,7 +122,6 @@ def read_document(path: Path, where: str = "") -> Document:
 
 
 def parse_document(text: str, where: str) -> Document:
-    """Parse the text of a profile, as `read_document` does."""
     for number, written in enumerate(text.splitlines(), start=1):
         if written.strip() and not written.lstrip().startswith("#"):
             break
@@ -146,10 +145,13 @@ def parse_document(text: str, where: str) -> Document:
         line = f"{where}:{mark.line + 1}" if mark else where
         if "maximum nesting depth" in what:  # libyaml has a limit of its own, and reads ahead
             raise ProfileError.about(f"nested deeper than {MAX_DEPTH} levels", line) from None
-        todo = "mend the line, if this is the file of a profile"
+        todo = "correct this line; if the file is no profile, name another one"
         raise ProfileError.about(f"YAML syntax error: {what}", line, todo=todo) from None
     except (yaml.YAMLError, UnicodeError) as error:
-        what, todo = str(error).splitlines()[0], "mend the file, if it is that of a profile"
+        what, todo = (
+            str(error).splitlines()[0],
+            "correct the file; if it is no profile, name another one",
+        )
         raise ProfileError.about(f"not YAML: {what}", where, todo=todo) from None
     if root is None or (isinstance(root, yaml.ScalarNode) and root.value == ""):
         todo = "write at least `name:` and `seed:`"
@@ -164,7 +166,6 @@ def parse_document(text: str, where: str) -> Document:
 
 
 def _judge_events(text: str, where: str) -> None:
-    """Refuse, before anything is built, tags, anchors, a second document, and too much of it."""
     depth = documents = nodes = 0
     event: Any  # the stubs know only the common base of events
     for event in yaml.parse(text, Loader=_Loader):
@@ -215,7 +216,6 @@ def defaults_list(entries: Any, where: str) -> tuple[str, ...]:
 
 
 def _value(node: yaml.Node, where: str, lines: dict[str, int], dotted: str) -> Any:
-    """Return the node at the key `dotted` as plain values, and note every key's line in `lines`."""
     if isinstance(node, yaml.SequenceNode):
         return [_value(entry, where, lines, dotted) for entry in node.value]
     if isinstance(node, yaml.MappingNode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,15 +19,12 @@ from torchrepro.profile.resolved import EXTRA, ResolvedProfile, plain, versioned
 from torchrepro.profile.search_path import incomplete_packs, is_piece, search_path
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torchrepro.messages import Problem
     from torchrepro.profile.compose import Composition
     from torchrepro.profile.schema import Profile
 
 
-SECTION = "repro"
-"""Key under which the config of a program holds its profile."""
+SECTION = "repro"  # key under which the config of a program holds its profile
 
 REFUSED = "_refused_"
 """Key under which a config carries the reason why its profile was refused while Hydra composed.

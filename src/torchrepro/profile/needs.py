@@ -29,23 +29,14 @@ class Need(NamedTuple):
     met_by: Callable[[Any], bool] | None = None
     """Whether a value meets the need; None: any value that is not in `broken_by`."""
 
-    left_open: str = ""
-    """What may differ between two runs where this is not met."""
-
+    left_open: str = ""  # what may differ between two runs where this is not met
     kinds: tuple[str, ...] = ()
     """The need applies where all of these kinds of device are present; none: everywhere."""
 
-    broken_by: tuple[Any, ...] = ()
-    """The values that contradict the guarantee."""
-
-    because: str = ""
-    """What such a value leads to."""
-
-    if_there: bool = False
-    """Whether nothing is open where the state does not exist."""
-
-    calls: tuple[str, ...] = ()
-    """The functions with which a program can meet the need by itself."""
+    broken_by: tuple[Any, ...] = ()  # the values that contradict the guarantee
+    because: str = ""  # what such a value leads to
+    if_there: bool = False  # whether nothing is open where the state does not exist
+    calls: tuple[str, ...] = ()  # the functions with which a program can meet the need by itself
 
 
 def _is(*values: Any) -> Callable[[Any], bool]:
@@ -81,7 +72,6 @@ def _precision(
     lower: Any = None,
     **more: Any,
 ) -> Need:
-    """Return what `aligned` needs of a precision; the value `lower` contradicts it."""
     if lower is not None:
         because = "float32 is then computed with fewer bits here and not on the other side"
         more = {"broken_by": (lower,), "because": because}

@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchrepro.imports import installed_version
 from torchrepro.knobs.catalogue import CATALOGUE, rows_for_key
-from torchrepro.knobs.knob import variable
+from torchrepro.knobs.knob import Knob, variable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torchrepro.knobs.knob import Knob
-
-EXTRA = "env_extra"
-"""The section of variables that are not in the catalogue."""
+EXTRA = "env_extra"  # the section of variables that are not in the catalogue
 
 OPAQUE = ("device.fallback", "device.modules", "streams", "ranks")
 """Keys whose value is a mapping of the user's own words, and so one value."""
@@ -41,15 +35,12 @@ _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 class Origin(NamedTuple):
     """The place that set a value, and the one before it."""
 
-    set_by: str
-    """``file:line``, the override, or the argument."""
-
+    set_by: str  # ``file:line``, the override, or the argument
     package: str = ""
     """The distribution of the file; with its version, if another process wrote the origin."""
 
     value: Any = None
-    replaced: Origin | None = None
-    """The origin of the value that stood there before."""
+    replaced: Origin | None = None  # the origin of the value that stood there before
 
     def earlier(self) -> Iterator[Origin]:
         """Yield the origins of the values that this one replaced, the nearest first."""
@@ -68,7 +59,6 @@ class Origin(NamedTuple):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Origin:
-        """Return the origin that `to_json` wrote."""
         before: Origin | None = None
         for each in reversed(content["replaced"]):
             before = cls(each["set_by"], each["package"], each["value"], before)

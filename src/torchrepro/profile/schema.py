@@ -30,17 +30,21 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names, rows_for_key
-from torchrepro.knobs.legal_values import ANY_TEXT, SEED, OneOf, SchemaVersion, waits_for_refusal
+from torchrepro.knobs.legal_values import (
+    ANY_TEXT,
+    SCHEMA_VERSION,
+    SEED,
+    Legal,
+    OneOf,
+    Text,
+    waits_for_refusal,
+)
 from torchrepro.knobs.variables import allowed, refusal
 from torchrepro.messages import shown
 from torchrepro.profile.document import LONGEST_NUMBER
 from torchrepro.profile.needs import NEEDS, folded
 from torchrepro.profile.resolved import EXTRA, STRICT, Origin, ResolvedProfile, flatten, plain
 from torchrepro.profile.search_path import PIECES, SHIPPED, Folder
-
-if TYPE_CHECKING:
-    from torchrepro.knobs.legal_values import Legal
-
 
 SECTIONS = ("torch", "cuda", "cudnn", "cpu", "npu", "distributed")
 CONFIG = ConfigDict(extra="forbid", frozen=True)
@@ -106,6 +110,14 @@ def _frozen(value: Any) -> Any:
     return MappingProxyType({k: _frozen(inner) for k, inner in value.items() if inner is not None})
 
 
+PROFILE_NAME = Text(
+    r"[^\x00-\x20\x7f-\xa0()\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+    r"[^\x00-\x1f\x7f-\xa0()\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]{0,254}",
+    "one line of printable characters without parentheses",
+    "reports write what they say of a profile into the same line, and into parentheses",
+    variable=False,
+)
+
 AS_TEXT = BeforeValidator(_as_text)
 NULL_IS_EMPTY = BeforeValidator(lambda value: {} if value is None else value)
 FROZEN = (AfterValidator(_frozen), PlainSerializer(plain))
@@ -131,7 +143,6 @@ class Section(BaseModel):
 
 
 def _section(name: str, prefix: str, doc: str, **more: Any) -> Any:
-    """Return the model of the rows, and of aliases of rows, whose names begin with `prefix`."""
     rows = {knob.name: knob for knob in CATALOGUE}
     rows |= {alias: knobs[0] for alias, knobs in other_names().items()}
     fields: dict[str, Any] = {
@@ -239,10 +250,10 @@ class Profile(BaseModel):
 
     model_config = ConfigDict(**CONFIG, title="torchrepro profile", use_attribute_docstrings=True)
 
-    schema_version: Annotated[Any, Values(SchemaVersion())] = Field(None, alias="schema")
+    schema_version: Annotated[Any, Values(SCHEMA_VERSION)] = Field(None, alias="schema")
     """Version of this schema that the file was written for."""
 
-    name: StrictStr | None = None
+    name: Annotated[StrictStr | None, Values(PROFILE_NAME)] = None
     """What reports call the profile; the file's own name unless given."""
 
     description: StrictStr | None = None
@@ -378,7 +389,6 @@ def _schema_of_section(model: Any, definitions: dict[str, Any], prefix: str) -> 
 
 
 def _schema_of_key(entry: Any, definitions: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the schema of one key, described by the row of the catalogue that it sets."""
     said = {"description": " ".join(entry.get("description", "").split())}
     if "$ref" in entry:
         model = definitions[entry["$ref"].rpartition("/")[2]]
@@ -404,7 +414,8 @@ def _schema_of_key(entry: Any, definitions: dict[str, Any], key: str) -> dict[st
         kept = {"anyOf": _texts(legal)}
     does = said["description"].partition(" Cost: ")[0]
     cost = "; ".join(dict.fromkeys(knob.cost for knob in knobs))
-    sources = dict.fromkeys(each for knob in knobs for each in addresses(knob.source))
+    words = (word.strip(",;()") for knob in knobs for word in knob.source.split())
+    sources = dict.fromkeys(word for word in words if word.startswith("http"))
     linked = ", ".join(f"[{number}]({source})" for number, source in enumerate(sources, 1))
     lines = [does, f"Cost: {cost}.", f"Values: {legal.words}; null leaves it alone."]
     lines += [f"Sources: {linked}"] * bool(linked)
@@ -424,13 +435,7 @@ def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
     return {**one, **words, "type": [one["type"], "null"]}
 
 
-def addresses(source: str) -> list[str]:
-    """Return the addresses in what a row says of its source."""
-    return [word.strip(",;()") for word in source.split() if word.startswith("http")]
-
-
 def _texts(legal: Legal) -> list[dict[str, Any]]:
-    """Return the schemas of a variable: words to choose from, other text, unquoted digits."""
     words = [word.strip('"') for word in legal.choices()]
     numbers = [number for number in _TRIED if not legal.complaint(str(number))]
     digits: dict[str, Any] = {"enum": numbers}

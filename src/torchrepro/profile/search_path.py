@@ -33,19 +33,16 @@ VARIABLE = "TORCHREPRO_PATH"
 
 ENTRY_POINTS = "torchrepro.profiles"
 PACKAGE = "pkg://"
-PIECES = "with"
-"""Folder of the pieces in a folder of profiles: `with/dropout-zero`."""
+PIECES = "with"  # folder of the pieces in a folder of profiles: `with/dropout-zero`
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
 SUFFIXES = (".yaml", ".yml")
 _PACKAGE = re.compile(r"[\w.]+(:[\w.]+)?")
 
-MANY = 1000
-"""Files and folders in a folder of profiles that are read for a list of names."""
+MANY = 1000  # files and folders in a folder of profiles that are read for a list of names
 
 DEEPEST = 8
-MOST = 16
-"""Packs that one distribution may declare."""
+MOST = 16  # packs that one distribution may declare
 
 LARGEST = 100_000
 """Characters of entry points that are read; more would take `importlib.metadata` seconds."""
@@ -63,9 +60,7 @@ class Folder(NamedTuple):
     prefix: str = ""
     """What the names of its profiles begin with: ``team/`` in a pack that is called team."""
 
-    package: str = ""
-    """The distribution that the folder belongs to."""
-
+    package: str = ""  # the distribution that the folder belongs to
     source: Path | None = None
     """The project in which its files are written, if it is installed for editing."""
 
@@ -139,18 +134,11 @@ class ProfileFile(NamedTuple):
 class Pack(NamedTuple):
     """A pack that a distribution declares, or a distribution that cannot be read."""
 
-    owner: str
-    """The distribution, as messages show it."""
-
+    owner: str  # the distribution, as messages show it
     distribution: Distribution
-    name: str = ""
-    """What the names of its profiles begin with; empty where that cannot be read."""
-
-    value: str = ""
-    """The package that holds the profiles, as the entry point names it."""
-
-    complaint: str = ""
-    """Why no pack of the distribution is read, if so."""
+    name: str = ""  # what the names of its profiles begin with; empty where that cannot be read
+    value: str = ""  # the package that holds the profiles, as the entry point names it
+    complaint: str = ""  # why no pack of the distribution is read, if so
 
     @property
     def package(self) -> str:

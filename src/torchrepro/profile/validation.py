@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from torchrepro.errors import ProfileError
 from torchrepro.imports import installed_version
@@ -28,7 +27,6 @@ from torchrepro.profile.search_path import PIECES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pydantic import BaseModel
     from pydantic_core import ErrorDetails
 
     from torchrepro.profile.compose import Composition
@@ -60,8 +58,7 @@ _HOW_TO_LAY_PIECES = (
     "choose them with +repro/with=[dropout-zero] under Hydra, with=[dropout-zero] among overrides, "
     "or name them in `defaults`: [debug-strict, with/dropout-zero, _self_]"
 )
-LONGEST = 200
-"""Characters of a version range."""
+LONGEST = 200  # characters of a version range
 
 _ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
 
@@ -139,19 +136,15 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
         meant = near(word, legal)
         return Problem(what, place, key, found, some(legal), meant, _HOW_TO_LAY_PIECES)
     known = other_names().get(key) or other_names().get(f"torch.{key}") or other_names().get(word)
-    meant = known[0].profile_key if known else _by_last_part().get(word) or near(word, legal)
+    # Somebody may leave its sections out.
+    keys = [knob.profile_key for knob in reversed(CATALOGUE)]
+    by_last_part = {key.rpartition(".")[2]: key for key in keys}
+    meant = known[0].profile_key if known else by_last_part.get(word) or near(word, legal)
     what = "unknown key"
     if known:
         what = "unknown key: another name of the state behind the one below"
     todo = "write it nested, a section per line" if "." in word else ""
     return Problem(what, place, key, found, some(legal), meant, todo)
-
-
-@cache
-def _by_last_part() -> Mapping[str, str]:
-    """Return the key of a profile by what it ends in: somebody may leave its sections out."""
-    keys = [knob.profile_key for knob in reversed(CATALOGUE)]
-    return {key.rpartition(".")[2]: key for key in keys}
 
 
 def allowed_by(names: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
 """Functions of other libraries whose calls somebody listens to.
 
 A function gets one stand-in, however many listen and under however many names it is known. The
-stand-in calls the function first, so no listener is called for a call that is refused. The last
-listener that leaves puts the function itself back, unless the program has put another there since.
+stand-in calls the function first, so no listener is called for a call that is refused. What a
+listener returns changes what the caller gets. The last listener that leaves puts the function
+itself back, unless the program has put another there since.
 
 While torch.compile traces the program, a stand-in is the function and nothing more: it causes no
 break in the graph, and no listener is called.
@@ -11,21 +12,20 @@ break in the graph, and no listener is called.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import update_wrapper, wraps
 from importlib import import_module
-from types import MethodType
-from typing import TYPE_CHECKING, Any
+from types import FrameType, MethodType
+from typing import Any
 
+from torchrepro.callers import address
 from torchrepro.patching import patch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import FrameType
-
-    Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], None]
-    """Called with the function's first name, its arguments, and the frame that called it."""
+Change = Callable[[Any], Any]  # what a program gets in place of what the function returned
+Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], Change | None]
+"""Called with the function's first name, its arguments, and the frame that called it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,6 @@ def listen(module: str, name: str, listener: Listener) -> None:
 
 
 def stop_listening(listener: Listener) -> None:
-    """Call `listener` no more."""
     for key, heard in list(_heard.items()):
         if listener in heard.listeners:
             heard.listeners.remove(listener)
@@ -76,13 +75,26 @@ def stop_listening(listener: Listener) -> None:
             heard.undo.close()
 
 
+def put_by_name(listeners: Iterable[Listener], is_program: Callable[[str], bool]) -> None:
+    """Put stand-ins where modules of the program hold functions by names of their own, for good.
+
+    `is_program` says whether a file is the program's.
+    """
+    ours = set(listeners)
+    heard = {address(each.original): each for each in _heard.values() if ours & {*each.listeners}}
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and is_program(file):
+            for name, value in [*vars(module).items()]:
+                if address(value) in heard:
+                    setattr(module, name, heard[address(value)].stand_in)
+
+
 def is_listening(listener: Listener) -> bool:
-    """Whether `listener` is called for any function."""
     return any(listener in heard.listeners for heard in _heard.values())
 
 
 def _owner(module: str, name: str) -> tuple[Any, str]:
-    """Return the module or class that shows a function, None if it is not loaded, and the name."""
     *path, attribute = name.split(".")
     package, _, rest = module.partition(".")
     owner: Any = sys.modules.get(module)
@@ -94,30 +106,37 @@ def _owner(module: str, name: str) -> tuple[Any, str]:
 
 
 def _function(name: str, heard: _Heard) -> Any:
-    """Return what stands in for a function that becomes a method where a class holds it."""
     original, listeners = heard.original, heard.listeners
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         done = original(*args, **kwargs)
         if not _is_compiling() and listeners:
-            _tell(listeners, name, args, kwargs)
+            return _tell(listeners, name, args, kwargs, done)
         return done
 
     return call
 
 
 def _tell(
-    listeners: Sequence[Listener], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
+    listeners: Sequence[Listener],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    done: Any,
+) -> Any:
+    """Tell the listeners of a call that gave `done`; return what its caller gets."""
     caller = sys._getframe(1).f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if caller is None:
-        return  # a thread has begun with the function: no line of the program called it
+        return done  # a thread has begun with the function: no line of the program called it
     for listener in tuple(listeners):
         try:
-            listener(name, args, kwargs, caller)
+            change = listener(name, args, kwargs, caller)
         except Exception:  # noqa: BLE001, S112 - the program's arguments may raise; its call has succeeded
             continue
+        if change is not None:
+            done = change(done)
+    return done
 
 
 class _BuiltIn:
@@ -130,7 +149,7 @@ class _BuiltIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         done = self._original(*args, **kwargs)
         if not _is_compiling() and self._listeners:
-            _tell(self._listeners, self._name, args, kwargs)
+            return _tell(self._listeners, self._name, args, kwargs, done)
         return done
 
     def __reduce__(self) -> str:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, finalize
 from zipfile import BadZipFile, ZipFile
 
 from torchrepro.errors import SeedingError
@@ -19,14 +20,15 @@ from torchrepro.seeding.loader import named_loading_of, set_epochs
 from torchrepro.seeding.loader_hook import set_epoch_of_parts
 from torchrepro.seeding.loader_places import Delivery, Resumption
 from torchrepro.seeding.ranks import world
+from torchrepro.seeding.resumed_state import compare_at_first_step, digests_of, forget
 from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_atomically
 from torchrepro.seeding.streams import nonnegative_int
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-FORMAT = 1
+FORMAT = 2
 _KEPT = 2  # a rank may have written a step that another had not when the run was killed
 _STEP = re.compile(r"step-(\d+)")
 
@@ -82,6 +84,7 @@ class Checkpoint:
         # Of the loader that has a name: the program's own seed where no profile gives one.
         self._root: int | None = None
         self._rng: dict[str, Any] | None = None
+        self._compare: Callable[[], None] = forget
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise SeedingError.about(
@@ -90,7 +93,14 @@ class Checkpoint:
                     found=shown(part),
                     legal="a module, an optimizer, a scheduler, a scaler",
                 )
+        self._optimizers: WeakSet[Any] = WeakSet()  # that have made a step, parts or not
         step = None if self.folder is None else _latest(self.folder)
+        if self.folder is not None:
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            stepped = self._optimizers
+            hook = register_optimizer_step_post_hook(lambda made, *_: stepped.add(made))
+            finalize(self, hook.remove)
         loader_places.await_resting(())
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
@@ -194,6 +204,7 @@ class Checkpoint:
         if self._rng is not None:
             set_rng_state(self._rng)
             self._rng = None
+            self._compare()
 
     def save(self, every: int = 1) -> None:
         """Write a checkpoint, if the number of batches or steps done is a multiple of `every`.
@@ -234,6 +245,7 @@ class Checkpoint:
                 "begun": self._begun,
                 "resting": loader_places.resting(),
                 "rng": rng_state(),
+                "optimizers": [*map(digests_of, self._optimizers)],
                 "parts": states,
             },
             content,
@@ -259,6 +271,7 @@ class Checkpoint:
             done = saved["epoch"], saved["batch"], saved["step"]
             loop, place, root = saved["loop"], saved["place"], saved["root"]
             rested, begun = saved["resting"], saved["begun"]
+            optimizers = saved["optimizers"]
         except Exception as error:
             raise SeedingError.about(
                 f"not a complete checkpoint: {_reason(error)}",
@@ -278,6 +291,8 @@ class Checkpoint:
         self._loop, self._place, self._root, self._rng = loop, place, root, rng
         self._begun = begun
         loader_places.await_resting(rested)
+        # A run that is done makes no step: the next one in this process is another run's.
+        self._compare = partial(compare_at_first_step, optimizers, str(path))
         set_epochs(rng["loaders"])  # a loader has to know which epoch comes next
 
 

@@ -6,6 +6,7 @@ import random
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
+from importlib import import_module
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from torchrepro.seeding import streams
 from torchrepro.seeding.ranks import checked_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torchrepro.seeding.streams import Stream
 
@@ -74,56 +75,37 @@ class Kind(NamedTuple):
     name: str
     module: str
     type: str
-    state: Callable[[Any], Any]
-    set_state: Callable[[Any, Any], None]
-
-    def is_one(self, value: Any) -> bool:
-        kind: Any = getattr(sys.modules.get(self.module), self.type, None)
-        return kind is not None and isinstance(value, kind)
+    read: str = "get_state"
+    write: str = "set_state"
+    more: Mapping[str, Any] = {}  # what its method `read` takes
 
     def slot(self, generator: Any) -> Slot:
         """Return how the state of `generator` is read, and how it is set."""
-        return Slot(partial(self.state, generator), partial(self.set_state, generator))
+        if self.name == "numpy":  # it keeps its state in another object, as an attribute
+            words = generator.bit_generator
+            return Slot(lambda: words.state, partial(setattr, words, "state"))
+        return Slot(
+            partial(getattr(generator, self.read), **self.more), getattr(generator, self.write)
+        )
 
 
 KINDS = (
-    Kind(
-        "python",
-        "random",
-        "Random",
-        lambda generator: generator.getstate(),
-        lambda generator, state: generator.setstate(state),
-    ),
-    Kind(
-        "numpy",
-        "numpy.random",
-        "Generator",
-        lambda generator: generator.bit_generator.state,
-        lambda generator, state: setattr(generator.bit_generator, "state", state),
-    ),
-    Kind(
-        "numpy_legacy",
-        "numpy.random",
-        "RandomState",
-        lambda generator: generator.get_state(legacy=False),
-        lambda generator, state: generator.set_state(state),
-    ),
-    Kind(
-        "torch",
-        "torch",
-        "Generator",
-        lambda generator: generator.get_state(),
-        lambda generator, state: generator.set_state(state),
-    ),
+    Kind("python", "random", "Random", "getstate", "setstate"),
+    Kind("numpy", "numpy.random", "Generator"),
+    Kind("numpy_legacy", "numpy.random", "RandomState", more={"legacy": False}),
+    Kind("torch", "torch", "Generator"),
 )
 """Every kind of generator that can be registered."""
 
-_registered: dict[str, tuple[Kind, Any]] = {}
+registered: dict[str, tuple[Kind, Any]] = {}  # every registered generator with its kind, by name
 
 
 def generator_kind(value: Any) -> Kind | None:
-    """Return the kind of generator that `value` is, or None."""
-    return next((kind for kind in KINDS if kind.is_one(value)), None)
+    for kind in KINDS:
+        its_class: Any = getattr(sys.modules.get(kind.module), kind.type, None)
+        if its_class is not None and isinstance(value, its_class):
+            return kind
+    return None
 
 
 def register_generator(name: str, generator: Generator) -> Generator:
@@ -138,8 +120,8 @@ def register_generator(name: str, generator: Generator) -> Generator:
     kind = generator_kind(generator)
     with suppress(NotImplementedError):  # `random.SystemRandom` only looks as if it had a state
         if kind is not None:
-            kind.state(generator)
-            _registered[name] = kind, generator
+            kind.slot(generator).read()
+            registered[name] = kind, generator
             return generator
     raise SeedingError.about(
         "not a generator that can be registered",
@@ -151,18 +133,13 @@ def register_generator(name: str, generator: Generator) -> Generator:
 
 def unregister_generator(name: str) -> None:
     """Forget the generator registered under `name`; raises `SeedingError` if there is none."""
-    if name not in _registered:
+    if name not in registered:
         raise SeedingError.about(
             "no generator is registered under this name",
             found=shown(name),
-            legal=", ".join(sorted(_registered)),
+            legal=", ".join(sorted(registered)),
         )
-    del _registered[name]
-
-
-def registered() -> dict[str, tuple[Kind, Any]]:
-    """Return every registered generator with its kind, by name."""
-    return dict(_registered)
+    del registered[name]
 
 
 def built_for() -> set[str]:
@@ -237,7 +214,7 @@ def all_slots() -> dict[str, Slot]:
     slots = host_slots()
     for name, module in devices_in_use().items():
         slots[name] = Slot(partial(device_states, module), partial(set_device_states, module))
-    for name, (kind, own) in _registered.items():
+    for name, (kind, own) in registered.items():
         slots[f"registered/{name}"] = kind.slot(own)
     return slots
 
@@ -249,7 +226,6 @@ class States:
         self._states = [(slot, slot.read()) for slot in slots]
 
     def are_present(self) -> bool:
-        """Whether the generators still have these states."""
         return all(plain_state(slot.read()) == plain_state(state) for slot, state in self._states)
 
     def put_back(self) -> None:
@@ -281,6 +257,10 @@ def seed_host(source: Stream) -> None:
     streams.start_cpu_generator(torch.default_generator, source)
 
 
+# numpy's own function, calls of which are not recorded as the program's.
+_numpy_seed: Callable[[], Any] = cache(lambda: unwrap(import_module("numpy.random").seed))
+
+
 def seed_sample(source: Stream, python: bytes, numpy: bytes) -> None:
     """Start the three generators from `source`; Python's and numpy's from a given seed as well.
 
@@ -294,15 +274,6 @@ def seed_sample(source: Stream, python: bytes, numpy: bytes) -> None:
     _seed_python(int.from_bytes(own, "little"))
     _numpy_seed()(int.from_bytes(word, "little"))
     torch.default_generator.manual_seed(int.from_bytes(key[36:44], "little"))
-
-
-@cache
-def _numpy_seed() -> Callable[[int], None]:
-    """Return numpy's own function, calls of which are not recorded as the program's."""
-    import numpy as np
-
-    seed: Callable[[int], None] = unwrap(np.random.seed)
-    return seed
 
 
 @contextmanager

@@ -7,11 +7,10 @@ so the numbers drawn after it are those that would have come anyway.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from inspect import getclosurevars, isfunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.knobs.knob import MissingState
 from torchrepro.seeding import generators, libraries, loader, streams
@@ -19,9 +18,6 @@ from torchrepro.seeding.libraries import LibrarySeeds
 from torchrepro.seeding.ranks import Mesh, mesh_place
 from torchrepro.seeding.seeding_calls import SeedingCalls, moved_by_program
 from torchrepro.seeding.streams import SeedPlan, seed_of_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,9 @@ class PlanField:
         return bool((self.unset if now is None else now) == value)
 
     def write(self, value: Any) -> None:
-        streams.begin_plan(**{self.name: dict(value) if isinstance(value, Mapping) else value})
+        streams.drawn.clear()
+        its: dict[str, Any] = {self.name: dict(value) if isinstance(value, Mapping) else value}
+        streams.put_plan(replace(streams.current_plan(), **its))
 
     def save(self) -> Any:
         return streams.current_plan()
@@ -159,16 +157,6 @@ class AcceleratorSeed:
         now = self.read()
         return now is None or now == value
 
-    def inert(self, value: int, asked: Mapping[str, Any]) -> str:
-        module = self._module()
-        seed = None if generators.initialised(module) else _seed_out_of_range(module)
-        if seed is None:
-            return ""
-        return (
-            f"the program gave torch.{self.device} the seed {seed}, which is out of range and "
-            "waits for device init, where it fails every time"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SeedQueue:
@@ -196,19 +184,6 @@ class SeedQueue:
         if self.seeds is not None:
             vars(module._lazy_seed_tracker).update(self.seeds)  # noqa: SLF001 - see above
         return True
-
-
-def _seed_out_of_range(module: Any) -> int | None:
-    """Return a seed that waits for device init and with which no generator can start, or None.
-
-    torch queues a seed before it looks at it, and raises only at device init. Private
-    (``_queued_calls``), see `SeedQueue`; where it is gone no such seed is found.
-    """
-    for call, _ in getattr(module, "_queued_calls", ()):
-        seed = getclosurevars(call).nonlocals.get("seed") if isfunction(call) else None
-        if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
-            return seed
-    return None
 
 
 @dataclass(frozen=True, slots=True)

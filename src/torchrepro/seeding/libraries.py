@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from itertools import count
 from multiprocessing import current_process
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import say
@@ -39,11 +38,8 @@ class Seeder(NamedTuple):
     restore: Callable[[Any], Any] | None = None
 
 
-def _function(module: str, path: str) -> Callable[..., Any]:
-    def call(*given: Any) -> Any:
-        return attrgetter(path)(sys.modules[module])(*given)  # only by then is the module there
-
-    return call
+def _random(module: str) -> Any:
+    return sys.modules[module].random  # only once it is used is the module there
 
 
 def _seed_gymnasium(root: int) -> None:
@@ -69,16 +65,15 @@ def _seed_gymnasium(root: int) -> None:
     vars(seeding)["np_random"] = np_random
 
 
-_set_cupy = _function("cupy", "random.set_random_state")
 SEEDERS = (
     Seeder(
         "cupy",
         # A new state rather than a new seed of the old one: so that the old one can come back.
-        lambda seed: _set_cupy(_function("cupy", "random.RandomState")(seed)),
-        _function("cupy", "random.get_random_state"),
-        _set_cupy,
+        lambda seed: _random("cupy").set_random_state(_random("cupy").RandomState(seed)),
+        lambda: _random("cupy").get_random_state(),
+        lambda state: _random("cupy").set_random_state(state),
     ),
-    Seeder("tensorflow", _function("tensorflow", "random.set_seed")),
+    Seeder("tensorflow", lambda seed: _random("tensorflow").set_seed(seed)),
     Seeder(
         "gymnasium",
         _seed_gymnasium,

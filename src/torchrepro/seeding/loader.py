@@ -95,7 +95,7 @@ class Loading:
     start = 0
     author_init: Callable[[int], Any] | None = None
     active = True
-    _draws_base_seed = False
+    draws_base_seed = False
 
     def __init__(self) -> None:
         plan = streams.current_plan()
@@ -114,18 +114,13 @@ class Loading:
         if self.author_init is not None:
             self.author_init(worker)
 
-    def begin_again(self) -> None:
-        """Begin another epoch with the same workers, for which torch draws no base seed."""
-        self.given, self.stream, self.start = given_seeds(), None, 0
-        self._draws_base_seed = True
-
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
         """Return what `sampler` yields, and draw the base seed where torch does not."""
         indices: Iterator[Any] = iter(sampler)
-        if self._draws_base_seed:
+        if self.draws_base_seed:
             import torch
 
-            self._draws_base_seed = False
+            self.draws_base_seed = False
             drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
             self.stream = epoch_stream(int(drawn.item()))
         return indices
@@ -145,7 +140,7 @@ class NamedLoading(Loading):
         Loading.__init__(self)
         self.name, self.author_init, self.given = name, author_init, None
         self.root = streams.current_plan().root(name)
-        streams.note_drawn(name)
+        streams.drawn.add(name)
         self.next_epoch, self.next_start = nonnegative_int("epoch", epoch), 0
         self.program_seed = self._program_seed_now()  # as the present epoch began
         self._resumed_seed: list[int | None] = []
@@ -240,6 +235,9 @@ class SeededSampler:
     ) -> None:
         self.sampler, self.loading, self.generator = sampler, loading, generator
         self.yields = yields  # indices of `samples` or of `batches`
+        if _has_state(sampler) and not isinstance(loading, NamedLoading):
+            # One of torchdata's keeps its place itself.
+            self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -254,25 +252,12 @@ class SeededSampler:
         )
 
 
-class StatefulSeededSampler(SeededSampler):
-    """The same for a sampler of torchdata, which keeps its place itself."""
-
-    def state_dict(self) -> Any:
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.sampler.load_state_dict(state)
-
-
 def seeded_sampler(loader: Any, loading: Loading, generator: Any) -> dict[str, SeededSampler]:
     """Return what replaces the sampler of `loader`, by the name of the attribute that holds it."""
     holder, yields = "batch_sampler", "batches"
     if loader.batch_sampler is None:
         holder, yields = "sampler", "samples"
-    sampler = getattr(loader, holder)
-    keeps_place = _has_state(sampler) and not isinstance(loading, NamedLoading)
-    kind = StatefulSeededSampler if keeps_place else SeededSampler
-    return {holder: kind(sampler, loading, generator, yields)}
+    return {holder: SeededSampler(getattr(loader, holder), loading, generator, yields)}
 
 
 class _Requests:
@@ -416,7 +401,6 @@ def put_register(register: Register) -> None:
 
 
 def named_loading_of(loader: Any) -> NamedLoading | None:
-    """Return what seeds `loader` by its name, or None."""
     found = getattr(loader, "worker_init_fn", None)
     if not isinstance(found, NamedLoading):
         found = loaders.register.loadings.get(loader) if is_kept(loader) else None
@@ -436,8 +420,10 @@ def loading_of_iteration(loader: Any) -> Loading | None:
     loadings = loaders.register.loadings
     if getattr(loader, "_iterator", None) is None or not loader.persistent_workers:
         loadings[loader] = Loading()
-    elif loader in loadings:
-        loadings[loader].begin_again()
+    elif (again := loadings.get(loader)) is not None:
+        # Another epoch with the same workers, for which torch draws no base seed.
+        again.given, again.stream, again.start = given_seeds(), None, 0
+        again.draws_base_seed = True
     return loadings.get(loader)  # None where its workers started before the profile was in force
 
 

@@ -20,8 +20,8 @@ from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
 from torchrepro.messages import shown
-from torchrepro.patching import wrap
-from torchrepro.seeding import loader_places, loader_worker, streams
+from torchrepro.patching import surround
+from torchrepro.seeding import loader_places, loader_worker, resumed_state, streams
 from torchrepro.seeding.loader import (
     Loading,
     NamedLoading,
@@ -37,25 +37,18 @@ from torchrepro.seeding.loader import (
     worker_seeder,
 )
 from torchrepro.seeding.loader_places import Delivery
+from torchrepro.seeding.seeding_calls import said_by_spawned
 from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-LOADERS = {
-    "torch.utils.data": ("DataLoader", ("__iter__",)),
-    "torchdata.stateful_dataloader": (
-        "StatefulDataLoader",
-        ("__iter__", "state_dict", "load_state_dict"),
-    ),
-}
-"""Module -> class and the methods of it that are wrapped, none of which calls another's."""
 
 KEY = "torchrepro_data"
 """Key of a StatefulDataLoader's state under which is kept what its samples draw from."""
 
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
 _passed_on: dict[str, Any] = {}  # what a worker that is started afresh puts in force first
+_SAID = "seeding.seeding_calls:said"  # what notes of workers are said once by
 _wrapped: dict[str, ExitStack] = {}  # module -> the undo
 _unsettled: list[bool] = []  # one entry for every time that the state has changed
 _starting = fork_safe_lock()  # torch's maker of readers is one for all threads
@@ -77,6 +70,7 @@ class SeedingPolicy:
         loader_places.watch_own_resumes(begins=value == "auto")
         if value != "auto":
             loader_places.forget_places()
+            resumed_state.forget()
         _settle()
 
     save = read
@@ -202,7 +196,6 @@ def set_epoch_of_parts(loader: Any, epoch: int) -> None:
 
 
 def _settle() -> None:
-    """Wrap the methods of every loader class that is loaded, or of none, as the state asks."""
     _unsettled.append(True)
     if len(_unsettled) > 1:
         return  # the garbage collector calls in the middle of it: the call under way sees to that
@@ -212,9 +205,7 @@ def _settle() -> None:
             # Iterating, because the length of a WeakSet counts what is just going away.
             explicit = any(True for _ in loaders.explicit)
             if loaders.automatic or explicit or _forced or _passed_on:
-                _finder.watch()
-                for module in filter(sys.modules.__contains__, LOADERS):
-                    _wrap(module)
+                _finder.watch_all()
             else:
                 _finder.unwatch()
                 while _wrapped:
@@ -227,30 +218,24 @@ def _wrap(module: str) -> None:
     if module not in _wrapped:
         undo = _wrapped[module] = ExitStack()
         name, methods = LOADERS[module]
-        for method in methods:
-            wrap(undo, getattr(sys.modules[module], name), method, _WRAPPERS[method])
+        for method, wrapper in methods.items():
+            surround(undo, getattr(sys.modules[module], name), method, wrapper)
 
 
-_finder = AfterImport(LOADERS, _wrap)
-
-
-def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __iter__(loader: Any) -> Any:  # noqa: N807 - it stands for that method
-        if any(other is loader for other in _being_started):
-            return original(loader)  # a wrapper of an earlier profile, inside somebody's own
-        # Somebody may ask how far the program has come with the loader.
-        in_main = threading.current_thread() is threading.main_thread()
-        is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
-        if (
-            is_followed
-            and is_kept(loader)
-            and not loader_worker.in_loader()
-            and loader_places.delivery_of(loader) is None
-        ):
-            return Delivery(loader, partial(_iterate, original, loader))
-        return _iterate(original, loader)
-
-    return __iter__
+def _wrapped_iter(original: Any, loader: Any) -> Any:
+    if any(other is loader for other in _being_started):
+        return original(loader)  # a wrapper of an earlier profile, inside somebody's own
+    # Somebody may ask how far the program has come with the loader.
+    in_main = threading.current_thread() is threading.main_thread()
+    is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
+    if (
+        is_followed
+        and is_kept(loader)
+        and not loader_worker.in_loader()
+        and loader_places.delivery_of(loader) is None
+    ):
+        return Delivery(loader, partial(_iterate, original, loader))
+    return _iterate(original, loader)
 
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
@@ -265,78 +250,84 @@ def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
     return original(loader)
 
 
-def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    def state_dict(loader: Any) -> Any:
-        started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
-        state = original(loader) if started else _start(original, loader, None)
-        loading = loaders.register.loadings.get(loader) or named_loading_of(loader)
-        if loading is None:
-            return state
-        finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
-        own: dict[str, Any] = {}
-        if isinstance(loading, NamedLoading):
-            own = {
-                "epoch": loading.next_epoch - (not finished),
-                "program_seed": None if finished else loading.program_seed,
-                "within": not finished,
-            }
-        elif not finished and loading.stream is not None and loading.given is not None:
-            own = {
-                "stream": loading.stream.key.hex(),
-                "given": [seed.hex() for seed in loading.given],
-                "batch_size": loader_places.batch_size(loader),
-            }
-        return {**state, KEY: own}
-
-    return state_dict
+def _wrapped_state_dict(original: Any, loader: Any) -> Any:
+    started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
+    state = original(loader) if started else _start(original, loader, None)
+    loading = loaders.register.loadings.get(loader) or named_loading_of(loader)
+    if loading is None:
+        return state
+    finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
+    own: dict[str, Any] = {}
+    if isinstance(loading, NamedLoading):
+        own = {
+            "epoch": loading.next_epoch - (not finished),
+            "program_seed": None if finished else loading.program_seed,
+            "within": not finished,
+        }
+    elif not finished and loading.stream is not None and loading.given is not None:
+        own = {
+            "stream": loading.stream.key.hex(),
+            "given": [seed.hex() for seed in loading.given],
+            "reading": loader_places.reading_of(loader),
+        }
+    return {**state, KEY: own}
 
 
-def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> Any:
-        own = {key: value for key, value in state_dict.items() if key != KEY}
-        saved = state_dict.get(KEY) or {}
-        loaded = original(loader, own)
-        if own.get("_iterator_finished"):
-            # torchdata first makes the finished iterator again, and draws a base seed for it.
-            with loader_worker.isolated_draws():
-                loader.state_dict()
-        named = named_loading_of(loader)
-        if named is not None and "epoch" in saved:
-            if saved["within"]:
-                named.resume(saved["epoch"], saved["program_seed"])
-            else:
-                named.go_to(saved["epoch"])
-        if "stream" in saved:
-            _saved_streams[loader] = saved
-        return loaded
-
-    return load_state_dict
+def _wrapped_load_state_dict(original: Any, loader: Any, state_dict: Mapping[str, Any]) -> Any:
+    own = {key: value for key, value in state_dict.items() if key != KEY}
+    saved = state_dict.get(KEY) or {}
+    loaded = original(loader, own)
+    if own.get("_iterator_finished"):
+        # torchdata first makes the finished iterator again, and draws a base seed for it.
+        with loader_worker.isolated_draws():
+            loader.state_dict()
+    named = named_loading_of(loader)
+    if named is not None and "epoch" in saved:
+        if saved["within"]:
+            named.resume(saved["epoch"], saved["program_seed"])
+        else:
+            named.go_to(saved["epoch"])
+    if "stream" in saved:
+        _saved_streams[loader] = saved
+    return loaded
 
 
-_WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "__iter__": _wrapped_iter,
-    "state_dict": _wrapped_state_dict,
-    "load_state_dict": _wrapped_load_state_dict,
+LOADERS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+    "torch.utils.data": ("DataLoader", {"__iter__": _wrapped_iter}),
+    "torchdata.stateful_dataloader": (
+        "StatefulDataLoader",
+        {
+            "__iter__": _wrapped_iter,
+            "state_dict": _wrapped_state_dict,
+            "load_state_dict": _wrapped_load_state_dict,
+        },
+    ),
 }
+"""Module -> class, and its methods that are wrapped, none of which calls another's."""
+
+_finder = AfterImport(LOADERS, _wrap)
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
     prepared = False
-    if _passed_on and loader.num_workers:
+    if (_passed_on or loaders.automatic) and loader.num_workers:
         context = loader.multiprocessing_context or import_module("multiprocessing")
         prepared = context.get_start_method() != "fork"
     with _starting, ExitStack() as until_begun:
         _being_started.append(loader)
         until_begun.callback(_being_started.pop)
         if _forced:
-            until_begun.enter_context(_with(loader, num_workers=_forced[-1], timeout=0))
+            # One that was made without workers has not said how many batches each is to prefetch.
+            ahead = {"prefetch_factor": loader.prefetch_factor or 2} if _forced[-1] else {}
+            forced = _with(loader, num_workers=_forced[-1], timeout=0, **ahead)
+            until_begun.enter_context(forced)
         loading = loading_of_iteration(loader)
         if loaders.automatic and loader.num_workers:
             _note_seeding_of_workers(loader, loading)
         if loading is not None:
             _seed_iteration(until_begun, loader, loading, delivery)
         if prepared:
-            first = _PreparedWorker(dict(_passed_on), loader.worker_init_fn)
+            first = _PreparedWorker({**_passed_on, _SAID: said_by_spawned()}, loader.worker_init_fn)
             until_begun.enter_context(_with(loader, worker_init_fn=first))
         begun = original(loader)
     if loading is not None and loading.stream is None:
@@ -411,7 +402,7 @@ def _seed_iteration(
     elif saved := _saved_streams.pop(loader, None):
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = loader_places.given_from(saved["given"])
-        loader_places.say_other_batch_size(loader, saved["batch_size"])
+        loader_places.say_other_reading(loader, saved["reading"])
     epoch: Any = loading.stream
     note = None if delivery is None or is_named else partial(setattr, delivery, "samples_draw")
 

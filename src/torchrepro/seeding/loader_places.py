@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
@@ -20,6 +20,7 @@ from torchrepro.console import say, say_once
 from torchrepro.seeding.call_listeners import listen, stop_listening
 from torchrepro.seeding.generators import Given, Slot, generator_kind, host_slots
 from torchrepro.seeding.loader import (
+    Loading,
     NamedLoading,
     is_kept,
     kind_of_dataset,
@@ -32,9 +33,6 @@ from torchrepro.seeding.state import decoded, encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import FrameType
-
-    from torchrepro.seeding.loader import Loading
 
     PutBack = Callable[[], None]
 
@@ -68,7 +66,7 @@ class Resumption:
         named, saved = named_loading_of(loader), self.place["named"]
         if named is not None and saved is not None:
             named.resume(saved["epoch"], saved["program_seed"])
-        say_other_batch_size(loader, self.place["batch_size"])
+        say_other_reading(loader, self.place["reading"])
 
     def count_on(self, loader: Any) -> None:
         """Have the samplers of `loader` count the epochs of the uninterrupted run.
@@ -138,16 +136,22 @@ class Delivery:
             known.epochs += 1
         if resumption is not None:
             resumption.begin(loader)
-        elif _resting:
-            kind = kind_of(loader)
-            rested = next((each for each in _resting if each["kind"] == kind), None)
-            if rested is not None:
-                _resting.remove(rested)
-                put_states(loader, rested["own"])
+        elif _resting or _ended:
+            kind, before = kind_of(loader), []
+            for saved in [each for each in _resting if each["kind"] == kind][:1]:
+                _resting.remove(saved)
+                put_states(loader, saved["own"])
+                before.append(saved["reading"])
+            for ended in [each for each in _ended if each.place["kind"] == kind][:1]:
+                _ended.remove(ended)
+                before.append(ended.place["reading"])
+            if before:
+                say_other_reading(loader, before[0])
         taken = _taken_up.get(loader) if is_kept(loader) else None
         if taken is not None:
             taken.count_on(loader)
         self.epochs = [part.epoch for part in _counting_parts(loader)]
+        self.reading = reading_of(loader)
         self.batches = unskipped(_top_sampler(loader))[1]
         self.states = read_states(loader)
         _beginning.append(self)
@@ -232,6 +236,10 @@ class Delivery:
             resumption, self._resumption = self._resumption, None
             resumption.put_back()
 
+    def batches_to_reach(self) -> int:
+        """Return how many batches the interrupted epoch had that this one has not reached yet."""
+        return 0 if self._resumption is None else int(self._resumption.place["batches"])
+
     def place(self) -> dict[str, Any]:
         """Return how far the program has come, as plain JSON values."""
         named = self.loading if isinstance(self.loading, NamedLoading) else None
@@ -241,7 +249,7 @@ class Delivery:
             "kind": kind_of(self.loader),
             "number": self.number,
             "batches": self.batches,
-            "batch_size": None if keeps_place else batch_size(self.loader),  # its own state says it
+            "reading": {} if keeps_place else self.reading,  # its own state says it
             "samplers": self.epochs,
             "named": named and {"epoch": named.epoch, "program_seed": named.program_seed},
             "given": given and [seed.hex() for seed in given],
@@ -284,7 +292,6 @@ def places(*, over: bool) -> list[dict[str, Any]]:
 
 
 def latest_delivery(loader: Any) -> Delivery | None:
-    """Return the latest iteration of `loader` that is alive, or None."""
     return next((each for each in reversed(_alive()) if each.loader is loader), None)
 
 
@@ -295,7 +302,6 @@ def place_of(loader: Any) -> dict[str, Any] | None:
 
 
 def _know(loader: Any) -> _Known | None:
-    """Return what is known of `loader`, if it or a sampler of it holds a generator."""
     if not is_kept(loader) or (loader not in _known and not _own_slots(loader)):
         return None
     if loader not in _known:
@@ -321,7 +327,11 @@ def resting() -> list[dict[str, Any]]:
         if known not in busy and (known.epochs > 1 or not _lived_for_one[known.kind])
     }
     return [
-        {"kind": known.kind, "own": encoded_states(_read(_own_slots(loader)))}
+        {
+            "kind": known.kind,
+            "own": encoded_states(_read(_own_slots(loader))),
+            "reading": reading_of(loader),
+        }
         for _, (known, loader) in sorted(lasting.items())
     ]
 
@@ -382,6 +392,20 @@ def batches_done(loader: Any) -> int | None:
     return None if resumption is None else int(resumption.place["batches"])
 
 
+def behind() -> list[str]:
+    """Return in words which loaders have begun an interrupted epoch and are not where it was."""
+    return [
+        f"the place of the loader over {kind_of_dataset(each.loader.dataset)} in its epoch"
+        for each in _alive()
+        if 0 < each.batches < each.batches_to_reach() - each.skip
+    ]
+
+
+def kinds_in_use() -> set[str]:
+    """Return the kinds of the loaders that the program has batches of."""
+    return {kind_of(each.loader) for each in _alive() if each.batches}
+
+
 def take_up(loader: Any, place: Mapping[str, Any], put_back: PutBack, skip: int = 0) -> None:
     """Have the next iteration of `loader` take up `place`, and pass over `skip` batches."""
     _awaited[:] = [each for each in _awaited if each.place["number"] != place["number"]]
@@ -436,23 +460,33 @@ def given_from(saved: list[str]) -> Given:
     return Given(*map(bytes.fromhex, saved))
 
 
-def say_other_batch_size(loader: Any, saved: int | None) -> None:
-    """Say that an epoch of `loader` goes on with batches of another size than the `saved` one."""
-    now = batch_size(loader)
-    if saved is None or now is None or saved == now or world().rank:
+def say_other_reading(loader: Any, saved: Mapping[str, int]) -> None:
+    """Say if what `reading_of` gives for `loader` is not what it was as its run was saved."""
+    now = reading_of(loader)
+    others = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
+    if not others or world().rank:
         return
+    before, after = (
+        ", ".join(f"{name}={its[name]}" for name in sorted(others)) for its in (saved, now)
+    )
     say(
-        f"the loader over {kind_of_dataset(loader.dataset)}: its epoch was interrupted with "
-        f"batch_size={saved} and goes on with batch_size={now}, so its batches hold other samples "
-        f"than those of the uninterrupted run; resume with batch_size={saved} to go on exactly"
+        f"the loader over {kind_of_dataset(loader.dataset)}: it was saved with {before} and goes "
+        f"on with {after}, so its batches hold other samples than those of the uninterrupted run; "
+        f"resume with {before} to go on exactly"
     )
 
 
-def batch_size(loader: Any) -> int | None:
-    """Return how many samples a batch of `loader` has; None where its sampler does not say."""
-    sizes = (getattr(part, "batch_size", None) for part in samplers_within(_top_sampler(loader)))
-    # A sampler of the program's own may have anything under that name.
-    return next((size for size in sizes if type(size) is int), None)
+def reading_of(loader: Any) -> dict[str, int]:
+    """Return the size of a batch of `loader`, and the seeds of its samplers, where they say them.
+
+    A sampler of the program's own may have anything under these names.
+    """
+    return {
+        name: value
+        for part in reversed([*samplers_within(_top_sampler(loader))])
+        for name, value in _attributes(part).items()
+        if type(value) is int and (name == "batch_size" or name.endswith("seed"))
+    }
 
 
 def parts_with_epochs(loader: Any) -> list[Any]:
@@ -463,7 +497,6 @@ def parts_with_epochs(loader: Any) -> list[Any]:
 
 
 def _counting_parts(loader: Any) -> list[Any]:
-    """Return those that say which epoch was set, or count it themselves."""
     return [p for p in parts_with_epochs(loader) if isinstance(getattr(p, "epoch", None), int)]
 
 
@@ -480,7 +513,6 @@ def reads_items(loader: Any) -> bool:
 
 
 def _holds_generator(dataset: Any) -> bool:
-    """Whether `dataset`, or what it is made of, has a generator of its own, which loading moves."""
     parts, seen = [dataset], set[int]()
     for _ in range(_DEPTH):
         if any(map(generator_kind, parts)):

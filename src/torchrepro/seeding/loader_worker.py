@@ -17,13 +17,7 @@ from operator import index as as_index
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
-from torchrepro.seeding.generators import (
-    States,
-    host_slots,
-    host_states,
-    seed_host,
-    seed_sample,
-)
+from torchrepro.seeding.generators import States, host_slots, host_states, seed_host, seed_sample
 from torchrepro.seeding.streams import (
     current_plan,
     derive,
@@ -41,14 +35,12 @@ if TYPE_CHECKING:
     from torchrepro.seeding.streams import Stream
 
 
+@dataclass(slots=True)
 class _Draw:
     """The stream from which the host's generators were started, and `sample_rng` on it."""
 
-    __slots__ = ("generator", "stream")
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.generator: np.random.Generator | None = None
+    stream: Stream
+    generator: np.random.Generator | None = None
 
 
 class _Present(threading.local):
@@ -109,7 +101,6 @@ def epoch_stream(base_seed: int) -> Stream:
 
 
 def _stream_of_worker() -> Stream:
-    """Return what the samples of the epoch are parts of with which this worker was started."""
     from torch.utils.data import get_worker_info
 
     # torch starts worker `id` of an epoch with the seed `base seed + id`:
@@ -187,13 +178,9 @@ class Request:
     `collate_fn`, and a dataset that reads complete batches, draw from the batch's part.
     """
 
-    stream: Stream | None
-    """None for that of the epoch with which the worker was started."""
-
+    stream: Stream | None  # none for that of the epoch with which the worker was started
     index: Any
-    again: Mapping[bytes, int]
-    """How often the epoch has had a sample of the batch before, by label."""
-
+    again: Mapping[bytes, int]  # how often the epoch has had a sample of the batch before, by label
     given: Given | None
     """The program's own seeds that samples depend on; None for those of a named loader."""
 
@@ -228,8 +215,6 @@ class Request:
 
 
 class _SeededSamples:
-    """A dataset every sample of which starts from a stream of its own."""
-
     __slots__ = ("_again", "_dataset", "_request", "_stream")
 
     def __init__(self, dataset: Any, request: Request, stream: Stream) -> None:
@@ -252,8 +237,6 @@ class _SeededSamples:
 
 
 class _SeededBatches(_SeededSamples):
-    """A dataset that reads complete batches; each batch starts from a stream of its own."""
-
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         self._request.start_batch(self._stream)
         return self._dataset.__getitems__(indices)

@@ -6,7 +6,7 @@ import mmap
 import sys
 import zlib
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +93,31 @@ _calls: dict[tuple[str, str], SeedingCall] = {}
 _given_at: dict[tuple[str, int], tuple[bytes, bool]] = {}
 
 _SLOTS = 1 << 16
-_said = mmap.mmap(-1, _SLOTS)
-"""A byte for each note that was said. Processes that are forked share it with this one; those that
-are spawned have one of their own. Two notes in 65,536 may share a byte: the later is not said."""
+
+
+class _Said:
+    """A byte for each note that was said: two in 65,536 may share one, and the later is not said.
+
+    Processes that are forked share it with this one. Workers that are spawned share another, which
+    they `write` as they start.
+    """
+
+    def __init__(self) -> None:
+        self.slots: Any = mmap.mmap(-1, _SLOTS)
+
+    def write(self, slots: Any) -> None:
+        self.slots = slots
+
+
+said = _Said()
+
+
+@cache
+def said_by_spawned() -> Any:
+    """Return the slots of workers that are spawned: only a process that starts can be sent them."""
+    from multiprocessing.sharedctypes import RawArray
+
+    return RawArray("B", _SLOTS)
 
 
 def say_in_first_worker(key: str, text: str) -> None:
@@ -104,8 +126,8 @@ def say_in_first_worker(key: str, text: str) -> None:
     Workers begin anew every epoch, and what a worker records stays in the worker.
     """
     slot = zlib.crc32(key.encode()) % _SLOTS
-    if present_worker() == 0 and not _said[slot]:
-        _said[slot] = 1
+    if present_worker() == 0 and not said.slots[slot]:
+        said.slots[slot] = 1
         note(text)
 
 

@@ -46,7 +46,7 @@ def rng_state() -> dict[str, Any]:
         "world": world()._asdict(),
         "seed_plan": streams.current_plan().to_json(),
         "devices": _device_names(),
-        "kinds": {name: kind.name for name, (kind, _) in registered().items()},
+        "kinds": {name: kind.name for name, (kind, _) in registered.items()},
         "generators": {name: encoded(slot.read()) for name, slot in slots.items()},
         "given": {name: seed.hex() for name, seed in given_seeds()._asdict().items()},
         "loaders": loader.epochs(),
@@ -244,7 +244,7 @@ def _check_fits(snapshot: dict[str, Any]) -> None:
         of_program = name.startswith("registered/")
         todo = "; register the same generators under the same names as when it was saved"
         raise SeedingError.about(f"the state {what}: {name}{todo if of_program else ''}")
-    for name, (kind, _) in registered().items():
+    for name, (kind, _) in registered.items():
         found = snapshot["kinds"][name]
         if found != kind.name:
             raise SeedingError.about(

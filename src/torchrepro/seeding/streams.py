@@ -130,7 +130,7 @@ def stream(
         None if epoch is None else nonnegative_int("epoch", epoch),
         None if step is None else nonnegative_int("step", step),
     )
-    note_drawn(name)
+    drawn.add(name)
     return derived
 
 
@@ -256,7 +256,7 @@ def _seed_of_no_other_run() -> int:
 
 
 _plan = SeedPlan()
-_drawn: set[str] = set()
+drawn: set[str] = set()  # the streams that were asked for in this process
 
 
 def current_plan() -> SeedPlan:
@@ -329,30 +329,14 @@ def seed_left_out() -> str:
     )
 
 
-def agree_on(seed: int | None) -> None:
-    """Let loaders depend on `seed`, which every rank had given when the ranks met."""
-    put_plan(replace(_plan, agreed_seed=seed))
-
-
-def begin_plan(**fields: Any) -> None:
-    """Change `fields` of the plan, under which no stream has been drawn from yet."""
-    _drawn.clear()
-    put_plan(replace(_plan, **fields))
-
-
-def note_drawn(name: str) -> None:
-    """Remember that the stream `name` was asked for."""
-    _drawn.add(name)
-
-
 def never_drawn() -> tuple[str, ...]:
     """Return the streams that have a seed of their own and that nobody has asked for."""
-    return tuple(sorted(set(_plan.streams) - _drawn))
+    return tuple(sorted(set(_plan.streams) - drawn))
 
 
 def drawn_streams() -> tuple[str, ...]:
     """Return the names of the streams that were asked for in this process."""
-    return tuple(sorted(_drawn))
+    return tuple(sorted(drawn))
 
 
 # torch publishes how to get and set the state of its CPU generator as bytes, but not what they

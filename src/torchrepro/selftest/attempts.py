@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.applier import apply
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.knobs.knob import MissingState
+from torchrepro.knobs.knob import Knob, MissingState
 from torchrepro.launch import prepared
 from torchrepro.messages import shown, some
 from torchrepro.outcomes import Outcome
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from torchrepro.knobs.knob import Knob
 
 CPU = "cpu"
 ACCELERATORS = ("cuda", "npu", "mps", "xpu")
@@ -141,7 +140,6 @@ print(json.dumps([text, knob.effect.check(text) if knob.effect and text else [No
 
 
 def _reaches_a_new_process(knob: Knob) -> None:
-    """Start a Python under each value of a variable, which it reads as it starts."""
     before = dict(os.environ)
     for value in knob.legal.examples():
         command = [sys.executable, "-c", _LOOK, knob.name]
@@ -342,20 +340,13 @@ class Promise:
     """A promise, tried once for each of its devices."""
 
     name: str
-    sentence: str
-    """What holds, in words."""
-
-    attempt: Callable[[str], None]
-    """Tries it on a device, or for a knob."""
-
+    sentence: str  # what holds, in words
+    attempt: Callable[[str], None]  # tries it on a device, or for a knob
     devices: tuple[str, ...] = DEVICES
     """Empty if it is tried for every knob instead, on the device that the knob belongs to."""
 
-    many: str = ""
-    """The sentence for several knobs at once, with a place for how many."""
-
-    limit: float = 60.0
-    """Seconds after which an attempt counts as failed."""
+    many: str = ""  # the sentence for several knobs at once, with a place for how many
+    limit: float = 60.0  # seconds after which an attempt counts as failed
 
 
 PROMISES = (

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torchrepro
-from torchrepro.console import Displayed, Styled, parts, table
+from torchrepro.console import Displayed, Part, Styled, parts, table
 from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.manifest.contents import secrets_here
@@ -30,18 +30,15 @@ from torchrepro.manifest.environment import hardware, software
 from torchrepro.messages import printable, some
 from torchrepro.process_state import HARDWARE, absent_hardware
 from torchrepro.redaction import without_secrets
-from torchrepro.selftest.attempts import CPU, DEVICES, PROMISES, NotHeldError, NotHereError
+from torchrepro.selftest.attempts import CPU, DEVICES, PROMISES, NotHeldError, NotHereError, Promise
 from torchrepro.verdict.render import counted
 from torchrepro.verification.runner import end_group, signals_raised, status_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torchrepro.console import Part
-    from torchrepro.selftest.attempts import Promise
 
-FORMAT = 1
-"""The number of the JSON format."""
+FORMAT = 1  # the number of the JSON format
 
 CACHES = (
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),

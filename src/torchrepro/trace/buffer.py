@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import math
 import threading
+from asyncio import _get_running_loop as running_loop
+from asyncio import current_task
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
+from torchrepro.callers import frames
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.trace.fingerprint import Pending, fetch, memory_of, pieces, unobserved
 from torchrepro.trace.fingerprint_cache import FingerprintCache, InFlight
@@ -57,10 +61,12 @@ class RecordBuffer:
         self._passing: dict[int, tuple[str, int]] = {}
         self._site_numbers: dict[tuple[str, ...], int] = {}
         self._threads: dict[int, int] = {}  # by the identifier of the thread
+        self._tasks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._count = 0
-        self._new_sites: list[tuple[str, ...]] = []  # in the order of their numbers
-        self._new_arguments: list[str] = []
-        self._new_threads: list[str] = []
+        # By their numbers, which come last: a signal may cut off a line between two others.
+        self._new_sites: dict[int, tuple[str, ...]] = {}
+        self._new_arguments: dict[int, str] = {}
+        self._new_threads: dict[int, str] = {}
         self._lock = threading.RLock()
 
     def new_site(self, key: Hashable, phase: str, place: Place, op: str, shapes: Any) -> int:
@@ -69,8 +75,9 @@ class RecordBuffer:
         with self._lock:
             number = self._site_numbers.get(site)
             if number is None:
-                number = self._site_numbers[site] = len(self._site_numbers) + 1
-                self._new_sites.append(site)
+                number = len(self._site_numbers) + 1
+                self._new_sites[number] = site
+                self._site_numbers[site] = number
             self.sites[key] = number
             return number
 
@@ -79,8 +86,7 @@ class RecordBuffer:
         with self._lock:
             number = self._texts.get(text)
             if number is None:
-                number = self._texts[text] = self._number_of_texts = self._number_of_texts + 1
-                self._new_arguments.append(text)
+                number = self._texts[text] = self._number_for(text)
             self.arguments[key] = number
             return number
 
@@ -92,22 +98,54 @@ class RecordBuffer:
         with self._lock:
             known = self._passing.get(owner)
             if known is None or known[0] != text:
-                self._number_of_texts += 1
-                self._new_arguments.append(text)
-                known = self._passing[owner] = text, self._number_of_texts
+                known = self._passing[owner] = text, self._number_for(text)
             return known[1]
+
+    def _number_for(self, text: str) -> int:
+        number = self._number_of_texts + 1
+        self._new_arguments[number] = text
+        self._number_of_texts = number
+        return number
 
     def new_thread(self) -> int:
         """Give the running thread a number."""
         with self._lock:
-            number, self._count = self._count, self._count + 1
-            self._threads[threading.get_ident()] = number
-            self._new_threads.append(threading.current_thread().name)
+            number = self._threads[threading.get_ident()] = self._number_of_thread(
+                threading.current_thread().name
+            )
+            if running_loop() is not None and (task := current_task()) is not None:
+                self._tasks[task] = number
             return number
+
+    def _number_of_thread(self, name: str) -> int:
+        number = self._count
+        self._new_threads[number] = name
+        self._count = number + 1
+        return number
 
     def thread(self, otherwise: int) -> int:
         """Return the number of the running thread; one of autograd's has none of its own."""
-        return self._threads.get(threading.get_ident(), otherwise)
+        number = self._threads.get(threading.get_ident(), otherwise)
+        return number if running_loop() is None else self.task(number)
+
+    def task(self, thread: int) -> int:
+        """Return the number of the task of asyncio that runs on a thread.
+
+        Which of several comes first depends on timing, as with threads. The one that a loop was
+        run for, or in which the recording began, has the number of its thread.
+        """
+        task: Any = current_task()
+        if task is None:
+            return thread
+        with self._lock:
+            if task not in self._tasks:
+                name = getattr(task.get_coro(), "__qualname__", "")
+                self._tasks[task] = (
+                    thread
+                    if _is_what_a_loop_is_run_for(task)
+                    else self._number_of_thread(f"{task.get_name()} ({name})")
+                )
+            return self._tasks[task]
 
     def take(self, thread: int, site: int, argument: int, inputs: Any, outputs: Any) -> int:
         """Take a record; returns how many there are. Missing digests are completed later."""
@@ -136,10 +174,10 @@ class RecordBuffer:
             count = len(self.rows)
             rows = self.rows[:count]  # other threads may add to the list meanwhile
             del self.rows[:count]
-            store.add_sites(self._new_sites)
-            store.add_arguments(self._new_arguments)
-            store.add_threads(self._new_threads)
-            self._new_sites, self._new_arguments, self._new_threads = [], [], []
+            store.add_sites([*self._new_sites.values()])
+            store.add_arguments([*self._new_arguments.values()])
+            store.add_threads([*self._new_threads.values()])
+            self._new_sites, self._new_arguments, self._new_threads = {}, {}, {}
             self.moved += count
         if self._incomplete:
             missing = (each for row in rows for each in row[3:] if not isinstance(each, bytes))
@@ -154,6 +192,25 @@ class RecordBuffer:
         return store.records - count + 1, count
 
 
+def _is_what_a_loop_is_run_for(task: Any) -> bool:
+    variables = (
+        frame.f_locals
+        for frame in frames()
+        if frame.f_code.co_name in {"run", "run_until_complete"}
+        and str(frame.f_globals.get("__name__")).startswith("asyncio.")
+    )
+    return any(task is its.get("task") or task is its.get("future") for its in variables)
+
+
+@dataclass(slots=True)
+class UnwrittenRead:
+    """Reads of memory that nothing had written, of one op at one place."""
+
+    often: int = 0
+    is_nan: bool = False
+    """Whether the result of one of them was NaN, and nothing else that it read."""
+
+
 @dataclass(slots=True)
 class RecordingState:
     """What the parts of one recording share."""
@@ -166,9 +223,17 @@ class RecordingState:
     names: ModuleNames = field(default_factory=ModuleNames)
     cache: FingerprintCache = field(default_factory=FingerprintCache)
     buffer: RecordBuffer = field(default_factory=RecordBuffer)
+    unwritten: dict[tuple[Place, Place, str], UnwrittenRead] = field(default_factory=dict)
+    """By the place that allocated the memory, the place that read it, and the op."""
+    hidden: set[str] = field(default_factory=set)
+    """The lines that hid ops from all modes, as ``file:line``."""
     # Held from an op's record to its details, and while a step is handed to the store: another
     # thread may record, or end the step, in between.
     lock: Any = field(default_factory=fork_safe_lock)
+    position: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns the running step and the number of records taken."""
+    seeds: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    """By each line that draws from a generator of the program's own: step, record and the seed."""
 
     @property
     def wants_step(self) -> bool:
@@ -220,7 +285,6 @@ def statistics(tensor: Any) -> Statistics:
 
 
 def _pieces(tensor: Any) -> Iterator[Any]:
-    """Yield the numbers of `tensor` as flat tensors of the widest floats that its device has."""
     for part in _parts(tensor):
         wide = getattr(torch, _WIDEST.get(part.device.type, "float64"))
         size = PIECE if part.is_cpu else LARGE_PIECE
@@ -274,19 +338,13 @@ class DetailRecorder:
         self._matched: set[str] = set()
         self.lock = state.lock
 
-    @classmethod
-    def of(cls, state: RecordingState) -> DetailRecorder | None:
-        """Return a recorder of the details that are requested; None if there are none."""
-        request = state.request
-        return cls(state) if request.statistics or request.keep or request.detail else None
-
     def before(self, place: Place, args: Any, kwargs: Any) -> list[Any] | None:
         """Return copies of the inputs, for a module whose tensors are kept, else None."""
         if not self._keeps(place) or not self._state.wants_step:
             return None
         cache = self._state.cache
         tensors = tensors_in((args, kwargs))
-        return [None if cache.is_unset(tensor) else _copied(tensor) for tensor in tensors]
+        return [None if cache.is_unset(tensor) else _kept(tensor) for tensor in tensors]
 
     def after(self, before: list[Any] | None, outputs: list[Any]) -> None:
         """Record the outputs of an op whose record was the last to be taken."""
@@ -300,7 +358,7 @@ class DetailRecorder:
             ]
         if before is not None:
             self._keep(position, "input", before)
-            self._keep(position, "output", map(_copied, outputs))
+            self._keep(position, "output", map(_kept, outputs))
 
     def made(self, place: Place, tensor: Any) -> None:
         """Record a tensor made from values, whose record was the last to be taken."""
@@ -326,18 +384,20 @@ class DetailRecorder:
         store.add_tensors((first + row[0], *row[1:]) for row in self._tensors)
         self._statistics, self._tensors = [], []
 
-    def _keep(self, position: int, role: str, tensors: Iterable[Any]) -> None:
-        for number, tensor in enumerate(tensors):
-            if tensor is not None:
-                kind = str(tensor.dtype).removeprefix("torch.")
-                shape = ",".join(map(str, tensor.shape))
-                data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-                self._tensors.append((position, role, number, kind, shape, bytes(data)))
+    def _keep(self, position: int, role: str, kept: Iterable[Any]) -> None:
+        self._tensors += [
+            (position, role, number, *its) for number, its in enumerate(kept) if its is not None
+        ]
 
 
-def _copied(tensor: Any) -> Any:
+def _kept(tensor: Any) -> tuple[str, str, bytes] | None:
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_nested:
         return None
     if tensor.is_quantized:
         tensor = tensor.int_repr()
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    try:
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        data = copy.reshape(-1).view(torch.uint8).numpy() if copy.numel() else b""
+    except Exception:  # noqa: BLE001 - the code of a subclass is anybody's, and may raise anything
+        return None
+    return str(copy.dtype).removeprefix("torch."), ",".join(map(str, copy.shape)), bytes(data)

@@ -17,10 +17,17 @@ from weakref import ref
 
 import torch
 import xxhash
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrepro.callers import address
 from torchrepro.seeding import generators
-from torchrepro.trace.fingerprint import arrays, device_fingerprint, fingerprint, widths
+from torchrepro.trace.fingerprint import (
+    arrays,
+    device_fingerprint,
+    fingerprint,
+    unobserved,
+    widths,
+)
 from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
 from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
 
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from weakref import ReferenceType
 
+    from torchrepro.trace.frames import Place
     from torchrepro.trace.op_facts import OpFacts
 
 Tensor = torch.Tensor
@@ -35,7 +43,24 @@ Tensor = torch.Tensor
 LARGE = 2**20
 """Bytes above which memory that is no parameter is read once and not again in every step."""
 
-UNSEEN = PARTLY + b"miss"
+
+class Unset(bytes):
+    """The digest of memory that no op is known to have written, in part or at all."""
+
+    place: Place | None = None
+    """Where it was allocated."""
+
+    given_nan = False
+    """Whether what ops have written into it is NaN, or may be."""
+
+    def becomes(self, digest: bytes, *, given_nan: bool = False) -> Unset:
+        """Return the digest of the same memory, or of a copy, once ops have written into it."""
+        made = Unset(digest)
+        made.place, made.given_nan = self.place, self.given_nan or given_nan
+        return made
+
+
+UNSEEN = Unset(PARTLY + b"miss")
 """Stands for memory that was unset, and that ops have written which were not seen."""
 
 UNREAD = b"not read"
@@ -127,10 +152,13 @@ class FingerprintCache:
         """Tensors that were made from values, until an op reads them."""
         self.bytes_read = 0
         """Bytes of tensors that the running step has read."""
+        self.unset_inputs: list[tuple[Unset, Any]] = []
+        """What the op that is about to run reads that nobody has written, with its digest."""
+        self._allocated: dict[int, tuple[Any, int, Unset]] = {}  # unset memory, by its storage
 
     def digest(self, tensor: Any) -> Digest:
         """Return the digest of `tensor`; reads its memory unless the cache has it."""
-        entry = self._valid(tensor)
+        entry = self.valid(tensor)
         return self.read(tensor) if entry is None else entry[2]
 
     def digest_of_memory(self, tensor: Any) -> Digest:
@@ -138,7 +166,7 @@ class FingerprintCache:
 
         It does not depend on what else was recorded. Unset memory is not read.
         """
-        entry = self._valid(tensor)
+        entry = self.valid(tensor)
         if entry is None:
             return self.read(tensor)
         if entry[3] != VIEW or is_unset(entry[2]):
@@ -185,10 +213,26 @@ class FingerprintCache:
         entry = self.entries.get(address(tensor))
         return entry is not None and entry[0]() is tensor and is_unset(entry[2])
 
-    def end_step(self) -> None:
-        """Forget all that may change without torch by the next step; large data stays."""
-        _keep(self.entries, _outlives)
+    def is_never_written(self, tensor: Any) -> bool:
+        """Whether `tensor` has memory that no op is known to have written, as any object of it."""
+        if self.is_unset(tensor):
+            return True
+        if tensor.__class__ not in PLAIN or tensor.layout is not torch.strided:
+            return False
+        known = self._allocated.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see `_notice`
+        return known is not None and known[1] == version_of(tensor)
+
+    def end_step(self, *, on_main: bool = True) -> None:
+        """Forget all that may change without torch by the next step; large data stays.
+
+        Views stay where another thread ends it than the main one: its digest is not that of its
+        memory, and some thread may be about to read it.
+        """
+        _keep(self.entries, lambda *its: _outlives(*its) or (its[1][3] == VIEW and not on_main))
         _keep(self.new, lambda *_: True)
+        for key, (storage, *_) in self._allocated.copy().items():
+            if storage.expired():
+                self._allocated.pop(key, None)
 
     def forget_dead(self) -> None:
         """Forget tensors that no longer exist."""
@@ -227,20 +271,49 @@ class FingerprintCache:
 
     def _add_value(self, facts: OpFacts, value: Any, digests: list[Any], plain: list[Any]) -> None:
         if value.__class__ in PLAIN:
-            entry = self._valid(value)
+            entry = self.valid(value)
             digests.append(self.missing_input(facts, value) if entry is None else entry[2])
-            if entry is not None and entry[2].__class__ is InFlight:
-                entry[2].land()
+            if entry is not None and entry[2].__class__ is not bytes:
+                self.is_about_to_read(entry[2], value)
         elif value.__class__ is list or value.__class__ is tuple:
             self.add_list(value, digests, plain)
         else:
             plain.append(value)
 
+    def is_about_to_read(self, digest: Digest, tensor: Any) -> None:
+        """Take note of an input whose digest is not plain bytes."""
+        if digest.__class__ is InFlight:
+            digest.land()
+        elif digest.__class__ is Unset:
+            self.unset_inputs.append((digest, tensor))
+
+    def _notice(self, tensor: Any) -> Unset | None:
+        """Take note of an input that is not in the cache, if its memory is unset; return that."""
+        if tensor.__class__ in PLAIN and tensor.layout is torch.strided:
+            known = self._allocated.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see above
+            if known is not None and known[1] == version_of(tensor):
+                self.unset_inputs.append((known[2], tensor))
+                return known[2]
+        return None
+
+    def allocated(self, tensor: Any, place: Place) -> None:
+        """Note where the memory of a tensor was allocated that is unset.
+
+        Python may make another object of it without an op, as a parameter: its storage tells.
+        """
+        digest = self.entries[address(tensor)][2]
+        digest.place = place
+        if tensor.__class__ in PLAIN and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            held: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._allocated[held.cdata] = held, version_of(tensor), digest
+
     def missing_input(self, facts: OpFacts, tensor: Any) -> Digest:
         """Return the digest of a tensor that an op reads and the cache lacks."""
         if facts.view and size_of(tensor) > LARGE and not _is_parameter(tensor):
             return UNREAD
-        return self.read(tensor)
+        unset = self._notice(tensor) if self._allocated else None
+        return unset if unset is not None and facts.keeps else self.read(tensor)
 
     def add_list(self, values: Any, digests: list[Any], plain: list[Any]) -> None:
         """Add the digests of the tensors in a list; one without any is an argument like others."""
@@ -249,7 +322,12 @@ class FingerprintCache:
             return
         for one in values:
             if isinstance(one, Tensor):
-                digests.append(self.digest(one))
+                entry = self.valid(one)
+                if entry is None and self._allocated:
+                    self._notice(one)
+                digests.append(self.read(one) if entry is None else entry[2])
+                if digests[-1].__class__ is Unset:
+                    self.unset_inputs.append((digests[-1], one))
             else:
                 plain.append(one)
 
@@ -261,13 +339,20 @@ class FingerprintCache:
         shapes: list[Any] = []
         if facts.rebinds:
             self.entries.pop(address(result), None)
+            known = self._allocated.get(result.untyped_storage()._cdata)  # noqa: SLF001 - see above
+            if known is not None:  # whose version counts this only afterwards
+                storage, _, digest = known
+                self._allocated[storage.cdata] = storage, version_of(result) + 1, digest
         elif result.__class__ is Tensor and not facts.writes:
             self._read_output(facts, result, version_of(result), fingerprints, shapes)
         else:
             written = facts.written_in(args, kwargs) if facts.writes else ()
             for tensor in written:
-                # Autograd counts the write only after this.
-                version = version_of(tensor) + facts.counted
+                if tensor.is_inference():
+                    _count_write(tensor)
+                    version = version_of(tensor)
+                else:  # autograd counts the write only after this
+                    version = version_of(tensor) + facts.counted
                 self._read_output(facts, tensor, version, fingerprints, shapes)
                 self.update_base_of(tensor)
             for tensor in _made(facts, written, result):
@@ -278,10 +363,10 @@ class FingerprintCache:
         """Add views, whose digests come from that of their base; return their shapes."""
         base = inputs[0] if inputs else UNREAD
         digest = base
-        if base.__class__ is bytes and base is not UNINITIALISED and base is not UNREAD:
+        if base.__class__ is bytes and base is not UNREAD:
             digest = _short_digest(base + key)
-            if base[:4] == PARTLY:
-                digest = PARTLY + digest[4:]
+        elif base.__class__ is Unset and base[:4] == PARTLY:
+            digest = base.becomes(PARTLY + _short_digest(base + key)[4:])
         version = version_of(args[0]) if args and isinstance(args[0], Tensor) else 0
         shapes = []
         for tensor in (result,) if isinstance(result, Tensor) else result:
@@ -300,24 +385,24 @@ class FingerprintCache:
         digest = _of_unset(inputs, key)
         # Autograd counts a write only after this, and never one of an inference tensor.
         version = version_of(result) + (facts.writes and not result.is_inference())
-        self.entries[address(result)] = ref(result), version, digest[:INPUT], WRITTEN
+        short = inputs[0].becomes(digest[:INPUT], given_nan=facts.writes)
+        self.entries[address(result)] = ref(result), version, short, WRITTEN
         return [digest], [shape_of(result)]
 
-    def has(self, tensor: Any) -> bool:
-        """Whether the digest of a tensor is known."""
-        return self._valid(tensor) is not None
-
-    def _valid(self, tensor: Any) -> Entry | None:
+    def valid(self, tensor: Any) -> Entry | None:
+        """Return the entry of a tensor whose digest is known, else None."""
         entry = self.entries.get(address(tensor))
-        if entry is not None and entry[0]() is tensor and entry[1] == version_of(tensor):
-            return entry
-        return None
+        if entry is None or entry[0]() is not tensor:
+            return None
+        # Which part of unset memory was written is not known of inference tensors.
+        sticks = is_unset(entry[2]) and Tensor.is_inference(tensor)  # type: ignore[arg-type]
+        return entry if sticks or entry[1] == version_of(tensor) else None
 
     def _read_output(
         self, facts: OpFacts, tensor: Any, version: int, fingerprints: list[Any], shapes: list[Any]
     ) -> None:
         if facts.allocates:
-            short: Digest = UNINITIALISED
+            short: Digest = Unset(UNINITIALISED)
         else:
             if facts.collective:
                 digest: Digest = InFlight(tensor)
@@ -331,6 +416,8 @@ class FingerprintCache:
 
     def update_base_of(self, view: Any) -> None:
         """Update the digest of memory that is unset in part, of which an op has written `view`."""
+        if self._allocated and view.layout is torch.strided:
+            self._allocated.pop(view.untyped_storage()._cdata, None)  # noqa: SLF001 - see above
         base, entries = view._base, self.entries  # noqa: SLF001 - documented in the notes on autograd
         if base is None:
             return
@@ -339,12 +426,21 @@ class FingerprintCache:
             return
         where = repr((view.storage_offset(), view.shape, view.stride())).encode()
         digest = _of_unset([before[2], after[2]], where)
-        entries[address(base)] = before[0], after[1], digest[:INPUT], WRITTEN
+        short = before[2].becomes(digest[:INPUT], given_nan=is_nan(view))
+        entries[address(base)] = before[0], after[1], short, WRITTEN
+
+
+def is_nan(value: Any) -> bool:
+    """Whether a plain tensor on the host has NaN in it; others are not asked."""
+    if value.__class__ not in PLAIN or not value.is_cpu or not value.is_floating_point():
+        return False
+    with unobserved():
+        return bool(value.isnan().any())
 
 
 def is_unset(digest: Digest) -> bool:
     """Whether a digest stands for memory that nothing has written, in part or at all."""
-    return digest is UNINITIALISED or (digest.__class__ is bytes and digest[:4] == PARTLY)
+    return digest.__class__ is Unset
 
 
 def fingerprinted(facts: OpFacts, args: Any, kwargs: Any, result: Any) -> list[Any]:
@@ -382,14 +478,29 @@ class InFlight:
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often torch has written `tensor` in place; inference tensors do not count it.
+    """Return how often torch has written `tensor` in place.
 
-    https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
+    Inference tensors do not count it: of these it is how often ops that were seen wrote their
+    memory, as any view of it. https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
     """
     try:
         return tensor._version  # type: ignore[no-any-return]  # noqa: SLF001 - documented, see above
     except RuntimeError:
+        return _writes.get(_memory_shared(tensor), 0)
+
+
+_writes: dict[int, int] = {}  # of inference tensors, by their storage
+
+
+def _count_write(tensor: Any) -> None:
+    shared = _memory_shared(tensor)
+    _writes[shared] = _writes.get(shared, 0) + 1
+
+
+def _memory_shared(tensor: Any) -> int:
+    if tensor.layout is not torch.strided:
         return 0
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `_notice`
 
 
 def _of_plain_result(tensor: Any) -> bytes | None:
@@ -436,12 +547,11 @@ def _outlives(tensor: Any, entry: Entry) -> bool:
 
 
 def _of_unset(inputs: list[Digest], key: bytes) -> bytes:
-    known = [digest for digest in inputs if digest.__class__ is bytes]
+    known = [digest for digest in inputs if isinstance(digest, bytes)]
     return PARTLY + _digest(b"".join(known) + key)[4:]
 
 
 def _made(facts: OpFacts, written: Any, result: Any) -> Iterator[Any]:
-    """Yield the tensors in a result that a fingerprint is taken of, but for `written` ones."""
     for position, tensor in enumerate(tensors_in(result) if result is not None else ()):
         if position not in facts.scratch and not any(tensor is other for other in written):
             yield tensor

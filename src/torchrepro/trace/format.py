@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+import math
 import struct
 import zlib
 from array import array
@@ -29,7 +30,8 @@ create table step (
     step integer primary key, first integer not null, records integer not null,
     parts integer not null, bytes integer not null, level text not null, finished integer not null,
     digest blob not null, details blob not null, parameters blob not null, gradients blob not null,
-    random text not null, names text not null, losses text not null, seal blob not null
+    arguments blob not null, random text not null, names text not null, losses text not null,
+    seal blob not null
 );
 create table part (
     first integer primary key, outline blob not null, inputs blob not null, outputs blob not null
@@ -42,9 +44,10 @@ create table tensor (
     record integer not null, role text not null, position integer not null,
     dtype text not null, shape text not null, data blob not null,
     primary key (record, role, position)
-);
+) without rowid;
 """
-"""The values of the rows below say what the tables hold.
+"""The values of the rows below say what the tables hold. No value stands in two places of a file,
+as it would in an index: a changed one is always the one that is read.
 
 `step` has a row for each step, whose `seal` covers the row and, by the digests in it, all that
 belongs to the step in other tables: a row that was changed, moved or lost does not fit it. A trace
@@ -65,6 +68,9 @@ INPUT = 8
 
 OUTPUT = 16
 """Bytes of the fingerprint of an output."""
+
+MAIN = 0
+"""The number of the main thread. Its order is the program's own; that of all others an accident."""
 
 UNINITIALISED = b"not set "
 """Stands for an input whose memory nothing had written."""
@@ -87,6 +93,10 @@ NEW_TENSOR = "new tensor"
 
 OPTIMIZER_STEP = ".step()"
 """Ends the op of a record of the arguments of an optimizer, which are JSON: one mapping a group."""
+
+
+ARGUMENTS = "the arguments of "
+"""Begins the name of what is left of an optimizer at the end, besides its state: no tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +142,12 @@ class Loss:
     value: float | None
     fingerprint: bytes
     source: str
+    thread: int = MAIN
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it is a number, neither NaN nor infinite."""
+        return self.value is not None and math.isfinite(self.value)
 
 
 Fingerprint = bytes
@@ -149,6 +165,8 @@ class StepRow:
     """Bytes of all tensors that were read for the step's fingerprints."""
     parameters: Fingerprint
     gradients: Fingerprint
+    arguments: Fingerprint
+    """Of what its optimizers were given as arguments, as a learning rate is."""
     random: Mapping[str, str]
     """JSON: the state of each generator when it ended."""
     finished: bool
@@ -165,6 +183,8 @@ class StepRow:
     """Of its statistics and tensors; the store fills it in. Empty if it has none."""
     parts: int = 0
     """How many rows of `part` have its records; the store fills it in."""
+    thread: int = MAIN
+    """The thread that ended it."""
 
     @property
     def dropped(self) -> bool:

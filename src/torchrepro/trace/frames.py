@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -98,8 +98,8 @@ class ModuleNames:
     def __init__(self) -> None:
         self._modules: dict[int, tuple[ReferenceType[Any], str]] = {}
         self._parameters: dict[int, tuple[ReferenceType[Any], str, str]] = {}
-        # By thread: which of two threads comes first depends on timing.
-        self._models = threading.local()
+        # By thread, and by task of asyncio: which of them comes first depends on timing.
+        self._models: ContextVar[Mapping[str, int]] = ContextVar("models")
         self._held: dict[str, str] = {}
         self.models = 0
         """How many models have been named; what is called again keeps its names until then."""
@@ -116,6 +116,11 @@ class ModuleNames:
         """Whether `module` has a path already."""
         known = self._modules.get(address(module))
         return known is not None and known[0]() is module
+
+    def living(self) -> list[tuple[str, Any]]:
+        """Return the modules that have been named and still live, each with its path."""
+        found = [(path, module()) for module, path in self._modules.copy().values()]
+        return [(path, module) for path, module in found if module is not None]
 
     def held(self) -> dict[str, str]:
         """Return the name under which the program holds each model, where it calls several.
@@ -156,9 +161,10 @@ class ModuleNames:
         """Name all modules of `model`; names in a second model begin with its class."""
         self.models += 1
         kind = type(_unwrapped(model)).__name__
-        models: dict[str, int] = vars(self._models)
+        models = self._models.get({})
         first = not models
-        count = models[kind] = models.get(kind, 0) + 1
+        count = models.get(kind, 0) + 1
+        self._models.set({**models, kind: count})
         label = kind if count == 1 else f"{kind}#{count}"
         self._held.setdefault(label, _name_in_program(model, frame))
         for name, module in model.named_modules():
@@ -265,50 +271,64 @@ _next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa:
 _AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad", None)  # noqa: SLF001 - the node that writes `.grad`
 
 
-class RunPosition:
-    """What the program is doing, as the hooks of its training loop report it; for all threads."""
+@dataclass(slots=True)
+class OptimizerStep:
+    """A step that an optimizer makes."""
 
-    __slots__ = (
-        *("aside", "backward", "ended", "loading"),
-        *("optimizer", "owner", "paused", "stopped"),
-    )
+    call: Place
+    """The line that called it."""
+    owner: str = ""
+    """The module whose parameter it is updating."""
+
+
+class RunPosition:
+    """What the program does on each thread, as the hooks of its training loop report it."""
+
+    __slots__ = ("_ended", "aside", "backward", "loading", "optimizer")
 
     def __init__(self) -> None:
-        self.optimizer: tuple[int, Place] | None = None
-        """The thread on which an optimizer makes a step, and the line that called it."""
-        self.owner = ""
-        """The module whose parameter the optimizer is updating."""
-        self.backward = 0
-        """The thread that has started a backward pass; 0 for none."""
-        self.loading = 0
-        """The thread on which a loader prepares a batch; 0 for none."""
-        self.paused = 0
-        """The thread whose ops are torchrepro's own; 0 for none."""
-        self.stopped = False
-        self.ended = False
-        """Whether stopped for good."""
-        self.aside = False
-        """Whether paused or stopped: the one attribute that every op checks."""
+        self.optimizer: dict[int, OptimizerStep] = {}
+        """The threads on which an optimizer makes a step."""
+        self.backward = set[int]()
+        """The threads that have started a backward pass."""
+        self.loading = set[int]()
+        """The threads on which a loader prepares a batch."""
+        self.aside: dict[int, int] = {}
+        """The threads whose ops are torchrepro's own, each with how often it was paused; `ALL` for
+        all of them. It is the one attribute that every op checks, and empty for nearly all."""
+        self._ended = False
 
-    def pause(self, thread: int) -> int:
-        """Leave out the ops of `thread`, 0 for none; returns the thread left out before."""
-        before, self.paused = self.paused, thread
-        self.aside = self.stopped or bool(thread)
-        return before
+    def is_aside(self) -> bool:
+        """Whether the ops of this thread are left out."""
+        return ALL in self.aside or get_ident() in self.aside
+
+    def pause(self) -> None:
+        """Leave out the ops of this thread, until `go_on` was called as often."""
+        self.aside[get_ident()] = self.aside.get(get_ident(), 0) + 1
+
+    def go_on(self) -> None:
+        """Take ops of this thread again."""
+        often = self.aside.pop(get_ident(), 0)
+        if often > 1:
+            self.aside[get_ident()] = often - 1
 
     def stop(self) -> None:
         """Leave out all ops from now on."""
-        self.ended = self.stopped = self.aside = True
+        self._ended = True
+        self.rest()
 
     def rest(self) -> None:
         """Leave out all ops until `resume`."""
-        self.stopped = self.aside = True
+        self.aside[ALL] = 1
 
     def resume(self) -> None:
         """Take ops again, unless `stop` was called."""
-        self.stopped = self.ended
-        self.aside = self.stopped or bool(self.paused)
+        if not self._ended:
+            self.aside.pop(ALL, None)
 
+
+ALL = 0
+"""Stands for all threads: none has this number."""
 
 DEPTH = 3
 """Frames from `place_of_call` to the mode that takes an op, if its `_append` asks for the place.
@@ -341,14 +361,14 @@ class Origin:
                 place, in_engine = place_of_call(self.names, DEPTH)
                 if in_engine or not place.module:
                     place = self._place_of_node(node, place)
-        elif (optimizer := now.optimizer) is not None and optimizer[0] == get_ident():
-            place = self._of_optimizer(optimizer[1], args)
+        elif now.optimizer and (step := now.optimizer.get(get_ident())) is not None:
+            place = self._of_optimizer(step, args)
             return ("collective" if facts.collective else "optimizer"), place
         else:
             phase = "forward"
-            if now.loading and now.loading == get_ident():
+            if now.loading and get_ident() in now.loading:
                 phase = "data"
-            elif now.backward and now.backward == get_ident():
+            elif now.backward and get_ident() in now.backward:
                 phase = "backward"
             place, _ = place_of_call(self.names, DEPTH)
         sequence = _next_sequence()
@@ -358,21 +378,20 @@ class Origin:
             self._last_sequence = sequence
         return ("collective" if facts.collective else phase), place
 
-    def _of_optimizer(self, call: Place, args: Any) -> Place:
-        now = self.now
+    def _of_optimizer(self, step: OptimizerStep, args: Any) -> Place:
         owner = ""  # many at once
         if args and isinstance(args[0], torch.Tensor):
             for value in args:
                 known = self.names.of_parameter(value)
                 if known is not None:
-                    now.owner = known[0]
+                    step.owner = known[0]
                     break
-            owner = now.owner  # computed from the state of the last one
-        if call is not self._call:
-            self._call, self._within = call, {}
+            owner = step.owner  # computed from the state of the last one
+        if step.call is not self._call:
+            self._call, self._within = step.call, {}
         place = self._within.get(owner)
         if place is None:
-            place = self._within[owner] = call.within(owner)
+            place = self._within[owner] = step.call.within(owner)
         return place
 
     def passed_on(self, given: Any, result: Any) -> None:
@@ -388,7 +407,11 @@ class Origin:
         forward = self._places.get(node._sequence_nr(), NOWHERE)  # noqa: SLF001 - see the top
         return forward if place.code is None else place.within(forward.module)
 
-    def end_step(self) -> None:
-        """Forget the graph of the step that has ended."""
+    def end_step(self, *, of_this_thread: bool) -> None:
+        """Forget the graph of the step that has ended; another thread may be in one of its own."""
+        if not of_this_thread:
+            if len(self._places) > MANY:
+                self._places.clear()
+            return
         self._places.clear()
         self._last_sequence = _next_sequence()

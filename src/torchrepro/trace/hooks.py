@@ -8,11 +8,11 @@ that sees every call costs more than the rest of a recording.
 
 from __future__ import annotations
 
+import _thread
 import marshal
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from itertools import islice
@@ -26,10 +26,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchrepro.callers import frames, package, program_place
 from torchrepro.imports import AfterImport
-from torchrepro.patching import patch, wrap
+from torchrepro.patching import patch, surround, wrap
 from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
 from torchrepro.trace.format import BETWEEN, RETURNED, SAMPLE
 from torchrepro.trace.frames import is_of_program, place_at
@@ -37,9 +39,12 @@ from torchrepro.trace.op_facts import shape_of, value_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from types import CodeType, FrameType
 
     from torchrepro.trace.frames import Place
+
+    Part = tuple[tuple[Any, ...], Any, Any]
 
 BATCHES = {
     "torch.utils.data.dataloader": "_BaseDataLoaderIter",
@@ -48,8 +53,22 @@ BATCHES = {
 """Module -> the class whose ``__next__`` hands every batch to the program. Private: a loader has
 no hook; were the class gone, batches would be recorded where an op first reads them."""
 
+LOADERS = {
+    "torch.utils.data.dataloader": "DataLoader",
+    "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
+}
+"""Module -> the class of its loaders."""
+
+OBJECT_COLLECTIVES = (
+    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+"""https://docs.pytorch.org/docs/stable/distributed.html#collective-functions"""
+
+_DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
 _HIGHER_ORDER = ("torch._higher_order_ops*", "torch.nn.attention*")  # where such ops are defined
 _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
+_HIDES = "_disable_current_modes"
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
 _WRAP_REGIONS = "wrap_inductor_compiled_regions"
 _COMPILED = ("torchrepro.trace.module_hook", "torchrepro.seeding.call_listeners")
@@ -69,12 +88,12 @@ def watch_training(listener: Any) -> ExitStack:
     """Call `listener` at each backward pass, optimizer step and batch, until the stack is closed.
 
     Its methods are `backward_begins` (losses), `backward_ends`, `optimizer_begins` (optimizer,
-    whether with a closure), `optimizer_ends` (optimizer), `batch_begins` (the loader's iterator)
+    its closure if any), `optimizer_ends` (optimizer), `batch_begins` (the loader's iterator)
     and `batch_ends` (the iterator, and its batch, None if there was none).
     """
 
     def optimizer_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-        listener.optimizer_begins(optimizer, with_closure=bool(args[1:] or kwargs))
+        listener.optimizer_begins(optimizer, args[1:] or kwargs)
 
     def optimizer_ends(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         listener.optimizer_ends(optimizer)
@@ -118,6 +137,31 @@ def watch_training(listener: Any) -> ExitStack:
 
 
 @contextmanager
+def within_loaders_begun(
+    around: Callable[[Any], AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Have loaders begin to be iterated within ``around(loader)``.
+
+    One with workers draws the order of its first samples then, one without them at its first batch.
+    """
+
+    def watched_iter(begin: Any) -> Any:
+        def watched(loader: Any) -> Any:
+            with around(loader):
+                return begin(loader)
+
+        return watched
+
+    def watch_loader(module: str) -> None:
+        loader = getattr(sys.modules[module], LOADERS[module], None)
+        if loader is not None and "__iter__" in vars(loader):
+            wrap(stack, loader, "__iter__", watched_iter)
+
+    with ExitStack() as stack, _once_imported(tuple(LOADERS), watch_loader):
+        yield
+
+
+@contextmanager
 def on_threads_started(first: Callable[[], object]) -> Iterator[None]:
     """Call `first` on each thread that `threading` starts within the block, before its own code.
 
@@ -137,12 +181,44 @@ def on_threads_started(first: Callable[[], object]) -> Iterator[None]:
         if before is not None:
             before(frame, event, argument)
 
+    def watched(start: Any) -> Any:
+        def start_new_thread(function: Any, args: Any, *more: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                first()
+                return function(*args, **kwargs)
+
+            return start(run, args, *more)
+
+        return start_new_thread
+
     threading.setprofile(begin)
     try:
-        yield
+        with ExitStack() as stack:
+            wrap(stack, _thread, "start_new_thread", watched)  # which needs no `threading`
+            yield
     finally:
         if threading.getprofile() is begin:
             threading.setprofile(before)
+
+
+@contextmanager
+def objects_sent_within(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Send Python objects to other ranks within `around`.
+
+    They are sent as pickled bytes, and equal objects need not have equal ones: a name in them may
+    be new in every run. What a program makes of them shows in what it computes.
+    """
+
+    def within(original: Any, *args: Any, **more: Any) -> Any:
+        with around():
+            return original(*args, **more)
+
+    with ExitStack() as stack:
+        for owner in map(sys.modules.get, _DISTRIBUTED):
+            for name in OBJECT_COLLECTIVES:
+                if callable(getattr(owner, name, None)):  # a torch may be built without
+                    surround(stack, owner, name, within)
+        yield
 
 
 @contextmanager
@@ -167,6 +243,29 @@ def higher_order_ops_run(mode: type[TorchDispatchMode]) -> Iterator[None]:
         return
     give_rules()
     with _once_imported(_HIGHER_ORDER, give_rules):
+        yield
+
+
+@contextmanager
+def hidden_ops_noted(note: Callable[[str], object]) -> Iterator[None]:
+    """Call `note` with each line of the program that hides its ops from all modes.
+
+    Torch itself does so where it prints a tensor and within its compiler. The functions are
+    private; were they gone, nothing would be noted.
+    """
+
+    def noticed(pop: Callable[..., Any], *args: Any) -> Any:
+        callers = frames()
+        # It is called in a list comprehension, which has a frame of its own before Python 3.12.
+        if any(each.f_code.co_name == _HIDES for each in islice(callers, 4)):
+            by = next(frame for frame in callers if package(frame) != "contextlib")
+            if package(by) != "torch":
+                note(program_place(by))
+        return pop(*args)
+
+    with ExitStack() as stack:
+        if hasattr(_python_dispatch, "_pop_mode"):
+            surround(stack, _python_dispatch, "_pop_mode", noticed)
         yield
 
 
@@ -233,32 +332,20 @@ def _own_modules() -> list[str]:
 
 @contextmanager
 def _once_imported(modules: Sequence[str], call: Callable[[str], None]) -> Iterator[None]:
-    waiting = AfterImport(tuple(modules), call)
-    waiting.watch()
-    for module in modules:
-        if module in sys.modules:
-            call(module)
+    waiting = AfterImport(modules, call)
+    waiting.watch_all()
     try:
         yield
     finally:
         waiting.unwatch()
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a value, by its fingerprint."""
-
-    shape: tuple[Any, ...]
-    kind: Any
-    """Its dtype, or the name of its type."""
-    digest: Any
-
-
 def parts_of(value: Any) -> list[Part]:
     """Return the parts of `value` that can be compared between runs; a few of very many.
 
-    These are tensors, arrays, numbers, texts, and what has `tobytes` as an image does, alone and
-    in lists, tuples and mappings.
+    Each is its shape, its dtype or the name of its type, and its fingerprint. Parts are tensors,
+    arrays, numbers, texts, and what has `tobytes` as an image does, alone and in lists, tuples and
+    mappings.
     """
     try:
         return list(islice(_parts(value, 0), _MOST))
@@ -271,10 +358,10 @@ def _parts(value: Any, depth: int) -> Iterator[Part]:
     if isinstance(value, torch.Tensor):
         if size_of(value) <= _LARGEST:
             shape, *rest = shape_of(value)
-            yield Part(shape, " ".join(map(str, rest)), fingerprint_of(value))
+            yield (shape, " ".join(map(str, rest)), fingerprint_of(value))
     elif kind in _PLAIN:
         if not isinstance(value, str | bytes) or len(value) <= _LARGEST:
-            yield Part((), kind.__name__, _digest(marshal.dumps(value, 2)))
+            yield ((), kind.__name__, _digest(marshal.dumps(value, 2)))
     elif kind is dict and len(value) <= _LONGEST:  # another mapping may load what it is asked
         yield from _of_several(list(value), depth)
         yield from _of_several(list(value.values()), depth)
@@ -286,13 +373,12 @@ def _parts(value: Any, depth: int) -> Iterator[Part]:
             data = value.tobytes()
             shape = getattr(value, "shape", None) or getattr(value, "size", ())
             name = kind.__name__ if dtype is None else str(dtype)
-            yield Part(tuple(shape) if isinstance(shape, tuple) else (), name, _digest(data))
+            yield tuple(shape) if isinstance(shape, tuple) else (), name, _digest(data)
 
 
 def _of_several(values: list[Any], depth: int) -> Iterator[Part]:
-    """Yield a list of plain values as one part, and any other by what is in it."""
     if values and all(type(each) in _PLAIN for each in values):
-        yield Part((len(values),), "list", _digest(marshal.dumps(values, 2)))
+        yield ((len(values),), "list", _digest(marshal.dumps(values, 2)))
     elif depth < _DEEPEST:
         for each in values:
             yield from _parts(each, depth + 1)

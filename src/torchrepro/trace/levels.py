@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
 
 import torch
+from xxhash import xxh3_128_digest
 
 from torchrepro.trace import hooks
 from torchrepro.trace.buffer import IN_MEMORY, DetailRecorder
 from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
-from torchrepro.trace.format import INPUT, OPTIMIZER_STEP
-from torchrepro.trace.frames import Place, RunPosition, place_of_user
+from torchrepro.trace.format import INPUT, MAIN, OPTIMIZER_STEP
+from torchrepro.trace.frames import OptimizerStep, Place, RunPosition, place_of_user
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
 from torchrepro.trace.op_mode import ModesTakenOff, RecordingMode
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from torchrepro.trace.buffer import RecordingState
     from torchrepro.trace.fingerprint_cache import Digest
     from torchrepro.trace.store import Store
+
+    Begun = tuple[Sequence[Digest], Sequence[Digest]]
+    """Digests of the arguments of an optimizer, and of its gradients."""
 
 Origin = tuple[str, Place, str]
 """The phase, the place and the op of records of one kind."""
@@ -67,6 +70,10 @@ def _gradients_of(optimizer: Any) -> list[Any]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
+def _first_parts(fingerprints: Iterable[Any]) -> Sequence[Digest]:
+    return [each[:INPUT] if each.__class__ is bytes else each for each in fingerprints]
+
+
 class Level:
     """What all levels record: batches of data as they enter the program."""
 
@@ -96,19 +103,24 @@ class Level:
     def backward_ends(self) -> None:
         """The backward pass has ended."""
 
-    def optimizer_begins(
-        self, optimizer: Any, place: Place, *, with_closure: bool
-    ) -> Sequence[Digest]:
+    def optimizer_begins(self, optimizer: Any, place: Place, closure: Any) -> Begun:
         """Record the arguments with which an optimizer is about to make a step.
 
-        Returns the digests of its gradients.
+        Returns the digests of these, and of its gradients.
         """
-        self._take_arguments(optimizer, place)
-        return self._digests(_gradients_of(optimizer))
+        arguments = self._take_arguments(optimizer, place)
+        return arguments, self._digests(_gradients_of(optimizer))
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
         """The optimizer has made the step; returns the digests of its parameters."""
         return self._digests(_parameters_of(optimizer))
+
+    def parameters_now(self, optimizer: Any) -> Sequence[Digest]:
+        """Return the digests of an optimizer's parameters, as after a step."""
+        if not self.state.wants_step:
+            return ()
+        with self.paused():
+            return _first_parts(read_each(_parameters_of(optimizer))[0])
 
     def _digests(self, tensors: Iterable[Any]) -> Sequence[Digest]:
         if not self.state.wants_step:
@@ -116,11 +128,12 @@ class Level:
         with self.paused():
             return [*map(self.state.cache.digest_of_memory, tensors)]
 
-    def _take_arguments(self, optimizer: Any, place: Place) -> None:
+    def _take_arguments(self, optimizer: Any, place: Place) -> Sequence[Digest]:
         text, tensors = arguments_of(optimizer)
         argument = self.state.buffer.passing_argument(id(optimizer), text)
         name = type(optimizer).__name__ + OPTIMIZER_STEP
-        self._take_tensors(("optimizer", place, name), tensors, argument)
+        digests = self._take_tensors(("optimizer", place, name), tensors, argument)
+        return xxh3_128_digest(text.encode()), *digests
 
     def batch_begins(self, workers: int) -> None:
         """A loader with so many worker processes is about to give out a batch."""
@@ -153,11 +166,13 @@ class Level:
         with self.paused():
             parts = hooks.parts_of(value)
         if parts:
-            shapes = [(part.shape, part.kind) for part in parts]
-            digests = [part.digest for part in parts]
+            shapes = [(shape, kind) for shape, kind, _ in parts]
+            digests = [digest for _, _, digest in parts]
             self._take(("data", place, function), shapes, digests, self._argument(text))
 
-    def _take_tensors(self, origin: Origin, tensors: Sequence[Any], argument: int = 0) -> None:
+    def _take_tensors(
+        self, origin: Origin, tensors: Sequence[Any], argument: int = 0
+    ) -> Sequence[Digest]:
         digests: list[Any] = []
         if tensors:
             with self.paused():
@@ -165,6 +180,7 @@ class Level:
             for tensor, digest in zip(tensors, digests, strict=True):
                 self.state.cache.add(tensor, digest)
         self._take(origin, [*map(shape_of, tensors)], digests, argument)
+        return digests
 
     def _take(self, origin: Origin, shapes: Any, digests: Sequence[Any], argument: int) -> None:
         buffer, site = self.state.buffer, self._site(origin, shapes)
@@ -190,29 +206,35 @@ class StepLevel(Level):
 
     def __init__(self, state: RecordingState) -> None:
         super().__init__(state)
-        self._known: dict[tuple[str, int], _Taken] = {}  # by kind of record, and optimizer
+        # By kind of record and by optimizer: what its records have in common, its parameters, and
+        # the sites and arguments of them.
+        self._known: dict[
+            tuple[str, int], tuple[Any, list[ReferenceType[Any]], list[int], list[int]]
+        ] = {}
         self._watching = self.open.enter_context(ExitStack())
 
     def __enter__(self) -> None:
+        self.state.buffer.new_thread()
+        self.open.enter_context(hooks.on_threads_started(self.state.buffer.new_thread))
         super().__enter__()
+        self._watch()
+
+    def _watch(self) -> None:
         # The names of parameters are learnt from the first calls of modules, until a step ends.
-        self._watching.enter_context(
-            on_modules_called(lambda module, _: self.state.names.place_of(module))
-        )
+        names = self.state.names
+        self._watching.enter_context(on_modules_called(lambda module, _: names.place_of(module)))
 
     def end_step(self) -> None:
-        self._watching.close()
+        if not self.state.buffer.thread(MAIN):  # other threads may come to their models later
+            self._watching.close()
 
-    def optimizer_begins(
-        self, optimizer: Any, place: Place, *, with_closure: bool
-    ) -> Sequence[Digest]:
+    def optimizer_begins(self, optimizer: Any, place: Place, closure: Any) -> Begun:
         parameters, gradients = _parameters_of(optimizer), _gradients_of(optimizer)
         if len(gradients) < len(parameters):
             parameters = [one for one in parameters if one.grad is not None]
         origin = "backward", place, "gradient"
         digests = self._take_each(origin, id(optimizer), parameters, gradients)
-        self._take_arguments(optimizer, place)
-        return digests
+        return self._take_arguments(optimizer, place), digests
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
         parameters = _parameters_of(optimizer)
@@ -224,45 +246,24 @@ class StepLevel(Level):
     ) -> Sequence[Digest]:
         state = self.state
         fingerprints, shapes, size = read_each(tensors)
-        known = self._known.get((origin[2], owner))
-        if known is None or not known.is_of(origin, parameters, shapes, state.names.models):
-            known = self._known[origin[2], owner] = self._learn(origin, parameters, shapes)
-        state.cache.bytes_read += size
-        if state.buffer.take_each(known.sites, known.arguments, fingerprints) >= IN_MEMORY:
-            state.spill()
-        return [each[:INPUT] if each.__class__ is bytes else each for each in fingerprints]
-
-    def _learn(self, origin: Origin, parameters: list[Any], shapes: list[Any]) -> _Taken:
         phase, place, op = origin
-        sites, arguments = [], []
-        for number, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
-            module, name = self.state.names.of_parameter(parameter) or ("", str(number))
-            sites.append(self._site((phase, place.within(module), op), [shape]))
-            arguments.append(self._argument(name))
-        references = [*map(ref, parameters)]
-        return _Taken(origin, references, shapes, self.state.names.models, sites, arguments)
-
-
-@dataclass(slots=True)
-class _Taken:
-    """What the records of all parameters of an optimizer, or of their gradients, have in common."""
-
-    origin: Origin
-    parameters: list[ReferenceType[Any]]
-    shapes: list[Any]
-    models: int
-    """How many models had been named."""
-    sites: list[int]
-    arguments: list[int]
-
-    def is_of(self, origin: Origin, parameters: list[Any], shapes: list[Any], models: int) -> bool:
-        """Whether records of these would be the same but for their fingerprints."""
-        return (
-            origin == self.origin
-            and models == self.models
-            and shapes == self.shapes
-            and all(map(is_, [known() for known in self.parameters], parameters))
-        )
+        kind = origin, shapes, state.names.models
+        known = self._known.get((op, owner))
+        if (
+            known is None
+            or known[0] != kind
+            or not all(map(is_, [reference() for reference in known[1]], parameters))
+        ):
+            sites, arguments = [], []
+            for number, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
+                module, name = state.names.of_parameter(parameter) or ("", str(number))
+                sites.append(self._site((phase, place.within(module), op), [shape]))
+                arguments.append(self._argument(name))
+            known = self._known[op, owner] = kind, [*map(ref, parameters)], sites, arguments
+        state.cache.bytes_read += size
+        if state.buffer.take_each(*known[2:], fingerprints) >= IN_MEMORY:
+            state.spill()
+        return _first_parts(fingerprints)
 
 
 class ModuleLevel(StepLevel):
@@ -270,10 +271,7 @@ class ModuleLevel(StepLevel):
 
     name = "module"
 
-    def __enter__(self) -> None:
-        self.state.buffer.new_thread()
-        self.open.enter_context(hooks.on_threads_started(self.state.buffer.new_thread))
-        Level.__enter__(self)
+    def _watch(self) -> None:
         self.resume()
 
     def end_step(self) -> None:
@@ -309,7 +307,9 @@ class OpLevel(Level):
     def __init__(self, state: RecordingState) -> None:
         super().__init__(state)
         self.now = RunPosition()
-        self._details = DetailRecorder.of(state)
+        request = state.request
+        wanted = request.statistics or request.keep or request.detail
+        self._details = DetailRecorder(state) if wanted else None
         self._by_thread: WeakValueDictionary[int, RecordingMode] = WeakValueDictionary()
         self._taken_off = ModesTakenOff()
 
@@ -317,7 +317,9 @@ class OpLevel(Level):
         super().__enter__()
         self.open.enter_context(hooks.compiled_regions_seen())
         self.open.enter_context(hooks.higher_order_ops_run(RecordingMode))
+        self.open.enter_context(hooks.hidden_ops_noted(self.state.hidden.add))
         self.open.enter_context(hooks.on_threads_started(self._enter_thread))
+        self.open.enter_context(hooks.objects_sent_within(self.paused))
         self.open.callback(self.abandon)
         self._mode = self.open.enter_context(self._new_mode())
 
@@ -343,46 +345,44 @@ class OpLevel(Level):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        before = self.now.pause(get_ident())
         try:
+            self.now.pause()
             yield
         finally:
-            self.now.pause(before)
+            self.now.go_on()
 
     def abandon(self) -> None:
         self.now.stop()
 
     def backward_begins(self) -> None:
         self._taken_off.before_backward()
-        self.now.optimizer = None  # a step that has failed did not say that it ended
-        self.now.backward = get_ident()
+        self.now.optimizer.pop(get_ident(), None)  # a step that failed did not say that it ended
+        self.now.backward.add(get_ident())
 
     def backward_ends(self) -> None:
-        self.now.backward = 0
+        self.now.backward.discard(get_ident())
 
-    def optimizer_begins(
-        self, optimizer: Any, place: Place, *, with_closure: bool
-    ) -> Sequence[Digest]:
-        digests = super().optimizer_begins(optimizer, place, with_closure=with_closure)
+    def optimizer_begins(self, optimizer: Any, place: Place, closure: Any) -> Begun:
+        found = super().optimizer_begins(optimizer, place, closure)
         self.state.names.learn_optimizer(optimizer)
-        self.now.owner = ""
         # A closure computes the loss inside of the step; its ops say themselves where they are.
-        self.now.optimizer = None if with_closure else (get_ident(), place)
-        return digests
+        if not closure:
+            self.now.optimizer[get_ident()] = OptimizerStep(place)
+        return found
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
-        self.now.optimizer = None
+        self.now.optimizer.pop(get_ident(), None)
         return super().optimizer_ends(optimizer)
 
     def batch_begins(self, workers: int) -> None:
         if workers:  # timing decides which of them is heard first; the batch does not depend on it
-            self.now.pause(get_ident())
+            self.now.pause()
         else:
-            self.now.loading = get_ident()
+            self.now.loading.add(get_ident())
 
     def batch_ends(self, batch: Any, place: Place) -> None:
-        self.now.loading = 0
-        self.now.pause(0)
+        self.now.loading.discard(get_ident())
+        self.now.go_on()
         super().batch_ends(batch, place)
 
     def unmatched(self) -> Iterable[str]:
@@ -393,8 +393,9 @@ class OpLevel(Level):
             self._details.write(store, first)
 
     def end_step(self) -> None:
+        own = self.state.buffer.thread(MAIN)
         for mode in self._modes():
-            mode.origin.end_step()
+            mode.origin.end_step(of_this_thread=mode.thread == own)
 
     def rest(self) -> None:
         self.now.rest()

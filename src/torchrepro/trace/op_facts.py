@@ -129,6 +129,7 @@ SCRATCH = {
     "aten::_batch_norm_with_update": (3,),
     "aten::mkldnn_rnn_layer": (3,),
     "aten::miopen_rnn": (3,),
+    "aten::_ctc_loss": (1,),
     "aten::_scaled_dot_product_efficient_attention": (1,),
     "aten::_efficient_attention_forward": (1,),
     "fsdp::all_gather_copy_in": (1,),
@@ -138,6 +139,9 @@ SCRATCH = {
 Their layout is in the signatures of
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml
 """
+
+SCRATCH_ARGUMENTS = {"aten::rrelu_with_noise": (1,), "aten::rrelu_with_noise_": (1,)}
+"""Op -> arguments that are memory for its own use: it writes them only while it trains."""
 
 UNSAID = {
     "aten::native_batch_norm": (3, 4),
@@ -182,6 +186,8 @@ class OpFacts:
     """Names of the keyword arguments that are written, such as ``out``."""
     scratch: tuple[int, ...]
     """Positions of the outputs that no fingerprint is taken of."""
+    scratch_arguments: tuple[int, ...] = ()
+    """Positions of the arguments of which none is taken as they are written."""
     compiled: bool = False
     """Whether it runs a compiled region."""
     counted: bool = True
@@ -223,12 +229,17 @@ def facts_of(op: Any) -> OpFacts:
         name = str(op)
         compiled = name == COMPILED
         shown = "compiled region" if compiled else name
-        return OpFacts(op, shown, False, False, False, False, False, False, (), (), (), compiled)  # noqa: FBT003 - a row
+        return OpFacts(
+            *(op, shown, False, False, False, False, False, False, (), (), ()),
+            compiled=compiled,
+        )
     plain = schema.name
     writes = [
         (position, argument)
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and position not in SCRATCH_ARGUMENTS.get(plain, ())
     ]
     returned = [value.alias_info for value in schema.returns]
     aliases = bool(returned) and all(info is not None and not info.is_write for info in returned)
@@ -255,6 +266,7 @@ def facts_of(op: Any) -> OpFacts:
         written=written,
         written_names=tuple(argument.name for _, argument in writes),
         scratch=SCRATCH.get(plain, ()),
+        scratch_arguments=SCRATCH_ARGUMENTS.get(plain, ()),
         counted=plain not in UNSAID
         and not any("List" in str(argument.type) for _, argument in writes),
         keeps=plain in KEEPING,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from asyncio import _get_running_loop as running_loop
 from contextlib import nullcontext
 from functools import partial
 from marshal import dumps
@@ -16,22 +17,30 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from torchrepro.callers import address
-from torchrepro.trace.buffer import IN_MEMORY
-from torchrepro.trace.fingerprint import arrays, widths
+from torchrepro.callers import address, frames
+from torchrepro.trace.buffer import IN_MEMORY, UnwrittenRead
+from torchrepro.trace.fingerprint import arrays, unobserved, widths
 from torchrepro.trace.fingerprint_cache import (
     NO_ENTRY,
     STAND_INS,
     VIEW,
     WRITTEN,
-    InFlight,
     fingerprinted,
+    is_nan,
     is_unset,
     version_of,
 )
 from torchrepro.trace.format import INPUT, NEW_TENSOR
-from torchrepro.trace.frames import Origin
-from torchrepro.trace.op_facts import PLAIN, OpFacts, call_text, facts_of, shape_of, value_text
+from torchrepro.trace.frames import Origin, source_of
+from torchrepro.trace.op_facts import (
+    PLAIN,
+    OpFacts,
+    call_text,
+    facts_of,
+    shape_of,
+    tensors_in,
+    value_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable
@@ -42,7 +51,15 @@ if TYPE_CHECKING:
 FEW = 8
 """Arguments of one kind of record that are remembered beside it."""
 
+MANY = 1000
+"""Lines that draw from generators of their own, above which no more are noted."""
+
+_LOADING = "torch.utils.data"
 _TRACING = "torch._subclasses"  # tensors of a compiler or an exporter, without numbers
+_NUMBERS = frozenset({bool, int, float, complex})
+_VALUES = _NUMBERS | {str, bytes}
+"""The types of results that are no tensors, and are recorded by their value."""
+_NO_OWN_PART = torch.Tensor.__torch_dispatch__  # of a parameter that has no shape yet
 _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
 
 # Torch has no public way to take a mode off the stack of its thread that a program may have entered
@@ -95,6 +112,7 @@ class RecordingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = now
         self.details = details
+        self.state = state
         self.rereads = state.request.detail
         """Whether each op reads its inputs anew, whatever ops before it have written or read."""
         self.buffer = state.buffer
@@ -103,6 +121,7 @@ class RecordingMode(TorchDispatchMode):
         self.spill = state.spill
         self.origin = Origin(state.names, now)
         self.thread = state.buffer.new_thread()
+        self.unwritten = state.unwritten
         self._kinds: dict[Hashable, RecordKind] = {}
         self._last = RecordKind()
 
@@ -127,10 +146,13 @@ class RecordingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         now = self.now
-        if now.aside and (now.stopped or now.paused == get_ident()):
+        if now.aside and now.is_aside():
             return func(*args, **kwargs) if kwargs else func(*args)
         if types and not PLAIN.issuperset(types):
-            if any(kind.__module__.startswith(_TRACING) for kind in types):
+            if any(
+                kind.__module__.startswith(_TRACING) or kind.__torch_dispatch__ is _NO_OWN_PART
+                for kind in types
+            ):
                 return func(*args, **(kwargs or {}))
             return NotImplemented
         facts = _facts.get(address(func))
@@ -154,13 +176,13 @@ class RecordingMode(TorchDispatchMode):
                 try:
                     valid = entry[1] == value._version and entry[0]() is value  # noqa: SLF001 - see `version_of`
                 except RuntimeError:  # an inference tensor has no version
-                    valid = cache.has(value)
+                    valid = cache.valid(value) is not None
                 if not valid:
                     inputs.append(cache.missing_input(facts, value))
                 else:
                     inputs.append(entry[2])
-                    if entry[2].__class__ is InFlight:
-                        entry[2].land()
+                    if entry[2].__class__ is not bytes:
+                        cache.is_about_to_read(entry[2], value)
             elif kind is list or kind is tuple:
                 cache.add_list(value, inputs, plain)
             else:
@@ -200,22 +222,19 @@ class RecordingMode(TorchDispatchMode):
                 if base[:4] not in STAND_INS:
                     # Autograd has a view count the writes of its base only after this.
                     version = version_of(args[0])
-                    entries[address(result)] = (
-                        ref(result),
-                        version,
-                        xxh3_64_digest(base + key),
-                        VIEW,
-                    )
+                    digest = xxh3_64_digest(base + key)
+                    entries[address(result)] = ref(result), version, digest, VIEW
                     outputs, shapes = b"", (shape_of(result),)
         if outputs is None:
             outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
         if plain and any(map(_is_none, plain)):
             key += call_text(args, kwargs).encode()  # the key alone does not say which of them
+        if cache.unset_inputs:
+            self._note_unset(facts, args, result)
         self._append(facts, key, args, kwargs, inputs, outputs, shapes)
         return result
 
     def _run_transparent(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Run an op that computes nothing: the digest of its input is that of its result."""
         result = facts.op(*args, **kwargs) if kwargs else facts.op(*args)
         if not args:
             return result
@@ -228,13 +247,11 @@ class RecordingMode(TorchDispatchMode):
         if entry is not None and entry[0]() is given and isinstance(result, torch.Tensor):
             _, version, digest, source = entry
             cache.entries[address(result)] = ref(result), version, digest, source
-            if self.now.optimizer is not None:
+            if get_ident() in self.now.optimizer:
                 self.origin.passed_on(given, result)
         return result
 
     def _record_once_read(self, tensor: Any, phase: str, place: Place) -> None:
-        """Record a tensor that the program has made from values, once an op reads it."""
-
         def take(tensor: Any, fingerprint: Any) -> None:
             shape, buffer = shape_of(tensor), self.buffer
             key = NEW_TENSOR, phase, place, shape
@@ -247,7 +264,6 @@ class RecordingMode(TorchDispatchMode):
         self.cache.expect(tensor, take)
 
     def _run_with_details(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Run a compiled region, or any op of which more than fingerprints is recorded."""
         if self.rereads:
             self.cache.distrust()
         inputs, plain = self.cache.inputs(facts, args, kwargs)
@@ -265,10 +281,15 @@ class RecordingMode(TorchDispatchMode):
         outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
         if any(map(_is_none, plain)):
             key += call_text(args, kwargs).encode()
+        self._note_unset(facts, args, returned)
         with nullcontext() if self.details is None else self.details.lock:
             self._append(facts, key, args, kwargs, inputs, outputs, shapes)
             if self.details is not None:
-                self.details.after(before, fingerprinted(facts, args, kwargs, result))
+                tensors = fingerprinted(facts, args, kwargs, result)
+                if result.__class__ in _NUMBERS:
+                    with unobserved():
+                        tensors.append(torch.tensor(result, device="cpu"))
+                self.details.after(before, tensors)
         return returned
 
     def _outputs(
@@ -278,7 +299,36 @@ class RecordingMode(TorchDispatchMode):
             return b"", self.cache.views(args, key, inputs, result)
         if facts.keeps and inputs and is_unset(inputs[0]):
             return self.cache.unset_output(facts, key, inputs, result)
-        return self.cache.outputs(facts, args, kwargs, result)
+        found = self.cache.outputs(facts, args, kwargs, result)
+        if result.__class__ in _VALUES:
+            value: Any = result
+            found[0].append(xxh3_128_digest(dumps(value, 2)))
+            found[1].append(((), value.__class__.__name__))
+        if facts.allocates:
+            self.cache.allocated(result, self.origin.of(facts, args)[1])
+        return found
+
+    def _note_unset(self, facts: OpFacts, args: Any, result: Any) -> None:
+        """Note what an op has read that nobody had written, and whether that made its result NaN.
+
+        Ops that only pass it on, or take its shape alone, have not read it.
+        """
+        found, self.cache.unset_inputs = self.cache.unset_inputs, []
+        if facts.view or facts.keeps or facts.allocates:
+            return
+        place = self.origin.of(facts, args)[1]
+        unset = [tensor for _, tensor in found]
+        for digest, tensor in found:
+            if digest.place is None or any(args[at] is tensor for at in facts.scratch_arguments):
+                continue
+            read = self.unwritten.setdefault((digest.place, place, facts.name), UnwrittenRead())
+            if read.often < FEW and not (read.is_nan or digest.given_nan):
+                read.is_nan = is_nan(result) and not any(
+                    is_nan(each)
+                    for each in tensors_in(args)
+                    if not any(each is other for other in unset)
+                )
+            read.often += 1
 
     def _append(
         self,
@@ -313,7 +363,8 @@ class RecordingMode(TorchDispatchMode):
         argument = kind.arguments.get(key)
         if argument is None:
             argument = self._learn_argument(kind, facts, key, args, kwargs)
-        if self.buffer.take(self.thread, kind.site, argument, inputs, outputs) >= IN_MEMORY:
+        thread = self.thread if running_loop() is None else self.buffer.task(self.thread)
+        if self.buffer.take(thread, kind.site, argument, inputs, outputs) >= IN_MEMORY:
             self.spill()
 
     def _kind_of(self, facts: OpFacts, phase: str, place: Place, shapes: Any) -> RecordKind:
@@ -335,10 +386,20 @@ class RecordingMode(TorchDispatchMode):
         number = self.buffer.arguments.get((facts, key))
         if number is None:
             number = self.buffer.new_argument((facts, key), call_text(args, kwargs))
+        own = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Generator)]
+        if own and kind.place is not None:
+            self._learn_seed(source_of(kind.place), own[0])
         if len(kind.arguments) >= FEW:  # they may be others in every step
             kind.arguments = {b"": 0}
         kind.arguments[key] = number
         return number
+
+    def _learn_seed(self, source: str, generator: Any) -> None:
+        # A loader seeds generators of its own from the global one.
+        modules = (str(each.f_globals.get("__name__")) for each in frames())
+        if len(self.state.seeds) < MANY and not any(_LOADING in name for name in modules):
+            first = *self.state.position(), str(generator.initial_seed())
+            self.state.seeds.setdefault(source, first)
 
 
 _is_none = partial(is_, None)  # an argument may be of a class that refuses to be compared

@@ -6,6 +6,7 @@ A trace may come from anybody: reading it runs nothing that is in it, and ends s
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 from bisect import bisect_right
@@ -23,6 +24,7 @@ from torchrepro.messages import near, some
 from torchrepro.trace.format import (
     DETAILS,
     FORMAT,
+    MAIN,
     SCHEMA,
     SEAL,
     SUFFIX,
@@ -52,13 +54,14 @@ _TYPES = {"integer": int, "text": str, "blob": bytes, "real": float}
 
 META: Mapping[str, Any] = {
     "rank": int,
-    **dict.fromkeys(("ordinal", "world_size", "max_size", "dropped", "rows", "every"), _Number),
+    **dict.fromkeys(("ordinal", "world_size", "max_size", "dropped", "rows"), _Number),
+    **dict.fromkeys(("every", "built"), _Number),
     **dict.fromkeys(("finished", "statistics", "detail"), bool | None),
     **dict.fromkeys(("program", "program_text", "process", "resumed", "level"), _Words),
     **dict.fromkeys(("profile", "digest", "guarantee", "date", "host", "recorded_by"), _Words),
     **dict.fromkeys(("versions", "hardware", "outcomes", "repository"), dict | None),
     **dict.fromkeys(("algorithm", "knobs", "models"), "words by name"),
-    "keep": "words",
+    **dict.fromkeys(("before", "hidden", "keep", "modules"), "words"),
     "loaders": {"where": str, "workers": int, "dataset": str, "worker_init_fn": _Words},
     "sources": {
         **dict.fromkeys(("name", "what", "where"), str),
@@ -66,6 +69,9 @@ META: Mapping[str, Any] = {
         "record": int,
         "value": _Words,
     },
+    "files": {**dict.fromkeys(("path", "asked", "read", "written"), str), "changed": float},
+    "began": float | None,
+    "unwritten": {**dict.fromkeys(("allocated", "read", "op"), str), "is_nan": bool},
 }
 """The type of each value that is read of a run; for a list, those of its entries' fields."""
 
@@ -147,7 +153,7 @@ class Trace:
         following, after = (self.meta.get("steps") or [0])[0], 1
         for row in self._rows("step", "order by step"):
             number, first, records, parts, read, level, finished, *rest = row
-            digest, details, parameters, gradients, random, names, losses, seal = rest
+            digest, details, parameters, gradients, arguments, random, names, losses, seal = rest
             if number != following:
                 raise ValueError(f"step {following} is missing")
             if digest_of([row[:-1]]) != seal:
@@ -155,27 +161,31 @@ class Trace:
             if first != after or not 0 <= records <= MOST or parts < 0 or level not in LEVELS:
                 raise ValueError(f"step {number} is not valid")
             try:
-                self._read_texts(number, json.loads(names), json.loads(losses))
+                thread = self._read_texts(number, json.loads(names), json.loads(losses))
                 generators = json.loads(random)
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
                 raise ValueError(f"the texts of step {number} are not valid") from None
             if generators is None or not _fits(generators, "words by name"):
                 raise ValueError(f"the states of generators of step {number} are not valid")
             self.steps[number] = StepRow(
-                *(number, first, records, read, parameters, gradients, generators),
-                *(bool(finished), level, digest, details, parts),
+                *(number, first, records, read, parameters, gradients, arguments, generators),
+                *(bool(finished), level, digest, details, parts, thread),
             )
             following, after = number + 1, first + records
         self._end = after
         if self.meta.get("finished") and self.meta.get("rows") != len(self.steps):
             raise ValueError(f"it has {len(self.steps)} steps and says {self.meta.get('rows')}")
 
-    def _read_texts(self, step: int, names: Any, losses: Any) -> None:
+    def _read_texts(self, step: int, names: Any, losses: Any) -> int:
+        """Read the texts of a step; returns the thread that ended it."""
         sites = [Site(*words) for words in names.get("sites", ())]
         arguments, threads = names.get("arguments", ()), names.get("threads", ())
+        by, *by_each = map(int, names.get("by") or [MAIN] * (len(losses) + 1))
         of_step = [
-            Loss(step, place, None if value is None else float(value), bytes.fromhex(mark), source)
-            for place, (value, mark, source) in enumerate(losses)
+            Loss(step, place, None if value is None else float(value), bytes.fromhex(mark), *rest)
+            for place, (value, mark, *rest) in enumerate(
+                (*loss, thread) for loss, thread in zip(losses, by_each, strict=True)
+            )
         ]
         texts = chain(*map(astuple, sites), arguments, threads, (loss.source for loss in of_step))
         "".join(texts).encode()  # raises if one of them is no text
@@ -183,6 +193,7 @@ class Trace:
         self.arguments |= enumerate(arguments, len(self.arguments))
         self.threads |= enumerate(threads, len(self.threads))
         self.losses += of_step
+        return by
 
     def _check_records(self) -> None:
         rows = self._rows("part", "order by first")
@@ -297,15 +308,12 @@ class Trace:
 
     def step_of(self, record: int) -> int:
         """Return the step of a record by its id."""
-        return self._with_records[bisect_right(self._firsts, record) - 1].step
+        rows = self._with_records
+        return rows[bisect_right(rows, record, key=lambda row: row.first) - 1].step
 
     @cached_property
     def _with_records(self) -> Sequence[StepRow]:
         return [row for row in self.steps.values() if row.records]
-
-    @cached_property
-    def _firsts(self) -> Sequence[int]:
-        return [row.first for row in self._with_records]
 
     def statistics_of(self, records: range) -> Iterator[tuple[Any, ...]]:
         """Yield record, count, mean, norm, low and high of each output of some records."""
@@ -414,10 +422,10 @@ def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
     Without `records` the traces are for reading what they say of the run and its steps only.
     """
     place = Path(folder)
-    if place.is_file():
+    if os.path.isfile(place):  # noqa: PTH113 - never raises
         todo = "name the folder of the recording"
         raise TraceError.about("is a file", found=str(folder), todo=todo)
-    if not place.is_dir():
+    if not os.path.isdir(place):  # noqa: PTH112 - see above
         raise TraceError.about("no such folder", found=str(folder), **_beside(place))
     files = place.glob(f"rank*{SUFFIX}")
     by_number = sorted(files, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
@@ -467,7 +475,6 @@ def steps_so_far(folder: Path) -> int:
 
 
 def _beside(place: Path) -> dict[str, str]:
-    """Return the folder beside `place` whose name is nearest, or all that hold a recording."""
     above = place.parent
     others = sorted(each.name for each in above.iterdir()) if above.is_dir() else []
     recorded = [each for each in others if any((above / each).glob(f"rank*{SUFFIX}"))]

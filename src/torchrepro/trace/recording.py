@@ -5,35 +5,43 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import xxhash
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import IterableDataset
 
+from torchrepro.callers import program_files
 from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.seeding.loader_hook import author_worker_init
 from torchrepro.seeding.state import is_resumed
-from torchrepro.seeding.uncontrolled import EVERY_SOURCE, WITHOUT_COST, watch_for_recording
+from torchrepro.seeding.uncontrolled import seed_of_generator, watch_for_recording
 from torchrepro.trace.buffer import RecordingState, joined
+from torchrepro.trace.end_state import end_state
 from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
-from torchrepro.trace.format import INPUT, OUTPUT, StepRow
+from torchrepro.trace.format import INPUT, MAIN, OUTPUT, StepRow
 from torchrepro.trace.frames import place_of_user, source_of
-from torchrepro.trace.hooks import SampleRecorder, watch_training
+from torchrepro.trace.hooks import SampleRecorder, watch_training, within_loaders_begun
 from torchrepro.trace.levels import LEVELS, StepLevel
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import PLAIN
+from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from weakref import ReferenceType
 
     from torchrepro.trace.fingerprint_cache import Digest
     from torchrepro.trace.levels import Level
     from torchrepro.trace.request import Request
     from torchrepro.trace.store import Store
 
+_MOST = 64  # reads of unwritten memory, lines that hide ops, and optimizers, that a trace names
 _OF_DATAPIPES = "_sharding_worker_init_fn"  # torch's own, around that of the author
 
 
@@ -56,13 +64,20 @@ class Recording:
         self._store: Store | None = None
         self._limit: SizeLimit | None = None
         self._open = ExitStack()
-        self._sources = watch_for_recording(EVERY_SOURCE if request.detail else WITHOUT_COST)
-        self._losses: list[tuple[Any, Any, str]] = []  # tensor, fingerprint, source
-        self._gradients: list[Any] = []
+        self._sources = watch_for_recording(request.folder, in_detail=request.detail)
+        self._losses: list[tuple[Any, Any, str, int]] = []  # tensor, fingerprint, source, thread
+        self._gradients: dict[int, list[Any]] = {}  # by thread
+        self._arguments: dict[int, list[Any]] = {}  # of optimizers, by thread
+        self._optimizers: dict[int, ReferenceType[Any]] = {}  # by their identity
+        self._begun: list[Sequence[Digest]] = []  # parameters of those that began in this step
+        self._before: list[str] = []  # digests of the parameters of each, as its first step began
         self._generators = GeneratorStates()
+        self._files = program_files()  # that of the main module is no longer known at the end
         self._loaders: dict[Hashable, Mapping[str, Any]] = {}
+        self._built: int | None = None  # how many records came before the first model
         self._samples = SampleRecorder(self._full.take_returned)
         self._failed = False
+        self._handing_over = False
         self._left_out = False
         self.ended = False
         self.refuse: Callable[[TraceError], None] = _raise
@@ -70,13 +85,19 @@ class Recording:
 
     def start(self) -> None:
         """Begin to take records on this thread and on those that it starts."""
-        self._sources.position = self._position
-        self._open.callback(self._sources.stop)
-        self._open.enter_context(watch_training(self))
-        self._open.enter_context(self._full)
-        self._open.enter_context(self._naming)
-        self._open.callback(_recordings.remove, self)
-        _recordings.append(self)
+        self._sources.position = self.state.position = self._position
+        # https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_parameter_registration_hook.html
+        with ExitStack() as undo:
+            undo.callback(self._sources.stop)
+            undo.callback(register_module_parameter_registration_hook(self._model_is_built).remove)
+            undo.enter_context(watch_training(self))
+            undo.enter_context(self._full)
+            if not self.request.loading:
+                undo.enter_context(within_loaders_begun(lambda _: self._full.paused()))
+            undo.enter_context(self._naming)
+            undo.callback(self._forget)
+            _recordings.append(self)
+            self._open = undo.pop_all()
 
     def stop(self) -> None:
         """Take no more records, and write what is left of a step that has not ended."""
@@ -92,6 +113,7 @@ class Recording:
             return
         self._full.abandon()
         self.ended = True
+        self._give_up_if_cut()
         if self._failed:
             return
         if self.state.buffer.rows or self.state.buffer.moved or self._losses:
@@ -103,11 +125,13 @@ class Recording:
             return
         say(*(f"{folder}: no module matches `{pattern}`" for pattern in self._full.unmatched()))
         with self._unwritable_handled():
-            self._store.write_knobs_in_effect()
             self._store.finish(self._facts())
-            self._store.must_exist()
             if self._limit is not None and self._limit.count:
                 say(f"{self._store.path}: {self._limit.in_words()}")
+
+    def _forget(self) -> None:
+        if self in _recordings:
+            _recordings.remove(self)
 
     def abandon(self) -> None:
         """Take no more records and leave the store alone: it is another process's."""
@@ -116,7 +140,7 @@ class Recording:
 
     def spill(self) -> None:
         """Hand the records of a long step to the store before it ends."""
-        with self.state.lock, self._full.paused():
+        with self.state.lock, self._full.paused(), self._in_one_piece():
             if self._drops_step():
                 return
             with self._unwritable_handled():
@@ -134,32 +158,29 @@ class Recording:
                 found=self.request.folder,
                 todo="call end_step inside of the `with` block",
             )
-        with self.state.lock, self._full.paused():
+        with self.state.lock, self._full.paused(), self._in_one_piece():
             self._write_step(parameters, finished=True)
             self.state.step += 1
-            self._losses.clear()
-            self._gradients = []
-            self.state.cache.end_step()
+            self.state.cache.end_step(on_main=not self._thread())
             if self._level is self._full:
                 self._full.end_step()
             self._change_level()
 
     def _change_level(self) -> None:
-        wanted = self.request.level_of(self.state.step)
+        wanted = level_of_step(self.state.step, self.request.level, self.request.every)
         if wanted == self._level.name:
             return
         if wanted == self._coarse.name:
             self._full.rest()
-            self._naming.enter_context(on_modules_called(self._learn_name))
+            # Modules are named in the order of their first calls, in whichever steps these are.
+            names = self.state.names
+            self._naming.enter_context(
+                on_modules_called(lambda module, _: names.knows(module) or names.place_of(module))
+            )
             self._level = self._coarse
         elif self._full.resume():
             self._naming.close()
             self._level = self._full
-
-    def _learn_name(self, module: Any, _returned: Any) -> None:
-        # Modules are named in the order of their first calls, in whichever steps these are.
-        if not self.state.names.knows(module):
-            self.state.names.place_of(module)
 
     # Called by the hooks of the training loop (see `watch_training`). A backward pass, and the
     # loading of a batch, may begin in one step and end in another: the full level hears of both
@@ -168,24 +189,33 @@ class Recording:
     def backward_begins(self, losses: Any) -> None:
         source = source_of(place_of_user())
         with self._full.paused():
-            for loss in (losses,) if isinstance(losses, torch.Tensor) else losses:
-                if isinstance(loss, torch.Tensor):
-                    self._losses.append((*_value_and_fingerprint(loss), source))
+            found = [
+                (*_value_and_fingerprint(loss), source, self._thread())
+                for loss in ((losses,) if isinstance(losses, torch.Tensor) else losses)
+                if isinstance(loss, torch.Tensor)
+            ]
+            with self.state.lock:  # another thread may end a step
+                self._losses += found
         self._full.backward_begins()
 
     def backward_ends(self) -> None:
         self._full.backward_ends()
 
-    def optimizer_begins(self, optimizer: Any, *, with_closure: bool) -> None:
-        self._gradients += self._level.optimizer_begins(
-            optimizer, place_of_user(), with_closure=with_closure
-        )
+    def optimizer_begins(self, optimizer: Any, closure: Any) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = ref(optimizer)
+            if len(self._optimizers) <= _MOST:
+                self._begun.append(self._level.parameters_now(optimizer))
+        found = self._level.optimizer_begins(optimizer, place_of_user(), closure)
+        for each, digests in zip((self._arguments, self._gradients), found, strict=True):
+            each.setdefault(self._thread(), []).extend(digests)
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self.end_step(self._level.optimizer_ends(optimizer))
 
     def batch_begins(self, iterator: Any) -> None:
-        self._full.batch_begins(_workers_of(iterator))
+        # What workers compute is not recorded.
+        self._full.batch_begins(_workers_of(iterator) or int(not self.request.loading))
         if self._records_samples_of(iterator):
             self._samples.begin()
 
@@ -209,23 +239,70 @@ class Recording:
         return self.request.samples and not _workers_of(iterator) and self.state.wants_step
 
     def _facts(self) -> dict[str, Any]:
-        sources = [read.to_json() for read in self._sources.reads()]
+        own_seeds = (seed_of_generator(at, *seed) for at, seed in self.state.seeds.items())
+        sources = [read.to_json() for read in (*self._sources.reads(), *own_seeds)]
+        files = self._sources.files.to_json() if self._sources.files is not None else {}
         models = self.state.names.held()
+        left: dict[str, Any] = {}
+        if self.request.steps is None:  # what comes after them was not asked for
+            optimizers = [one for each in self._optimizers.values() if (one := each()) is not None]
+            left = end_state(self.state, optimizers, knows_ops=self._full.name == "op")
+        unwritten = [
+            {
+                "allocated": source_of(allocated),
+                "read": source_of(place),
+                "op": op,
+                "is_nan": found.is_nan,
+            }
+            for (allocated, place, op), found in islice(self.state.unwritten.items(), _MOST)
+        ]
         return {
             **({"dropped": self._limit.count} if self._limit is not None else {}),
             "loaders": list(self._loaders.values()),
             **({"sources": sources} if sources else {}),
+            **files,
+            "modules": sorted({*self._files, *program_files()}),
             **({"models": models} if models else {}),
+            **({"end": left} if left else {}),
+            **({"before": self._before} if self._before else {}),
+            **({"built": self._built} if self._built else {}),
+            **({"unwritten": unwritten} if unwritten else {}),
+            **({"hidden": sorted(self.state.hidden)[:_MOST]} if self.state.hidden else {}),
             "resumed": "yes" if is_resumed() else "no",
         }
+
+    def _model_is_built(self, *_: Any) -> None:
+        if self._built is None and not self.state.names.models:  # that has computed nothing yet
+            self._built = self._position()[1]
 
     def _position(self) -> tuple[int, int]:
         written = self._store.records if self._store is not None else 0
         return self.state.step, written + len(self.state.buffer.rows)
 
+    def _thread(self) -> int:
+        return self.state.buffer.thread(MAIN)
+
+    @contextmanager
+    def _in_one_piece(self) -> Iterator[None]:
+        """Hand records to the store. Where an exception of anybody's cuts this off, such as that of
+        ^C, the steps before it are what is recorded: a rest of a step would look like a step.
+        """
+        self._give_up_if_cut()
+        self._handing_over = True
+        yield
+        self._handing_over = False
+
+    def _give_up_if_cut(self) -> None:
+        if self._handing_over:
+            self._failed, store, self._store = True, self._store, None
+            self._handing_over = False
+            if store is not None:
+                store.discard()
+
     def _drops_step(self) -> bool:
         if self._failed or not self.state.wants_step:
             self.state.buffer.rows.clear()
+            self._losses, self._gradients, self._arguments = [], {}, {}
             self._left_out = True
             return True
         return False
@@ -236,10 +313,13 @@ class Recording:
         with self._unwritable_handled():
             store = self._store or self._open_store()
             first, count = self.state.buffer.end_step(store)
-            marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
+            losses, self._losses = self._losses, []
+            marks = joined([mark for _, mark, *_ in losses], OUTPUT)
+            self._before += [_combined(each).hex() for each in self._begun]
+            self._begun = []
             store.add_losses(
-                (_real(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
-                for n, (value, _, source) in enumerate(self._losses)
+                (_real(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source, thread)
+                for n, (value, _, source, thread) in enumerate(losses)
             )
             self._level.write(store, first)
             cache = self.state.cache
@@ -249,10 +329,12 @@ class Recording:
                 records=count,
                 bytes=cache.bytes_read,
                 parameters=_combined(parameters),
-                gradients=_combined(self._gradients),
+                gradients=_combined(self._gradients.pop(self._thread(), ())),
+                arguments=_combined(self._arguments.pop(self._thread(), ())),
                 random=self._generators.read(),
                 finished=finished,
                 level=self._level.name,
+                thread=self._thread(),
             )
             cache.bytes_read = 0
             store.end_step(row)
@@ -267,7 +349,6 @@ class Recording:
 
     @contextmanager
     def _unwritable_handled(self) -> Iterator[None]:
-        """Where the trace cannot be written, end the program, or go on without, as requested."""
         try:
             yield
         except TraceError as error:
@@ -317,17 +398,22 @@ def _combined(digests: Sequence[Digest]) -> bytes:
 
 
 def _value_and_fingerprint(loss: Any) -> tuple[Any, Any]:
-    if loss.__class__ in PLAIN and loss.is_cpu:
-        return loss.item() if loss.numel() == 1 else None, fingerprint_of(loss)
-    # To ask a device now would wait for it: a copy of the value stays there until the step ends.
-    loss = loss.detach()
-    return loss.clone() if loss.numel() == 1 else None, fingerprint_of(loss)
+    mark, value = fingerprint_of(loss), None
+    with suppress(Exception):  # not every tensor has a value, and subclasses raise what they like
+        if loss.__class__ in PLAIN and loss.is_cpu:
+            value = loss.item() if loss.numel() == 1 else None
+        elif loss.numel() == 1:
+            # To ask a device now would wait for it: a copy stays there until the step ends.
+            value = loss.detach().clone()
+    return value, mark
 
 
 def _real(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor):
-        value = value.item()
-    return None if value is None or isinstance(value, complex) else float(value)
+    try:
+        value = value.item() if isinstance(value, torch.Tensor) else value
+        return None if value is None or isinstance(value, complex) else float(value)
+    except Exception:  # noqa: BLE001 - as above
+        return None
 
 
 # What is read of an iterator of torch's loader is private. A fact that a newer torch no longer has

@@ -65,6 +65,8 @@ class Request:
     """Steps whose number is a multiple of it are recorded at `level`, all others at ``step``."""
     max_size: int | None = None
     """How many bytes the traces of the run may take on disk; None is any number."""
+    loading: bool = True
+    """Whether ops are recorded by which the main process loads a batch, besides the batch."""
 
     def __post_init__(self) -> None:
         # The program may go to another directory before the first step is written.
@@ -107,10 +109,6 @@ class Request:
     def wants(self, step: int) -> bool:
         """Whether `step` is one of those to record."""
         return self.steps is None or self.steps[0] <= step <= self.steps[1]
-
-    def level_of(self, step: int) -> str:
-        """Return the level at which `step` is to be recorded."""
-        return level_of_step(step, self.level, self.every)
 
     def prepare_folder(self) -> None:
         """Make the folder; raises `TraceError` if it cannot be made or is not empty."""

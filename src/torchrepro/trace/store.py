@@ -101,20 +101,21 @@ class Store:
         self._outline = b"", b"", b""  # the last one, compressed, and its digest
         self._begin_step()
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        execute = self._connection.execute
         if shrinks:
-            execute("pragma auto_vacuum = incremental")
+            self.ask("pragma auto_vacuum = incremental")
         # Survives the end of the process at any moment; only a power cut may lose the last steps.
-        execute("pragma journal_mode = wal")
-        execute("pragma synchronous = normal")
-        execute(f"pragma wal_autocheckpoint = {CHECKPOINT}")
-        self._connection.executescript(f"begin; {SCHEMA} commit;")  # all tables or none
-        execute("begin")
+        self.ask("pragma journal_mode = wal")
+        self.ask("pragma synchronous = normal")
+        self.ask(f"pragma wal_autocheckpoint = {CHECKPOINT}")
+        self.ask("begin")
+        for table in SCHEMA.split(";")[:-1]:  # all tables or none
+            self.ask(table)
+        self.commit()
 
     def _begin_step(self) -> None:
         self._of_step = xxhash.xxh3_128()
         self._parts = 0
-        self._names: dict[str, list[Any]] = {"sites": [], "arguments": [], "threads": []}
+        self._names: dict[str, list[Any]] = {"sites": [], "arguments": [], "threads": [], "by": []}
         self._losses: list[Any] = []
         self._details: dict[str, list[tuple[Any, ...]]] = {table: [] for table in DETAILS}
 
@@ -124,13 +125,6 @@ class Store:
         rows = sorted(self._meta.items())
         rows.append((SEAL, json.dumps(digest_of(rows).hex())))
         self.ask("replace into meta values (?, ?)", rows, each=True)
-
-    def write_knobs_in_effect(self) -> None:
-        """Write the values of knobs that have changed since to equivalent ones."""
-        rewrites = [each for applied in in_force() for each in applied.report.as_good]
-        if rewrites:
-            now = {each.knob: shown(each.now) for each in rewrites}
-            self.write_meta({"knobs": json.loads(self._meta["knobs"]) | now})
 
     def add_sites(self, sites: Sequence[Sequence[str]]) -> None:
         """Add places of the program that records refer to, by numbers from 1 on."""
@@ -174,12 +168,15 @@ class Store:
         self.records += len(rows)
         self._parts += 1
 
-    def add_losses(self, rows: Iterable[tuple[float | None, bytes, str]]) -> None:
-        """Add losses of the running step: value, fingerprint, source."""
-        for value, fingerprint, source in rows:
+    def add_losses(self, rows: Iterable[tuple[float | None, bytes, str, int]]) -> None:
+        """Add losses of the running step: value, fingerprint, source, thread."""
+        for value, fingerprint, source, thread in rows:
             if source not in self._sources:
                 self._sources |= self._shown([source])
-            self._losses.append((_real(value), fingerprint.hex(), self._sources[source]))
+            # JSON has no numbers for NaN and infinities.
+            real = value if value is None or math.isfinite(value) else str(value)
+            self._losses.append((real, fingerprint.hex(), self._sources[source]))
+            self._names["by"].append(thread)
 
     def add_statistics(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add statistics of outputs: record, position, count, mean, norm, low, high."""
@@ -198,11 +195,14 @@ class Store:
             if rows:
                 details += sorted(rows, key=itemgetter(0, 1, 2))
                 self._insert(table, rows)
+        by = [row.thread, *self._names.pop("by")]
+        if any(by):  # by others than the main thread
+            self._names["by"] = by
         values = (
             *(row.step, row.first, row.records, self._parts, row.bytes),
             *(row.level, int(row.finished)),
             *(self._of_step.digest(), digest_of(details)),
-            *(row.parameters, row.gradients, self._states[1]),
+            *(row.parameters, row.gradients, row.arguments, self._states[1]),
             json.dumps({kind: its for kind, its in self._names.items() if its}),
             json.dumps(self._losses),
         )
@@ -264,9 +264,18 @@ class Store:
         self.ask("begin")
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Write that the trace is complete, with `values` of the run, and leave one file behind."""
-        self.write_meta({**values, "finished": True, "rows": self._steps})
+        """Write that the trace is complete, with `values` of the run, and leave one file behind.
+
+        Knobs that have changed since to equivalent values have these. Raises `TraceError` if
+        somebody has taken the file away while it was written.
+        """
+        changes = [each for applied in in_force() for each in applied.report.as_good]
+        now = {each.knob: shown(each.now) for each in changes}
+        knobs = {"knobs": json.loads(self._meta["knobs"]) | now} if now else {}
+        self.write_meta({**knobs, **values, "finished": True, "rows": self._steps})
         self.close()
+        if not self.path.exists():
+            raise TraceError.about("the trace was removed while it was written", str(self.path))
 
     def close(self) -> None:
         """Commit what is left; a trace that is not finished shows that the run was cut off."""
@@ -274,11 +283,6 @@ class Store:
         with suppress(sqlite3.OperationalError):  # a reader may hold it: then it stays as it is
             self._connection.execute("pragma journal_mode = delete")
         self._connection.close()
-
-    def must_exist(self) -> None:
-        """Raise `TraceError` if somebody has taken the file away while it was written."""
-        if not self.path.exists():
-            raise TraceError.about("the trace was removed while it was written", str(self.path))
 
     def discard(self) -> None:
         """Close without what was written since the last commit."""
@@ -304,7 +308,6 @@ class Store:
         self.ask(f"insert into {table} values ({marks})", rows, each=True)  # noqa: S608 - a table of ours
 
     def _shown(self, texts: Iterable[str]) -> dict[str, str]:
-        """Return each text as it may be written: without secrets, and as a database can hold it."""
         distinct = list(dict.fromkeys(texts))
         cleaned = self._clean(distinct) if distinct else []
         # A path may hold bytes that are not Unicode.

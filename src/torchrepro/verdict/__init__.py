@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torchrepro.console import parts
+from torchrepro.console import Part, parts
 from torchrepro.verdict.value import Verdict
-
-if TYPE_CHECKING:
-    from torchrepro.console import Part
 
 
 @parts.register(Verdict)

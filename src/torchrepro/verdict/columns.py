@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrepro.trace.format import OUTPUT, PARTLY
+from torchrepro.trace.format import INPUT, MAIN, OUTPUT, PARTLY, Loss, Outline
 from torchrepro.verdict.evidence import short
 
 if TYPE_CHECKING:
-    from collections import defaultdict
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchrepro.trace.format import Loss, Outline
     from torchrepro.trace.reader import Trace
 
-Array = Any
-"""An array of numpy."""
+Array = Any  # an array of numpy
 
 INPUTLESS = frozenset({"parameter", "gradient", "module"})
 """Ops whose records name a value, but not what it was computed from.
@@ -30,8 +26,9 @@ INPUTLESS = frozenset({"parameter", "gradient", "module"})
 A record of a collective names only this rank's contribution.
 """
 
-MAIN = 0
-"""The main thread. Its order is the program's own; that of all other threads is an accident."""
+ANY_STEP = -1  # stands for the step of what other threads do: in which one it falls is an accident
+
+VIEW = b""  # stands for all views of what ignored records wrote
 
 CACHED = 1 << 17
 """Records whose outlines stay translated. A program has few outlines, and they may be long."""
@@ -76,8 +73,7 @@ class Pair:
 
     left: Trace
     right: Trace
-    runs: tuple[str, str]
-    """The folders, as they were named."""
+    runs: tuple[str, str]  # the folders, as they were named
 
     @cached_property
     def steps(self) -> Sequence[int]:
@@ -85,12 +81,27 @@ class Pair:
         return [step for step in self.left.steps if step in self.right.steps]
 
     @cached_property
+    def in_order(self) -> bool:
+        """Whether the main thread ends all steps: what belongs to which of them is no accident."""
+        return not any(row.thread for trace in self.traces for row in trace.steps.values())
+
+    @cached_property
     def losses(self) -> tuple[Mapping[int, Sequence[Loss]], ...]:
-        """The losses of each step in both."""
-        return tuple(
-            {step: [*some] for step, some in groupby(trace.losses, attrgetter("step"))}
-            for trace in self.traces
-        )
+        """The losses of each step in both; those of no step in particular are under `ANY_STEP`.
+
+        These are the losses of other threads than the main one, and all where these end steps.
+        """
+        found = []
+        for trace in self.traces:
+            sides: dict[int, list[Loss]] = defaultdict(list)
+            for loss in trace.losses:
+                sides[ANY_STEP if loss.thread or not self.in_order else loss.step].append(loss)
+            if ANY_STEP in sides:
+                sides[ANY_STEP].sort(
+                    key=lambda loss: (not loss.is_finite or loss.value, loss.fingerprint)
+                )
+            found.append(sides)
+        return tuple(found)
 
     @cached_property
     def misses_steps(self) -> bool:
@@ -113,7 +124,6 @@ class Pair:
 
     @cached_property
     def ended_steps(self) -> Sequence[int]:
-        """The steps that have ended in both."""
         return [
             step for step in self.steps if all(trace.steps[step].finished for trace in self.traces)
         ]
@@ -148,13 +158,20 @@ class _Digests:
 class Reader:
     """Reads the records of a trace step by step, without those of some sites.
 
-    `shared` numbers what sites, arguments and threads stand for, in both traces alike.
+    `shared` numbers what sites, arguments and threads stand for, in both traces alike. What
+    records of the sites `ignored` wrote is in `from_ignored`, once they have been passed over.
     """
 
     def __init__(
-        self, trace: Trace, shared: defaultdict[Any, int], left_out: Collection[int] = ()
+        self,
+        trace: Trace,
+        shared: defaultdict[Any, int],
+        left_out: Collection[int] = (),
+        ignored: Collection[int] = (),
     ) -> None:
         self.trace = trace
+        self.ignored = frozenset(ignored)
+        self.from_ignored = set[bytes]()
         self.sites = np.zeros(len(trace.sites) + 1, _SITE)
         """What each site stands for; sites are numbered from 1."""
         for number, site in trace.sites.items():
@@ -167,7 +184,7 @@ class Reader:
                 site.op in INPUTLESS or site.phase == "collective",
                 shared[site.module],
                 shared[short(site.source)],
-                number not in left_out,
+                number not in left_out and number not in self.ignored,
             )
         self.arguments = np.array([shared[text] for text in trace.arguments.values()])
         self._threads = np.array([shared[name] for name in trace.threads.values()] or [-1])
@@ -191,6 +208,10 @@ class Reader:
                     self._known.clear()
                 self._known[outline] = self._translated(outline)
             records, inputs, outputs = self._known[outline]
+            if self.ignored:
+                for number, site in zip(part.ids, outline.sites, strict=True):
+                    if site in self.ignored:
+                        self.take_in(number)
             chosen = self.sites["compared"][np.asarray(outline.sites)]
             chosen &= (records["thread"] == MAIN) == on_main
             if not chosen.any():
@@ -207,6 +228,14 @@ class Reader:
                     for end, n in each
                 ]
             yield records if chosen.all() else records[chosen]
+
+    def take_in(self, number: int) -> None:
+        """Note what an ignored record wrote, or what one that it fed did."""
+        record = self.trace.record(number)
+        outputs = record.outputs
+        self.from_ignored.update(outputs[at : at + INPUT] for at in range(0, len(outputs), OUTPUT))
+        if not outputs and record.inputs and self.trace.sites[record.site].outputs:
+            self.from_ignored.add(VIEW)  # its digest comes from its base's, and is in no record
 
     def _translated(self, outline: Outline) -> tuple[Array, _Digests, _Digests]:
         records = np.zeros(len(outline), RECORD)

@@ -11,19 +11,20 @@ import gc
 import math
 import sqlite3
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
-from torchrepro.trace.reader import read_run
+from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.request import LEVELS
-from torchrepro.verdict.columns import NAMES, Pair
+from torchrepro.verdict.columns import ANY_STEP, NAMES, Pair
 from torchrepro.verdict.criteria import (
     AT_LEVEL,
     FIELDS,
+    LOSS,
     RERECORD,
     Mode,
     agreed_before,
@@ -33,19 +34,25 @@ from torchrepro.verdict.criteria import (
     mode_of,
     refuse_unequal_algorithms,
     unequal_digest,
+    unequal_end,
     unequal_loss,
     unequal_seeded_generator,
 )
-from torchrepro.verdict.diagnosis import advice, next_level_of_recording
+from torchrepro.verdict.diagnosis import advice
+from torchrepro.verdict.evidence import COARSE
+from torchrepro.verdict.lined_up import compare_resumed
 from torchrepro.verdict.recordings import (
     facts,
+    line_left_out,
     losses,
     missing_processes,
+    not_finite,
     notes,
     program,
     settings,
     truncation,
     unequal_replicas,
+    words_of_not_finite,
 )
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
 from torchrepro.verdict.render import are, counted
@@ -55,25 +62,62 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.criteria import Criteria
-    from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Divergence
+    from torchrepro.verdict.value import Divergence, LeftOut
 
     Traces = Mapping[tuple[int, int], Trace]
     """By rank, and by number of the process within its rank."""
 
 
+UNWRITTEN = (Kind.OUTPUTS, Kind.DATA, Kind.INPUT)
+"""How runs may diverge that read memory which nothing had written."""
+
+
 def compare(
-    run_a: Path | str, run_b: Path | str, *, rtol: float | None = None, atol: float | None = None
+    run_a: Path | str,
+    run_b: Path | str,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    ignore: Sequence[str] = (),
 ) -> Verdict:
     """Compare two recorded runs, by their bits or, with a tolerance, by statistics of tensors.
 
     Returns a `Verdict`: the same, or the first divergence. Runs that were both recorded under the
-    guarantee `aligned` are compared within its tolerance. Raises `TraceError` for a folder that
-    holds no trace, for recordings that cannot be compared in this way, and if nothing is compared.
+    guarantee `aligned` are compared within its tolerance. What the lines of `ignore` computed, each
+    as ``file:line``, is left out, with what differs by that alone. Raises `TraceError` for a folder
+    that holds no trace, for recordings that cannot be compared in this way, for a line without a
+    record, and if nothing is compared.
     """
-    return compare_within(run_a, run_b, tolerance_of(rtol, atol))
+    refuse_no_line(ignore)
+    tolerance = tolerance_of(rtol, atol)
+    with _opened(run_a, run_b) as sides:
+        if tolerance is None and not ignore:
+            found = compare_resumed((str(run_a), str(run_b)), *(side.values() for side in sides))
+            if found is not None:
+                return found
+        verdict = _within((str(run_a), str(run_b)), sides, tolerance, ignore)
+    refuse_unknown_lines(verdict)
+    return verdict
+
+
+def refuse_no_line(ignore: Sequence[str]) -> None:
+    """Raise `TraceError` for a text that names no line of a file."""
+    for where in ignore:
+        file, _, line = where.rpartition(":")
+        if not file or not line.isdecimal():
+            legal = "FILE:LINE, as in meters.py:17"
+            raise TraceError.about("not a line", key="ignore", found=where, legal=legal)
+
+
+def refuse_unknown_lines(verdict: Verdict) -> None:
+    """Raise `TraceError` if a line was to be left out of which there is no record."""
+    for each in verdict.left_out:
+        if not each.records:
+            todo = "name the line that computes it"
+            near = {"legal": ", ".join(each.near)} if each.near else {"todo": todo}
+            what = "nothing was recorded of this line"
+            raise TraceError.about(what, key="ignore", found=each.where, **near)
 
 
 def tolerance_of(rtol: float | None, atol: float | None) -> tuple[float, float] | None:
@@ -90,36 +134,42 @@ def compare_within(
     run_a: Path | str,
     run_b: Path | str,
     tolerance: tuple[float, float] | None,
+    ignore: Sequence[str] = (),
     *,
     one_program: bool = False,
 ) -> Verdict:
     """Compare two runs by the criteria that `criteria_for` chooses."""
-    runs = str(run_a), str(run_b)
+    with _opened(run_a, run_b) as sides:
+        return _within((str(run_a), str(run_b)), sides, tolerance, ignore, one_program=one_program)
+
+
+@contextmanager
+def _opened(run_a: Path | str, run_b: Path | str) -> Iterator[tuple[Traces, Traces]]:
     with ExitStack() as stack:
         if gc.isenabled():  # so many rows would trigger it, and none of them is garbage
             gc.disable()
             stack.callback(gc.enable)
         left, right = (_open(run, stack) for run in (run_a, run_b))
         try:
-            pairs = [Pair(left[each], right[each], runs) for each in sorted(left) if each in right]
-            criteria = criteria_for(pairs, tolerance, one_program=one_program)
-            verdict = _verdict(runs, (left, right), pairs, criteria)
+            yield left, right
         except sqlite3.Error as error:
             what = f"has changed since it was opened: {error}"
-            raise TraceError.about(what, found=" or ".join(runs)) from None
-        return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
+            raise TraceError.about(what, found=f"{run_a} or {run_b}") from None
 
 
-def next_level(verdict: Verdict) -> EscalationLevel | None:
-    """Return what to add to the profile of the left run where two runs diverge; None at the top.
-
-    Raises `TraceError` if its recording is gone.
-    """
-    if verdict.first is None:
-        return None
-    with ExitStack() as stack:
-        meta = next(iter(_open(verdict.left, stack, records=False).values())).meta
-        return next_level_of_recording(verdict, meta)
+def _within(
+    runs: tuple[str, str],
+    sides: tuple[Traces, Traces],
+    tolerance: tuple[float, float] | None,
+    ignore: Sequence[str],
+    *,
+    one_program: bool = False,
+) -> Verdict:
+    left, right = sides
+    pairs = [Pair(left[each], right[each], runs) for each in sorted(left) if each in right]
+    criteria = criteria_for(pairs, tolerance, one_program=one_program)
+    verdict = _verdict(runs, sides, pairs, criteria, ignore)
+    return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
 
 
 def _open(run: Path | str, stack: ExitStack, *, records: bool = True) -> Traces:
@@ -146,13 +196,12 @@ class PairComparison:
     """What the comparison of two traces found."""
 
     pair: Pair
-    modes: Mapping[int, Mode]
-    """How each step was compared."""
+    modes: Mapping[int, Mode]  # how each step was compared
     steps: Mapping[int, StepComparison]
     first: Divergence | None
-    sort: str
-    """How the first record differs; empty where a digest or an end differs."""
+    sort: str  # how the first record differs; empty where a digest or an end differs
     notes: Sequence[str]
+    fed: int  # how many records differ by what was left out alone
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
@@ -170,11 +219,12 @@ class PairComparison:
         return first.step, sent or late, after, first.rank
 
 
-def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
+def _compare_pair(pair: Pair, criteria: Criteria, ignore: Sequence[str]) -> PairComparison:
     tolerance = criteria.tolerance
     within = tolerance is not None
     modes = {step: mode_of(pair, step, within_tolerance=within) for step in pair.steps}
-    records = Records(pair, criteria, [step for step in modes if not modes[step].fields])
+    in_full = [step for step in modes if not modes[step].fields]
+    records = Records(pair, criteria, in_full, ignore)
     if not within and (records.steps or not modes):
         refuse_unequal_algorithms(records.algorithms)
     steps: dict[int, StepComparison] = {}
@@ -193,11 +243,14 @@ def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
             first, sort = records.describe(difference), difference.sort
         if first is not None and first.kind is Kind.VALUES and first.phase != "forward":
             # It is known by values alone that the step left behind: what led to them says more.
-            loss = unequal_digest(pair, number, FIELDS[:1])
+            of_loss = (unequal_digest(pair, at, FIELDS[:1]) for at in (number, ANY_STEP))
+            loss = next(filter(None, of_loss), None)
             first, sort = (first, sort) if loss is None else (loss, "")
     if first is None:
         first = _besides_records(records, modes) or truncation(pair)
-    return PairComparison(pair, modes, steps, first, sort, _notes_on(records, modes))
+        if first is None and not (within or ignore):
+            first = unequal_end(pair)
+    return PairComparison(pair, modes, steps, first, sort, _notes_on(records, modes), records.fed)
 
 
 def _besides_records(records: Records, modes: Mapping[int, Mode]) -> Divergence | None:
@@ -207,12 +260,14 @@ def _besides_records(records: Records, modes: Mapping[int, Mode]) -> Divergence 
         if compared and records.unmatched >= compared:
             what = "no op of one run has a counterpart in the other: nothing was compared"
             return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
-        found = (unequal_loss(pair, step, tolerance) for step in steps)
+        found = (unequal_loss(pair, step, tolerance) for step in (*steps, ANY_STEP))
         return next(filter(None, found), None)
     if records.incomparable:
         what = f"{_incomparable(records)}; {RERECORD}"
         return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
-    digests = (unequal_digest(pair, step, modes[step].fields or FIELDS) for step in modes)
+    fields = {step: mode.fields or FIELDS for step, mode in modes.items()}
+    fields[ANY_STEP] = min(fields.values(), key=len, default=FIELDS)
+    digests = (unequal_digest(pair, step, its) for step, its in fields.items())
     return next(filter(None, digests), None) or unequal_seeded_generator(pair)
 
 
@@ -244,7 +299,11 @@ def _notes_on(records: Records, modes: Mapping[int, Mode]) -> list[str]:
 
 
 def _verdict(
-    runs: tuple[str, str], traces: tuple[Traces, Traces], pairs: Sequence[Pair], criteria: Criteria
+    runs: tuple[str, str],
+    traces: tuple[Traces, Traces],
+    pairs: Sequence[Pair],
+    criteria: Criteria,
+    ignore: Sequence[str],
 ) -> Verdict:
     all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
     if pairs and all_have_steps and not any(pair.steps for pair in pairs):
@@ -253,7 +312,7 @@ def _verdict(
             found=" and ".join(runs),
             todo="record the same steps of both",
         )
-    found = [_compare_pair(pair, criteria) for pair in pairs]
+    found = [_compare_pair(pair, criteria, ignore) for pair in pairs]
     missing = missing_processes(*traces)
     diverged = [one for one in found if one.first is not None]
     earliest = min(diverged, key=attrgetter("order"), default=None)
@@ -274,15 +333,30 @@ def _verdict(
     for step in sorted({step for one in found for step in one.modes}):
         modes[step] = max((one.modes.get(step, Mode.OPS) for one in found), key=[*Mode].index)
     compared = _compared(found, modes)
-    uses = program(pairs[0]) if pairs else UNKNOWN_PROGRAM
+    agreed = agreed_before(modes, first.step) if earliest and first and compared.in_order else None
+    uses = UNKNOWN_PROGRAM
+    if pairs:
+        diverges = earliest.pair if earliest else pairs[0]
+        uses = program(diverges, [pair for pair in pairs if pair is not diverges])
     if first is not None and uses.name_of(first.module) != first.module:
         first = replace(first, called=uses.name_of(first.module))
+    unfinite = tuple(not_finite(trace) for trace in pairs[0].traces) if pairs else (None, None)
+    at = (first.source, first.op) if first and first.kind in UNWRITTEN else None
+    unwritten = tuple(
+        each
+        for each in uses.unwritten
+        if (each.is_nan and any(unfinite)) or (each.read, each.op) == at
+    )
+    uses = replace(uses, unwritten=unwritten)
+    left_out = tuple(line_left_out(pairs, where) for where in ignore)
+    fed = sum(one.fed for one in found)
     return Verdict(
         same=first is None,
         left=runs[0],
         right=runs[1],
         compared=compared,
         first=first,
+        reaches=first is not None and (bool(missing) or not found or any(map(_reaches, found))),
         tolerance=criteria.tolerance,
         propagated=tally[PROPAGATED],
         independent=tally[INDEPENDENT],
@@ -292,13 +366,18 @@ def _verdict(
         settings=settings(pairs[0]) if pairs else (),
         program=uses,
         about=tuple(map(facts, pairs[0].traces)) if pairs else (),
-        agreed=agreed_before(modes, first.step) if earliest and first else None,
+        agreed=agreed,
+        not_finite=unfinite,
+        left_out=left_out,
+        fed=fed,
         across_ranks=tuple(
             sentence
             for name, side in zip(NAMES, traces, strict=True)
             for sentence in unequal_replicas(name, list(side.values()))
         ),
         notes=(
+            *words_of_not_finite(unfinite, unwritten),
+            *_words_of(left_out, fed, first),
             *criteria.notes,
             *_unseen(compared),
             *([criteria.note_if_different] if first and criteria.note_if_different else []),
@@ -307,10 +386,27 @@ def _verdict(
     )
 
 
+def _reaches(one: PairComparison) -> bool:
+    pair = one.pair
+    ended = [[n for n, row in trace.steps.items() if row.finished] for trace in pair.traces]
+    if not ended[0] or ended[0] != ended[1] or any(trace.is_truncated for trace in pair.traces):
+        return True
+    held = [
+        [digest(pair, side, step, name) for step in (*pair.steps, ANY_STEP)]
+        for name in (LOSS, "parameters")
+        for side in (0, 1)
+    ]
+    return held[0::2] != held[1::2] or not any(held[2])
+
+
 def _has_anything(one: PairComparison) -> bool:
     pair = one.pair
     return any(
-        any(all(digest(pair, side, step, name) for side in (0, 1)) for _, name in mode.fields)
+        any(
+            all(digest(pair, side, at, name) for side in (0, 1))
+            for at in (step, ANY_STEP)
+            for _, name in mode.fields
+        )
         if mode.fields
         else any(trace.steps[step].records for trace in pair.traces)
         for step, mode in one.modes.items()
@@ -350,10 +446,20 @@ def _compared(found: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Com
             and not any(trace.steps[step].dropped for trace in pair.traces)
         ),
         level=level,
+        in_order=all(pair.in_order for pair in pairs),
         after_last=last not in ended
         and any(last in pair.steps and pair.is_after_last(last) for pair in pairs),
         by=tuple((mode.words, words.pop(mode.words)) for mode in Mode if mode.words in words),
     )
+
+
+def _words_of(left_out: Sequence[LeftOut], fed: int, first: Divergence | None) -> Iterator[str]:
+    lines = [f"{counted(each.records, 'record')} of {each.where}" for each in left_out]
+    if lines:
+        more = f" and {fed:,} that only they feed" if fed else ""
+        yield f"left out: {', '.join(lines)}{more}"
+    if lines and first is not None and first.op in COARSE:
+        yield "what was left out may be why: without --ignore the first op that differs is named"
 
 
 def _unseen(compared: Compared) -> Iterator[str]:

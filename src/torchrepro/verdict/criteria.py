@@ -12,7 +12,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
-from torchrepro.verdict.columns import NAMES
+from torchrepro.messages import printable
+from torchrepro.trace.format import OPTIMIZER_STEP
+from torchrepro.verdict.columns import ANY_STEP, NAMES, Pair
 from torchrepro.verdict.evidence import NO_VALUE
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed, Divergence, Kind, Side
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torchrepro.trace.format import Loss
-    from torchrepro.verdict.columns import Pair
 
 
 RERECORD = (
@@ -66,10 +67,8 @@ class Criteria:
 
     Across devices and precisions it is none: each may have ops of its own.
     """
-    notes: tuple[str, ...] = ()
-    """Why these criteria were chosen, where nobody named them."""
-    note_if_different: str = ""
-    """What else is to be said if the runs differ."""
+    notes: tuple[str, ...] = ()  # why these criteria were chosen, where nobody named them
+    note_if_different: str = ""  # what else is to be said if the runs differ
 
     @property
     def matched_by(self) -> Sequence[Sequence[str]]:
@@ -137,6 +136,9 @@ FIELDS = (
 )
 """Phase and name of each digest of a step, in the order in which a step makes them."""
 
+ARGUMENTS = "optimizer", "arguments"
+"""The same of what optimizers were given. Where records are compared, these say more."""
+
 
 class Mode(Enum):
     """How a step is compared, from the finest to the coarsest."""
@@ -144,19 +146,18 @@ class Mode(Enum):
     OPS = AT_ONE_LEVEL["op"], ()
     MODULES = AT_ONE_LEVEL["module"], ()
     STATE = AT_ONE_LEVEL["step"], ()
-    DIGESTS = AT_ONE_LEVEL["step"], FIELDS
-    """One of the runs no longer has the records of the step."""
+    DIGESTS = (
+        AT_ONE_LEVEL["step"],
+        (*FIELDS[:2], ARGUMENTS, FIELDS[2]),
+    )  # one of the runs no longer has the records of the step
     # Of a gradient in memory that was unset ops are recorded, and not what it holds: levels do not
     # take it in alike.
-    DIGESTS_OF_UNEQUAL_LEVELS = "by parameters and losses", (FIELDS[0], FIELDS[2])
-    LOSSES = "by losses", FIELDS[:1]
-    """Within a tolerance, where there are no statistics."""
+    DIGESTS_OF_UNEQUAL_LEVELS = "by parameters and losses", (FIELDS[0], ARGUMENTS, FIELDS[2])
+    LOSSES = "by losses", FIELDS[:1]  # within a tolerance, where there are no statistics
 
     def __init__(self, words: str, fields: tuple[tuple[str, str], ...]) -> None:
-        self.words = words
-        """As it stands after a number of steps."""
-        self.fields = fields
-        """The digests that are compared; none where records are."""
+        self.words = words  # as it stands after a number of steps
+        self.fields = fields  # the digests that are compared; none where records are
 
     @property
     def is_in_full(self) -> bool:
@@ -224,55 +225,73 @@ def at_step(
 
 
 def digest(pair: Pair, side: int, number: int, name: str) -> bytes:
-    """Return a digest of a step in one of two runs; nothing if it has none."""
+    """Return a digest of a step in one of two runs; nothing if it has none.
+
+    Of `ANY_STEP` it is one of all steps, in whatever order, where other threads end them.
+    """
     if name == LOSS:
         return b"".join(loss.fingerprint for loss in pair.losses[side].get(number, ()))
-    row = pair.traces[side].steps[number]
-    return row.gradients if name == "gradients" else row.parameters
+    rows = pair.traces[side].steps
+    if pair.in_order != (number != ANY_STEP):
+        return b""
+    steps = [number] if pair.in_order else pair.steps
+    return b"".join(sorted(getattr(rows[step], name) for step in steps))
 
 
 def unequal_digest(pair: Pair, number: int, fields: Sequence[tuple[str, str]]) -> Divergence | None:
-    """Return the first digest of a step that differs, if one does."""
+    """Return the first digest of a step, or of `ANY_STEP`, that differs, if one does."""
     for phase, name in fields:
         digests = [digest(pair, side, number, name) for side in (0, 1)]
         if not all(digests) or digests[0] == digests[1]:
             continue
-        what = source = ""
-        if name == LOSS:
-            what = _unequal_losses(
-                pair, number, lambda one, other: one.fingerprint != other.fingerprint
-            )
-            losses = [loss for side in pair.losses for loss in side.get(number, ())]
-            source = losses[0].source if what else ""  # where the backward pass began
         sides = tuple(
             Side(run, "", "", "", (), (each.hex(),))
             for run, each in zip(pair.runs, digests, strict=True)
         )
-        found = at_step(pair, number, Kind.VALUES, what, phase, name, sides)
-        return replace(found, source=source)
+        if name == LOSS:
+            found = _unequal_losses(
+                pair, number, lambda one, other: one.fingerprint != other.fingerprint
+            )
+            if found is not None:
+                return replace(found, left=sides[0], right=sides[1])
+        shown = max(number, 0)
+        if number == ANY_STEP and name != LOSS:
+            one, other = (trace.steps for trace in pair.traces)
+            its = {getattr(other[at], name) for at in pair.steps}
+            shown = next(at for at in pair.steps if getattr(one[at], name) not in its)
+        if (phase, name) == ARGUMENTS:
+            op = f"optimizer{OPTIMIZER_STEP}"
+            return at_step(pair, shown, Kind.ARGUMENT, "not recorded which", phase, op, sides)
+        return at_step(pair, shown, Kind.VALUES, "", phase, name, sides)
     return None
 
 
 def unequal_loss(pair: Pair, step: int, tolerance: tuple[float, float]) -> Divergence | None:
-    """Return the loss of a step if it is out of tolerance."""
     rtol, atol = tolerance
+    return _unequal_losses(
+        pair,
+        step,
+        lambda one, other: not _near(one.value, other.value, atol + rtol * abs(other.value or 0.0)),
+    )
 
-    def differ(left: Loss, right: Loss) -> bool:
-        return not _near(left.value, right.value, atol + rtol * abs(right.value or 0.0))
 
-    what = _unequal_losses(pair, step, differ)
-    return at_step(pair, step, Kind.VALUES, what, *FIELDS[0]) if what else None
-
-
-def _unequal_losses(pair: Pair, step: int, differ: Callable[[Loss, Loss], bool]) -> str:
+def _unequal_losses(
+    pair: Pair, step: int, differ: Callable[[Loss, Loss], bool]
+) -> Divergence | None:
     left, right = (side.get(step, []) for side in pair.losses)
-    if len(left) != len(right):
-        return f"{counted(len(left), 'loss')} and {len(right)}"
-    for both in zip(left, right, strict=True):
-        if differ(*both):
-            texts = ["none" if loss.value is None else f"{loss.value:.9g}" for loss in both]
-            return f"its loss differs: {' and '.join(texts)}"
-    return ""
+    both = next((both for both in zip(left, right, strict=False) if differ(*both)), None)
+    if both is None and len(left) == len(right):
+        return None
+    shown = both[0] if both else (left or right)[0]
+    if both is None or len(left) != len(right):
+        what = f"{counted(len(left), 'loss')} and {len(right)}"
+    else:
+        texts = ["none" if loss.value is None else f"{loss.value:.9g}" for loss in both]
+        thread = pair.left.threads.get(shown.thread, "") if shown.thread else ""
+        its = f"a loss of thread {thread}" if thread else "its loss"
+        what = f"{its} differs: {' and '.join(texts)}"
+    found = at_step(pair, shown.step, Kind.VALUES, what, *FIELDS[0])
+    return replace(found, source=shown.source)
 
 
 def unequal_generators(pair: Pair, number: int) -> list[str]:
@@ -280,6 +299,8 @@ def unequal_generators(pair: Pair, number: int) -> list[str]:
     rows = [trace.steps[number] for trace in pair.traces]
     if rows[0].finished != rows[1].finished:
         return []  # one of the runs ended there
+    if not pair.in_order and number != pair.steps[-1]:
+        return []  # whichever thread came first
     left, right = (row.random for row in rows)
     return [name for name in left if name in right and left[name] != right[name]]
 
@@ -301,6 +322,24 @@ def unequal_seeded_generator(pair: Pair) -> Divergence | None:
             end = "the runs end" if pair.is_after_last(number) else "the step ends"
             what = f"the states of {', '.join(names)} differ when {end}"
             return at_step(pair, number, Kind.RANDOM, what)
+    return None
+
+
+def unequal_end(pair: Pair) -> Divergence | None:
+    """Return what a program still held as both recordings ended, and is not the same in both.
+
+    All that ops computed was the same: something else wrote it, after the last op that read it.
+    """
+    sides = [trace.meta.get("end") or {} for trace in pair.traces]
+    for kind in ("optimizers", "parameters", "buffers"):
+        left, right = (side.get(kind) or {} for side in sides)
+        names = [name for name in left if name in right and left[name] != right[name]]
+        if names:
+            more = f", and {len(names) - 1:,} more" if names[1:] else ""
+            what = f"not the same when the recordings end: {printable(names[0])}{more}"
+            if {*pair.levels} == {"op"}:
+                what += ". No op that was recorded wrote it: numpy, `.data` or an assignment did"
+            return at_step(pair, pair.steps[-1], Kind.INPUT, what)
     return None
 
 
@@ -348,6 +387,7 @@ def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: flo
 
 
 def _near(left: float | None, right: float | None, most: float) -> bool:
-    if left is None or right is None or left == right:  # SQLite has no NaN: it is None as well
-        return left is right or left == right
+    # Of statistics NaN is None.
+    if left is None or right is None or left == right or left != left:  # noqa: PLR0124 - NaN
+        return left is right or left == right or (left != left and right != right)  # noqa: PLR0124
     return math.isfinite(left) and math.isfinite(right) and abs(left - right) <= most

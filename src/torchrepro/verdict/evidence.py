@@ -12,14 +12,8 @@ import yaml
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.policies.deterministic_ops import row_of
-from torchrepro.seeding.uncontrolled import SUSPECTS, THREADS
-from torchrepro.trace.format import (
-    NEW_TENSOR,
-    OPTIMIZER_STEP,
-    PARTLY,
-    RETURNED,
-    UNINITIALISED,
-)
+from torchrepro.seeding.uncontrolled import GIVEN_SEED, SUSPECTS, THREADS
+from torchrepro.trace.format import NEW_TENSOR, OPTIMIZER_STEP, PARTLY, RETURNED, UNINITIALISED
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Kind
 
 if TYPE_CHECKING:
@@ -43,8 +37,9 @@ _TABLE: Mapping[str, Any] = yaml.load(
 OPS = {name: frozenset(text.split()) for name, text in _TABLE["ops"].items()}
 """Families of ops by name, as in `drawing`."""
 
-DRAWING, DROPPING, MASKING, DROPPING_INSIDE, OVERWRITING = (
-    OPS[name] for name in ("drawing", "dropping", "masking", "dropping_inside", "overwriting")
+DRAWING, DROPPING, MASKING, DROPPING_INSIDE, OVERWRITING, PLAIN = (
+    OPS[name]
+    for name in ("drawing", "dropping", "masking", "dropping_inside", "overwriting", "plain")
 )
 
 _PATTERNS = {
@@ -61,14 +56,9 @@ class Fix:
     """A key of a profile and the value that helps."""
 
     key: str
-    value: str
-    """As an override writes it: a word that YAML takes for a boolean is in quotes."""
-
-    enough: tuple[str, ...] = ()
-    """Other values that help as well; ``*`` for any."""
-
-    needs: str = ""
-    """The feature without which the program cannot feel it (see `FEATURES`)."""
+    value: str  # as an override writes it: a word that YAML takes for a boolean is in quotes
+    enough: tuple[str, ...] = ()  # other values that help as well; ``*`` for any
+    needs: str = ""  # the feature without which the program cannot feel it (see `FEATURES`)
 
     def is_met_by(self, value: str | None) -> bool:
         """Whether `value` is one that helps."""
@@ -86,11 +76,9 @@ class Rule:
     fits: tuple[str, ...] = ()
     fixes: tuple[Fix, ...] = ()
     knobs: tuple[str, ...] = ()
-    edit: str = ""
     by_program: bool = False
     rerecord: bool = True
-    kernel: bool = False
-    """Whether an op gave two results for equal inputs."""
+    kernel: bool = False  # whether an op gave two results for equal inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +87,12 @@ class EscalationRow:
 
     name: str
     fixes: tuple[Fix, ...]
-    why: str
-    """What it means if these settings make the runs equal."""
-
-    helps: str
-    """The predicate that says whether it can help."""
-
+    why: str  # what it means if these settings make the runs equal
+    helps: str  # the predicate that says whether it can help
     needs: str = ""
     """The feature without which the program cannot feel it; an accelerator is ``device``."""
 
-    of_module: bool = False
-    """Whether its key is a module, that of the divergence."""
+    of_module: bool = False  # whether its key is a module, that of the divergence
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,10 +109,6 @@ RULES = (
 
 ESCALATION = tuple(EscalationRow(**_values(row)) for row in _TABLE["escalation"])
 """What `verify --escalate` tries, the mildest settings first."""
-
-HASHES = next(
-    Fix(**_values(row)) for row in _TABLE["settings"] if row["key"] == "env.PYTHONHASHSEED"
-)
 
 DATALOADER = "DataLoader"
 COARSE = {
@@ -148,6 +127,11 @@ def short(where: str) -> str:
     return where.replace("\\", "/").rpartition("/")[2]
 
 
+def is_at(site: Site, where: str) -> bool:
+    """Whether a site is at a line, which may be named without some of its folders."""
+    return site.source == where or site.source.endswith(f"/{where.removeprefix('./')}")
+
+
 def op_name(op: str) -> str:
     """Return the name of an op without namespace and overload, as in ``add``."""
     return op.rpartition("::")[2].partition(".")[0]
@@ -164,8 +148,7 @@ FEATURES: Mapping[str, Callable[[Site], bool]] = {
 the trace says of loaders."""
 
 DEVICE = "device"
-DEVICES = (DEVICE, "cuda", "npu")
-"""Any accelerator, and the types of them that settings are about."""
+DEVICES = (DEVICE, "cuda", "npu")  # any accelerator, and the types of them that settings are about
 
 
 def uses(program: Program, feature: str) -> bool:
@@ -196,21 +179,14 @@ class Evidence:
     """The first divergence and what is known of the two runs."""
 
     first: Divergence
-    settings: tuple[Setting, ...] = ()
-    """The settings in which the runs differ."""
-
-    knobs: Mapping[str, str] = field(default_factory=dict)
-    """The knobs that were in force, as text."""
-
+    settings: tuple[Setting, ...] = ()  # the settings in which the runs differ
+    knobs: Mapping[str, str] = field(default_factory=dict)  # the knobs that were in force, as text
     accelerator: str = ""
     """The type of device that computed besides the CPU; empty if there was none."""
 
-    tolerance: bool = False
-    """Whether statistics were compared rather than bits."""
-
+    tolerance: bool = False  # whether statistics were compared rather than bits
     program: Program = UNKNOWN_PROGRAM
-    file: str = ""
-    """The program's own file, as it was started."""
+    file: str = ""  # the program's own file, as it was started
 
     @property
     def op(self) -> str:
@@ -284,7 +260,6 @@ class Evidence:
         )
 
     def differing_knobs_of(self, patterns: Iterable[str]) -> list[Setting]:
-        """Return the knobs of some patterns in which the runs differ."""
         return [
             each
             for each in self.differing_knobs
@@ -325,13 +300,6 @@ class Evidence:
         return {"True": "true", "False": "false"}.get(given[0], given[0]) if given else None
 
 
-def _some_outputs_agree(its: Evidence) -> bool:
-    if len(its.sides) < 2:  # noqa: PLR2004 - both runs have the op
-        return False
-    pairs = zip(*(side.output_fingerprints for side in its.sides), strict=False)
-    return any(one == other for one, other in pairs)
-
-
 def _is_race(its: Evidence) -> bool:
     first, writers = its.first, set(its.first.writers)
     # An op may run on the main thread, on one of autograd's, or on another.
@@ -345,16 +313,6 @@ def _is_race(its: Evidence) -> bool:
     )
 
 
-def _reads_unwritten_memory(its: Evidence) -> bool:
-    overwrites = its.op in OVERWRITING or its.first.op.endswith("out")
-    return not overwrites and any(text.startswith((_NOT_SET, _PARTLY_SET)) for text in its.read)
-
-
-def _drops(its: Evidence) -> bool:
-    with_probability = any(_PROBABILITY.search(side.argument) for side in its.sides)
-    return (its.op in DROPPING_INSIDE and with_probability) or its.op in DROPPING | MASKING
-
-
 PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
     # What record it is.
     "is_coarse": lambda its: its.first.op in COARSE or its.first.is_at_the_latest,
@@ -366,14 +324,32 @@ PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
         its.first.phase == "optimizer" and its.first.op.endswith(OPTIMIZER_STEP)
     ),
     "is_collective": lambda its: its.first.phase == "collective" or "c10d" in its.namespace,
+    "carries_bytes": lambda its: any(side.outputs.startswith("uint8[") for side in its.sides),
     "is_compiled": lambda its: its.op == "compiled region" or its.namespace == "inductor",
     "is_custom_op": lambda its: its.namespace not in ("", "aten", "prims"),
     "known_nondeterministic": lambda its: row_of(its.op),  # torch lists it
-    "drops": _drops,
+    "drops": lambda its: (
+        its.op in DROPPING | MASKING
+        or (
+            its.op in DROPPING_INSIDE
+            and any(_PROBABILITY.search(side.argument) for side in its.sides)
+        )
+    ),
+    "own_generator": lambda its: any("generator=Generator" in each.argument for each in its.sides),
+    "nothing_is_seeded": lambda its: (
+        its.value("seed.torch") is None
+        and not any(each.what == GIVEN_SEED for each in its.earlier_reads)
+    ),
     "is_race": _is_race,
     # What it read and wrote.
-    "some_outputs_agree": _some_outputs_agree,
-    "reads_unwritten_memory": _reads_unwritten_memory,
+    "some_outputs_agree": lambda its: any(
+        len(values) > 1 and len(set(values)) == 1
+        for values in zip(*(side.output_fingerprints for side in its.sides), strict=False)
+    ),
+    "reads_unwritten_memory": lambda its: (
+        not (its.op in OVERWRITING or its.first.op.endswith("out"))
+        and any(text.startswith((_NOT_SET, _PARTLY_SET)) for text in its.read)
+    ),
     "reads_written_memory": lambda its: its.read - {_NOT_SET},
     "has_other_dtypes": lambda its: (
         len({tuple(re.findall(r"(\w+)\[", side.outputs)) for side in its.sides}) > 1

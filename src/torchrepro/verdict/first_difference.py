@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from torchrepro.trace.format import (
     BETWEEN,
     INPUT,
+    MAIN,
     NEW_TENSOR,
     OPTIMIZER_STEP,
     OUTPUT,
@@ -21,23 +22,21 @@ from torchrepro.trace.format import (
     SAMPLE,
     UNINITIALISED,
 )
-from torchrepro.verdict.columns import INPUTLESS, MAIN, NAMES
-from torchrepro.verdict.evidence import DATALOADER, DRAWING, OVERWRITING, op_name
+from torchrepro.verdict.columns import INPUTLESS, NAMES, Pair
+from torchrepro.verdict.evidence import DATALOADER, DRAWING, OVERWRITING, PLAIN, op_name
 from torchrepro.verdict.render import counted, moment
 from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
-    from torchrepro.verdict.columns import Pair
 
 MOST = 8
 """Inputs whose origin is searched for. Each may cost a pass over a trace."""
 
-LOOK_BACK = 3
-"""Steps within which an optimizer has written a parameter that it trains."""
+LOOK_BACK = 3  # steps within which an optimizer has written a parameter that it trains
 
 MADE_OUTSIDE = {
     DATALOADER: "the batches differ as they enter the main process",
@@ -50,11 +49,7 @@ _FEW_OPTIONS = 3
 KeptTensor = tuple[str, int, str, str, bytes]
 """``input`` or ``output``, its position, dtype, shape and memory."""
 
-SHOWN = 5
-"""Elements that a divergence has."""
-
-LOW = 0b0111_1111
-"""A byte without its sign."""
+SHOWN = 5  # elements that a divergence has
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +58,9 @@ class FirstDifference:
 
     left: int | None
     right: int | None
-    sort: str
-    """How it differs."""
-    place: float
-    """Where it is in the left run: the id of a record, or between two ids."""
-    instead: int | None = None
-    """The id of what the run without the record did at its place."""
+    sort: str  # how it differs
+    place: float  # where it is in the left run: the id of a record, or between two ids
+    instead: int | None = None  # the id of what the run without the record did at its place
     read: Sequence[tuple[int, int]] = ()
     """Pairs of records shortly before that differ only in what they read."""
 
@@ -78,8 +70,7 @@ class Explanation(NamedTuple):
 
     kind: Kind
     what: str = ""
-    writers: tuple[str, ...] = ()
-    """The threads that wrote the input in which the records differ."""
+    writers: tuple[str, ...] = ()  # the threads that wrote the input in which the records differ
 
 
 class RecordView(NamedTuple):
@@ -93,8 +84,7 @@ class RecordView(NamedTuple):
     thread: str
     is_on_main: bool
     inputs: Sequence[bytes]
-    outputs: Sequence[bytes]
-    """The fingerprint of each."""
+    outputs: Sequence[bytes]  # the fingerprint of each
 
     @classmethod
     def read(cls, trace: Trace, number: int) -> RecordView:
@@ -144,8 +134,14 @@ def describe(
                 (RecordView.read(pair.left, one), RecordView.read(pair.right, other))
                 for one, other in difference.read
             ]
-            left, right = _first_reader(pair, earlier) or (left, right)
-            shown = left
+            # An op that read what something other than torch had changed may by chance have
+            # written the same, so that it is not itself a difference.
+            for one, other in earlier:
+                inputs = [Input(one, other, place) for place in _unequal(one, other)]
+                if one.outputs and inputs and _explain_inputs(pair, inputs).kind is Kind.INPUT:
+                    left = shown = one
+                    right = other
+                    break
             found = _explain(pair, left, right, earlier)
         kept = [one.trace.tensors(one.id) for one in (left, right)]
         if all(kept):
@@ -180,21 +176,8 @@ def describe(
         writers=found.writers,
         record=shown.id - 1,
         after_last=pair.is_after_last(shown.step),
+        before_model=shown.id <= (shown.trace.meta.get("built") or 0),
     )
-
-
-def _first_reader(
-    pair: Pair, earlier: Sequence[tuple[RecordView, RecordView]]
-) -> tuple[RecordView, RecordView] | None:
-    """Return the first op that read what something other than torch had changed.
-
-    Its outputs may agree by chance, so that it is not itself a difference.
-    """
-    for left, right in earlier:
-        inputs = [Input(left, right, place) for place in _unequal(left, right)]
-        if left.outputs and inputs and _explain_inputs(pair, inputs).kind is Kind.INPUT:
-            return left, right
-    return None
 
 
 def _explain_lone(
@@ -373,6 +356,11 @@ def _explain_by_writers(
         what = f"written by {ops[0]} in {NAMES[0]}, by {ops[1]} in {NAMES[1]}"
         return Explanation(Kind.ARGUMENT, f"{this.name} is another tensor: {what}", threads)
     keeps, changed = NAMES if left else NAMES[::-1]
+    if op_name(writers[0].site.op) in PLAIN:
+        equal = f"{this.name} equals in {keeps} what {ops[0]} wrote, which may be chance"
+        return _explain_by_step_before(this) or Explanation(
+            Kind.DATA, f"{equal}; in {changed} no op that was recorded wrote it"
+        )
     return Explanation(
         Kind.INPUT,
         f"{this.name} is in {keeps} what {ops[0]} wrote; "
@@ -476,9 +464,9 @@ def differences(
     distances: list[Distance] = []
     for name in filter(theirs.__contains__, mine):
         (kind, shape, memory), (other_kind, other_shape, other_memory) = mine[name], theirs[name]
-        if not DECODERS.keys() >= {kind, other_kind} or shape != other_shape:
+        if not {kind, other_kind} <= {*DECODED} or shape != other_shape or not memory:
             continue
-        one, other = DECODERS[kind](memory), DECODERS[other_kind](other_memory)
+        one, other = decoded(kind, memory), decoded(other_kind, other_memory)
         if one.tobytes() != other.tobytes():
             ulps = _ulps(kind, memory, other_memory) if kind == other_kind else None
             sizes = tuple(map(int, re.findall(r"\d+", shape)))
@@ -488,32 +476,23 @@ def differences(
     return tuple(elements), tuple(distances)
 
 
-def _float8_e4m3fn(data: bytes) -> Any:
-    """Return float8 with 4 bits of exponent, biased by 7, and no infinity.
-
-    https://arxiv.org/abs/2209.05433
-    """
-    code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, code & 7
-    size = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
-    size[code & LOW == LOW] = np.nan
-    return np.where(code & ~LOW, -size, size)[np.frombuffer(data, "uint8")]
+def decoded(kind: str, memory: bytes) -> Any:
+    """Return the memory of a tensor, of which there is some, as an array of its numbers."""
+    if kind in BY_TORCH:
+        torch = import_module("torch")
+        dtype = getattr(torch, kind)
+        return torch.frombuffer(bytearray(memory), dtype=dtype).float().numpy()
+    return np.frombuffer(memory, kind)
 
 
-DECODERS: Mapping[str, Callable[[bytes], Any]] = {
-    **{
-        name: partial(np.frombuffer, dtype=name)
-        for name in (
-            *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-            *("float16", "float32", "float64", "complex64", "complex128"),
-        )
-    },
-    # These are the upper half of a float32, and of a float16.
-    "bfloat16": lambda data: (np.frombuffer(data, "u2").astype("u4") << 16).view("float32"),
-    "float8_e5m2": lambda data: (np.frombuffer(data, "u1").astype("u2") << 8).view("float16"),
-    "float8_e4m3fn": _float8_e4m3fn,
-}
-"""How the memory of a tensor is decoded, by the name of its type."""
+BY_TORCH = ("bfloat16", "float8_e5m2", "float8_e4m3fn")
+"""Types that numpy does not have; each of their numbers is one of float32."""
+
+DECODED = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128", *BY_TORCH),
+)
+"""The types of tensors that are decoded."""
 
 SIGNED_MAGNITUDES: Mapping[str, str] = {
     "float64": "uint64",

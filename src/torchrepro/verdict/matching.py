@@ -12,26 +12,21 @@ accident. The order of a thread decides only which of its records are left over.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchrepro.verdict.columns import mixed
+from torchrepro.verdict.columns import Array, mixed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torchrepro.verdict.columns import Array
+    from collections.abc import Sequence
 
     Pairs = tuple[Array, Array]
     """Of the left run and of the right one: records, or places of those that belong together."""
 
-FREE, CUT_OFF = -1, -2
-"""In place of a partner: there is none, or none is expected."""
+FREE, CUT_OFF, FED = -1, -2, -3  # in place of a partner: there is none, or none is expected
 
 CELLS, CELLS_PER_RECORD = 1 << 22, 16
 """How much is looked at for the fewest records left over; beyond it, unique records are anchors."""
@@ -208,7 +203,6 @@ def _prices(sides: Pairs, names: Sequence[str], price: int) -> list[tuple[Array,
 
 
 def _lines_do_the_same(runs: Pairs, between: Pairs) -> bool:
-    """Whether nine of ten lines that both runs have between the ends do the same ops in both."""
     ops: list[dict[int, set[int]]] = [{}, {}]
     for side, found in zip(runs, ops, strict=True):
         for line, key in set(zip(side["line"].tolist(), side["key"].tolist(), strict=True)):
@@ -338,69 +332,39 @@ def match_threads(
     half in common.
     """
     sides = left, right
-    tokens = _tokens(sides, rounds[0])
     found = Matching.none(left, right)
-    found.join_equal(*tokens)
+    for names in (("thread_name", *rounds[0]), rounds[0]):
+        found.join_equal(*_tokens(sides, names))
     if found.number_free:
-        in_turn = _thread_by_thread(sides, tokens, found, partial=partial)
-        _note_cut_off(found, sides, list(map(_lanes, sides)), partial=partial)
-        found = min(found, in_turn, key=attrgetter("number_free"))
-    for names in rounds[1:]:
+        lanes = [_lanes(side) for side in sides]
+        for name in {*left["thread_name"].tolist(), *right["thread_name"].tolist()}:
+            of_name = [
+                [lane for lane in its if side["thread_name"][lane[0]] == name]
+                for side, its in zip(sides, lanes, strict=True)
+            ]
+            _note_cut_off(found, sides, of_name, partial=partial)
+        _note_cut_off(found, sides, lanes, partial=partial)
+    by_result = ("key", "argument", "shape", "outputs")  # when a step ends tells inputs apart
+    for names in (by_result, *rounds[1:]) if "outputs" in rounds[0] else rounds[1:]:
         for columns in (("thread_name", *names), names):
             found.join_equal(*_tokens(sides, columns))
     return found
 
 
-def _thread_by_thread(
-    sides: Pairs, tokens: Pairs, as_multiset: Matching, *, partial: bool
-) -> Matching:
-    """Match equal records in the order of their threads, and the rest as a multiset.
-
-    As many have no partner as in one multiset, but where a thread repeats itself, others.
-    """
-    found = Matching.none(*sides)
-    left, right = as_multiset.pairs
-    lanes = [_lanes(side) for side in sides]
-    threads = [side["thread"][places] for side, places in zip(sides, (left, right), strict=True)]
-    _, distinct = np.unique(mixed([*threads, tokens[0][left]]), return_index=True)
-    common = Counter(zip(*(each[distinct].tolist() for each in threads), strict=True))
-    counterparts: list[tuple[int, int]] = []
-    for both, _ in common.most_common():  # those with most in common first
-        if not any(
-            one == other for each in counterparts for one, other in zip(each, both, strict=True)
-        ):
-            counterparts.append(both)
-    for one, other in counterparts:
-        here, there = lanes[0][one], lanes[1][other]
-        head, tail = _equal_ends(tokens[0][here], tokens[1][there])
-        found.join((here[:head], there[:head]))
-        found.join((here[len(here) - tail :], there[len(there) - tail :]))
-        here, there = here[head : len(here) - tail], there[head : len(there) - tail]
-        pairs = fewest_left_over(tokens[0][here], tokens[1][there])
-        if pairs is not None:
-            found.join((here[pairs[0]], there[pairs[1]]))
-    found.join_equal(*tokens)
-    for one, other in counterparts:
-        its = [{one: lanes[0][one]}, {other: lanes[1][other]}]
-        _note_cut_off(found, sides, its, partial=partial)
-    _note_cut_off(found, sides, lanes, partial=partial)
-    return found
-
-
-def _lanes(records: Array) -> dict[int, Array]:
+def _lanes(records: Array) -> list[Array]:
     order = np.argsort(records["thread"], kind="stable")
     lanes = np.split(order, np.flatnonzero(np.diff(records["thread"][order])) + 1)
-    return {int(records["thread"][lane[0]]): lane for lane in lanes if len(lane)}
+    return [lane for lane in lanes if len(lane)]
 
 
 def _note_cut_off(
-    found: Matching, sides: Pairs, lanes: Sequence[Mapping[int, Array]], *, partial: bool
+    found: Matching, sides: Pairs, lanes: Sequence[Sequence[Array]], *, partial: bool
 ) -> None:
     """Expect no partner for what is left over of some threads, if it was cut off."""
     surplus: list[tuple[int, Array]] = []
     at_head, at_tail, sizes = set[int](), set[int](), [0, 0]
     for side, partners in enumerate((found.of_left, found.of_right)):
-        for lane in lanes[side].values():
+        for lane in lanes[side]:
             paired = np.flatnonzero(partners[lane] != FREE)
             if not len(paired) or len(paired) <= paired[-1] - paired[0]:
                 return

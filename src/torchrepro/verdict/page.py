@@ -13,20 +13,17 @@ from functools import cache
 from hashlib import sha256
 from itertools import chain, groupby
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable, size
 from torchrepro.verdict import render
-from torchrepro.verdict.value import Kind
+from torchrepro.verdict.value import Cell, Divergence, Kind, RunFacts, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from jinja2 import Template
 
-    from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Cell, Divergence, RunFacts, Verdict
 
 _FOLDER = Path(__file__).with_name("page_template")
 _CURVES, _DIFFERENCE = 250.0, 130.0  # heights of the two charts
@@ -36,20 +33,16 @@ WIDTH = 720.0
 POINTS = 720
 """More points than this do not show; of each group of steps the lowest and highest are kept."""
 
-APART = 45.0
-"""About how far the marks of the upward axis are from each other."""
+APART = 45.0  # about how far the marks of the upward axis are from each other
 
-COLUMNS, ROWS = 240, 64
-"""Cells of a map at most."""
+COLUMNS, ROWS = 240, 64  # cells of a map at most
 
-SHADES = 5
-"""0 for the same; the others for a growing share of differing records."""
+SHADES = 5  # 0 for the same; the others for a growing share of differing records
 
 _LARGEST, _SMALLEST = 1e300, 1e-300  # beyond them a range cannot be computed with
 
 Curve = list[tuple[float, float | None]]
-Tick = tuple[float, str]
-"""Where a mark on an axis is, and its text."""
+Tick = tuple[float, str]  # where a mark on an axis is, and its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +50,16 @@ class RunRow:
     """A run as the page lists it."""
 
     name: str
-    facts: Mapping[str, str]
-    """What is known of it, by what that is called."""
-    link: str = ""
-    """The comparison that it leads to."""
-    kind: str = ""
-    """``a`` or ``b`` where the page calls it so."""
+    facts: Mapping[str, str]  # what is known of it, by what that is called
+    link: str = ""  # the comparison that it leads to
+    kind: str = ""  # ``a`` or ``b`` where the page calls it so
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A verdict with what to try next, and what the page calls it where it has several."""
+    """A verdict, and what the page calls it where it has several."""
 
     verdict: Verdict
-    level: EscalationLevel | None = None
     title: str = ""
     anchor: str = ""
 
@@ -81,27 +70,23 @@ class Answer:
 
     same: bool
     headline: str
-    lines: Sequence[str]
-    """Sentences below the headline."""
+    lines: Sequence[str]  # sentences below the headline
     runs: Sequence[RunRow]
     comparisons: Sequence[Comparison]
-    more: str = ""
-    """A sentence on comparisons that are left out."""
+    more: str = ""  # A sentence on comparisons that are left out
 
 
-def page(verdict: Verdict, level: EscalationLevel | None = None) -> str:
-    """Return the page of `verdict`; `level` is what to try next, if known."""
+def page(verdict: Verdict) -> str:
     about = verdict.about or (None, None)
     runs = [
         RunRow(name, {"Recording": folder, **facts_of(facts)}, kind=name.lower())
         for name, folder, facts in zip("AB", (verdict.left, verdict.right), about, strict=True)
     ]
     headline = render.headline(verdict)
-    return page_of(Answer(verdict.same, headline, (), runs, [Comparison(verdict, level)]))
+    return page_of(Answer(verdict.same, headline, (), runs, [Comparison(verdict)]))
 
 
 def page_of(answer: Answer) -> str:
-    """Return the page of an answer."""
     return _template().render(
         answer=answer,
         runs=_table(answer.runs),
@@ -141,7 +126,7 @@ def _table(runs: Sequence[RunRow]) -> dict[str, Any]:
 
 
 def _contents(comparison: Comparison) -> dict[str, Any]:
-    verdict, level = comparison.verdict, comparison.level
+    verdict = comparison.verdict
     first = verdict.first
     if first is not None and first.called:
         first = replace(first, module=first.called)
@@ -157,7 +142,6 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
         shown = agreement_map(cells, first, after_last=verdict.compared.after_last)
     return {
         "verdict": verdict,
-        "level": level if level and render.is_more_than_advised(level, verdict) else None,
         "title": comparison.title,
         "anchor": comparison.anchor,
         "prefix": f"{comparison.anchor}-" if comparison.title else "",
@@ -294,10 +278,8 @@ class Chart:
     paths: Sequence[str]
     across: Sequence[Tick]
     upward: Sequence[Tick]
-    marked: float | None
-    """Where the first divergence is."""
-    place_of: Callable[[float], float]
-    """Returns where a step is."""
+    marked: float | None  # where the first divergence is
+    place_of: Callable[[float], float]  # returns where a step is
 
 
 def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Chart | None:
@@ -369,18 +351,14 @@ def _thinned(curve: Curve) -> Curve:
 class AgreementMap:
     """Counts of records by groups of steps (columns) and of modules (rows)."""
 
-    columns: tuple[tuple[int, int], ...]
-    """First and last step of each column."""
-
+    columns: tuple[tuple[int, int], ...]  # first and last step of each column
     rows: tuple[str, ...]
     """Names of modules, in the order in which they first ran; ``layers.*`` is a group."""
 
     counts: Sequence[Sequence[Sequence[int]]]
     """Records that are the same and that differ, by row and column."""
 
-    marked: tuple[int, int] | None = None
-    """Column and row of the first divergence."""
-
+    marked: tuple[int, int] | None = None  # column and row of the first divergence
     after: int | None = None
     """The number of what comes after the last step, if there is a cell of it."""
 
@@ -490,9 +468,7 @@ def _template() -> Template:
     style, script = (
         (_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     )
-    environment.filters["quote"] = quote
     environment.globals.update(
-        quote=quote,
         style=Markup(style),  # noqa: S704 - a file of this package, not data
         script=Markup(script),  # noqa: S704
         # As a content security policy names them: https://www.w3.org/TR/CSP3/

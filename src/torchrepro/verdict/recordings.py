@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable, size
 from torchrepro.seeding.uncontrolled import row_of_read
-from torchrepro.verdict.columns import MAIN, NAMES
+from torchrepro.trace.format import MAIN, StepRow
+from torchrepro.verdict.columns import ANY_STEP, NAMES, Pair
 from torchrepro.verdict.criteria import at_step, unequal_generators
 from torchrepro.verdict.evidence import (
     FEATURES,
@@ -17,26 +18,29 @@ from torchrepro.verdict.evidence import (
     RESUMED,
     WORKERS,
     accelerator,
+    is_at,
     short,
 )
+from torchrepro.verdict.program_text import with_source
 from torchrepro.verdict.render import are, counted
 from torchrepro.verdict.value import (
     BOTH_CUT,
     Divergence,
     Kind,
+    LeftOut,
     Loader,
+    NotFinite,
     Program,
     RunFacts,
     Setting,
     UncontrolledRead,
+    UnwrittenRead,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torchrepro.trace.format import StepRow
     from torchrepro.trace.reader import Trace
-    from torchrepro.verdict.columns import Pair
 
 
 CUT = " (killed, ended by os._exit, or still running)"
@@ -149,8 +153,11 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
     )
 
 
-def program(pair: Pair) -> Program:
-    """Return what the program has that may explain why its runs diverge."""
+def program(pair: Pair, others: Sequence[Pair] = ()) -> Program:
+    """Return what the program has that may explain why its runs diverge.
+
+    `pair` is of the processes that diverge first; what the `others` read comes after its reads.
+    """
     metas = left, right = [trace.meta for trace in pair.traces]
     loaders = [
         Loader(
@@ -178,44 +185,95 @@ def program(pair: Pair) -> Program:
     models = {**(right.get("models") or {}), **(left.get("models") or {})}
     times = Counter(models.values())
     taken = {site.module.partition(":")[0] for site in sites}.union(models)
+    files = {file for meta in metas for file in meta.get("modules") or ()}
+    began = [meta["began"] for meta in metas if meta.get("began") is not None]
+    unwritten = {
+        (short(each["allocated"]), short(each["read"]), each["op"], each["is_nan"]): UnwrittenRead(
+            each["allocated"], each["read"], printable(each["op"]), each["is_nan"]
+        )
+        for meta in metas
+        for each in meta.get("unwritten") or ()
+    }
     return Program(
         features=tuple(features),
         accelerator=accelerator(left) or accelerator(right),
         loaders=tuple(dict.fromkeys(loaders)),
-        reads=tuple(_reads(left.get("sources") or (), right.get("sources") or ())),
+        reads=_reads([pair, *others]),
         threads=tuple(dict.fromkeys(name for number, name in threads if number != MAIN)),
         models=tuple(
             (model, name)
             for model, name in models.items()
             if times[name] == 1 and name not in taken
         ),
+        files=tuple(sorted(files)),
+        began=min(began, default=None),
+        unwritten=tuple(unwritten.values()),
     )
 
 
-def _reads(left: Sequence[Any], right: Sequence[Any]) -> Iterator[UncontrolledRead]:
+def _reads(pairs: Sequence[Pair]) -> tuple[UncontrolledRead, ...]:
+    found: dict[tuple[str, str, str], UncontrolledRead] = {}
+    for pair in pairs:
+        for key, read in _reads_of([trace.meta.get("sources") or () for trace in pair.traces]):
+            if key not in found or (read.is_other_seed and not found[key].is_other_seed):
+                found[key] = read
+    reads = tuple(found.values())
+    began = [trace.meta.get("began") for pair in pairs for trace in pair.traces]
+    until = min((each for each in began if each is not None), default=None)
+    return tuple(with_source(read, reads, until) if read.is_other_seed else read for read in reads)
+
+
+def _reads_of(
+    sources: Sequence[Sequence[Any]],
+) -> Iterator[tuple[tuple[str, str, str], UncontrolledRead]]:
     sides = [
         {(each["name"], each["what"], short(each["where"])): each for each in side}
-        for side in (left, right)
+        for side in sources
     ]
     for key, read in (sides[1] | sides[0]).items():
         name, what, _ = key
         row = row_of_read(name, what)
         if row is not None:
             seeds = [side.get(key, {}).get("value") or "" for side in sides]
-            yield UncontrolledRead(
-                name=printable(name),
-                what=row.what,
-                where=read["where"],
-                instead=row.edit(printable(name), in_sample=read.get("in_sample") is True),
-                step=read["step"],
-                record=read["record"],
-                left=seeds[0],
-                right=seeds[1],
+            yield (
+                key,
+                UncontrolledRead(
+                    name=printable(name),
+                    what=row.what,
+                    where=read["where"],
+                    instead=row.edit(printable(name), in_sample=read.get("in_sample") is True),
+                    in_sample=bool(row.in_sample and read.get("in_sample")),
+                    step=read["step"],
+                    record=read["record"],
+                    left=seeds[0],
+                    right=seeds[1],
+                ),
             )
 
 
-COMMIT = 12
-"""Digits of a commit that are shown."""
+_NEAR = 3  # lines that are named instead
+
+
+def line_left_out(pairs: Sequence[Pair], where: str) -> LeftOut:
+    """Return how many records a line has, in the run that has more of them, or others near it."""
+    records = [0, 0]
+    sources = set[str]()
+    for pair in pairs:
+        for side, trace in enumerate(pair.traces):
+            sources.update(short(site.source) for site in trace.sites.values())
+            its = {number for number, site in trace.sites.items() if is_at(site, where)}
+            for step in trace.steps if its else ():
+                each = chain.from_iterable(outline.sites for outline in trace.outlines(step))
+                records[side] += sum(map(its.__contains__, each))
+    file, _, line = short(where).rpartition(":")
+    near = sorted(
+        (each for each in sources if each.rpartition(":")[0] == file),
+        key=lambda each: abs(int(each.rpartition(":")[2]) - int(line)),
+    )
+    return LeftOut(where, max(records), () if any(records) else tuple(near[:_NEAR]))
+
+
+COMMIT = 12  # digits of a commit that are shown
 
 
 def facts(trace: Trace) -> RunFacts:
@@ -237,14 +295,45 @@ def facts(trace: Trace) -> RunFacts:
 
 
 def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
-    """Return the loss of each step in both runs; the mean where a step has several."""
+    """Return the loss of each step in both runs; the mean where a step has several.
+
+    Those of other threads than the main one belong to no step in particular, and are left out.
+    """
     sides: list[dict[int, float | None]] = [{}, {}]
     for means, by_step in zip(sides, pair.losses, strict=True):
-        for step, some in by_step.items():
-            numbers = [loss.value for loss in some if loss.value is not None]
+        for step, some in by_step.items() if ANY_STEP not in by_step else ():
+            numbers = [
+                each.value for each in some if each.value is not None and each.value == each.value
+            ]
             means[step] = sum(numbers) / len(numbers) if len(numbers) == len(some) else None
     left, right = sides
     return tuple((step, left.get(step), right.get(step)) for step in sorted({*left, *right}))
+
+
+def not_finite(trace: Trace) -> NotFinite | None:
+    """Return the first loss of a run that is no finite number."""
+    known = [loss for loss in trace.losses if loss.value is not None]
+    first = next((place for place, loss in enumerate(known) if not loss.is_finite), None)
+    if first is None:
+        return None
+    last = not any(loss.is_finite for loss in known[first:])
+    return NotFinite(known[first].step, str(known[first].value), last)
+
+
+def words_of_not_finite(
+    found: tuple[NotFinite | None, ...], unwritten: Sequence[UnwrittenRead]
+) -> Iterator[str]:
+    """Yield a sentence on losses that are no finite numbers, and one on each unwritten read."""
+    same = found[0] == found[1]
+    for name, its in [("", found[0])] if same else zip(NAMES, found, strict=True):
+        if its is not None:
+            when = f"from step {its.step} on" if its.on else f"at step {its.step}"
+            yield f"{name and f'{name}: '}loss is {its.value} {when}"
+    for each in unwritten:
+        yield (
+            f"{short(each.read)} reads memory that nothing had written: {short(each.allocated)} "
+            "allocated it, as torch.empty does"
+        )
 
 
 def notes(pair: Pair) -> Iterator[str]:
@@ -256,6 +345,10 @@ def notes(pair: Pair) -> Iterator[str]:
             f"only {detailed[0]} was recorded with --detail: steps are compared by parameters, "
             "gradients and losses, not op by op"
         )
+    hidden = {short(line) for trace in pair.traces for line in trace.meta.get("hidden") or ()}
+    if hidden:
+        lines = ", ".join(map(printable, sorted(hidden)))
+        yield f"ops that {lines} hides from all modes of torch were not recorded, nor compared"
     if any(each.name == RESUMED for each in settings(pair)):
         yield from _ends_of_resumed(pair)
     for name, trace in both:
@@ -315,8 +408,7 @@ def _ends_of_resumed(pair: Pair) -> Iterator[str]:
         )
 
 
-_SPANS = 4
-"""Ranges of steps that a note names."""
+_SPANS = 4  # ranges of steps that a note names
 
 
 def _in_words(steps: Sequence[int]) -> str:

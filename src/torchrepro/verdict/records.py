@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchrepro.trace.format import NEW_TENSOR
-from torchrepro.verdict.columns import MAIN, NAMES, OF_SITE, Reader, added, count_by, joined
-from torchrepro.verdict.criteria import excess
+from torchrepro.trace.format import INPUT, MAIN, NEW_TENSOR
+from torchrepro.verdict.columns import NAMES, OF_SITE, VIEW, Reader, added, count_by, joined
+from torchrepro.verdict.criteria import Criteria, Statistics, excess
+from torchrepro.verdict.evidence import is_at
 from torchrepro.verdict.first_difference import FirstDifference, describe
-from torchrepro.verdict.matching import CUT_OFF, match, match_threads
+from torchrepro.verdict.matching import CUT_OFF, FED, Matching, match, match_threads
 from torchrepro.verdict.render import counted
 
 if TYPE_CHECKING:
@@ -24,18 +25,14 @@ if TYPE_CHECKING:
 
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Array, Pair
-    from torchrepro.verdict.criteria import Criteria, Statistics
-    from torchrepro.verdict.matching import Matching
     from torchrepro.verdict.value import Divergence
 
-    Sides = tuple[Array, Array]
-    """Records of the left run, and of the right one."""
+    Sides = tuple[Array, Array]  # records of the left run, and of the right one
 
 PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
 """How a record differs: its inputs differ too, they are equal, or it has no partner."""
 
-FEW = 16
-"""Records before the first difference that read something else: they may show its origin."""
+FEW = 16  # records before the first difference that read something else: they may show its origin
 
 VALUES = ("argument", "shape", "inputs", "outputs")
 
@@ -46,10 +43,8 @@ class StepComparison:
 
     tally: Counter[str] = field(default_factory=Counter)
     """Records that differ, by how they differ, the first one included."""
-    totals: Mapping[str, int] = field(default_factory=dict)
-    """Records of each module."""
-    differing: Mapping[str, int] = field(default_factory=dict)
-    """Records of each module that differ."""
+    totals: Mapping[str, int] = field(default_factory=dict)  # records of each module
+    differing: Mapping[str, int] = field(default_factory=dict)  # records of each module that differ
     first: FirstDifference | None = None
 
     def add(self, other: StepComparison) -> None:
@@ -64,19 +59,27 @@ class StepComparison:
 class Records:
     """Compares the records of some steps of two traces."""
 
-    def __init__(self, pair: Pair, criteria: Criteria, steps: Sequence[int]) -> None:
+    def __init__(
+        self, pair: Pair, criteria: Criteria, steps: Sequence[int], ignore: Sequence[str] = ()
+    ) -> None:
         self.pair, self.criteria, self.steps = pair, criteria, steps
-        self.incomparable = 0
-        """Pairs whose fingerprints were not taken in the same way."""
-        self.unmatched = 0
-        """Records without a partner."""
+        self.fed = 0  # records that differ only by what ignored ones wrote
+        self.incomparable = 0  # pairs whose fingerprints were not taken in the same way
+        self.unmatched = 0  # records without a partner
         self.thread_notes: list[str] = []
         shared = defaultdict[object, int](count().__next__)
         left, right = (
-            Reader(trace, shared, _made_before(trace) if pair.misses_steps else ())
+            Reader(
+                trace,
+                shared,
+                # What a full step knows of tensors that were made before it is not the same.
+                [n for n, its in trace.sites.items() if its.op == NEW_TENSOR and pair.misses_steps],
+                [n for n, site in trace.sites.items() if any(is_at(site, at) for at in ignore)],
+            )
             for trace in pair.traces
         )
         self.readers = left, right
+        self._ignores = bool(left.ignored or right.ignored)
         self._modules = {**left.modules, **right.modules}
         self._excess: dict[int, str] = {}
         self._diverged = False
@@ -128,12 +131,13 @@ class Records:
         if not self._unequal_steps:
             return StepComparison(totals=self.readers[0].totals(number, on_main=False))
         found = StepComparison()
-        if number not in self._unequal_steps:
+        if not self.pair.in_order:
+            found.add(self._over_the_run[True].get(number, StepComparison()))
+        elif number not in self._unequal_steps:
             found.totals = self.readers[0].totals(number, on_main=True)
         else:
             self._compare_main(number, found)
-        if number in self._other_threads:
-            found.add(self._other_threads[number])
+        found.add(self._over_the_run[False].get(number, StepComparison()))
         return found
 
     def describe(self, difference: FirstDifference) -> Divergence:
@@ -161,7 +165,8 @@ class Records:
                 matching = self._last[1]
             else:
                 matching = match(one, other, self.criteria.matched_by)
-                self._last = (ops, matching) if self._diverged else None
+                self._last = (ops, matching) if self._diverged and not self._ignores else None
+            self._leave_out_fed((one, other), matching)
             here, there = matching.pairs
             pairs = one[here], other[there]
             lone = self._lone((one[matching.free(0)], other[matching.free(1)]))
@@ -172,6 +177,50 @@ class Records:
                 self._diverged = part.first is not None
             found.add(part)
 
+    def _leave_out_fed(self, sides: Sides, matching: Matching) -> None:
+        """Expect no partner for records whose differing inputs all come from ignored ones.
+
+        A difference begins in a record with equal inputs, or without a partner, which stays. So
+        what an ignored line has brought in can hide none.
+        """
+        if not self._ignores:
+            return
+        left, right = sides
+        here, there = matching.pairs
+        unequal = left["inputs"][here] != right["inputs"][there]
+        both = zip(here[unequal].tolist(), there[unequal].tolist(), strict=True)
+        alone = ((n, None) for n in matching.free(0).tolist())
+        other = ((None, n) for n in matching.free(1).tolist())
+        for places in sorted([*both, *alone, *other], key=lambda its: max(n or 0 for n in its)):
+            found = [
+                (reader, int(side["id"][place]))
+                for reader, side, place in zip(self.readers, sides, places, strict=True)
+                if place is not None
+            ]
+            inputs = [
+                [each[at : at + INPUT] for at in range(0, len(each), INPUT)]
+                for each in (reader.trace.record(number).inputs for reader, number in found)
+            ]
+            if len(found) == 1:
+                is_fed = not found[0][0].from_ignored.isdisjoint(inputs[0])
+            else:
+                is_fed = len(inputs[0]) == len(inputs[1]) and all(
+                    one == two
+                    or all(
+                        value in reader.from_ignored or VIEW in reader.from_ignored
+                        for value, (reader, _) in zip((one, two), found, strict=True)
+                    )
+                    for one, two in zip(*inputs, strict=True)
+                )
+            if not is_fed:
+                continue
+            self.fed += 1
+            for reader, number in found:
+                reader.take_in(number)
+            for partners, place in zip((matching.of_left, matching.of_right), places, strict=True):
+                if place is not None:
+                    partners[place] = FED
+
     def _lone(self, records: Sides) -> Sides:
         self.unmatched += sum(map(len, records))
         return records if self.criteria.needs_partner else (records[0][:0], records[1][:0])
@@ -179,7 +228,7 @@ class Records:
     def _compare(self, pairs: Sides, lone: Sides) -> tuple[StepComparison, Array]:
         left, right = pairs
         differs = self._unequal(left, right)
-        total, dependent = int(differs.sum()), int((differs & _dependent(pairs)).sum())
+        total, dependent = int(differs.sum()), int((differs & _depends(pairs)).sum())
         tally = {
             PROPAGATED: dependent,
             INDEPENDENT: total - dependent,
@@ -212,22 +261,29 @@ class Records:
         return count_by(np.concatenate([each["module"] for each in records]), self._modules)
 
     @cached_property
-    def _other_threads(self) -> Mapping[int, StepComparison]:
-        """How other threads of two runs differ, by the step under which it was recorded.
+    def _over_the_run(self) -> Mapping[bool, Mapping[int, StepComparison]]:
+        """How the main thread, and the others, differ, by the step in which it was recorded.
 
-        Such a thread has its own timing. The step of the main thread in which a record of it falls
-        is an accident. The records of all of them are therefore compared over the whole run.
+        A thread beside the main one has its own timing. In which step of the main thread a record
+        of it falls is an accident, and so is what of the main thread falls into a step that
+        another thread ends. The records of these are therefore compared over the whole run.
         """
-        found: dict[int, StepComparison] = {}
-        threads = {thread for trace in self.pair.traces for thread in trace.threads}
-        if not self._unequal_steps or threads <= {MAIN}:
-            return found
+        others = {thread for trace in self.pair.traces for thread in trace.threads} - {MAIN}
+        return {
+            True: {} if self.pair.in_order else self._all_steps(on_main=True),
+            False: self._all_steps(on_main=False) if others else {},
+        }
+
+    def _all_steps(self, *, on_main: bool) -> Mapping[int, StepComparison]:
         left, right = (
-            joined(part for number in self.steps for part in reader.parts(number, on_main=False))
+            joined(part for number in self.steps for part in reader.parts(number, on_main=on_main))
             for reader in self.readers
         )
         rounds = self.criteria.matched_by
-        matching = match_threads(left, right, rounds, partial=self.steps[0] > 0)
+        if on_main:
+            matching = match(left, right, rounds)
+        else:
+            matching = match_threads(left, right, rounds, partial=self.steps[0] > 0)
         for name, trace, records, partners in zip(
             NAMES,
             self.pair.traces,
@@ -242,11 +298,13 @@ class Records:
                 "not compared"
                 for thread, number in cut_off.items()
             ]
+        self._leave_out_fed((left, right), matching)
         here, there = matching.pairs
         pairs = left[here], right[there]
         lone = self._lone((left[matching.free(0)], right[matching.free(1)]))
         unequal = np.any([pairs[0][name] != pairs[1][name] for name in VALUES], axis=0)
         by_step = [_by_step(records) for records in (pairs[0], *lone)]
+        found: dict[int, StepComparison] = {}
         for step in sorted({step for each in by_step for step in each}):
             its, mine, theirs = (each.get(step, slice(0)) for each in by_step)
             alone = lone[0][mine], lone[1][theirs]
@@ -254,14 +312,10 @@ class Records:
             if unequal[its].any() or len(alone[0]) or len(alone[1]):
                 both = pairs[0][its][unequal[its]], pairs[1][its][unequal[its]]
                 part, differs = self._compare(both, alone)
-                part.first = _first_of_threads(self.pair, step, both, alone, differs)
+                part.first = _first_of_all_steps(self.pair, step, both, alone, differs)
             part.totals = self._count(pairs[0][its], *alone)
             found[step] = part
         return found
-
-
-def _made_before(trace: Trace) -> list[int]:
-    return [number for number, site in trace.sites.items() if site.op == NEW_TENSOR]
 
 
 def _statistics(trace: Trace, ids: Sequence[int]) -> Mapping[int, list[Statistics]]:
@@ -272,9 +326,8 @@ def _statistics(trace: Trace, ids: Sequence[int]) -> Mapping[int, list[Statistic
     return found
 
 
-def _dependent(pairs: Sides) -> Array:
-    left, right = pairs
-    return (left["inputs"] != right["inputs"]) | left["effect"]
+def _depends(pairs: Sides) -> Array:
+    return (pairs[0]["inputs"] != pairs[1]["inputs"]) | pairs[0]["effect"]
 
 
 def _first_pair(pairs: Sides, differs: Array) -> FirstDifference:
@@ -284,7 +337,7 @@ def _first_pair(pairs: Sides, differs: Array) -> FirstDifference:
     read = np.flatnonzero(mine & (left["inputs"][:place] != right["inputs"][:place]))[-FEW:]
     ids = (side["id"][read].tolist() for side in pairs)
     one, other = (int(side["id"][place]) for side in pairs)
-    sort = PROPAGATED if _dependent(pairs)[place] else INDEPENDENT
+    sort = PROPAGATED if _depends(pairs)[place] else INDEPENDENT
     return FirstDifference(one, other, sort, one, read=[*zip(*ids, strict=True)])
 
 
@@ -327,10 +380,10 @@ def _at(ids: Array, place: int) -> int | None:
     return int(ids[place]) if place < len(ids) else None
 
 
-def _first_of_threads(
+def _first_of_all_steps(
     pair: Pair, step: int, pairs: Sides, lone: Sides, differs: Array
 ) -> FirstDifference | None:
-    """Return the first difference of other threads in a step.
+    """Return the first difference in a step of records that were compared over the whole run.
 
     The place of a record of the right run is only an estimate: its place within its step.
     """

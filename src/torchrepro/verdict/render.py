@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from itertools import takewhile
 from linecache import getline
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import height, listing
+from torchrepro.console import Line, Part, Verbosity, listing, verbosity
 from torchrepro.messages import printable, shortened, shown, size
 from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.value import BOTH_CUT, Kind
+from torchrepro.verdict.evidence import short
+from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Element, Kind, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torchrepro.console import Part
-    from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Compared, Divergence, Element, Verdict
 
 _NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(never written)"
 _WIDE = 72  # characters of a line of source, of shapes or arguments that are shown
 _AROUND = 16  # characters before the first one in which two long texts differ
-_LONG, _OVERRIDES = 180, 90  # characters of a sentence, and of overrides, that are shown
+_LONG = 180  # characters of a sentence that are shown
+_LEAST = 20  # characters of a line of code
+LINE = 86  # and where it has one line beside its label
 _HEX = 8  # digits of a fingerprint that are shown
 SAME_FOR_B = "the same for B, then `torchrepro compare` the two folders"
 
-OUTSIDE = "outside of any step"
-"""Where all is that a program without an optimizer does."""
+OUTSIDE = "outside of any step"  # where all is that a program without an optimizer does
 
 _PHASES = {
     "forward": "in the forward pass",
@@ -37,71 +36,88 @@ _PHASES = {
     "collective": "in a collective",
 }
 
-_ELEMENTS, _SETTINGS, _NOTES, _MODULES = 2, 3, 3, 4  # how many of each a terminal shows
+_ELEMENTS, _MODULES = 2, 4  # how many of each are shown
+_SETTINGS, _NOTES = 1, 2  # and in a few lines
 
-COLUMNS, LINES = 80, 25
-"""The terminal on which an answer fits."""
+LINES = 15  # the lines that an answer takes at most, unless it is asked for in full
 
 Rows = list[tuple[str, str]]
 
 _GAP = ("", "")
-_LEAST_NEEDED = (
-    *("element", "outputs", "distance", "note", "note", "differing", "differing"),
-    *("", "read", "promised", "afterwards", "differing", "next level", "wrote", "element"),
-    *("compared", "note", "look closer", "arguments", "what", "differing", "try"),
-)
-"""Rows that are left out, the first ones first, where an answer is too long for a terminal.
 
-The last row with the label goes; an empty label stands for the gaps between groups.
-"""
+_COPIED = ("where", "edit", "becomes", "try")
 
 
-def verdict_parts(
-    verdict: Verdict, level: EscalationLevel | None = None, *, below: str = ""
-) -> tuple[Part, ...]:
-    """Return the lines and tables that show a verdict; `level` is what to try next, if known.
+def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
+    """Return the lines and tables that show a verdict: in a few lines, or all of it if verbose."""
+    if verbosity() is Verbosity.VERBOSE:
+        return _in_full(verdict)
+    rows: Rows = [("reaches", text)] if (text := reach(verdict)) else []
+    rows += _where_in_short(verdict.first) if verdict.first else []
+    rows += [("agreed", text)] if (text := agreement(verdict)) else []
+    found = verdict.advice
+    commands: list[Part] = []
+    if found:
+        rows += [("cause", found.cause)]
+        if found.edit:
+            rows += [("edit", f"{from_here(found.edit.where)}   {printable(found.edit.before)}")]
+            rows += [("becomes", printable(found.edit.after))]
+        if found.command:
+            commands = ["  try", f"    {found.command}"]
+        elif found.closer:
+            commands = ["  look closer", f"    {found.closer}"]
+        tried = _table([("tried", found.tried)] if found.tried else [])
+        commands += tried
+    # What was tried says more than what merely differs.
+    many, notes = (0, 0) if found and found.tried else (_SETTINGS, _NOTES)
+    about = _about(verdict, many, notes)
+    return (headline(verdict), *_table(rows), *commands, *_table(about))
 
-    They fit on a terminal together with the text that is shown `below` them.
-    """
+
+def _where_in_short(first: Divergence) -> Rows:
+    if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
+        return [("what", shortened(first.what, LINE))] if first.what else []
+    what = f"{first.op}: {first.kind}" if first.op else str(first.kind)
+    if first.what and first.what != arguments(first):
+        what = f"{what}; {first.what}"
+    rows: Rows = []
+    if first.source:
+        where = f"{from_here(first.source)}   "
+        code = shortened(source_line(first.source), max(LINE - len(where), _LEAST))
+        rows.append(("where", where + code))
+    return [*rows, ("what", shortened(what, LINE))]
+
+
+def from_here(where: str) -> str:
+    """Return ``file:line`` as it is seen from the present folder, if the file is below it."""
+    return printable(where.removeprefix(f"{os.getcwd()}/"))  # noqa: PTH109 - a text, not a path
+
+
+def _in_full(verdict: Verdict) -> tuple[Part, ...]:
     first = verdict.first
     where = _where(first) if first else []
     where += [("agreed", text)] if (text := agreement(verdict)) else []
     if first and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
         names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
         where += [("afterwards", f"{aftermath(verdict)}{names}")]
-    groups = where, _advice(verdict, level), _about(verdict)
+    compared = [] if verdict.same else [("compared", certainty(verdict))]
+    about = _about(verdict, len(verdict.settings), len(verdict.notes))
+    groups = where, _advice(verdict), [*compared, *about]
     text = headline(verdict)
+    if nowhere := reach(verdict):
+        text += f"\n  {nowhere}"
     if not verdict.same:
         text += f"\n  {_runs(verdict)}"
     rows = [row for group in groups if group for row in (_GAP, *group)][verdict.same :]
-    around = height(COLUMNS, text, *([below] if below else []))
-    return (text, *_table(_fitted(rows, LINES - around)))
+    return (text, *_table(rows))
 
 
 def _table(rows: Rows) -> list[Part]:
-    cells = [(f"  {label}", printable(content)) for label, content in rows]
+    cells = [
+        (f"  {label:<10}", (Line if label in _COPIED else str)(printable(content)))
+        for label, content in rows
+    ]
     return [listing(cells, style="bold")] if rows else []
-
-
-def _fitted(rows: Rows, lines: int) -> Rows:
-    kept, left_out = rows, 0
-    for label in _LEAST_NEEDED:
-        if height(COLUMNS, *_table(shown := kept + _word_on(left_out))) <= lines:
-            return shown
-        less = [row for row in kept if row != _GAP]
-        if label:  # with what goes on below the row
-            start = max((at for at, row in enumerate(kept) if row[0] == label), default=len(kept))
-            end = start + 1
-            while end < len(kept) and not kept[end][0] and kept[end] != _GAP:
-                end += 1
-            less = kept[:start] + kept[end:]
-        left_out += bool(label) and less != kept
-        kept = less
-    return kept + _word_on(left_out)
-
-
-def _word_on(left_out: int) -> Rows:
-    return [("left out", f"{counted(left_out, 'row')}: --json has all")] if left_out else []
 
 
 def _runs(verdict: Verdict) -> str:
@@ -109,25 +125,20 @@ def _runs(verdict: Verdict) -> str:
     left, right = printable(verdict.left), printable(verdict.right)
     line = f"A = {left}, B = {right}"
     place, other = (text.rpartition("/")[0] for text in (left, right))
-    if len(line) <= COLUMNS - 2 or not place or place != other:
+    if len(line) <= _WIDE or not place or place != other:
         return line
     names = (text.removeprefix(f"{place}/") for text in (left, right))
     return "A = {}, B = {}".format(*names) + f", both in {place}"
 
 
-def verdict_json(verdict: Verdict, level: EscalationLevel | None = None) -> dict[str, Any]:
-    """Return a verdict as plain JSON values, with what to try next, if that is known."""
-    return {**verdict.to_json(), "next_level": level and level_json(level)}
-
-
-def level_json(level: EscalationLevel) -> dict[str, Any]:
-    """Return a level of escalation as plain JSON values."""
-    return {"name": level.name, "overrides": list(level.overrides), "why": level.why}
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as plain JSON values."""
+    return verdict.to_json()
 
 
 def _where(first: Divergence) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
-        return [("what", first.what)] if first.what else []
+        return [("what", shortened(first.what, LINE))] if first.what else []
     what = "" if first.what == arguments(first) else first.what
     source = f"{first.source}   {source_line(first.source)}"
     return [
@@ -184,48 +195,35 @@ def agreement(verdict: Verdict) -> str:
     return f"{text}; step {agreed.in_full} is the last one compared in full"
 
 
-def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
-    rows: Rows = []
+def _advice(verdict: Verdict) -> Rows:
     found = verdict.advice
-    if found:
-        rows += [("likely cause", found.cause)]
-        rows += [("promised", found.promise)] if found.promise else []
-        if found.setting:
-            explain = f"torchrepro explain {quote(found.knob)}"
-            rows += [("try", f"{quote(found.setting)}   ({explain})")]
-        rows += [("edit", found.edit)] if found.edit else []
-    if level and is_more_than_advised(level, verdict):
-        texts = [quote(text) for text in level.overrides]
-        count = len(texts)
-        while count > 1 and len(" ".join(texts[:count])) > _OVERRIDES:
-            count -= 1
-        more = f" and {len(texts) - count} more (`verify --escalate` tries them)"
-        more = more if count < len(texts) else ""
-        rows += [("next level", f"{level.name}: {' '.join(texts[:count])}{more}")]
-    if found and found.closer:
-        rows += [("look closer", found.closer), ("", SAME_FOR_B)]
-    return rows
+    if found is None:
+        return []
+    rows: Rows = [("cause", found.cause)]
+    if found.edit:
+        rows += [
+            ("edit", f"{found.edit.where}   {found.edit.before}"),
+            ("becomes", found.edit.after),
+        ]
+    rows += [("try", found.command)] if found.command else []
+    rows += [("tried", found.tried)] if found.tried else []
+    return [*rows, ("look closer", found.closer), ("", SAME_FOR_B)] if found.closer else rows
 
 
-def is_more_than_advised(level: EscalationLevel, verdict: Verdict) -> bool:
-    """Whether a level has more settings than the advice of a verdict."""
-    return verdict.advice is None or level.overrides != (verdict.advice.setting,)
-
-
-def _about(verdict: Verdict) -> Rows:
+def _about(verdict: Verdict, many: int, notes: int) -> Rows:
     # The digest of a profile differs where any of its values does: the values say more.
     settings = [each for each in verdict.settings if each.name != "digest"]
-    rows: Rows = [] if verdict.same else [("compared", certainty(verdict))]
-    rows += [
+    rows: Rows = [
         ("differing", f"{each.name}: A {left}   B {right}")
-        for each in settings[:_SETTINGS]
+        for each in settings[:many]
         for left, right in [["not set" if x is None else shown(x) for x in (each.left, each.right)]]
     ]
-    rest = len(settings) - _SETTINGS
-    rows += [("differing", counted(rest, "more setting"))] if rest > 0 else []
+    rest = len(settings) - many
+    if rows and rest > 0:
+        rows[-1] = ("differing", f"{rows[-1][1]}; {counted(rest, 'more setting')}")
     return rows + [
         ("note", shortened(text, _LONG))
-        for text in (*verdict.across_ranks, *verdict.notes)[:_NOTES]
+        for text in (*verdict.across_ranks[: max(notes, 1)], *verdict.notes[:notes])
     ]
 
 
@@ -243,14 +241,31 @@ def headline(verdict: Verdict) -> str:
     return f"not the same: diverged {place(verdict.first)}"
 
 
+def reach(verdict: Verdict) -> str:
+    """Return what a difference does not reach; nothing if it does, or may."""
+    first = verdict.first
+    if first is None or verdict.reaches:
+        return ""
+    steps = f"all {verdict.compared.steps:,} steps" if verdict.compared.steps > 1 else "the step"
+    at = f"at {printable(short(first.source))}" if first.source else place(first)
+    alone = first.left is None or first.right is None
+    what = "one run did an op more" if alone and first.op else "the runs computed other values"
+    return f"losses and parameters of {steps} are the same; {what} {at}"
+
+
 def place(first: Divergence) -> str:
     """Return where the runs diverge: step, phase, module, and the rank unless it is the first."""
     phase = _PHASES.get(first.phase, f"in {first.phase}" if first.phase else "")
+    named = first.module or first.called or first.is_at_the_latest
+    if first.phase == "forward" and not named:
+        phase = ""  # it may be before any model is there
     phase = f"at the latest {phase}" if phase and first.is_at_the_latest else phase
     module = printable(first.called or first.module)
     of = f" of {module}" if module and first.phase in _PHASES else ""
     rank = f" on rank {first.rank}" if first.rank else ""
     when = moment(first.step, after_last=first.after_last)
+    if first.before_model:
+        when, phase, of = "before the first step", "", ""
     return f"{', '.join(filter(None, (when, phase + of))) or OUTSIDE}{rank}"
 
 

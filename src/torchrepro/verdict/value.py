@@ -107,6 +107,8 @@ class Divergence:
 
     Where that is 0, the programs have no steps.
     """
+    before_model: bool = False
+    """Whether the program had built no model yet, which is before its first step."""
     called: str = ""
     """What the program calls the module, where its path does not say that."""
 
@@ -154,6 +156,9 @@ class Compared:
     """Whether what comes after the last step was compared as well."""
     by: tuple[tuple[str, int], ...] = ()
     """How many of the steps were compared in each mode, as in ``op by op``, the finest first."""
+    in_order: bool = True
+    """Whether the main thread ended all steps; else what belongs to which of them is an accident,
+    and all of them were compared at once."""
 
     @property
     def is_at_its_level(self) -> bool:
@@ -186,6 +191,17 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A line whose records were not compared, because somebody asked for that."""
+
+    where: str
+    """``file:line``, as it was asked for."""
+    records: int
+    near: tuple[str, ...] = ()
+    """Lines of the same file that have records, the nearest first, where this one has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """A knob, a version or a piece of hardware in which the two runs differ."""
 
@@ -207,6 +223,19 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True)
+class SeedSource:
+    """What a seed was made from that differs in each run."""
+
+    name: str
+    """What the program calls, as in ``time.time``."""
+    what: str
+    """One of the words of `seeding.uncontrolled`, as in ``the clock``."""
+    where: str
+    is_sure: bool
+    """Whether the line says so, and not only the order of reading."""
+
+
+@dataclass(frozen=True, slots=True)
 class UncontrolledRead:
     """A place where a program reads what no seed decides, or gives a generator a seed."""
 
@@ -224,11 +253,39 @@ class UncontrolledRead:
     left: str = ""
     right: str = ""
     """The seed that each run gave; empty where none was given."""
+    source: SeedSource | None = None
+    """Where a seed that differs comes from, if that is known."""
+    in_sample: bool = False
+    """Whether it was read while a sample was loaded, for which a generator is at hand."""
 
     @property
     def is_other_seed(self) -> bool:
         """Whether both runs gave a seed here, and not the same one."""
         return bool(self.left and self.right) and self.left != self.right
+
+
+@dataclass(frozen=True, slots=True)
+class UnwrittenRead:
+    """A read of memory that nothing had written."""
+
+    allocated: str
+    """``file:line`` of what allocated it, as ``torch.empty`` does."""
+    read: str
+    """``file:line`` of the op that read it."""
+    op: str
+    is_nan: bool
+    """Whether the result was NaN because of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """The first loss that is no finite number."""
+
+    step: int
+    value: str
+    """``nan``, ``inf`` or ``-inf``."""
+    on: bool
+    """Whether none after it is finite."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +301,14 @@ class Program:
     """In the order of reading."""
     threads: tuple[str, ...] = ()
     """Threads beside the main one that computed something."""
+    unwritten: tuple[UnwrittenRead, ...] = ()
+    """Reads of unwritten memory that made a loss NaN, or in which the runs diverge."""
     models: tuple[tuple[str, str], ...] = ()
     """What the recording calls each model and what the program does, where it has several."""
+    files: tuple[str, ...] = ()
+    """The files of its modules, as far as the recordings name them."""
+    began: float | None = None
+    """When the earlier of the runs began, in seconds since 1970."""
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
@@ -275,21 +338,29 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Edit:
+    """A line of the program as it is, and as it should be."""
+
+    where: str
+    """``file:line``."""
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
-    """The likely cause of a divergence and what to try."""
+    """The cause of a divergence and what to do about it."""
 
     cause: str
-    """The likely cause, in words."""
-    knob: str
-    """The knob that would fix it, as `torchrepro explain` takes it; empty if there is none."""
-    setting: str
-    """The override that sets it, as in ``backends.torch.deterministic_algorithms=error``."""
-    closer: str
+    """In words."""
+    edit: Edit | None = None
+    """The line to change; None if no line is known that helps."""
+    command: str = ""
+    """The command line that repeats itself, as a shell takes it; empty if none was found."""
+    tried: str = ""
+    """What was tried to find that out, and how it went; empty if nothing was."""
+    closer: str = ""
     """The exact command that records more detail; empty if there is no more to see."""
-    promise: str = ""
-    """Which profile promises equal runs, if one in force does not; else empty."""
-    edit: str = ""
-    """One change of the program that helps, in words; empty if there is none."""
 
     @property
     def keeps_tensors(self) -> bool:
@@ -307,6 +378,9 @@ class Verdict(Displayed):
     """The folders of the two recordings."""
     compared: Compared
     first: Divergence | None = None
+    reaches: bool = True
+    """Whether the runs differ in a loss, in the parameters after a step, or in how many steps they
+    have; True as well where the recordings do not tell."""
     tolerance: tuple[float, float] | None = None
     """rtol and atol, where statistics were compared and not bits."""
     propagated: int = 0
@@ -328,8 +402,18 @@ class Verdict(Displayed):
     """What the program has, as far as the recordings tell."""
     about: tuple[RunFacts, ...] = ()
     """The facts of the left run and of the right one; none where a run was not recorded."""
+    not_finite: tuple[NotFinite | None, ...] = (None, None)
+    """Of the left run and of the right one; None where all losses are finite."""
+    left_out: tuple[LeftOut, ...] = ()
+    fed: int = 0
+    """How many records differ and were not compared, as what differs in them comes from those."""
     agreed: Agreed | None = None
     """Up to where the runs agree; None where they are the same, or differ from the first step."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a command is known that repeats itself, or a line to change."""
+        return self.advice is not None and bool(self.advice.command or self.advice.edit)
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain JSON values; NaN and infinities, which JSON lacks, as text.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import ProfileError
 from torchrepro.messages import near
 from torchrepro.seeding.uncontrolled import ADDRESS, CLOCK, FILES, HASH, THREADS
+from torchrepro.verification import held_sources
 from torchrepro.verification.process_perturbations import VARIABLE
 from torchrepro.verification.result import StressResult
 
@@ -30,16 +31,23 @@ class RunEnvironment:
     variables: Mapping[str, str] = field(default_factory=dict)
     in_process: Mapping[str, Any] = field(default_factory=dict)
     """What each Python process does to itself, by name (see `process_perturbations`)."""
+    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Sources that are the same in every run (see `held_sources`)."""
 
     def __or__(self, later: RunEnvironment) -> RunEnvironment:
         return RunEnvironment(
-            {**self.variables, **later.variables}, {**self.in_process, **later.in_process}
+            {**self.variables, **later.variables},
+            {**self.in_process, **later.in_process},
+            {**self.held, **later.held},
         )
 
     def all_variables(self) -> dict[str, str]:
-        """Return the variables, with the one that carries `in_process` to the command."""
+        """Return the variables, with those that carry the rest to the command."""
         carried = {VARIABLE: json.dumps(self.in_process)} if self.in_process else {}
-        return {**self.variables, **carried}
+        if self.held:
+            carried[held_sources.VARIABLE] = json.dumps(self.held)
+            carried["PYTHONHASHSEED"] = "0" if HASH in self.held else ""
+        return {**self.variables, **{name: each for name, each in carried.items() if each}}
 
 
 _DAYS = 9 + 0.143  # another date, another day of the week, another hour and minute
@@ -64,8 +72,8 @@ class Perturbation:
     """The variables of a run that is not perturbed."""
     obstacle: Callable[[], str] = lambda: ""
     """Returns why it cannot be done here, or nothing."""
-    fixes: tuple[str, ...] = ()
-    """The overrides to apply together, in the order of their dependency."""
+    reads_memory: bool = False
+    """Whether a program that feels it reads memory that nothing has written."""
     source: str = ""
     """What a program reads that this perturbs, in the words of `seeding.uncontrolled`."""
 
@@ -108,10 +116,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "the program reads memory that nothing has written",
         lambda number: {"MALLOC_PERTURB_": str(1 + number * 89 % 255)},
         obstacle=_no_glibc,
-        fixes=(
-            "backends.torch.deterministic_algorithms=error",
-            "backends.torch.fill_uninitialized_memory=true",
-        ),
+        reads_memory=True,
     ),
     Perturbation(
         HASH_SEED,
@@ -119,7 +124,6 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "the result depends on the order of a set of strings, or on a hash of text",
         lambda number: {"PYTHONHASHSEED": str(number * 7919)},
         unperturbed={"PYTHONHASHSEED": "0"},
-        fixes=('env.PYTHONHASHSEED="0"',),
         source=HASH,
     ),
     Perturbation(
@@ -155,7 +159,6 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "workers of a DataLoader hand over their batches late, at random",
         "batches are taken in the order in which workers finish",
         in_process=lambda number: number,
-        fixes=("dataloader.num_workers=0",),
     ),
     Perturbation(
         "clock",

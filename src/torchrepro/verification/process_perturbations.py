@@ -57,10 +57,7 @@ def _leave_some_cpus_alone(cpus: Mapping[str, Sequence[int]]) -> None:
 def _once_imported(name: str, act: Callable[[str], None]) -> None:
     from torchrepro.imports import AfterImport
 
-    if name in sys.modules:
-        act(name)
-    else:
-        AfterImport([name], act).watch()
+    AfterImport([name], act).watch_all()
 
 
 def _delay_batches(number: int) -> None:
@@ -132,7 +129,7 @@ def _list_files_otherwise(number: int) -> None:
     @wraps(scandir)
     def scanned(*args: Any, **kwargs: Any) -> Any:
         with scandir(*args, **kwargs) as entries:
-            return _Entries(in_another_order(list(entries)))
+            return Entries(in_another_order(list(entries)))
 
     for name, original, other in (("listdir", listdir, listed), ("scandir", scandir, scanned)):
         other.__module__ = "os"  # where pickle finds it
@@ -141,7 +138,7 @@ def _list_files_otherwise(number: int) -> None:
             os.supports_fd.add(other)
 
 
-class _Entries:
+class Entries:
     """What `os.scandir` returns: an iterator that can be closed, by itself or by a `with` block."""
 
     def __init__(self, entries: list[os.DirEntry[Any]]) -> None:
@@ -156,21 +153,24 @@ class _Entries:
     def close(self) -> None:
         self._entries = iter(())
 
-    def __enter__(self) -> _Entries:
+    def __enter__(self) -> Entries:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _load_in_the_main_process(_: Any) -> None:
-    def load_here(_module: str) -> None:
+def _load_with(workers: int) -> None:
+    def load_so(_module: str) -> None:
         from torchrepro.seeding.loader_hook import workers_policy
 
-        workers_policy.write(0)  # what a profile says later is the same, or nothing
+        workers_policy.write(workers)  # what a profile says later is the same, or nothing
 
-    _once_imported("torch.utils.data", load_here)
+    _once_imported("torch.utils.data", load_so)
 
+
+WORKERS = "number of loader workers"
+"""How many worker processes every loader has."""
 
 LOADING = "loading in the main process"
 """What a run does in order to find out where a batch of worker processes differs."""
@@ -182,6 +182,7 @@ IN_PROCESS: Mapping[str, Callable[[Any], None]] = {
     "loader timing": _delay_batches,
     "clock": _move_the_clock,
     "file order": _list_files_otherwise,
-    LOADING: _load_in_the_main_process,
+    LOADING: lambda _: _load_with(0),
+    WORKERS: _load_with,
 }
 """How a perturbation is applied within a process, by its name."""

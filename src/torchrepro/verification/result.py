@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import Displayed, parts
-from torchrepro.messages import printable, some
+from torchrepro.console import Displayed, Verbosity, listing, parts, verbosity
+from torchrepro.messages import printable, shortened, some
+from torchrepro.seeding.uncontrolled import IF_THERE, SUSPECTS
+from torchrepro.verdict.evidence import short
 from torchrepro.verdict.page import Answer, Comparison, RunRow, facts_of, page_of
-from torchrepro.verdict.render import counted, headline, level_json, verdict_json, verdict_parts
+from torchrepro.verdict.render import LINE, counted, headline, verdict_json, verdict_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torchrepro.console import Part
-    from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Verdict
 
 
@@ -57,12 +57,15 @@ class StressResult:
 
 
 @dataclass(frozen=True, slots=True)
-class EscalationTrial:
-    """A level of escalation at which the command was verified."""
+class Trial:
+    """A change with which a command was run again, and whether its runs then agreed."""
 
-    level: EscalationLevel
-    same: bool
     what: str
+    command: str
+    """The command line that makes the change; empty for a source that was held."""
+    same: bool
+    runs: int
+    answer: str
     """The answer in one line."""
 
 
@@ -72,7 +75,7 @@ class Verification(Displayed):
 
     asked: str
     """``bits`` or ``tolerance``."""
-    certifies: str
+    command: str
     """The command line that was verified, as a shell takes it; what could be a secret is hidden."""
     profile: str | None
     """The name of the profile that the command was started under; None for one run as it is."""
@@ -85,10 +88,8 @@ class Verification(Displayed):
     """Where recordings and logs are; empty if they were removed because all runs were the same."""
     stressed: StressResult | None = None
     """None where nothing was perturbed."""
-    escalation: tuple[EscalationTrial, ...] | None = None
-    """The levels that were tried, from the lowest; None if nothing was to be tried."""
-    next_level: EscalationLevel | None = None
-    """What to try next."""
+    tried: tuple[Trial, ...] = ()
+    """What was tried after the runs diverged, in its order."""
 
     @property
     def same(self) -> bool:
@@ -100,17 +101,12 @@ class Verification(Displayed):
         """The first verdict that says no, or the first one if none does."""
         return next((each for each in self.verdicts if not each.same), self.verdicts[0])
 
-    @property
-    def equal_on(self) -> EscalationLevel | None:
-        """The level of escalation at which the runs became the same."""
-        return next((trial.level for trial in self.escalation or () if trial.same), None)
-
 
 @parts.register(Verification)
 def verification_parts(found: Verification) -> tuple[Part, ...]:
     """Return the lines and tables that show a verification."""
-    more = "\n".join(["", f"  {_counts(found)}", *(f"  {line}" for line in _lines(found))])
-    return (*verdict_parts(found.verdict, found.next_level, below=more), more)
+    rows = [(f"  {label:<10}", printable(text)) for label, text in _rows(found)]
+    return (*verdict_parts(found.verdict), listing(rows, style="bold"))
 
 
 def verification_page(found: Verification) -> str:
@@ -145,7 +141,6 @@ def verification_page(found: Verification) -> str:
     comparisons = [
         Comparison(
             verdict,
-            found.next_level if verdict is found.verdict else None,
             "" if alone else f"A = {first.name}, B = {run.name}: {_short_answer(verdict)}",
             run.name,
         )
@@ -156,7 +151,7 @@ def verification_page(found: Verification) -> str:
         f"{counted(rest, 'more run')} in the table above, without details: `torchrepro compare` two"
         " folders"
     )
-    lines = (_counts(found), *_lines(found))
+    lines = [f"{label}: {text}" if label else text for label, text in _rows(found)]
     return page_of(
         Answer(
             found.same, headline(found.verdict), lines, rows, comparisons, more if rest > 0 else ""
@@ -168,52 +163,53 @@ def _short_answer(verdict: Verdict) -> str:
     return headline(verdict).removeprefix("not the same: ")
 
 
-def _counts(found: Verification) -> str:
+def _rows(found: Verification) -> Iterator[tuple[str, str]]:
     runs = counted(len(found.runs), "run")
     pairs = zip(found.runs[1:], found.verdicts, strict=True)
     other = [run.name for run, verdict in pairs if not verdict.same]
-    if not other:
-        return f"{runs}, all the same"
-    return f"{runs}: {some(other)} differ{'' if other[1:] else 's'} from {found.runs[0].name}"
-
-
-def _lines(found: Verification) -> Iterator[str]:
-    yield f"{'certifies' if found.same else 'not certified'}: {printable(found.certifies)}"
-    if found.own_profile:
-        yield f"(run as it is; it was under {printable(found.own_profile)})"
-    elif not found.profile:
-        yield "(run as it is, under no profile)"
+    differ = f"{some(other)} differ{'' if other[1:] else 's'} from {found.runs[0].name}"
+    more = sum(trial.runs for trial in found.tried)
+    after = f"; {counted(more, 'more run')} to find out why" if more else ""
+    yield "runs", f"{runs}, {differ}{after}" if other else f"{runs}, all the same"
+    if found.same:
+        profile = found.profile or (found.own_profile and f"its own, {found.own_profile}")
+        yield "command", found.command
+        yield "profile", profile or "none"
     if found.stressed is not None:
-        yield f"perturbed: {', '.join(found.stressed.perturbed) or 'nothing'}"
+        names = ", ".join(found.stressed.perturbed) or "nothing"
+        yield "perturbed", names if found.same else shortened(names, LINE)
         skipped = [f"{name} ({why})" for name, why in found.stressed.skipped]
         if skipped and found.same:  # what was not tried limits a yes, and no no
-            yield f"not perturbed: {'; '.join(skipped)}"
-    trials, equal_on = found.escalation, found.equal_on
-    if equal_on is not None:
-        yield f"with {equal_on.name} the runs are the same: {equal_on.why}"
-        yield f"    {' '.join(map(quote, equal_on.overrides))}"
-    elif trials:
-        yield "no level of escalation makes the runs the same:"
-        levels: dict[str, list[str]] = {}  # by the answer: the same one is said once
-        for trial in trials:
-            answer = trial.what.removeprefix("not the same: ")
-            levels.setdefault(answer, []).append(trial.level.name)
-        yield from (f"    {', '.join(names)}: {what}" for what, names in levels.items())
-    elif trials is not None:
-        yield "nothing to escalate: no setting can make up for what the program itself brings in"
-    elif found.own_profile and not found.same:
-        yield "escalation adds settings to a profile that `torchrepro verify PROFILE` puts in force"
+            yield "not perturbed", "; ".join(skipped)
+    elif found.same:
+        yield from _may_differ(found.verdict)
+    if verbosity() is Verbosity.VERBOSE:
+        for trial in found.tried:
+            yield "tried", f"{trial.what}: {trial.answer}"
+    elif any(trial.command for trial in found.tried) and not found.verdict.repeats:
+        yield "tried", "no setting that was tried makes it repeatable (--verbose: which)"
     if found.folder:
-        yield f"recordings and logs are in {found.folder}"
+        yield "recordings", found.folder
+
+
+def _may_differ(verdict: Verdict) -> Iterator[tuple[str, str]]:
+    """Yield what the program reads that could be another next time, although the runs agree."""
+    reads = {each.what: each for each in verdict.program.reads}
+    found = [f"{what} at {short(reads[what].where)}" for what in SUSPECTS if what in reads]
+    if found:
+        yield "reads", f"{', '.join(found[:2])}: `--stress` changes what must not matter"
+    if IF_THERE in reads:
+        file = reads[IF_THERE]
+        yield "reads", f"{file.name} if it is there ({short(file.where)})"
 
 
 def verification_json(found: Verification) -> dict[str, Any]:
     """Return a verification as plain JSON values: those of its verdict, and more."""
-    stressed, trials, equal_on = found.stressed, found.escalation, found.equal_on
+    stressed = found.stressed
     return {
-        **verdict_json(found.verdict, found.next_level),
+        **verdict_json(found.verdict),
         "asked": found.asked,
-        "certifies": found.certifies,
+        "command": found.command,
         "profile": found.profile,
         "own_profile": found.own_profile,
         "runs": [
@@ -228,13 +224,5 @@ def verification_json(found: Verification) -> dict[str, Any]:
             "culprits": list(stressed.culprits),
             "what": stressed.what,
         },
-        "escalation": None
-        if trials is None
-        else {
-            "equal_on": equal_on and equal_on.name,
-            "tried": [
-                {**level_json(trial.level), "same": trial.same, "what": trial.what}
-                for trial in trials
-            ],
-        },
+        "tried": [asdict(trial) for trial in found.tried],
     }

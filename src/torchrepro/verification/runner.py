@@ -77,6 +77,10 @@ class Runner:
     """Takes text on the progress, which has its own ends of lines."""
     meanwhile: Callable[[str], object] | None = None
     """Takes what is going on at the moment, until the next text; None where nobody watches."""
+    ignore: Sequence[str] = ()
+    """Lines whose records are left out."""
+    limit: float | None = None
+    """Seconds after which a run is ended; None for no limit."""
 
     def run(
         self,
@@ -100,7 +104,7 @@ class Runner:
         variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
         begun = time.monotonic()
         with _watched(traces, self.meanwhile):
-            status = run_to_end(program, self.command, variables, log)
+            status = run_to_end(program, self.command, variables, log, self.limit)
         seconds = time.monotonic() - begun
         found = []
         with suppress(TraceError):
@@ -129,7 +133,9 @@ class Runner:
         ended = f"they ended: {' and '.join(exits)}"
         empty = next((run for run in (first, other) if not run.recorded), None)
         if empty is None:
-            found = compare_within(first.folder, other.folder, self.tolerance, one_program=True)
+            found = compare_within(
+                first.folder, other.folder, self.tolerance, self.ignore, one_program=True
+            )
             if first.status == other.status:
                 return self.advised(found, first)
             if not found.same:
@@ -184,9 +190,15 @@ def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path
 
 
 def run_to_end(
-    program: str, command: Sequence[str], environment: Mapping[str, str], log: Path
+    program: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    limit: float | None = None,
 ) -> int:
     """Run a command with its output in `log`; return its exit status.
+
+    After `limit` seconds it is ended.
 
     Its standard input is empty, so that every run has the same. It has a session of its own, so
     that it and all processes that it started can be ended together. Raises `Interrupted` if a
@@ -207,7 +219,10 @@ def run_to_end(
             what = f"cannot be started: {error.strerror}"
             raise ProfileError.about(what, found=program) from None
         try:
-            return process.wait()
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            end_group(process)
+            return process.returncode
         except BaseException as stopped:
             end_group(process, getattr(stopped, "number", signal.SIGTERM))
             raise

@@ -5,6 +5,7 @@ A divergence is followed by a closer look, by bisecting perturbations, and by es
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -15,44 +16,56 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.profile.load import resolve
-from torchrepro.profile.resolved import flatten
 from torchrepro.redaction import HIDDEN, shareable, shell_line, sounds_secret, without_secrets
+from torchrepro.seeding.uncontrolled import UNWRITTEN
 from torchrepro.trace.reader import read_run
-from torchrepro.trace.request import Request
-from torchrepro.verdict.comparison import tolerance_of
+from torchrepro.trace.request import Request, bytes_of
+from torchrepro.verdict.comparison import refuse_no_line, refuse_unknown_lines, tolerance_of
 from torchrepro.verdict.criteria import ALIGNED
 from torchrepro.verdict.diagnosis import (
-    edit_at,
-    next_level,
-    next_level_of_recording,
-    worker_init_edit,
+    cause_of,
     worker_init_sentence,
 )
-from torchrepro.verdict.render import headline, moment, place
+from torchrepro.verdict.program_text import edit_of
+from torchrepro.verdict.render import moment, place
 from torchrepro.verdict.value import Advice, Kind
+from torchrepro.verification.carried_files import carried
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.process_perturbations import LOADING
-from torchrepro.verification.result import EscalationTrial, Run, StressResult, Verification
+from torchrepro.verification.result import Run, StressResult, Trial, Verification
 from torchrepro.verification.runner import (
     Runner,
     all_failed,
     failure,
     output_directory,
-    status_in_words,
 )
+from torchrepro.verification.trials import MOST, Trials
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.value import Divergence, Verdict
     from torchrepro.verification.runner import Setup
 
-SETS_NOTHING = {"schema": 1, "name": "nothing", "guarantee": "seeded"}
-"""The profile from which a command without one escalates."""
-
 FEWEST = 2
 """Runs that it takes to compare anything."""
+
+
+def request_for(
+    level: str,
+    keep: Sequence[str],
+    every: int,
+    max_size: int | str | None,
+    tolerance: tuple[float, float] | None,
+) -> Request:
+    """Return what is recorded of runs that are compared, within a tolerance if there is one."""
+    return Request(
+        *("", level, None, tuple(keep)),
+        statistics=tolerance is not None,
+        every=every,
+        max_size=None if max_size is None else bytes_of(max_size),
+    )
 
 
 def verify(  # noqa: PLR0913 - each is an option of the command
@@ -67,8 +80,11 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     folder: str | os.PathLike[str] = "",
     level: str = "op",
     keep: Sequence[str] = (),
+    every: int = 1,
+    max_size: int | str | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    ignore: Sequence[str] = (),
     say: Callable[[str], object] = lambda text: None,
     meanwhile: Callable[[str], object] | None = None,
 ) -> Verification:
@@ -76,7 +92,9 @@ def verify(  # noqa: PLR0913 - each is an option of the command
 
     Without a profile, which is None, the command runs as it is: recorded, and nothing set. The same
     means the same bits; `rtol` and `atol`, or the guarantee `aligned`, ask for the same numbers
-    within a tolerance. Every run after the first is perturbed by the perturbations that `stress`
+    within a tolerance. What the lines of `ignore` compute, each as ``file:line``, is left out, with
+    what differs by that alone. `level`, `keep`, `every` and `max_size` say what is recorded, as of
+    `record`. Every run after the first is perturbed by the perturbations that `stress`
     names (`perturbations.EVERYTHING` are all). If runs diverge, two more record the divergence in
     detail unless `closer` is false, and `escalate` tries stricter settings level by level.
     Recordings go into `folder`, which is new or empty; without one into a temporary folder that
@@ -98,12 +116,13 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         )
     resolved = None if profile is None else resolve(profile, overrides)
     tolerance = tolerance_of(rtol, atol)
+    refuse_no_line(ignore)
     if tolerance is None and resolved is not None and resolved.guarantee == "aligned":
         tolerance = ALIGNED
     plan = StressPlan.of(stress, resolved)
-    request = Request("", level=level, keep=tuple(keep), statistics=tolerance is not None)
+    request = request_for(level, keep, every, max_size, tolerance)
     with output_directory(os.fspath(folder), say) as output:
-        runner = Runner(tuple(command), output, request, tolerance, say, meanwhile)
+        runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
         # Every run but the first is perturbed, each differently.
         environments = [plan.environment(at, plan.names if at else ()) for at in range(runs)]
         done: list[Run] = []
@@ -121,18 +140,44 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             if number and all_failed(done):
                 raise failure(done, command)
         verdicts = [runner.compare(done[0], run) for run in done[1:]]
+        refuse_unknown_lines(verdicts[0])
         stressed = plan.summary
         recorded = next((run for run in done if run.recorded), None)
         meta = read_run(recorded.folder, records=False)[0].meta if recorded else {}
+        tried: tuple[Trial, ...] = ()
         number = next((at for at, each in enumerate(verdicts, start=1) if not each.same), 0)
         if number:
             verdict = verdicts[number - 1]
-            if closer:
+            left = carried(done[0], done[number])
+            if closer and not left:
                 setups = (resolved, environments[0]), (resolved, environments[number])
                 verdict = _look_closer(runner, verdict, setups)
             if plan.names:
                 stressed = _bisect_perturbations(runner, resolved, plan, done[0], number)
-                verdict = _with_perturbation(verdict, stressed, plan, resolved)
+                verdict = _with_perturbation(verdict, stressed, plan)
+            culprits = stressed.culprits if stressed else ()
+            if escalate or (closer and culprits in ((), (HASH_SEED,))):
+                trials = Trials(
+                    runner=runner,
+                    profile=profile,
+                    overrides=overrides,
+                    resolved=resolved,
+                    own_profile=resolved is None and meta.get("profile") is not None,
+                    words=shareable(command, secrets_here(*([resolved] if resolved else []))),
+                    environments=(environments[0], environments[number]),
+                    verdict=verdict,
+                    meta=meta,
+                    carried=left,
+                    between=(done[0], done[number]),
+                    longest=max(run.seconds for run in done),
+                    options=_options(level, rtol, atol, ignore),
+                    most=math.inf if escalate else MOST,
+                )
+                if escalate:
+                    verdict = trials.escalated()
+                else:
+                    verdict = trials.with_one_hash_seed() if culprits else trials.advised()
+                tried = tuple(trials.done)
             if stressed and plan.other_hash_seed:
                 why = "the profile sets it, and the runs differ without another one already"
                 stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, why)))
@@ -146,27 +191,15 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             verdicts.append(verdict)
         found = Verification(
             asked="bits" if tolerance is None else "tolerance",
-            certifies=command_line(profile, resolved, overrides, command),
+            command=command_line(profile, resolved, overrides, command),
             profile=resolved.name if resolved else None,
             own_profile=None if resolved else meta.get("profile"),
             runs=tuple(done),
             verdicts=tuple(verdicts),
             folder="",
             stressed=stressed,
+            tried=tried,
         )
-        if number:
-            # Nothing can be added to a profile that the command puts in force itself.
-            base = resolved or (
-                resolve(SETS_NOTHING) if escalate and not found.own_profile else None
-            )
-            if base is None:
-                found = replace(found, next_level=next_level_of_recording(verdict, meta))
-            elif escalate:
-                trials = _escalation(runner, base, verdict, environments[: number + 1])
-                found = replace(found, escalation=tuple(trials))
-            else:
-                stricter = next_level(base.values, verdict.first, verdict.program)
-                found = replace(found, next_level=stricter)
         if found.same and not folder:
             shutil.rmtree(output, ignore_errors=True)
             return found
@@ -193,6 +226,16 @@ def command_line(
     return shell_line(words)
 
 
+def _options(
+    level: str, rtol: float | None, atol: float | None, ignore: Sequence[str]
+) -> list[str]:
+    """Return the options that say what is the same, where they are not those of a plain command."""
+    found = [] if level == Request("").level else ["--level", level]
+    for name, value in (("--rtol", rtol), ("--atol", atol)):
+        found += [] if value is None else [name, str(value)]
+    return [*found, *(word for where in ignore for word in ("--ignore", where))]
+
+
 _SPOT = attrgetter("rank", "step", "phase", "module", "op")
 
 
@@ -207,9 +250,11 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
         return verdict  # it has no op
     if first.phase == "data" and first.kind is Kind.DATA:
         return _follow_into_dataset(runner, verdict, first, setups)
-    steps = max(first.step - 1, 0), first.step + 1
+    # Where other threads end steps, which of them is step 3 is an accident.
+    steps = (max(first.step - 1, 0), first.step + 1) if verdict.compared.in_order else None
     keep = (*runner.request.keep, first.module)
-    detailed = replace(runner, request=replace(runner.request, steps=steps, keep=keep, detail=True))
+    request = replace(runner.request, steps=steps, keep=keep, detail=True, every=1, max_size=None)
+    detailed = replace(runner, request=request)
     when = moment(first.step, after_last=first.after_last)
     runs = _run_each(detailed, f"a closer look {when}".rstrip(), setups)
     note = "a closer look showed nothing: its runs ended before they got there"
@@ -246,7 +291,8 @@ def _follow_into_dataset(
     """
     loader, seeded = _loader_with_workers(verdict, first)
     steps = None if loader and loader.get("iterable") else (0, first.step + 1)
-    request = replace(runner.request, steps=steps, samples=True, detail=True, statistics=False)
+    request = replace(runner.request, steps=steps, samples=True, detail=True, every=1)
+    request = replace(request, statistics=False, max_size=None)
     recorder = replace(runner, request=request, tolerance=None)
     progress = "what the dataset returns"
     if loader:
@@ -280,10 +326,6 @@ def _follow_into_dataset(
     advice = Advice(
         cause="The batches differ when worker processes load them, and did not in two runs that "
         f"loaded in the main process. {why}",
-        knob="dataloader.num_workers",
-        setting="dataloader.num_workers=0",
-        closer="",
-        edit=worker_init_edit(seeded=seeded) if init else "",
     )
     note = "two more runs, which loaded in the main process, were the same"
     return _with_note(replace(verdict, advice=advice), note)
@@ -342,35 +384,21 @@ def bisect(names: Sequence[str], diverges: Callable[[Sequence[str]], bool]) -> t
     return tuple(names)
 
 
-def _with_perturbation(
-    verdict: Verdict, stressed: StressResult, plan: StressPlan, resolved: ResolvedProfile | None
-) -> Verdict:
+def _with_perturbation(verdict: Verdict, stressed: StressResult, plan: StressPlan) -> Verdict:
     verdict = _with_note(verdict, stressed.what)
     if len(stressed.culprits) != 1 or verdict.advice is None:
         return verdict
     row = next(row for row in plan.rows if row.name in stressed.culprits)
-    given = flatten(resolved.values if resolved else {})
-    fix = ""
-    for each in row.fixes:
-        key, _, value = each.partition("=")
-        if str(given.get(key, "")).lower() != value:
-            fix = each
-            break
-    edit = verdict.advice.edit
-    if row.source:  # the program reads what was perturbed: edit a seed from it, or its last read
-        reads = verdict.program.reads
-        seed = next((each for each in reads if each.is_other_seed), None)
-        last = next((each for each in reversed(reads) if each.what == row.source), None)
-        found = seed or last
-        edit = edit_at(found) if found else ""
-    advice = replace(
-        verdict.advice,
-        cause=f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action}).",
-        knob=fix.partition("=")[0],
-        setting=fix,
-        edit=edit,
-    )
-    return replace(verdict, advice=advice)
+    reads = verdict.program.reads
+    seed = next((each for each in reads if each.is_other_seed), None)
+    last = next((each for each in reversed(reads) if each.what == row.source), None)
+    edit = edit_of(last.what, last.name, last.where, is_seed=seed is not None) if last else None
+    for read in verdict.program.unwritten if row.reads_memory else ():
+        edit = edit or edit_of(UNWRITTEN, "torch.empty", read.allocated)
+    cause = f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action})."
+    if last:
+        cause = cause_of(last, [seed] if seed else [])
+    return replace(verdict, advice=replace(verdict.advice, cause=cause, edit=edit))
 
 
 def _with_other_hash_seed(
@@ -392,14 +420,9 @@ def _with_other_hash_seed(
         return run, verdict, stressed
     if closer:
         verdict = _look_closer(runner, verdict, (setup, (other, environment)))
-    advice = replace(
-        verdict.advice or Advice("", "", "", ""),
+    advice = Advice(
         cause="The order of a set of strings, or a hash of text, decides the result. It differs "
         "when Python's hash seed does: `torchrepro run` fixes it, `+repro=` alone does not.",
-        knob="",
-        setting="",
-        closer="",
-        edit="sort it before it is used: sorted(...)",
     )
     what = (
         "it differs when Python's hash seed does: `torchrepro run` and `verify` fix it, "
@@ -407,41 +430,3 @@ def _with_other_hash_seed(
     )
     stressed = replace(stressed, culprits=(HASH_SEED,), what=what)
     return run, _with_note(replace(verdict, advice=advice), what), stressed
-
-
-def _escalation(
-    runner: Runner,
-    resolved: ResolvedProfile,
-    verdict: Verdict,
-    environments: Sequence[RunEnvironment],
-) -> Iterator[EscalationTrial]:
-    # Each level is chosen by the divergence that is left below it.
-    done: list[str] = []
-    stricter = resolved
-    overrides: tuple[str, ...] = ()
-    while level := next_level(stricter.values, verdict.first, verdict.program, done):
-        done.append(level.name)
-        level = replace(level, overrides=(*overrides, *level.overrides))
-        try:
-            stricter = resolve(resolved, level.overrides)
-        except ProfileError as refused:
-            what = f"the profile does not take it: {refused}"
-            yield EscalationTrial(level, same=False, what=what)
-            continue
-        overrides = level.overrides
-        runs = []
-        for position, environment in enumerate(environments, start=1):
-            runner.say(f"with {level.name}, run {position} of {len(environments)} ...")
-            name = f"level-{len(done)}-run-{position}"
-            runs.append(runner.run(stricter, name, environment))
-        if all_failed(runs):
-            what = f"it ended with {status_in_words(runs[0].status)}: see {runs[0].log}"
-        elif not any(run.recorded for run in runs):
-            what = "nothing was recorded"
-        else:
-            verdicts = [runner.compare(runs[0], run) for run in runs[1:]]
-            verdict = next((each for each in verdicts if not each.same), verdicts[0])
-            what = headline(verdict)
-        yield EscalationTrial(level, verdict.same, what)
-        if verdict.same:
-            return

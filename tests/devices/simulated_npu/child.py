@@ -132,7 +132,6 @@ def _serve(connection: Connection) -> None:
 
 
 def _outcome(task: Task) -> tuple[Any, BaseException | None]:
-    """Run `task` and return its result and its error, as far as they can be sent."""
     try:
         answer = task.run()
         pickle.dumps(answer)

@@ -126,7 +126,6 @@ def _reshape(tensor: torch.Tensor, host: torch.Tensor) -> None:
 
 
 def _changed(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return `value` with `change` made to all that its lists, tuples and dicts hold."""
     if isinstance(value, dict):
         return {key: _changed(change, part) for key, part in value.items()}
     if isinstance(value, list | tuple):

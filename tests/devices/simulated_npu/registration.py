@@ -53,7 +53,6 @@ _kept: list[torch.library.Library] = []  # the kernels are there as long as the 
 
 
 def _ops() -> set[torch._ops.OpOverload]:
-    """Return the ops of aten that the CPU has kernels for, and those that only devices have."""
     of_cpu = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     names = {name for name in of_cpu if name.startswith("aten::")}
     return {_op(name) for name in names | HOST_KERNELS.keys() | DEVICE_KERNELS.keys()}

@@ -1,0 +1,108 @@
+"""Runs a program in two ways that ought to agree, and says whether they do.
+
+A relation says how its runs are started, what the other sides are, and how each is lined up with
+the plain program. The plain program is run twice first: where it does not agree with itself,
+nothing can be said of a relation.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ProfileError, TraceError
+from torchrepro.imports import named
+from torchrepro.messages import near, shown
+from torchrepro.profile.load import resolve
+from torchrepro.relations.experiment import Experiment
+from torchrepro.relations.related import Related
+from torchrepro.verdict.comparison import tolerance_of
+from torchrepro.verification.runner import Runner, all_failed, failure, output_directory
+from torchrepro.verification.verifier import command_line, request_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchrepro.relations.experiment import Relation
+
+RELATIONS = {
+    "resume": "relations.resumed:Resumed",
+    "workers": "relations.workers:Workers",
+    "compile": "relations.compiled:Compiled",
+}
+"""The relations, as the command line calls them; each is loaded when it is asked for."""
+
+
+def relate(  # noqa: PLR0913 - each is an option of the command
+    name: str,
+    profile: Any,
+    command: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    folder: str | os.PathLike[str] = "",
+    level: str = "op",
+    keep: Sequence[str] = (),
+    every: int = 1,
+    max_size: int | str | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    ignore: Sequence[str] = (),
+    checkpoint: str = "",
+    resume_command: str = "",
+    say: Callable[[str], object] = lambda text: None,
+    meanwhile: Callable[[str], object] | None = None,
+) -> Related:
+    """Run `command` as it is, and in the other ways of the relation `name`; say whether all agree.
+
+    The relations are those of `RELATIONS`. Parameters are as of `verify`; `checkpoint` says which
+    files are one, and `resume_command` what goes on from ``{checkpoint}``. Raises what
+    `verify` raises.
+    """
+    if name not in RELATIONS:
+        raise ProfileError.about(
+            "no such relation",
+            key="relation",
+            found=name,
+            near=near(name, RELATIONS),
+            legal=", ".join(RELATIONS),
+        )
+    relation: Relation = named(RELATIONS[name])()
+    given = {
+        "checkpoint": checkpoint,
+        "resume_command": resume_command,
+        "rtol": rtol,
+        "atol": atol,
+        "ignore": tuple(ignore),
+    }
+    for key, value in given.items():
+        if value not in (None, "", ()) and key not in relation.takes:
+            what = f"the relation {name} has no use for it"
+            raise ProfileError.about(what, key=key, found=shown(value), todo="leave it out")
+    resolved = None if profile is None else resolve(profile, overrides)
+    tolerance = tolerance_of(rtol, atol)
+    request = relation.recorded(request_for(level, keep, every, max_size, tolerance))
+    with output_directory(os.fspath(folder), say) as output, ExitStack() as stack:
+        runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
+        experiment = Experiment(runner, resolved, stack, checkpoint, resume_command)
+        plain = [relation.plain(experiment, "plain-1")]
+        if plain[0].status == 0 and not plain[0].recorded:
+            raise TraceError.about(
+                "nothing was recorded of it, so nothing can be said of it",
+                found=" ".join(command),
+                todo="it has to import torch and compute something with it",
+            )
+        plain.append(relation.plain(experiment, "plain-2"))
+        if all_failed(plain):
+            raise failure(plain, command)
+        agreed = runner.compare(*plain)
+        sides = tuple(relation.sides(experiment, plain[0])) if agreed.same else ()
+        agreed, sides = experiment.in_own((agreed, sides))
+        line = command_line(profile, resolved, overrides, command)
+        found = Related(name, relation.agreement, line, tuple(plain), agreed, sides, str(output))
+    if found.status == 0 and not folder:
+        shutil.rmtree(output, ignore_errors=True)
+        return replace(found, folder="")
+    return found

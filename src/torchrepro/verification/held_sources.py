@@ -1,0 +1,227 @@
+"""Sources that no seed controls, held the same in every run: whether they are why runs differ.
+
+A process holds them from its start to its end, so nothing is undone. They give what a run may get:
+a clock goes on, files are sorted, threads run one after another. Only calls that a line of the
+program made are held; a library that measures, waits or names something does so as before.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import random
+import sys
+from itertools import count
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.callers import address, is_library
+from torchrepro.imports import AfterImport
+from torchrepro.seeding.uncontrolled import (
+    ADDRESS,
+    CLOCK,
+    CLOCK_AND_CARD,
+    ENTROPY,
+    EVERY_SOURCE,
+    FILES,
+    GIVEN_SEED,
+    HASH,
+    PROCESS,
+    THREADS,
+    UNWRITTEN,
+    Source,
+    Watch,
+)
+from torchrepro.verification.process_perturbations import Entries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import FrameType
+
+    from torchrepro.seeding.call_listeners import Change
+    from torchrepro.seeding.uncontrolled import Arguments
+
+_START, _TICK = 1_700_000_000, 0.05  # seconds
+_PROCESS = 4242
+_SEED = 1234
+_PATIENCE = 2.0  # seconds that a thread is waited for: it may wait for the one that started it
+
+_ticks = count()
+_numbers: dict[int, tuple[int, Any]] = {}  # of objects by address; the object is kept alive
+_entropy = random.Random(_SEED)  # noqa: S311 - no secret comes from it
+
+
+def _number(value: Any) -> int:
+    return _numbers.setdefault(address(value), (len(_numbers) + 1, value))[0]
+
+
+def _clock(row: Source, _: Arguments, now: Any) -> Any:
+    begun = _START if row.module == "time" else 0  # what a timer tells begins with nothing
+    seconds = begun + next(_ticks) * _TICK
+    return int(seconds * 1e9) if row.attribute.endswith("_ns") else type(now)(seconds)
+
+
+def _from_a_seed(row: Source, arguments: Arguments, drawn: Any) -> Any:
+    args, function = arguments[0], row.attribute.rpartition(".")[2]
+    if isinstance(drawn, bytes):
+        return _entropy.randbytes(len(drawn))
+    if function == "default_rng":
+        return sys.modules["numpy"].random.default_rng(_SEED)
+    if function in {"getrandbits", "randbits"}:
+        return _entropy.getrandbits(args[-1])
+    if function == "random":
+        return _entropy.random()
+    if row.attribute == "Random.seed":
+        args[0].seed(_SEED)
+    elif row.module == "torch":
+        sys.modules["torch"].manual_seed(_SEED)
+        return _SEED
+    else:
+        getattr(sys.modules[row.module], function)(_SEED)
+    return drawn
+
+
+def _given_seed(row: Source, arguments: Arguments, done: Any) -> Any:
+    function = attrgetter(row.attribute)(sys.modules[row.module])
+    own = arguments[0][:1] if "." in row.attribute else ()
+    found = function.__wrapped__(*own, _SEED)
+    return done if found is None else found
+
+
+def _stable_hash(_: Source, arguments: Arguments, done: Any) -> int:
+    from zlib import crc32
+
+    value = arguments[0][0]
+    own: Any = type(value).__hash__
+    if own is object.__hash__:
+        return _number(value)
+    return crc32(repr(value).encode())
+
+
+def _in_order(_: Source, __: Arguments, listed: Any) -> Any:
+    if isinstance(listed, list):
+        return sorted(listed)
+    with listed as entries:
+        return Entries(sorted(entries, key=lambda entry: entry.name))
+
+
+def _one_after_another(row: Source, arguments: Arguments, done: Any) -> Any:
+    if row.attribute == "Thread.start":
+        arguments[0][0].join(_PATIENCE)
+    else:
+        from concurrent.futures import TimeoutError as TooLate
+        from contextlib import suppress
+
+        with suppress(TooLate):
+            done.exception(_PATIENCE)
+    return done
+
+
+def _zeros(_: Source, __: Arguments, memory: Any) -> Any:
+    if hasattr(memory, "data_ptr"):
+        memory.detach().zero_()
+    else:
+        memory.fill(0)
+    return memory
+
+
+_HOLD: Mapping[str, Callable[[Source, Arguments, Any], Any]] = {
+    CLOCK: _clock,
+    ENTROPY: _from_a_seed,
+    CLOCK_AND_CARD: lambda row, arguments, done: type(done)(int=next(_ticks)),
+    PROCESS: lambda row, arguments, done: _PROCESS,
+    ADDRESS: lambda row, arguments, done: _number(arguments[0][0]),
+    HASH: _stable_hash,
+    FILES: _in_order,
+    THREADS: _one_after_another,
+    GIVEN_SEED: _given_seed,
+    UNWRITTEN: _zeros,
+}
+
+_MORE = (
+    Source(
+        *("concurrent.futures.thread", "ThreadPoolExecutor.submit", THREADS, ""),
+        through=("concurrent.futures._base",),  # as its `map` does
+    ),
+    *(
+        Source(module, f"empty{like}", UNWRITTEN, "")
+        for module in ("torch", "numpy")
+        for like in ("", "_like")
+    ),
+)
+"""What is heard only in order to hold it: listening to it all the time would cost something."""
+
+HELD_AT_ONCE = (
+    *(CLOCK, ENTROPY, CLOCK_AND_CARD, PROCESS, ADDRESS, HASH, FILES, THREADS),
+    UNWRITTEN,
+)
+"""What is held in a process that holds everything: all but the seeds of the program."""
+
+
+class _Holding(Watch):
+    """Gives a program what is the same in every run, at some of its lines or at all."""
+
+    def __init__(self, held: Mapping[str, Sequence[str]]) -> None:
+        self._held = held
+        super().__init__([row for row in (*EVERY_SOURCE, *_MORE) if row.what in held])
+
+    def heard(
+        self, row: Source, arguments: Arguments, front: FrameType | None, where: str
+    ) -> Change | None:
+        lines = self._held[row.what]
+        if lines and not any(where.endswith(each) for each in lines):
+            return None
+        if row.attribute == "Thread.start" and front is not None:
+            return None  # a thread of a pool goes on; what it is given is waited for
+        return lambda done: _HOLD[row.what](row, arguments, done)
+
+
+_holding: list[_Holding] = []
+
+
+VARIABLE = "TORCHREPRO_HELD"
+"""The variable that carries what is held to every process of a run.
+
+It is JSON: of each source the lines at which it is held, none for all of the program.
+"""
+
+
+def hold(environment: Mapping[str, str]) -> None:
+    """Hold in this process what `VARIABLE` in `environment` names."""
+    held = json.loads(environment[VARIABLE])
+    _holding.append(_Holding(held))
+    if ADDRESS in held and not held[ADDRESS]:
+        _number_objects()
+
+
+def _number_objects() -> None:
+    """Let objects be found by the order in which they are first asked for, and not by address.
+
+    These are tensors, modules, futures, and objects of the program's classes that say nothing
+    else of it: the order of a set of them is then the same in every run.
+    """
+    build = builtins.__build_class__
+
+    def build_class(body: Any, name: str, *bases: Any, **more: Any) -> Any:
+        made = build(body, name, *bases, **more)
+        caller = sys._getframe(1)  # noqa: SLF001 - documented
+        if not is_library(caller.f_code.co_filename):
+            _give_numbers(made)
+        return made
+
+    builtins.__build_class__ = build_class  # type: ignore[assignment]
+    AfterImport(_NUMBERED, _number_those_of).watch_all()
+
+
+_NUMBERED = {"torch": ("Tensor", "nn.Module"), "concurrent.futures._base": ("Future",)}
+
+
+def _number_those_of(module: str) -> None:
+    for name in _NUMBERED[module]:
+        _give_numbers(attrgetter(name)(sys.modules[module]), always=True)
+
+
+def _give_numbers(made: type, *, always: bool = False) -> None:
+    own: Any = made.__hash__
+    if always or own is object.__hash__:
+        made.__hash__ = _number  # type: ignore[method-assign, assignment]

@@ -1,0 +1,448 @@
+"""What is proposed after a divergence, tried before it is said.
+
+A trial runs the command again with one thing changed: a setting more, or a source that no seed
+controls held the same. Runs that then agree show the cause, or the command that repeats itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from shlex import join
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ApplyError, ProfileError
+from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import flatten
+from torchrepro.redaction import shell_line
+from torchrepro.seeding.uncontrolled import (
+    ADDRESS,
+    CLOCK,
+    FORKED,
+    GIVEN_SEED,
+    HASH,
+    SET_ORDER,
+    THREADS,
+    UNWRITTEN,
+)
+from torchrepro.trace.reader import read_run
+from torchrepro.verdict.diagnosis import (
+    cause_by_rule,
+    cause_of,
+    evidence_of,
+    levels_above,
+    open_fixes,
+    prime_suspect,
+)
+from torchrepro.verdict.evidence import short
+from torchrepro.verdict.program_text import (
+    edit_of,
+    edit_of_sample,
+    edits_elsewhere,
+    scan,
+    varying_seeds,
+)
+from torchrepro.verdict.render import counted, from_here, headline
+from torchrepro.verdict.value import Advice, Kind, SeedSource
+from torchrepro.verification.copies import CopyError, edited_copy
+from torchrepro.verification.held_sources import HELD_AT_ONCE
+from torchrepro.verification.perturbations import RunEnvironment
+from torchrepro.verification.result import Run, Trial
+from torchrepro.verification.runner import status_in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torchrepro.profile.resolved import ResolvedProfile
+    from torchrepro.verdict.diagnosis import Suspect
+    from torchrepro.verdict.evidence import Evidence
+    from torchrepro.verdict.value import Edit, UncontrolledRead, Verdict
+    from torchrepro.verification.carried_files import CarriedFile
+    from torchrepro.verification.runner import Runner
+
+ENOUGH = 3
+"""Runs under a setting that agree before it is proposed."""
+
+ENOUGH_HELD = 2
+"""Runs with a source held the same that agree before it is the cause."""
+
+TRIED = f"edited so, {ENOUGH_HELD} runs agree"
+
+EVERYTHING = "everything"
+
+MOST = 18
+"""Runs that all trials of a divergence take at most, but for an escalation."""
+
+_SETTINGS, _ALONE, _LINES = 2, 4, 3  # settings, sources and lines that are tried one by one
+_PATIENCE, _AT_LEAST = 5.0, 20.0  # times the longest run so far, and seconds, that a trial may take
+
+_UNHEARD = {
+    ADDRESS: "the order of a set or dict of objects, which are found by their addresses",
+    HASH: "the order of a set of strings, or a hash of text",
+}
+"""What may vary although no call was heard."""
+
+
+@dataclass
+class Trials:
+    """The trials of one divergence."""
+
+    runner: Runner
+    profile: Any
+    """The profile as the user named it; None for a command that is run as it is."""
+    overrides: Sequence[str]
+    resolved: ResolvedProfile | None
+    own_profile: bool
+    """Whether the command puts a profile in force itself, to which nothing can be added."""
+    words: Sequence[str]
+    """The command, as it may be shown."""
+    between: tuple[Run, Run]
+    """Two runs that differ."""
+    environments: Sequence[RunEnvironment]
+    """What they were started in."""
+    verdict: Verdict
+    meta: Mapping[str, Any]
+    carried: Sequence[CarriedFile]
+    """The files that one of the runs left for the next one."""
+    longest: float
+    """Seconds that the longest run has taken so far."""
+    options: Sequence[str]
+    """The user's own options that say what is the same, as a command line has them."""
+    most: float = MOST
+    """The runs that all trials take at most."""
+    done: list[Trial] = field(default_factory=list)
+
+    def advised(self) -> Verdict:
+        """Return the verdict with what trials show: its cause, the edit, the command that repeats.
+
+        Raises what `Runner.run` raises.
+        """
+        its = evidence_of(self.verdict, self.meta)
+        is_fault = its.holds("reads_unwritten_memory") or its.holds("is_race")
+        if not (self.verdict.reaches or is_fault):
+            return self._left_out(its)
+        if self.carried and self._agrees_without_files():
+            return self._with_advice(self._advice())
+        suspect = prime_suspect(its)
+        if its.holds("reads_unwritten_memory"):
+            if self._holds(UNWRITTEN, [], self.resolved):
+                return self._explained(UNWRITTEN, [], its)
+        elif suspect is not None and (
+            its.other_seeds or suspect.where in {side.source for side in its.sides}
+        ):
+            # A source that cannot be held is known by the seed that was made from it.
+            lines: list[Suspect] = [suspect, *its.other_seeds[:1]]
+            for read in lines:
+                held = read.what in {*HELD_AT_ONCE, GIVEN_SEED}
+                if held and self._holds(read.what, [read], self.resolved):
+                    return self._explained(suspect.what, [suspect], its)
+        if not (its.other_seeds or its.holds("own_generator")):
+            for profile, overrides in list(self._settings(its))[:_SETTINGS]:
+                if self._setting(profile, overrides):
+                    return self._with_command(its)
+        base = self.resolved
+        if base is None and not self.own_profile:
+            base = resolve("seed-only")
+        (likeliest, its_reads), *others = self._sources(its).items()
+        if self._holds(likeliest, [], base):
+            return self._explained(likeliest, self._alone(likeliest, its_reads, base), its)
+        if not self._holds(EVERYTHING, [], base):
+            return self._by_what_cannot_be_held(its)
+        for what, reads in others[:_ALONE]:
+            if self._holds(what, [], base):
+                return self._explained(what, self._alone(what, reads, base), its)
+        return self._with_advice(replace(self._advice(), edit=None))  # several of them together
+
+    def with_one_hash_seed(self) -> Verdict:
+        """Return the verdict of runs that another hash seed makes differ, with what fixes it."""
+        self.environments = [
+            RunEnvironment(
+                {name: its for name, its in each.variables.items() if name != "PYTHONHASHSEED"},
+                each.in_process,
+            )
+            for each in self.environments
+        ]
+        profile = self.profile or "seed-only"
+        overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
+        if self.own_profile or not self._setting(profile, overrides):
+            return self.verdict
+        trial = self.done[-1]
+        advice = replace(self._advice(), command=trial.command, tried=_agreed(trial.runs))
+        return self._with_advice(replace(advice, edit=None))
+
+    def escalated(self) -> Verdict:
+        """Return the verdict with the first command, by ever stricter settings, that repeats."""
+        its = evidence_of(self.verdict, self.meta)
+        base = self.resolved or resolve("seed-only")
+        levels = levels_above(base.values, self.verdict.first, self.verdict.program)
+        steps = [
+            *self._settings(its),
+            *((self.profile or "seed-only", (*self.overrides, *each.overrides)) for each in levels),
+        ]
+        for profile, overrides in dict.fromkeys(steps):
+            if self._setting(profile, overrides):
+                return self._with_command(its)
+        return self.verdict
+
+    def _settings(self, its: Evidence) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """Yield profiles with overrides that may help, the cheapest first."""
+        if self.resolved is None and self.own_profile:
+            return
+        base = self.resolved
+        if base is None:
+            base = resolve("seed-only")
+            if not its.holds("is_computed"):
+                yield "seed-only", ()
+        values = flatten(base.values)
+        for fix in open_fixes(its)[:1]:
+            if not fix.is_met_by(None if values.get(fix.key) is None else str(values[fix.key])):
+                yield self.profile or "seed-only", (*self.overrides, f"{fix.key}={fix.value}")
+        may_be_any = its.holds("is_coarse") or its.first.kind is Kind.ENDED
+        if base.guarantee != "repeatable" and (its.holds("is_computed") or may_be_any):
+            yield "debug-strict", ()
+
+    def _alone(
+        self, what: str, reads: Sequence[UncontrolledRead], resolved: ResolvedProfile | None
+    ) -> Sequence[UncontrolledRead]:
+        """Return the one of some reads that it is enough to hold, or all where there is none."""
+        if len(reads) > 1:
+            for read in reads[:_LINES]:
+                if self._holds(what, [read], resolved):
+                    return [read]
+        return reads
+
+    def _sources(self, its: Evidence) -> dict[str, list[UncontrolledRead]]:
+        """Return what the program has read, the surest first, with the lines that read it."""
+        found: dict[str, dict[str, UncontrolledRead]] = {}
+        for read in its.suspects:
+            if read.what in HELD_AT_ONCE:
+                found.setdefault(read.what, {})[read.where] = read
+        sources = {what: list(reads.values()) for what, reads in found.items()}
+        for what in (ADDRESS, HASH, UNWRITTEN):
+            sources.setdefault(what, [])
+        return sources
+
+    def _command(
+        self,
+        profile: Any,
+        overrides: Sequence[str],
+        *options: str,
+        words: Sequence[str] | None = None,
+    ) -> str:
+        """Return a command line to type, with the user's own options; `words` is what it runs."""
+        named = [str(profile), *overrides] if profile else []
+        ours = ["torchrepro", "verify", *named, *self.options, *options]
+        return shell_line([*ours, "--", *(self.words if words is None else words)])
+
+    def _setting(self, profile: Any, overrides: tuple[str, ...]) -> bool:
+        command = self._command(profile, overrides)
+        what = " ".join([str(profile), *overrides])
+        try:
+            resolved = resolve(profile, overrides)
+        except ProfileError as refused:
+            self.done.append(Trial(what, command, same=False, runs=0, answer=str(refused)))
+            return False
+        return self._agrees(what, command, resolved, RunEnvironment()) and not self._by_chance()
+
+    def _by_chance(self) -> bool:
+        """Whether the runs of the last trial agree and may not the next time; that is noted."""
+        folder = self.runner.folder / f"trial-{len(self.done)}-1"
+        traces = read_run(folder, records=False)
+        reads = [read for trace in traces for read in trace.meta.get("sources", ())]
+        for trace in traces:
+            trace.close()
+        if all(read["what"] != FORKED for read in reads):
+            return False
+        answer = "the same by chance: which child takes which task decides what it draws"
+        self.done[-1] = replace(self.done[-1], same=False, answer=answer)
+        return True
+
+    def _holds(self, what: str, reads: Sequence[Suspect], resolved: ResolvedProfile | None) -> bool:
+        lines = ["/".join(each.where.split("/")[-2:]) for each in reads]
+        held = {what: lines} if what != EVERYTHING else {each: [] for each in HELD_AT_ONCE}
+        if what == THREADS:
+            held[ADDRESS] = []  # by which a set of futures is ordered
+        at = f" at {short(reads[0].where)}" if reads else ""
+        what, change = f"{what}{at} held the same", RunEnvironment(held=held)
+        same = self._agrees(what, "", resolved, change, runs=ENOUGH_HELD)
+        return same and not self._by_chance()
+
+    def _agrees_without_files(self) -> bool:
+        """Whether the runs agree if each begins without the files that one left for the next."""
+        away = self.runner.folder / "left-by-runs"
+        away.mkdir()
+        places = {Path(each.path): away / f"{at}" for at, each in enumerate(self.carried)}
+
+        def remove() -> None:
+            for place in places:
+                place.unlink(missing_ok=True)
+
+        names = [from_here(each.path) for each in self.carried]
+        script = f"rm -f {join(names)}; exec {shell_line(self.words)}"
+        command = self._command(self.profile, self.overrides, words=["sh", "-c", script])
+        what = f"each run without the {', '.join(names)} of the run before"
+        try:
+            for place, kept in places.items():
+                shutil.move(place, kept)
+            same = self._agrees(what, command, self.resolved, RunEnvironment(), before=remove)
+        finally:
+            for place, kept in places.items():
+                if kept.exists():
+                    shutil.move(kept, place)
+        if same:
+            one = self.carried[0]
+            wrote = f"written at {short(one.written)} and " if one.written else ""
+            cause = f"A file that one run leaves for the next: {names[0]}, {wrote}read at"
+            advice = replace(self._advice(), cause=f"{cause} {short(one.read)}.", command=command)
+            self.verdict = self._with_advice(replace(advice, tried=_agreed(ENOUGH), edit=None))
+        return same
+
+    def _agrees(
+        self,
+        what: str,
+        command: str,
+        resolved: ResolvedProfile | None,
+        change: RunEnvironment,
+        *,
+        runs: int = ENOUGH,
+        before: Callable[[], object] = lambda: None,
+        runner: Runner | None = None,
+    ) -> bool:
+        """Whether so many runs agree with a change; how they went is added to what was done."""
+        if sum(trial.runs for trial in self.done) + runs > self.most:
+            return False
+        done, answer = [], ""
+        runner = replace(runner or self.runner, limit=max(self.longest * _PATIENCE, _AT_LEAST))
+        for number in range(runs):
+            self.runner.say(f"tried: {what}, run {number + 1} of {runs} ...")
+            environment = self.environments[min(number, 1)] | change
+            before()
+            try:
+                name = f"trial-{len(self.done) + 1}-{number + 1}"
+                done.append(runner.run(resolved, name, environment))
+            except ApplyError as refused:
+                answer = str(refused)
+                break
+            if done[-1].status != 0 or not done[-1].recorded:
+                answer = f"it ended with {status_in_words(done[-1].status)}: see {done[-1].log}"
+                break
+            if number:
+                found = runner.compare(done[0], done[-1])
+                answer = headline(found)
+                if not found.same:
+                    break
+                if any(found.not_finite) and not any(self.verdict.not_finite):
+                    answer = "the same, and its losses are no numbers"
+                    break
+        else:
+            self.done.append(Trial(what, command, same=True, runs=runs, answer=answer))
+            return True
+        self.done.append(Trial(what, command, same=False, runs=len(done), answer=answer))
+        return False
+
+    def _by_what_cannot_be_held(self, its: Evidence) -> Verdict:
+        """Return the verdict with no cause that holding it has shown to be none."""
+        if its.other_seeds:
+            return self._with_advice(replace(self._advice(), edit=None))
+        program = self.verdict.program
+        left: list[Suspect] = [each for each in its.suspects if each.what not in HELD_AT_ONCE]
+        seeds = varying_seeds(scan(program.files, program.began), program.reads)
+        left += [source for _, source in seeds]
+        left += [each for each in its.suspects if each.what == THREADS]
+        cause = cause_of(left[0]) if left else cause_by_rule(its)
+        what = left[0].what if left else ""
+        edit = self._edit_that_works(what, left[:1]) if what in (FORKED, THREADS) else None
+        advice = replace(self._advice(), cause=cause, edit=edit, tried=TRIED * bool(edit))
+        return self._with_advice(advice)
+
+    def _left_out(self, its: Evidence) -> Verdict:
+        """Return the verdict with the command that leaves out what reaches nothing."""
+        place = from_here(its.first.source)
+        runner = replace(self.runner, ignore=(*self.runner.ignore, place))
+        left, right = self.between
+        if place and runner.compare(left, right).same:
+            command = self._command(self.profile, self.overrides, "--ignore", place)
+            advice = replace(self._advice(), command=command, tried="the same without it")
+            return self._with_advice(advice)
+        return self.verdict
+
+    def _explained(self, what: str, reads: Sequence[Suspect], its: Evidence) -> Verdict:
+        """Return the verdict with a cause that a trial has shown, and its line if that is known."""
+        seeds = its.other_seeds[:1]
+        words = what if reads else _UNHEARD.get(what, what)
+        reads = reads or self._lines(what)
+        cause, edit = f"{words[:1].upper()}{words[1:]}.", None
+        if len(reads) == 1:
+            cause = cause_of(replace(reads[0], what=words), seeds)
+            if what != THREADS:
+                edit = _edit(what, reads[0], is_seed=bool(seeds))
+        elif reads:
+            places = " and ".join(short(each.where) for each in reads[:2])
+            cause = f"{cause.removesuffix('.')}, at {places}."
+            distinct = {_edit(what, each, is_seed=False) for each in reads}
+            edit = distinct.pop() if len(distinct) == 1 else None  # one for all of these lines
+        tried = f"with that the same in each run, {ENOUGH_HELD} runs agree"
+        if what == THREADS or (what == CLOCK and edit is None):
+            lines = [*reads, *self._lines(what)] if what == THREADS else ()
+            edit = self._edit_that_works(what, lines)
+            tried = TRIED if edit else tried
+        return self._with_advice(replace(self._advice(), cause=cause, edit=edit, tried=tried))
+
+    def _edit_that_works(self, what: str, reads: Sequence[Suspect]) -> Edit | None:
+        """Return an edit of one of these lines, or elsewhere, with which runs of a copy agree."""
+        edits = [_edit(each.what, each, is_seed=False) for each in reads]
+        files, steps = self.verdict.program.files, min(run.steps for run in self.between)
+        edits += edits_elsewhere(what, files, steps)
+        for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
+            with suppress(CopyError), edited_copy(edit, files) as copy:
+                runner = replace(self.runner, command=copy.command(self.runner.command))
+                at, change = f"{short(edit.where)} edited", copy.environment
+                if self._agrees(at, "", self.resolved, change, runs=ENOUGH_HELD, runner=runner):
+                    return edit
+        return None
+
+    def _lines(self, what: str) -> list[Suspect]:
+        """Return the lines of the program whose text says that they may be what was held."""
+        words = {ADDRESS: (SET_ORDER, ADDRESS), HASH: (SET_ORDER,)}.get(what, (what,))
+        program = self.verdict.program
+        if what == UNWRITTEN and program.unwritten:
+            where = program.unwritten[0].allocated
+            return [SeedSource("torch.empty", what, where, is_sure=True)]
+        found = [each for each in scan(program.files, program.began) if each.what in words]
+        if what == UNWRITTEN and len(found) > 1:
+            alone = (each for each in found[:_LINES] if self._holds(what, [each], self.resolved))
+            return list(islice(alone, 1)) or list(found)
+        return list(found)
+
+    def _with_command(self, its: Evidence) -> Verdict:
+        trial = self.done[-1]
+        if its.holds("is_of_program") and not its.holds("is_random") and self.resolved is None:
+            # The profile seeds, and fixes hashes: which of them was missing?
+            if self._holds(HASH, [], None):
+                reads = [each for each in its.suspects if each.what == HASH]
+                self.verdict = self._explained(HASH, reads[:1], its)
+            else:
+                words = "The program seeds no generator, or not all that it draws from."
+                self.verdict = self._with_advice(replace(self._advice(), cause=words))
+        advice = replace(self._advice(), command=trial.command, tried=_agreed(trial.runs))
+        return self._with_advice(replace(advice, edit=None))
+
+    def _advice(self) -> Advice:
+        return self.verdict.advice or Advice("")
+
+    def _with_advice(self, advice: Advice) -> Verdict:
+        return replace(self.verdict, advice=replace(advice, closer=""))
+
+
+def _edit(what: str, read: Suspect, *, is_seed: bool) -> Edit | None:
+    if getattr(read, "in_sample", False):
+        return edit_of_sample(read.name, read.where)
+    of = SET_ORDER if read.what == SET_ORDER and what != HASH else what
+    return edit_of(of, read.name, read.where, is_seed=is_seed)
+
+
+def _agreed(runs: int) -> str:
+    return f"the same in {counted(runs, 'run')}"

@@ -1,0 +1,3 @@
+from net.regressor import Regressor
+
+__all__ = ["Regressor"]

@@ -1,0 +1,403 @@
+"""Runs `verify` on the programs beside this file as a user would, and scores what it says.
+
+`python -m tests.advice.scoring FOLDER [NAME...]` prints the table, and keeps the answers in FOLDER.
+What is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .table import CAUSES, GUESSES, REPEATING, VARYING, Line, Repeating, Varying
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROGRAMS = Path(__file__).parent / "programs"
+PLACE = re.compile(r"([\w./~-]+\.py):(\d+)")
+LABELLED = re.compile(r"^  (\S.*?)(?: {2,}(\S.*))?$")
+CONTINUED = re.compile(r"^ {3,}(\S.*)$")
+BEGIN, END = "<!-- scores -->", "<!-- end of scores -->"
+"""Lines of a page between which the scores stand."""
+
+TRIES = 4
+"""Verifications of a program of which one differs, where it differs by chance."""
+
+LIMIT = 900
+"""Seconds that one command may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An edit as it is printed: a place, the line there, and what it becomes."""
+
+    file: str
+    number: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a printed answer of `verify` says."""
+
+    lines: tuple[tuple[str, int], ...]
+    """Each file and line that it names."""
+    cause: str
+    edit: Edit | None
+    command: str | None
+    prose: tuple[str, ...]
+    """What it says to edit or to try, and is neither an edit nor a command."""
+
+
+def read_answer(text: str) -> Answer:
+    """Return what the printed answer `text` says; the one place that knows its form."""
+    blocks: dict[str, list[str]] = {}
+    label = ""
+    for line in text.splitlines():
+        if found := LABELLED.match(line):
+            label = found[1]
+            blocks.setdefault(label, []).append(found[2] or "")
+        elif label and (found := CONTINUED.match(line)):
+            blocks[label].append(found[1])
+        else:
+            label = ""
+    cause = blocks.get("cause") or blocks.get("likely cause") or []
+
+    edit, prose = None, []
+    if words := blocks.get("edit"):
+        place = re.match(r"(\S+):(\d+) {2,}(.*)$", words[0])
+        after = (blocks.get("becomes") or [""])[0]
+        if place and after:
+            edit = Edit(place[1], int(place[2]), place[3].strip(), after)
+        else:
+            prose.append(words[0])
+    command = None
+    for words in (blocks.get("try", []), blocks.get("next level", [])):
+        found = next((each for each in words if each.startswith("torchrepro ")), None)
+        command = command or found
+        if words and not found:
+            prose.append(words[0])
+    lines = tuple((file, int(number)) for file, number in PLACE.findall(text))
+    return Answer(lines, " ".join(cause), edit, command, tuple(prose))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What `verify` said of one program, held to what is expected."""
+
+    name: str
+    status: int
+    line: bool
+    """It names the file and the number of an expected line."""
+    cause: bool
+    remedy: str
+    """`none`, or the outcomes of what it says to do: `edit works`, `command fails`, `prose`."""
+    reaches_nothing: bool | None = None
+    """Its JSON says that what differs reaches nothing; None where that was not asked."""
+
+    @property
+    def works(self) -> bool:
+        return "works" in self.remedy
+
+    @property
+    def false(self) -> bool:
+        return "fails" in self.remedy or "prose" in self.remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A command that was typed into a shell."""
+
+    status: int
+    out: str
+    err: str
+
+
+def fresh_copy(name: str, within: Path) -> Path:
+    """Return a new folder with the program `name`, and nothing that a run has left there."""
+    folder = Path(tempfile.mkdtemp(dir=within)) / name
+    shutil.copytree(PROGRAMS / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def run_in_shell(line: str, folder: Path) -> Outcome:
+    """Type `line` into a shell in `folder`, without what this process has in its environment."""
+    ours = ("TORCHREPRO_", "PYTEST_", "OMP_NUM_THREADS", "PYTHONHASHSEED", "COLUMNS", "FORCE_COLOR")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment["OMP_WAIT_POLICY"] = (
+        "PASSIVE"  # the same bits, and less of a machine that is shared
+    )
+    environment["TMPDIR"] = str(folder.parent)
+    if shim := _torchvision(folder.parent):
+        environment["PYTHONPATH"] = str(shim)
+    try:
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(124, "", f"more than {LIMIT} s")
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@cache
+def _torchvision_is_broken() -> bool:
+    """Whether torchvision is here and cannot be imported: a wheel built for another torch."""
+    try:
+        importlib.metadata.version("torchvision")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    done = subprocess.run(
+        [sys.executable, "-c", "import torchvision"], capture_output=True, check=False
+    )
+    return done.returncode != 0
+
+
+def _torchvision(within: Path) -> Path | None:
+    """Return a folder with a torchvision that can be imported, where the real one is broken."""
+    if not _torchvision_is_broken():
+        return None
+    package = within / "importable" / "torchvision"
+    package.mkdir(parents=True, exist_ok=True)
+    anything = (
+        "def __getattr__(name):\n"
+        "    if name.startswith('__'):\n"
+        "        raise AttributeError(name)\n"
+        "    return type(name, (), {})\n"
+    )
+    (package / "__init__.py").write_text("from torchvision import models, transforms\n")
+    for module in ("models", "transforms"):
+        (package / f"{module}.py").write_text(anything)
+    return package.parent
+
+
+def verify_command(row: Varying | Repeating, *options: str) -> str:
+    """Return the command line that verifies the program of `row`."""
+    words = ["torchrepro", "verify", *([row.profile] if row.profile else []), *options]
+    return shlex.join([*words, "--", *row.command])
+
+
+def plain_results(row: Varying | Repeating, within: Path) -> Iterator[str]:
+    """Run the program of `row` by itself, again and again in one folder, and yield its results."""
+    folder = fresh_copy(row.name, within)
+    while True:
+        done = run_in_shell(shlex.join(row.command), folder)
+        printed = [line for line in done.out.splitlines() if line.startswith("result ")]
+        assert done.status == 0, done.err
+        assert printed, done.out
+        yield printed[-1]
+
+
+def _number(name: str, line: Line) -> int:
+    text = (PROGRAMS / name / line.file).read_text(encoding="utf-8")
+    return [each.strip() for each in text.splitlines()].index(line.text) + 1
+
+
+def names_line(answer: Answer, row: Varying | Repeating, lines: tuple[Line, ...]) -> bool:
+    """Return whether `answer` names one of `lines`: by a whole path, or by the end of it."""
+    return any(
+        number == _number(row.name, line)
+        and (f"/{file}".endswith(f"/{line.file}") or f"/{line.file}".endswith(f"/{file}"))
+        for line in lines
+        for file, number in answer.lines
+    )
+
+
+def names_cause(cause: str, row: Varying) -> bool:
+    """Return whether the text `cause` says a true cause, and is no list of guesses."""
+    offered = sum(bool(re.search(guess, cause, re.I)) for guess in GUESSES)
+    true = any(re.search(CAUSES[each], cause, re.I) for each in (row.cause, *row.causes))
+    return true and offered < 3
+
+
+def _remedy(row: Varying, answer: Answer, within: Path) -> str:
+    outcomes = ["prose"] * bool(answer.prose)
+    if answer.edit:
+        works = _apply(answer.edit, folder := fresh_copy(row.name, within))
+        works = works and run_in_shell(verify_command(row), folder).status == 0
+        outcomes.append(f"edit {'works' if works else 'fails'}")
+    if answer.command:
+        works = run_in_shell(answer.command, fresh_copy(row.name, within)).status == 0
+        outcomes.append(f"command {'works' if works else 'fails'}")
+    return ", ".join(outcomes) or "none"
+
+
+def _apply(edit: Edit, folder: Path) -> bool:
+    """Do `edit` to the letter; return False where its line is not the line that it says."""
+    inside = {each.relative_to(folder): each for each in folder.rglob("*.py")}
+    named = [
+        each
+        for name, each in inside.items()
+        if f"/{edit.file}".endswith(f"/{name}") or f"/{name}".endswith(f"/{edit.file}")
+    ]
+    if not named:
+        return False
+    file = max(named, key=lambda each: len(each.parts))
+    lines = file.read_text(encoding="utf-8").split("\n")
+    if edit.number > len(lines) or lines[edit.number - 1].strip() != edit.before:
+        return False
+    old = lines[edit.number - 1]
+    lines[edit.number - 1] = old[: len(old) - len(old.lstrip())] + edit.after
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return True
+
+
+def _reaches_nothing(document: Any) -> bool:
+    """Return whether a `reaches` that is false stands anywhere in `document`."""
+    if isinstance(document, dict):
+        return document.get("reaches") is False or any(map(_reaches_nothing, document.values()))
+    return isinstance(document, list) and any(map(_reaches_nothing, document))
+
+
+def score(row: Varying | Repeating, within: Path, answers: Path | None = None) -> Score:
+    """Verify the program of `row`, try what the answer says to do, and score it."""
+    done = run_in_shell(verify_command(row), fresh_copy(row.name, within))
+    if answers:
+        text = f"{done.out}\nexit {done.status}\n\n{done.err}"
+        (answers / f"{row.name}.txt").write_text(text, encoding="utf-8")
+    answer = read_answer(done.out)
+    if isinstance(row, Varying):
+        return Score(
+            row.name,
+            done.status,
+            names_line(answer, row, row.lines),
+            names_cause(answer.cause, row),
+            _remedy(row, answer, within),
+        )
+    reaches_nothing = None
+    for _ in range(TRIES) if row.differs else ():  # two runs may by chance have the same ops
+        as_json = run_in_shell(verify_command(row, "--json"), fresh_copy(row.name, within))
+        reaches_nothing = as_json.status == 1 and _reaches_nothing(json.loads(as_json.out or "0"))
+        if as_json.status:
+            break
+    line = names_line(answer, row, row.differs)
+    return Score(row.name, done.status, line, False, "none", reaches_nothing)
+
+
+def is_alarm(row: Repeating, result: Score) -> bool:
+    """Return whether a program that repeats is said not to, or not for what it is.
+
+    Where ops differ and reach nothing, two runs may by chance have the same ones.
+    """
+    return result.status != 0 and not (result.status == 1 and result.reaches_nothing)
+
+
+def score_all(
+    within: Path, answers: Path | None = None, names: tuple[str, ...] = (), jobs: int = 2
+) -> dict[str, Score]:
+    """Score every program, or those of `names`, `jobs` at a time."""
+
+    def one(row: Varying | Repeating) -> Score:
+        kept = answers / f"{row.name}.json" if answers else None
+        if kept and kept.exists():
+            return Score(**json.loads(kept.read_text(encoding="utf-8")))
+        result = score(row, within, answers)
+        if kept:
+            kept.write_text(json.dumps(asdict(result)), encoding="utf-8")
+        return result
+
+    rows = [row for row in (*VARYING, *REPEATING) if not names or row.name in names]
+    with ThreadPoolExecutor(jobs) as pool:
+        return {result.name: result for result in pool.map(one, rows)}
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The scores of all programs, as they are held to their bounds."""
+
+    lines: int
+    causes: int
+    remedies: int
+    false: tuple[str, ...]
+    """The programs whose answer says to do what does not help, or cannot be done as printed."""
+    missed: tuple[str, ...]
+    """The programs that vary and are said to be the same, or could not be verified."""
+    alarms: tuple[str, ...]
+
+
+def total(results: dict[str, Score]) -> Total:
+    """Add up `results`."""
+    varying = [results[row.name] for row in VARYING if row.name in results]
+    repeating = [row for row in REPEATING if row.name in results]
+    return Total(
+        sum(each.line for each in varying),
+        sum(each.cause for each in varying),
+        sum(each.works for each in varying),
+        tuple(each.name for each in varying if each.false),
+        tuple(each.name for each in varying if each.status != 1),
+        tuple(row.name for row in repeating if is_alarm(row, results[row.name])),
+    )
+
+
+def markdown(results: dict[str, Score]) -> str:
+    """Return the scores as a table in Markdown, with a sentence of their totals."""
+
+    def yes(value: bool) -> str:
+        return "yes" if value else "no"
+
+    rows = ["| program | does not repeat because of | exit | line | cause | edit or command |"]
+    rows.append("|---|---|---|---|---|---|")
+    for row in VARYING:
+        if one := results.get(row.name):
+            found = f"{one.status} | {yes(one.line)} | {yes(one.cause)} | {one.remedy}"
+            rows.append(f"| `{row.name}` | {row.cause} | {found} |")
+    rows += ["", "| program | repeats, and looks as if not | exit | alarm |", "|---|---|---|---|"]
+    for row in REPEATING:
+        if one := results.get(row.name):
+            found = f"{one.status} | {yes(is_alarm(row, one))}"
+            rows.append(f"| `{row.name}` | {row.looks_like} | {found} |")
+    sums = total(results)
+    varying = len([row for row in VARYING if row.name in results])
+    rows += [
+        "",
+        f"Of {varying} programs that do not repeat, {len(sums.missed)} were not found to; the line "
+        f"of {sums.lines} is named, a true cause of {sums.causes}, and an edit or a command that "
+        f"works of {sums.remedies}; {len(sums.false)} say to do what does not help. Of "
+        f"{len(results) - varying} that repeat, {len(sums.alarms)} raise an alarm.",
+    ]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Score the programs from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--page", type=Path, help="a page of the documentation to write them to")
+    args = parser.parse_intermixed_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as within:
+        results = score_all(Path(within), args.folder, tuple(args.names), args.jobs)
+    print(markdown(results))
+    if args.page:
+        before, _, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        page = f"{before}{BEGIN}\n{markdown(results)}\n{END}{after}"
+        args.page.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

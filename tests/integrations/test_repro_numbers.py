@@ -1,0 +1,82 @@
+"""The fixture `repro_numbers` holds the numbers of a test to those in the file beside it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch._dynamo  # noqa: F401 - it can be imported once, and each run below would
+
+from torchrepro.lock.numbers_of_tests import NumbersOfTest, numbers_of_training
+from torchrepro.manifest.environment import kind_of_machine
+
+pytest_plugins = ("pytester",)
+
+TRAINING = """
+import torch
+
+LR = 0.1
+
+def test_training(repro_numbers):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+    repro_numbers(losses, model)
+    repro_numbers(losses[-1])
+"""
+OTHER = "*other numbers from step 1: loss * in the lock, * here*"
+
+
+def test_numbers_are_written_once_and_held_from_then_on(pytester, monkeypatch):
+    """Others fail with the first step and both values, an update says why, and CI adds none."""
+    monkeypatch.delenv("CI", raising=False)
+    file = pytester.makepyfile(TRAINING)
+    place = pytester.path / "repro_numbers" / f"{file.stem}.lock"
+    monkeypatch.setenv("CI", "true")
+    missing = pytester.inline_run("-q")
+    nothing = not place.parent.exists()
+    monkeypatch.delenv("CI")
+    pytester.inline_run("-q").assertoutcome(passed=1)
+    monkeypatch.setenv("CI", "true")
+    pytester.inline_run("-q").assertoutcome(passed=1)
+    file.write_text(file.read_text().replace("LR = 0.1", "LR = 0.2"))
+    differs = pytester.runpytest_inprocess("-q")
+    pytester.inline_run("-q", "--repro-update", "a larger rate").assertoutcome(passed=1)
+    pytester.inline_run("-q").assertoutcome(passed=1)
+    refused = pytester.runpytest_inprocess("-q", "--repro-update", "  ")
+
+    missing.assertoutcome(failed=1)
+    assert nothing
+    differs.stdout.fnmatch_lines([OTHER, "*--repro-update*"])
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    tests = json.loads(place.read_text())["machines"][kind_of_machine()]
+    assert [*tests] == ["test_training", "test_training 2"]
+    assert tests["test_training"]["reason"] == "a larger rate"
+    assert len(tests["test_training"]["steps"]) == 3
+
+
+def test_a_section_of_another_machine_is_no_number_of_this_one(tmp_path, monkeypatch):
+    """In CI that is a failure which says how to add one; elsewhere it is added beside the other."""
+    test = NumbersOfTest(tmp_path / "repro_numbers" / "a.lock", "test_a", None)
+    numbers = numbers_of_training([0.5, float("nan")])
+    monkeypatch.delenv("CI", raising=False)
+    written = test.held_to(numbers, "")
+    contents = json.loads(test.path.read_text())
+    machines = contents["machines"]
+    machines["H100"] = machines.pop(kind_of_machine())
+    test.path.write_text(json.dumps(contents))
+    monkeypatch.setenv("CI", "1")
+    missing = test.held_to(numbers, "")
+    added = test.held_to(numbers, "CI, too"), test.held_to(numbers, "")
+
+    assert (written, added) == ("", ("", ""))
+    assert "holds no numbers of test_a" in missing
+    assert "it has some of H100" in missing
+    assert set(json.loads(test.path.read_text())["machines"]) == {"H100", kind_of_machine()}

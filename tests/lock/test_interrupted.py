@@ -1,0 +1,102 @@
+"""However a command about numbers ends, the lock is as it was, and no folder stays."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchrepro.lock.lock_file import write_in_place
+from torchrepro.verification import copies
+
+from .training import COMMAND
+
+STARTED = """
+import sys
+from torchrepro.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_lock_is_the_old_one_or_the_new_one_at_any_moment(tmp_path):
+    """Killed at whichever line of the writing, one of both is there as a whole."""
+    lock, old, new = tmp_path / "repro.lock", "old\n" * 9_999, "new\n" * 9_999
+    lock.write_text(old)
+    found = []
+    while not found or found[-1][0]:
+        child = os.fork()
+        if not child:
+            _killed_at_line(len(found), lambda: write_in_place(lock, new))
+        _, status = os.waitpid(child, 0)
+        found.append((os.WIFSIGNALED(status), lock.read_text()))
+
+    assert {text for _, text in found} == {old, new}
+    assert found[-1] == (False, new)
+    assert [path.name for path in tmp_path.iterdir()] == ["repro.lock"]
+
+
+def _killed_at_line(number, call):
+    lines = itertools.count()
+
+    def trace(_frame, event, _argument):
+        if event == "line" and next(lines) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    call()
+    sys.settrace(None)
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_copy_goes_with_the_check_that_made_it(training, tmp_path, number):
+    """Ended while the code of the lock runs: interrupted, the copy is gone; killed, with the next.
+
+    The lock and the user's folder stay as they were.
+    """
+    training.lock()
+    training.commit()
+    began, place = tmp_path / "began", tmp_path / "temporary"
+    place.mkdir()
+    # The code of the lock is changed to one that waits, as if that had been locked.
+    wait = "import os, time; open(os.environ['SIGNS'], 'w'); time.sleep(15)\n"
+    training.change("model.py", "LR = 0.1", f"{wait}LR = 0.1")
+    (section,) = training.contents["machines"].values()
+    blob = training.git("hash-object", "model.py")
+    training.change("repro.lock", section["files"]["model.py"], blob)
+    training.commit()
+    training.change("model.py", f"{wait}LR = 0.1", "LR = 0.2")
+    before = {path: path.read_bytes() for path in training.folder.rglob("*") if path.is_file()}
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTED, "check", "repro.lock", "--", *COMMAND],
+        env={**os.environ, "TMPDIR": str(place), "SIGNS": str(began)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        until = time.monotonic() + 120
+        while not began.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        there = [*place.glob(f"{copies.PREFIX}*")]
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    left = [*place.glob(f"{copies.PREFIX}*")]
+    if left:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(copies.tempfile, "tempdir", str(place))
+            copies._sweep()
+
+    assert len(there) == 1
+    assert len(left) == (number == signal.SIGKILL)
+    assert [*place.glob(f"{copies.PREFIX}*")] == []
+    now = {path: path.read_bytes() for path in training.folder.rglob("*") if path.is_file()}
+    assert {path for path in now if before.get(path) != now[path]} <= {
+        path for path in now if path.suffix == ".pyc"
+    }

@@ -1,0 +1,250 @@
+"""A lock holds the numbers of a command, and a later run either has them or is told where not."""
+
+from __future__ import annotations
+
+import json
+import operator
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrepro
+from torchrepro.imports import installed_version
+from torchrepro.lock.lock_file import by_lines
+from torchrepro.lock.numbers import Numbers, first_difference, numbers_of
+from torchrepro.manifest.environment import kind_of_machine
+
+from ..benchmarks.paired import compare, require
+from ..verification.repositories import write
+from .training import COMMAND, FILES
+
+
+def test_the_same_numbers_are_said_and_the_settings_that_do_not_matter(training, monkeypatch):
+    """The run of the lock has its numbers; what differs besides has no effect on them."""
+    status, out, _ = training.lock()
+    equal = training.check()
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    other = training.run("check", "repro.lock", "--", *COMMAND)
+    strict = training.run("check", "repro.lock", "--strict", "--", *COMMAND)
+    without = training.run("check", "repro.lock")
+
+    torch_here = installed_version("torch")
+    assert (status, "with the numbers of 3 steps" in out) == (0, True)
+    assert equal == (
+        0,
+        {"same": True, "first": None, "who": None, "steps": 3, "machine": kind_of_machine()},
+    )
+    assert other[0] == 0
+    assert other[1].splitlines() == [
+        f"same numbers: 3 steps as in the lock (torch {torch_here}, this kind of machine)",
+        "without effect on them: exported OMP_PROC_BIND (not set -> false)",
+    ]
+    assert (strict[0], without[0]) == (1, 1)
+
+
+def test_a_lock_has_a_line_for_each_step_and_is_small(training):
+    """Losses stand there exactly; a change of one step changes one line; locking is repeatable."""
+    training.lock()
+    text = (training.folder / "repro.lock").read_text()
+    training.lock()
+    section = training.contents["machines"][kind_of_machine()]
+    first, *others = section["numbers"]["steps"]
+    many = [line.replace("0:", f"{n}:", 1) for n, line in enumerate([first] * 100)]
+    section["numbers"]["steps"] = many
+    section["files"] = {}
+    large = by_lines(training.contents | {"machines": {kind_of_machine(): section}})
+
+    assert (training.folder / "repro.lock").read_text() == text
+    assert [f'    "{line}"' in text for line in (first, *others)] == [True] * 3
+    step, loss, bar, digest = first.split()
+    assert (step, bar, len(digest)) == ("0:", "|", 16)
+    assert float.fromhex(loss) > 0
+    assert len(large) < 20_000
+    assert set(training.contents["machines"][kind_of_machine()]["files"]) == {
+        *("train.py", "model.py", "plain.yaml"),
+    }
+
+
+def test_numbers_that_do_not_repeat_are_not_locked(training):
+    """The verdict of the two runs is the answer, with exit status 1; a lock stays as it was."""
+    training.lock()
+    before = (training.folder / "repro.lock").read_text()
+    training.change("model.py", "SEED = 3", "import time\nSEED = time.time_ns() % 9973")
+    status, out, _ = training.lock()
+    updated = training.run("check", "repro.lock", "--update", "why", "--", *COMMAND)
+
+    assert (status, updated[0]) == (1, 1)
+    assert "not the same" in out
+    assert "repro.lock is as it was: these numbers do not repeat" in out
+    assert (training.folder / "repro.lock").read_text() == before
+
+
+def test_steps_and_every_stand_in_the_lock(training):
+    """Only these steps are held, and `check` takes them from the lock."""
+    training.lock("--steps", "1:2")
+    some = next(iter(training.contents["machines"].values()))["numbers"]["steps"]
+    checked = training.check()
+    training.lock("--every", "2")
+    each = next(iter(training.contents["machines"].values()))["numbers"]["steps"]
+    training.change("train.py", "step in range(3)", "step in range(5)")
+    more = training.check("--no-blame")
+
+    assert [line.split(":")[0] for line in some] == ["1", "2"]
+    assert (checked[0], checked[1]["steps"]) == (0, 2)
+    assert [line.split(":")[0] for line in each] == ["0", "2"]
+    assert (more[0], more[1]["first"]["what"], more[1]["first"]["step"]) == (1, "steps", 4)
+
+
+REFUSED = {
+    "another command": (
+        ("check", "repro.lock", "--", sys.executable, "other.py"),
+        "another command",
+    ),
+    "no reason": (("check", "repro.lock", "--update", " ", "--", *COMMAND), "no reason is given"),
+    "no command": (("check", "repro.lock", "--update", "why"), "no command to start"),
+    "steps alone": (("lock", "plain.yaml", "--steps", "1"), "steps, and no command"),
+    "no lock": (("check", "train.py", "--", *COMMAND), "neither a manifest nor a lock"),
+    "every nothing": (("lock", "plain.yaml", "--every", "0", "--", *COMMAND), "whole number"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_request_is_refused(training, name):
+    """Exit status 2, before anything is run, with what to do."""
+    words, expected = REFUSED[name]
+    if words[0] == "check" and "repro.lock" in words:
+        contents = training.run("lock", "plain.yaml", "-o", "repro.lock")
+        assert contents[0] == 0
+        its = json.loads((training.folder / "repro.lock").read_text())
+        its |= {"command": ["python", "train.py"], "folder": ".", "steps": None, "every": 1}
+        (training.folder / "repro.lock").write_text(json.dumps(its | {"machines": {}}))
+        kind = kind_of_machine()
+        (training.folder / "repro.lock").write_text(json.dumps(its | {"machines": {kind: {}}}))
+    status, _, err = training.run(*words)
+
+    assert status == 2
+    assert expected in err
+    assert "Traceback" not in err
+
+
+def test_each_kind_of_machine_has_a_section(training):
+    """One file serves several: another section is kept, and one that is missing is said, with 4."""
+    training.lock()
+    its, here = training.contents, kind_of_machine()
+    elsewhere = its["machines"].pop(here)
+    (training.folder / "repro.lock").write_text(json.dumps(its | {"machines": {"H100": elsewhere}}))
+    status, _, err = training.run("check", "repro.lock", "--", *COMMAND)
+    as_json = training.check()
+    started = training.run("run", "--lock", "repro.lock", "--", *COMMAND)
+    added = training.run("check", "repro.lock", "--update", "CI, too", "--", *COMMAND)
+    both, now = training.contents, training.check()
+    training.lock()
+    kept = set(training.contents["machines"])
+    training.lock("--every", "2")
+
+    assert (status, started[0], as_json[0], as_json[1]["same"]) == (4, 4, 4, None)
+    assert "nothing of this kind of machine" in err
+    assert "legal: H100" in err
+    assert "--update" in err
+    assert added[0] == 0
+    assert set(both["machines"]) == kept == {"H100", here}
+    assert both["machines"]["H100"] == elsewhere
+    assert both["machines"][here]["reason"] == "CI, too"
+    assert now[0] == 0
+    assert set(training.contents["machines"]) == {here}  # another request: a new lock
+
+
+def test_an_update_says_why_and_holds_the_new_numbers(training):
+    """After it the run has the numbers of the lock again."""
+    training.lock()
+    training.change("model.py", "LR = 0.1", "LR = 0.2")
+    before = training.check("--no-blame")
+    updated = training.run("check", "repro.lock", "--update", "a larger\nrate", "--", *COMMAND)
+    after = training.check()
+
+    assert (before[0], before[1]["who"]) == (1, None)
+    assert before[1]["first"] == {**before[1]["first"], "step": 0, "what": "parameters"}
+    assert (updated[0], after[0]) == (0, 0)
+    assert training.contents["machines"][kind_of_machine()]["reason"] == "a larger rate"
+
+
+def test_ranks_have_one_digest_and_the_losses_of_the_first(tmp_path, monkeypatch):
+    """A parameter that differs on any rank is another number, and a loss of rank 0 alone is one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def recorded(name, *, seeds):
+        for rank, seed in enumerate(seeds):
+            monkeypatch.setenv("RANK", str(rank))
+            with torchrepro.record(tmp_path / name / str(rank), level="step"):
+                parameter = torch.nn.Parameter(torch.tensor([float(seed)]))
+                optimizer = torch.optim.SGD([parameter], lr=0.1)
+                (parameter * (rank + 1)).sum().backward()
+                optimizer.step()
+        for rank in range(1, len(seeds)):
+            for file in (tmp_path / name / str(rank)).iterdir():
+                file.rename(tmp_path / name / "0" / file.name)
+        return numbers_of(tmp_path / name / "0")
+
+    one, again, other = (recorded(name, seeds=(1, s)) for name, s in (("a", 2), ("b", 2), ("c", 3)))
+
+    assert one == again
+    assert one.steps[0].losses == ("0x1p+0",)
+    assert first_difference(one, other).what == "parameters"
+
+
+NUMBERS = ["0: 0x1.8p-1 | aa", "1: 0x1p+0 0x1p-1 | bb"]
+UNEQUAL = {
+    "a loss": (
+        ["0: 0x1.8p-1 | aa", "1: 0x1p+0 0x1.1p-1 | bb"],
+        "",
+        "step 1: loss 0.5 in the lock, 0",
+    ),
+    "parameters": (["0: 0x1.8p-1 | a0", "1: 0x1p+0 0x1p-1 | bb"], "", "step 0: other parameters"),
+    "fewer steps": (NUMBERS[:1], "", "2 steps in the lock, 1 step here"),
+    "fewer losses": ([NUMBERS[0], "1: 0x1p+0 | bb"], "", "step 1: loss 0.5 in the lock, none here"),
+    "no number": ([NUMBERS[0], "1: nan 0x1p-1 | bb"], "", "step 1: loss 1 in the lock, nan here"),
+    "the end": (NUMBERS, "cc", "other numbers at the end: other parameters or"),
+    "nothing": (NUMBERS, "", ""),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_the_first_difference_is_said(name):
+    """It names the step and both values, with as many digits as it takes."""
+    steps, end, expected = UNEQUAL[name]
+    locked = Numbers.from_json({"steps": NUMBERS, "end": ""}, "a.lock")
+    found = first_difference(locked, Numbers.from_json({"steps": steps, "end": end}, "b.lock"))
+
+    assert expected in str(found) if expected else found is None
+    assert locked.to_json() == {"steps": NUMBERS, "end": ""}
+
+
+@pytest.mark.benchmark
+def test_a_check_costs_one_run_and_a_second(tmp_path):
+    """`check` without a difference takes at most 1 s more than the run that it makes, recorded."""
+    write(tmp_path, FILES | {"acme.py": "SCALE = 1.0\n"})
+    ours = str(Path(sys.executable).with_name("torchrepro"))
+    numbers = count()
+
+    def took(*words):
+        start = time.perf_counter()
+        subprocess.run([ours, *words], cwd=tmp_path, check=True, capture_output=True, timeout=300)
+        return time.perf_counter() - start
+
+    def recorded():
+        folder = f"runs/{next(numbers)}"
+        return took("run", "plain.yaml", "--record", folder, "--level", "step", "--", *COMMAND)
+
+    took("lock", "plain.yaml", "-o", "repro.lock", "--", *COMMAND)
+    checked = partial(took, "check", "repro.lock", "--", *COMMAND)
+    seen = compare(recorded, checked, 1.0, by=operator.sub)
+    print(f"\na recorded run: {seen.plain:.2f} s, torchrepro check: {seen.other:.2f} s")
+    print(": ".join(seen.cells("added", 1.0, unit=" s")))
+
+    require(not seen.refutes(1.0), "1 s beyond a recorded run")

@@ -1,0 +1,280 @@
+"""Where numbers differ it is found out who changed them, by running the code of the lock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from torchrepro.verification.repository_files import commit_with
+
+from ..verification.repositories import git
+from .training import COMMAND
+
+pytestmark = pytest.mark.slow
+
+LAYERS = "        self.first = torch.nn.Linear(1024, 8)\n"
+SECOND = "        self.second = torch.nn.Linear(8, 1)\n"
+CODE = {
+    "one op": ("model.py", "(batch).tanh()", "(batch).relu()", "model.py:15"),
+    "an order of layers": ("model.py", LAYERS + SECOND, SECOND + LAYERS, "model.py:"),
+    "a learning rate": ("model.py", "LR = 0.1", "LR = 0.2", "train.py:13"),
+    "a seed": ("model.py", "SEED = 3", "SEED = 4", ""),
+    "a reduction": ("model.py", "square().mean()", "square().sum()", "model.py:19"),
+    "a step more": ("train.py", "range(3)", "range(4)", ""),
+    "a renamed variable": ("model.py", "hidden", "renamed", None),
+    "a comment": ("model.py", "# sums of", "# a comment, and sums of", None),
+    "other ops, equal numbers": ("model.py", "score.square()", "(score * score)", None),
+    "a file that nothing reads": ("README.md", "", "text", None),
+}
+"""A file, a text in it, what replaces it, and the line that is named; None where numbers stay."""
+
+ENVIRONMENTS = {
+    "as it is": ({}, False),
+    "other kernels": ({"ATEN_CPU_CAPABILITY": "default"}, True),
+    "another number of threads": ({"OMP_NUM_THREADS": "1"}, True),
+    "another library": ({"PYTHONPATH": "{outside}/other"}, True),
+    "a variable that changes nothing": ({"OMP_PROC_BIND": "false"}, False),
+}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_changes_of_code_and_environment_are_told_apart(training, monkeypatch, environment):
+    """All of ten changes in five environments: the same, code, environment, or both."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    training.lock()
+    training.commit({"README.md": ""})
+    variables, changes_numbers = ENVIRONMENTS[environment]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace("{outside}", str(training.folder.parent)))
+    found, expected, places = {}, {}, {}
+    for name, (file, before, after, line) in CODE.items():
+        training.change(file, before, after)
+        training.commit()
+        status, said = training.check()
+        training.git("reset", "-q", "--hard", "HEAD~1")
+        found[name] = status, said["same"], said.get("who")
+        who = "both" if line is not None else "environment"
+        if not changes_numbers:
+            who = "code" if line is not None else None
+        expected[name] = 1 if who else 0, who is None, who
+        if line:
+            places[name] = line, said["where"]["source"]
+
+    assert found == expected
+    wrong = {name: place for name, place in places.items() if place[0] not in place[1]}
+    assert wrong == {}
+
+
+def _squash(training):
+    training.git("checkout", "-q", "-b", "feature")
+    training.change("model.py", "SEED = 3", "SEED = 5")
+    training.commit()
+    training.lock()
+    training.commit({"notes.md": "more"})
+    training.git("checkout", "-q", "main")
+    training.git("merge", "-q", "--squash", "feature")
+    training.commit()
+    training.git("branch", "-q", "-D", "feature")
+
+
+def _branched(training):
+    """Lock on a branch, while main goes on."""
+    training.git("checkout", "-q", "-b", "feature")
+    training.change("model.py", "SEED = 3", "SEED = 5")
+    training.lock()
+    training.commit()
+    training.git("checkout", "-q", "main")
+    training.commit({"notes.md": "more"})
+
+
+def _merge(training):
+    _branched(training)
+    training.git("merge", "-q", "--no-edit", "feature")
+
+
+def _rebase(training):
+    _branched(training)
+    training.git("checkout", "-q", "feature")
+    training.git("rebase", "-q", "main")
+
+
+def _readme(training):
+    training.change("model.py", "SEED = 3", "SEED = 5")
+    training.lock()
+    training.commit({"README.md": "a line in the same commit"})
+
+
+def _same(training):
+    training.lock()
+    training.commit()
+
+
+def _untracked(training):
+    training.write({"lying/about.txt": "text", "about.py": ""})
+    training.lock()
+    training.git("add", "repro.lock")
+    training.git("commit", "-qm", "lock")
+
+
+def _uncommitted(training):
+    """The commit of the lock's code is there, and the lock is committed nowhere."""
+    training.lock()
+
+
+HISTORIES = (_same, _merge, _squash, _rebase, _readme, _untracked, _uncommitted)
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda each: each.__name__.strip("_"))
+def test_the_commit_of_a_lock_is_found_by_its_content(training, history):
+    """Whatever became of the commit that the lock was written before, its code is found."""
+    history(training)
+    (section,) = training.contents["machines"].values()
+    training.change("model.py", "LR = 0.1", "LR = 0.2")
+    training.commit()
+    training.change("model.py", "LR = 0.2", "LR = 0.3")
+    found = commit_with(training.folder, section["files"])
+
+    assert set(section["files"]) == {"train.py", "model.py", "plain.yaml"}
+    blobs = {name: training.git("rev-parse", f"{found}:{name}") for name in section["files"]}
+    assert blobs == section["files"]
+    if history in (_squash, _untracked):
+        status, said = training.check()
+        assert (status, said["who"], said["why"]) == (1, "code", "")
+
+
+LAYOUTS = {
+    "a src layout": ("src", ".", "train.py"),
+    "a subfolder": (".", "work", "train.py"),
+    "an absolute path": (".", ".", "{folder}/train.py"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_code_of_a_lock_runs_as_it_was_started(training, monkeypatch, layout):
+    """Modules of the repository, the folder and absolute paths are those of the lock."""
+    place, folder, script = LAYOUTS[layout]
+    inside = training.folder / folder
+    inside.mkdir(exist_ok=True)
+    (training.folder / place).mkdir(exist_ok=True)
+    training.git("mv", "-k", "model.py", f"{place}/model.py")
+    for name in ("train.py", "plain.yaml"):
+        training.git("mv", "-k", name, f"{folder}/{name}")
+    training.commit()
+    monkeypatch.chdir(inside)
+    path = [os.environ["PYTHONPATH"], str(training.folder / place)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    command = (sys.executable, script.replace("{folder}", str(training.folder)))
+    lock = training.lock(command=command)
+    training.commit()
+    before = {path: path.stat().st_mtime_ns for path in training.folder.rglob("*.*")}
+    training.change(f"{place}/model.py", "LR = 0.1", "LR = 0.2")
+    status, said = training.check(command=command)
+    after = {path: path.stat().st_mtime_ns for path in before}
+
+    assert lock[0] == 0, lock
+    assert (status, said["who"], said["why"]) == (1, "code", "")
+    changed = {path.name for path in before if before[path] != after[path]}
+    assert {name for name in changed if not name.endswith(".pyc")} == {"model.py"}
+
+
+def _no_git(training):
+    shutil.rmtree(training.folder / ".git")
+    training.lock()
+
+
+def _nobody_has_it(training):
+    training.change("model.py", "SEED = 3", "SEED = 5")
+    training.lock()
+    training.git("checkout", "-q", "model.py")
+
+
+def _shallow(training):
+    training.lock()
+    training.commit()
+    training.change("model.py", "SEED = 3", "SEED = 5")
+    training.commit()
+    clone = training.folder.parent / "clone"
+    git(training.folder.parent, "clone", "-q", "--depth", "1", f"file://{training.folder}", "clone")
+    training.folder = clone
+    os.chdir(clone)
+
+
+def _cannot_run(training):
+    training.change("model.py", "import torch", "import torch, gone")
+    training.write({"../library/gone.py": ""})
+    training.lock()
+    training.commit()
+    training.change("model.py", "import torch, gone", "import torch")
+    (training.folder.parent / "library/gone.py").unlink()
+
+
+def _reads_its_own_folder(training):
+    training.change("train.py", "import acme", f"open('{training.folder}/model.py')\nimport acme")
+    training.lock()
+    training.commit()
+
+
+def _writes_what_is_linked(training):
+    training.write({"data.log": "0"})
+    read = "open('data.log').read()"
+    training.change("train.py", "import acme", f"{read}\nimport acme")
+    training.lock()
+    training.change("train.py", read, f"{read}; open('data.log', 'a').write('x')")
+    training.lock()
+    training.commit()
+    training.change("train.py", "; open('data.log', 'a').write('x')", "")
+
+
+def _submodule(training):
+    other = training.folder.parent / "other-repository"
+    training.git("init", "-q", str(other))
+    (other / "part.py").write_text("")
+    git(other, "add", "-A")
+    git(other, "commit", "-qm", "part")
+    training.git("-c", "protocol.file.allow=always", "submodule", "-q", "add", str(other), "sub")
+    training.change("train.py", "import acme", "open('sub/part.py').read()\nimport acme")
+    training.commit()
+    training.lock()
+
+
+CANNOT_TELL = {
+    _no_git: "git finds no repository here",
+    _nobody_has_it: "no commit here has the files of the lock",
+    _shallow: "its history is cut off; git fetch --unshallow",
+    _cannot_run: "cannot run here: ModuleNotFoundError: No module named 'gone'",
+    _reads_its_own_folder: "did not stay in its copy: it read",
+    _writes_what_is_linked: "which is linked to your own",
+    _submodule: "sub/part.py belongs to the submodule sub",
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_TELL, ids=lambda each: each.__name__.strip("_"))
+def test_what_cannot_be_told_is_said_with_the_reason(training, case):
+    """The numbers differ, so the status is 1; who changed them is unknown, and why stands there."""
+    case(training)
+    training.change("model.py", "LR = 0.1", "LR = 0.2")
+    status, said = training.check()
+
+    assert (status, said["same"], said["who"]) == (1, False, "unknown")
+    assert CANNOT_TELL[case] in said["why"]
+
+
+def test_who_is_said_in_words(training, monkeypatch):
+    """The answer names who, the line, and the likeliest part of the environment."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    training.lock()
+    training.commit()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    environment = training.run("check", "repro.lock", "--", *COMMAND)[1].splitlines()
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    training.change("model.py", "(batch).tanh()", "(batch).relu()")
+    code = training.run("check", "repro.lock", "--", *COMMAND)[1].splitlines()
+
+    assert environment[0].startswith("other numbers from step 0: ")
+    assert environment[1].split(maxsplit=1)[1].startswith("the environment: the code of the lock")
+    assert environment[2].strip().startswith("exported ATEN_CPU_CAPABILITY (not set -> default) is")
+    assert code[1].split(maxsplit=1)[1].startswith("your change: the code of the lock gives")
+    assert code[2].split(maxsplit=1) == ["where", "model.py:15  Net  aten::relu, forward of step 0"]

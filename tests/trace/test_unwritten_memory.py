@@ -1,0 +1,218 @@
+"""Memory that nothing had written and that was read is named with the line that allocated it."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+import torchrepro
+from torchrepro.verdict.value import UnwrittenRead, Verdict
+
+Allocate = Callable[[], torch.Tensor]
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """Fresh memory is filled with NaN, as a strict profile has it."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _verdict(folder: Path, program: Callable[[float], object]) -> Verdict:
+    for name, left_over in (("a", 3.0), ("b", 5.0)):
+        with torchrepro.record(folder / name):
+            program(left_over)
+    return torchrepro.compare(folder / "a", folder / "b")
+
+
+def _leave(value: float, *sizes: int) -> None:
+    """Leave a value in memory that is free again, without a record of it."""
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        for size in sizes:
+            _ = [torch.full((size,), value) for _ in range(300)]
+
+
+def _line(text: str) -> str:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.endswith(text))}"
+
+
+def _trained(scale: torch.Tensor, steps: int = 3) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = (model(torch.randn(8, 4)) * scale).square().mean()  # read
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def _partly() -> torch.Tensor:
+    memory = torch.empty(4)  # partly
+    memory[:2] = 1.0
+    return memory
+
+
+ALLOCATED: dict[str, tuple[Allocate, str]] = {
+    "a tensor": (lambda: torch.empty(4), "a tensor"),
+    "a parameter": (lambda: nn.Parameter(torch.empty(4)), "a parameter"),
+    "a view": (lambda: torch.empty(2, 4)[0].view(4), "a view"),
+    "a copy": (lambda: nn.Parameter(torch.ones(1).new_empty(4)).detach().clone(), "a copy"),
+    "in part": (_partly, "# partly"),
+}
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", ALLOCATED)
+def test_a_loss_that_it_made_nan_is_said_with_both_lines(tmp_path: Path, name: str) -> None:
+    """Runs that agree on a loss that is NaN say so, who read the memory, and who allocated it."""
+    allocate, mark = ALLOCATED[name]
+    verdict = _verdict(tmp_path, lambda _: _trained(allocate()))
+
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    at = mark if mark.startswith("#") else f'"{mark}"),'
+    allocated = f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.endswith(at))}"
+    assert verdict.same
+    assert verdict.program.unwritten == (
+        UnwrittenRead(allocated, _line("# read"), "aten::mul.Tensor", is_nan=True),
+    )
+    file, _, number = allocated.rpartition("/")[2].partition(":")
+    assert verdict.notes[:2] == (
+        "loss is nan from step 0 on",
+        f"{_line('# read').rpartition('/')[2]} reads memory that nothing had written: "
+        f"{file}:{number} allocated it, as torch.empty does",
+    )
+
+
+def test_runs_that_diverge_by_it_name_it(tmp_path: Path) -> None:
+    """Where the runs first differ by what memory held, the line that allocated it is named."""
+
+    def program(left_over: float) -> None:
+        _leave(left_over, 4)
+        _trained(nn.Parameter(torch.empty(4)))  # allocated
+
+    verdict = _verdict(tmp_path, program)
+
+    if verdict.same:
+        pytest.skip("both runs were given the same memory")
+    assert [(each.allocated, each.read) for each in verdict.program.unwritten] == [
+        (_line("# allocated"), _line("# read"))
+    ]
+
+
+def _scratch_of_ctc(left_over: float) -> None:
+    _leave(left_over, 12 * 3 * 11)
+    layer = nn.Linear(5, 6)
+    logits = layer(torch.randn(12, 3, 5)).log_softmax(2)
+    targets, inputs = torch.randint(1, 6, (3, 5)), torch.tensor([12, 7, 9])
+    functional.ctc_loss(logits, targets, inputs, torch.tensor([5, 2, 3])).backward()  # type: ignore[no-untyped-call]
+
+
+def _noise_of_rrelu(left_over: float) -> None:
+    _leave(left_over, 40)
+    layer, activation = nn.Linear(5, 5), nn.RReLU().eval()
+    activation(layer(torch.randn(8, 5))).sum().backward()
+
+
+def _noise_of_training(_: float) -> None:
+    nn.RReLU()(nn.Linear(5, 5)(torch.randn(8, 5))).sum().backward()
+
+
+def _shared(left_over: float) -> None:
+    _leave(left_over, 64)
+    (torch.empty(64).share_memory_().fill_(1.0) * 2).sum()
+
+
+def _growing_cache(_: float) -> None:
+    layer, memory = nn.Linear(4, 4), torch.empty(10, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e38)
+    for place in range(5):
+        memory[place] = layer(torch.ones(4)).detach()
+        loss = (layer(torch.ones(4)) * memory[: place + 1]).square().sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "program", [_scratch_of_ctc, _noise_of_rrelu, _noise_of_training, _shared, _growing_cache]
+)
+@pytest.mark.parametrize("fill", [False, True])
+def test_memory_that_has_no_effect_is_no_matter(
+    tmp_path: Path, program: Callable[[float], None], *, fill: bool
+) -> None:
+    """What an op reads in part, or writes before, makes no difference, and is never the reason."""
+
+    def seeded(left_over: float) -> None:
+        torch.manual_seed(0)
+        program(left_over)
+
+    torch.use_deterministic_algorithms(fill)
+    try:
+        verdict = _verdict(tmp_path, seeded)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert verdict.same
+    assert verdict.program.unwritten == ()
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        ([1.0, float("inf"), 1.0], "loss is inf at step 1"),
+        ([1.0, float("nan"), float("nan")], "loss is nan from step 1 on"),
+        ([1.0, 1.0, 1.0], ""),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_said(tmp_path: Path, scales: list[float], words: str) -> None:
+    """The first step whose loss is no finite number is said, of runs that are the same too."""
+
+    def program(_: float) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        for scale in scales:
+            (weight.detach() * weight * scale).sum().backward()  # type: ignore[no-untyped-call]
+            weight.grad = None
+            optimizer.step()
+
+    verdict = _verdict(tmp_path, program)
+
+    assert verdict.same
+    assert "".join(verdict.notes) == words
+
+
+PROGRAM = """
+import torch
+model = torch.nn.Linear(2, 1)
+scale = torch.nn.Parameter({scale})
+optimizer = torch.optim.SGD([scale, *model.parameters()], lr=0.1)
+for _ in range(2):
+    (model(torch.ones(3, 2)) * scale).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "is_said"), [("torch.empty(1)", True), ("torch.ones(1)", False)])
+def test_a_run_says_that_parameters_are_nan(tmp_path: Path, scale: str, *, is_said: bool) -> None:
+    """Under a profile that fills fresh memory with NaN a run says it, and what names the line."""
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM.format(scale=scale))
+    words = [sys.executable, "-m", "torchrepro", "run", "debug-strict", "--"]
+
+    ran = subprocess.run(
+        [*words, sys.executable, str(program)], capture_output=True, text=True, check=True
+    )
+
+    assert ("parameters are nan at the end" in ran.stderr) == is_said
+    assert ("torchrepro verify -- COMMAND" in ran.stderr) == is_said

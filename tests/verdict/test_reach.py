@@ -1,0 +1,189 @@
+"""A difference that reaches no loss and no parameter is said as that, and can be left out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchrepro
+from torchrepro.errors import TraceError
+from torchrepro.verdict.render import headline, reach
+from torchrepro.verdict.value import Verdict
+
+from .traces import Op, Step, chain, compared, computed, value
+
+Program = Callable[[float], object]
+
+
+def _verdict(folder: Path, program: Program, **options: Any) -> Verdict:
+    for name, seconds in (("a", 0.25), ("b", 0.5)):
+        with torchrepro.record(folder / name, level=options.pop("level", "op")):
+            program(seconds)
+    return torchrepro.compare(folder / "a", folder / "b", **options)
+
+
+def _line(text: str) -> str:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f"test_reach.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(text))}"
+
+
+Use = Callable[[Any], Any]
+
+
+def _unused(_: object) -> float:
+    return 0.0
+
+
+def _trained(meter: Callable[[float], object], uses: Use = _unused) -> Program:
+    def program(seconds: float) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = model(torch.randn(8, 4)).square().mean()
+            measured = meter(seconds)
+            optimizer.zero_grad()
+            (loss + uses(measured)).backward()
+            optimizer.step()
+            seconds *= 1.5
+
+    return program
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+
+    def __call__(self, seconds: float) -> torch.Tensor:
+        last = torch.tensor([seconds, 1.0])  # measured
+        self.total = self.total + last[0] * 2
+        return self.total.mean()
+
+
+def _metered(uses: Use = _unused) -> Program:
+    def program(seconds: float) -> None:
+        _trained(Meter(), uses)(seconds)
+
+    return program
+
+
+def test_a_meter_reaches_nothing(tmp_path: Path) -> None:
+    """A tensor of the clock that nothing is trained with leaves losses and parameters alone."""
+    verdict = _verdict(tmp_path, _metered())
+
+    assert not verdict.same
+    assert verdict.to_json()["reaches"] is False
+    assert headline(verdict).startswith("not the same")
+    assert reach(verdict) == (
+        "losses and parameters of all 3 steps are the same; the runs computed other values at "
+        f"{_line('# measured')}"
+    )
+
+
+def test_an_op_more_reaches_nothing(tmp_path: Path) -> None:
+    """An op that only one run does, and that nothing uses, leaves losses and parameters alone."""
+    program = _trained(lambda seconds: torch.ones(2) if seconds == 0.25 else None)
+    verdict = _verdict(tmp_path, program)
+
+    assert not verdict.same
+    assert not verdict.reaches
+    assert "all 3 steps are the same; one run did an op more at test_reach.py:" in reach(verdict)
+
+
+@pytest.mark.parametrize("level", ["op", "module", "step"])
+def test_what_is_trained_with_reaches(tmp_path: Path, level: str) -> None:
+    """A difference of a loss reaches, at every level, and nothing is said of it."""
+    verdict = _verdict(tmp_path, _metered(lambda measured: measured), level=level)
+
+    assert verdict.reaches
+    assert reach(verdict) == ""
+
+
+def test_runs_that_are_the_same_reach_nothing() -> None:
+    """Without a difference there is none that reaches."""
+    verdict = compared([Step(chain(3), parameters=value(1))], [Step(chain(3), parameters=value(1))])
+
+    assert verdict.same
+    assert not verdict.reaches
+
+
+@pytest.mark.parametrize("steps", [([], 2), ([0, 1], 1), ([0], 2)])
+def test_what_the_recordings_do_not_hold_may_reach(steps: tuple[list[int], int]) -> None:
+    """Without parameters, with another number of steps, or cut off, a difference may reach."""
+    ended, last = steps
+    runs = [
+        [
+            Step(
+                (*chain(3), computed(Op("aten::exp"), value(run, n))),
+                parameters=value(n) if ended else b"",
+                finished=not ended or n in ended or not run,
+            )
+            for n in range(last + (not run))
+        ]
+        for run in (0, 1)
+    ]
+
+    assert compared(*runs).reaches
+
+
+def test_a_line_is_left_out_with_what_only_it_feeds(tmp_path: Path) -> None:
+    """Left out is what a line computed, and what differs by that alone; the verdict counts both."""
+    verdict = _verdict(tmp_path, _metered(), ignore=[_line("# measured")])
+
+    assert verdict.same
+    assert [each.records for each in verdict.left_out] == [3]
+    assert verdict.fed == 3 * 4
+    assert verdict.notes[0] == (
+        f"left out: 3 records of {_line('# measured')} and 12 that only they feed"
+    )
+
+
+def test_an_op_more_is_left_out(tmp_path: Path) -> None:
+    """A line that only one run reaches is left out as well."""
+
+    def meter(seconds: float) -> object:
+        return torch.ones(2) if seconds == 0.25 else None  # one run
+
+    verdict = _verdict(tmp_path, _trained(meter), ignore=[_line("# one run")])
+
+    assert verdict.same
+
+
+@pytest.mark.parametrize("level", ["op", "module", "step"])
+def test_no_line_hides_what_reaches(tmp_path: Path, level: str) -> None:
+    """A loss that differs is found, whatever is left out."""
+    program = _metered(lambda measured: measured)
+    ignore = [_line("# measured")] if level == "op" else []
+    verdict = _verdict(tmp_path, program, ignore=ignore, level=level)
+
+    assert not verdict.same
+    assert verdict.reaches
+
+
+def test_a_line_that_differs_by_itself_is_no_part_of_another(tmp_path: Path) -> None:
+    """Beside a line that is left out, another one that brings in a difference is named."""
+
+    def meter(seconds: float) -> object:
+        torch.tensor(seconds).abs()  # the first
+        return torch.tensor([seconds]) * 2  # the second
+
+    verdict = _verdict(tmp_path, _trained(meter), ignore=[_line("# the first")])
+
+    assert verdict.first is not None
+    assert verdict.first.source.endswith(_line("# the second"))
+
+
+def test_a_line_without_records_is_refused(tmp_path: Path) -> None:
+    """A line of which nothing was recorded is refused, with lines near it that have records."""
+    file, _, line = _line("# measured").rpartition(":")
+    verdict = _verdict(tmp_path, _metered())
+    assert verdict.first is not None
+
+    with pytest.raises(TraceError, match=r"nothing was recorded of this line") as refused:
+        torchrepro.compare(verdict.left, verdict.right, ignore=[f"{file}:{int(line) - 1}"])
+    assert f"legal: {file}:{line}, " in str(refused.value)
+    with pytest.raises(TraceError, match=r"not a line"):
+        torchrepro.compare(verdict.left, verdict.right, ignore=[file])

@@ -1,0 +1,172 @@
+"""A command runs in a copy of its repository as in its own, and nothing of the user's changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from torchrepro.launch import prepared_as_it_is
+from torchrepro.verification import copies
+from torchrepro.verification.copies import (
+    Copy,
+    files_now,
+    repository_root,
+    temporary_folder,
+    write_commit,
+    write_files,
+)
+from torchrepro.verification.file_notes import noted
+
+from .repositories import commit, git, write
+
+SAYS = """
+import os, subprocess, sys
+import package
+print(package.VALUE, package.__file__, open("../data/in.txt").read(), os.getcwd(), sys.argv[1:])
+print(subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip())
+open("out.txt", "w").write("out")
+"""
+FILES = {
+    "src/package/__init__.py": "VALUE = 'old'\n",
+    "work/says.py": SAYS,
+    ".gitignore": "data/\nvenv/\n*.txt\n",
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with two commits, an ignored file, and hooks that say that they ran."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    commit(root, FILES)
+    write(root, {"data/in.txt": "data", "venv/pyvenv.cfg": ""})
+    for hook in ("post-checkout", "post-index-change"):
+        path = root / ".git/hooks" / hook
+        path.write_text(f"#!/bin/sh\ntouch {tmp_path}/hook-ran\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(root / "src"))
+    return root
+
+
+def _run(copy: Copy, *words: str) -> str:
+    with copy.entered():
+        program, variables = prepared_as_it_is(copy.command([sys.executable, *words]))
+        done = subprocess.run(
+            [program, *copy.command(words)],
+            env={
+                **variables,
+                **copy.environment.all_variables(),
+                "TORCHREPRO_RECORD": '{"folder": "/nowhere"}',
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _everything(folder: Path) -> dict[str, tuple[int, int]]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+
+
+@pytest.mark.parametrize("kind", ["a commit", "as it is now"])
+def test_a_command_finds_the_copy_where_its_own_would_be(root, tmp_path, kind):
+    """Modules, the folder, absolute paths and git's HEAD are the copy's; nothing else changes."""
+    old = git(root, "rev-parse", "HEAD")
+    new = commit(root, {"src/package/__init__.py": "VALUE = 'new'\n"})
+    (tmp_path / "hook-ran").unlink(missing_ok=True)
+    before = _everything(root)
+    with temporary_folder() as temporary:
+        copy = Copy.of(root, root / "work", temporary)
+        if kind == "a commit":
+            write_commit(root, old, copy.tree)
+        else:
+            write_files(root, files_now(root), copy.tree)
+        copy.link(["data"])
+        said = _run(copy, "says.py", f"--out={root}/outputs", f"{root}/venv/bin/python")
+        tree = str(copy.tree)
+        strayed, files = copy.strayed(), {Path(use.path).name for use in noted(copy.log)}
+
+    value, head = ("old", old) if kind == "a commit" else ("new", new)
+    package = f"{tree}/src/package/__init__.py"
+    words = [f"--out={tree}/outputs", f"{root}/venv/bin/python"]
+    assert said.splitlines() == [f"{value} {package} data {tree}/work {words}", head]
+    assert repository_root(root / "work") == root
+    assert strayed == ""
+    assert {"__init__.py", "says.py", "in.txt", "out.txt"} <= files
+    assert _everything(root) == before
+    assert not (tmp_path / "hook-ran").exists()
+    assert not Path(tree).exists()
+
+
+STRAYING = {
+    "reads its own folder": ("open('{root}/work/says.py').read()", "it read {root}/work/says.py"),
+    "writes its own folder": ("open('{root}/x', 'w').write('')", "it wrote {root}/x in your own"),
+    "writes a link": ("open('../data/in.txt', 'a').write('')", "it wrote data/in.txt, which is"),
+    "removes in a link": ("__import__('os').remove('../data/in.txt')", "it wrote data/in.txt"),
+    "reads a link": ("open('{root}/data/in.txt').read()", ""),
+    "reads another folder": ("open('/etc/hostname').read()", ""),
+}
+
+
+@pytest.mark.parametrize("name", STRAYING)
+def test_a_run_that_leaves_the_copy_is_heard(root, name):
+    """What it reads or writes of the user's own is named; what is linked may be read."""
+    line, expected = (text.replace("{root}", str(root)) for text in STRAYING[name])
+    with temporary_folder() as temporary:
+        copy = Copy.of(root, root / "work", temporary)
+        write_commit(root, "HEAD", copy.tree)
+        copy.link(["data"])
+        _run(copy, "-c", line)
+        strayed = copy.strayed()
+
+    assert strayed.startswith(expected) if expected else strayed == ""
+
+
+def test_without_git_the_folder_is_copied(tmp_path):
+    """All files but those of virtual environments are the folder's."""
+    write(tmp_path, {"a/train.py": "", "b.txt": "", "v/pyvenv.cfg": "", "v/lib/x.py": ""})
+
+    assert repository_root(tmp_path) is None
+    assert sorted(files_now(tmp_path)) == ["a/train.py", "b.txt"]
+
+
+HOLDING = """
+import sys, time
+from torchrepro.verification.copies import temporary_folder
+with temporary_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_folder_goes_with_its_process(tmp_path, monkeypatch, number):
+    """Interrupted, it is gone; killed, it is gone with the next one. One in use stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder() as in_use:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDING],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        folder = Path(process.stdout.readline().strip())
+        there = folder.is_dir()
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        left = folder.is_dir()
+        copies._sweep()
+
+        assert (there, left) == (True, number == signal.SIGKILL)
+        assert [*tmp_path.glob(f"{copies.PREFIX}*")] == [in_use]

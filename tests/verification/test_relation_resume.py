@@ -1,0 +1,196 @@
+"""A resumed run goes on as the whole one does, or what of its state was not restored is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from torchrepro.relations.relation import relate
+from torchrepro.verification.copies import temporary_folder
+
+from .repositories import commit, write
+from .resumable import FORGOTTEN, PROGRAM
+
+pytestmark = pytest.mark.usefixtures("own_temporary")
+
+LOOP = """
+import sys
+import torch
+torch.manual_seed(0)
+data = torch.randn(4, 8, 4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    loss = model(data[step]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {line}
+"""
+
+
+def _program(forgotten: str, saves: str = "(6,)") -> list[str]:
+    Path("train.py").write_text(PROGRAM.replace("{saves}", saves), encoding="utf-8")
+    return [sys.executable, "train.py", forgotten]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_state_that_is_not_restored_is_named(forgotten: str) -> None:
+    """Of all states the one is named that was forgotten, and no other."""
+    kind, name = FORGOTTEN[forgotten]
+
+    found = relate("resume", None, _program(forgotten))
+
+    lost = found.sides[0].not_restored
+    assert found.status == 1
+    assert found.verdict.first.step >= 6
+    assert found.verdict.first.source in ("", *(f"{Path.cwd()}/train.py:{n}" for n in range(99)))
+    assert {each.kind for each in lost} == {kind}
+    assert all(each.name.partition(":")[0] in name for each in lost)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_program_that_restores_all_agrees() -> None:
+    """Killed after its first and after its last checkpoint, it goes on bit for bit."""
+    found = relate("resume", None, _program("nothing", "(3, 6, 9)"))
+
+    assert found.status == 0
+    assert [side.name for side in found.sides] == ["resumed after step 2", "resumed after step 8"]
+    assert [side.verdict.compared.steps for side in found.sides] == [9, 3]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("pass", "never saved a checkpoint"),
+        ("if step == 3: torch.save(model.state_dict(), 'state.pt')", "saves too late"),
+        ("torch.save(model.state_dict(), 'state.pt')", "it began anew"),
+        (
+            "if step == 1: torch.save(model.state_dict(), '{place}/state.pt')",
+            "state.pt in your own folder was written meanwhile",
+        ),
+    ],
+)
+def test_where_nothing_can_be_said_it_says_what_to_do(line: str, why: str) -> None:
+    """A program that never saves, saves at its end, does not resume, or writes elsewhere."""
+    place = Path.cwd()
+    Path("train.py").write_text(LOOP.replace("{line}", line.format(place=place)), encoding="utf-8")
+
+    found = relate("resume", None, [sys.executable, "train.py"])
+
+    assert found.status == 4
+    assert why in found.unknown
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_resumed_run_may_be_another_command() -> None:
+    """{checkpoint} is the file, in the folder of the copy, that the killed run has written."""
+    text = LOOP.replace("{line}", "torch.save((step + 1, model.state_dict()), f'at-{step}.pt')")
+    head = "first, kept = torch.load(sys.argv[1]) if sys.argv[1:] else (0, None)"
+    text = text.replace("range(4)", "range(first, 7)").replace("randn(4", "randn(7")
+    text = text.replace("optimizer =", f"{head}\nif kept: model.load_state_dict(kept)\noptimizer =")
+    Path("train.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, "train.py"]
+
+    found = relate(
+        "resume", None, command, resume_command=f"{sys.executable} train.py {{checkpoint}}"
+    )
+
+    assert found.status == 0
+    assert [side.verdict.compared.steps for side in found.sides] == [3, 1]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("line", "pattern", "killed"),
+    [
+        # One name in every step: it has settled a step later.
+        ("torch.save(step + 1, 'state.pt')", "", 2),
+        # A new name in every step: three steps later.
+        ("torch.save(step + 1, f'at-{step}.pt')", "", 4),
+        # Written for three steps: once it is closed.
+        ("file = file or open('state.pt', 'wb'); step == 4 and file.close()\n"
+         "    if step < 4: file.write(pickle.dumps(step)); file.flush()", "", 5),
+        ("open('state.txt', 'w').write(str(step))", "*.txt", 2),
+    ],
+)  # fmt: skip
+def test_a_run_is_killed_once_its_checkpoint_has_settled(
+    line: str, pattern: str, killed: int
+) -> None:
+    """No new name appeared for a step, or three steps have gone by, and no file is open."""
+    text = LOOP.replace("range(4)", "range(9)").replace("randn(4", "randn(9")
+    text = text.replace("import sys", "import glob, pickle, sys")
+    text = text.replace("optimizer =", "file = None\noptimizer =").replace("{line}", line)
+    Path("train.py").write_text(text, encoding="utf-8")
+    # The resumed run only has to make a step after the first one, and to differ.
+    resume = f"{sys.executable} -c \"import sys; exec(open('train.py').read().replace('range(9)', "
+    resume += "'range(1, 9)'))\" {checkpoint}"
+
+    found = relate(
+        "resume", None, [sys.executable, "train.py"], checkpoint=pattern, resume_command=resume
+    )
+
+    assert f"killed after step {killed}, " in found.sides[0].said
+
+
+@pytest.mark.usefixtures("forked")
+def test_no_run_finds_what_another_one_or_the_user_has_written() -> None:
+    """No copy has results that git ignores, each has data that it ignores; the user's own stay."""
+    text = PROGRAM.replace("{saves}", "(6,)").replace(
+        'if os.path.exists("state.pt"):',
+        'if os.path.exists("state.pt") and os.path.getsize("state.pt") > 99:',
+    )
+    text = f"open('data/part.txt').read(); open('data/new.txt', 'w').close()\n{text}"
+    commit(Path.cwd(), {"train.py": text, ".gitignore": "*.pt\ndata\n"})
+    write(Path.cwd(), {"state.pt": "too short to be one", "data/part.txt": "1"})
+    before = _files()
+
+    found = relate("resume", None, [sys.executable, "train.py", "nothing"])
+
+    assert found.status == 0
+    assert _files() == before
+
+
+def _files() -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in Path.cwd().rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_however_it_ends(number: int) -> None:
+    """The folder is as it was, and copies are gone; those of a killed command with the next one."""
+    command = _program("nothing")
+    text = Path("train.py").read_text(encoding="utf-8")
+    Path("train.py").write_text(f"import time; time.sleep(9)\n{text}", encoding="utf-8")
+    before = _files()
+    place = Path.cwd().parent / "temporary"
+    place.mkdir(exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(place)}
+    line = [sys.executable, "-m", "torchrepro", "verify", "--relation", "resume", "--", *command]
+    with subprocess.Popen(line, env=environment) as process:
+        while not list(place.glob("torchrepro-copy-*/tree/*/train.py")):
+            assert process.poll() is None
+            time.sleep(0.1)
+
+        process.send_signal(number)
+        status = process.wait(60)
+    left = list(place.glob("torchrepro-copy-*"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(place))
+        with temporary_folder():
+            pass
+
+    assert status == (-number if number == signal.SIGKILL else 128 + number)
+    assert bool(left) == (number == signal.SIGKILL)
+    assert list(place.glob("torchrepro-copy-*")) == []
+    assert _files() == before

@@ -1,0 +1,56 @@
+"""Programs of frameworks that resume exactly are no cause for alarm."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from torchrepro.relations.relation import relate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.usefixtures("own_temporary")
+RUNS = Path(__file__).with_name("framework_runs.py")
+CLEAN: dict[str, tuple[str, dict[str, Any]]] = {
+    "Checkpoint": ("own_loop", {}),
+    "Lightning": ("lightning", {"every": 7}),
+    "Hugging Face Trainer": ("huggingface", {"every": 7}),
+    "accelerate": ("accelerate", {"every": 7}),
+    "accelerate, StatefulDataLoader": (
+        "accelerate",
+        {"every": 7, "use_stateful_dataloader": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def fork(forks: Callable[..., Any]) -> Iterator[Callable[..., int]]:
+    """Run programs in forks of one Python that has the frameworks."""
+    with forks(RUNS) as fork:
+        yield fork
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_framework_that_resumes_exactly_agrees(name: str) -> None:
+    """Killed in mid-epoch after its checkpoint, it goes on bit for bit, and nothing is alleged."""
+    program, options = CLEAN[name]
+
+    found = relate(
+        "resume",
+        "seed-only",
+        [sys.executable, str(RUNS), program, json.dumps(options)],
+        level="step",
+    )
+
+    assert (found.status, [side.not_restored for side in found.sides]) == (
+        0,
+        [()] * len(found.sides),
+    )
+    assert all(side.verdict.compared.steps > 1 for side in found.sides)
