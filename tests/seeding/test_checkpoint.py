@@ -361,12 +361,24 @@ def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
     assert run.dataset.loaded == []
 
 
-@pytest.mark.parametrize("level", ["step", "op"])
-@pytest.mark.parametrize(("last", "parameters"), [(None, "the same"), (STEPS - 1, "unequal")])
-def test_a_comparison_says_that_one_run_was_resumed(
-    tmp_path: Path, level: str, last: int | None, parameters: str
+def test_a_run_that_is_done_says_nothing_of_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a resumed run and a whole one, `compare` says whether they end with the same weights."""
+    """What awaits the first step of a resumed run is gone when another run begins."""
+    run = Run(tmp_path / "done")
+    run.train()
+    run.train()
+    Run(tmp_path / "next").train()
+
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("level", ["step", "op"])
+@pytest.mark.parametrize("last", [None, STEPS - 1])
+def test_a_resumed_run_is_compared_from_the_step_that_it_goes_on_with(
+    tmp_path: Path, level: str, last: int | None
+) -> None:
+    """The steps it makes are those of the whole run; one that ends early is said to be shorter."""
     with torchrepro.record(tmp_path / "whole", level=level):
         Run(tmp_path / "a").train()
     run = Run(tmp_path / "b")
@@ -375,11 +387,33 @@ def test_a_comparison_says_that_one_run_was_resumed(
         run.train(last)
     verdict = torchrepro.compare(tmp_path / "whole", tmp_path / "resumed")
 
+    assert verdict.notes[0] == f"B goes on from A: its step 0 is step {PER_EPOCH + 1} of A"
+    assert verdict.compared.steps == (last or STEPS) - PER_EPOCH - 1
+    assert verdict.same == (last is None)
+    assert verdict.advice is None or "shorter than the other" in verdict.advice.cause
+
+
+@pytest.mark.parametrize(
+    ("rtol", "batch_size", "parameters"),
+    [(None, BATCH - 1, "unequal"), (0.1, BATCH, "the same, bit for bit")],
+)
+def test_a_comparison_that_lines_up_no_steps_says_that_one_run_was_resumed(
+    tmp_path: Path, rtol: float | None, batch_size: int, parameters: str
+) -> None:
+    """By tolerance, and of another run's checkpoint, it says whether both end with one state."""
+    with torchrepro.record(tmp_path / "whole", level="op"):
+        Run(tmp_path / "a").train()
+    run = Run(tmp_path / "b", batch_size=batch_size)
+    run.train(PER_EPOCH + 1)
+    with torchrepro.record(tmp_path / "resumed", level="op"):
+        run.train()
+    verdict = torchrepro.compare(tmp_path / "whole", tmp_path / "resumed", rtol=rtol)
+
     assert not verdict.same
     assert "went on from a checkpoint" in verdict.advice.cause
     assert Setting("resumed", "no", "yes") in verdict.settings
-    assert verdict.notes[0].startswith("the parameters after the last step of each, 7 in A and ")
-    assert f"are {parameters}" in verdict.notes[0]
+    ends = "the parameters after the last step of each, 7 in A and "
+    assert any(each.startswith(ends) and parameters in each for each in verdict.notes)
 
 
 def test_runs_that_begin_anew_are_not_called_resumed(tmp_path: Path) -> None:

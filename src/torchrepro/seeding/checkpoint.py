@@ -102,6 +102,7 @@ class Checkpoint:
             hook = register_optimizer_step_post_hook(lambda made, *_: stepped.add(made))
             finalize(self, hook.remove)
         loader_places.await_resting(())
+        forget()  # a run before this one, in the same process, may have had no step left
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
         run_begins(resumed=step is not None)
