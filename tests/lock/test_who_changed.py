@@ -228,26 +228,38 @@ def _writes_what_is_linked(training):
     training.change("train.py", "; open('data.log', 'a').write('x')", "")
 
 
-def _submodule(training):
+def _with_submodule(training):
+    """Have the program read two files of a submodule, one of which git ignores there."""
     other = training.folder.parent / "other-repository"
     training.git("init", "-q", str(other))
-    (other / "part.py").write_text("")
+    (other / "rate.txt").write_text("0.1")
+    (other / ".gitignore").write_text("*.bin\n")
     git(other, "add", "-A")
     git(other, "commit", "-qm", "part")
     training.git("-c", "protocol.file.allow=always", "submodule", "-q", "add", str(other), "sub")
-    training.change("train.py", "import acme", "open('sub/part.py').read()\nimport acme")
+    (training.folder / "sub/data.bin").write_text("ignored")
+    training.change("model.py", "LR = 0.1", "LR = float(open('sub/rate.txt').read())")
+    training.change("train.py", "import acme", "open('sub/data.bin')\nimport acme")
     training.commit()
     training.lock()
+    training.commit()
+
+
+def _submodule_not_there(training):
+    _with_submodule(training)
+    training.git("submodule", "-q", "deinit", "-f", "sub")
+    training.change("model.py", "float(open('sub/rate.txt').read())", "0.1")
+    training.change("train.py", "open('sub/data.bin')", "")
 
 
 CANNOT_TELL = {
     _no_git: "git finds no repository here",
     _nobody_has_it: "no commit here has the files of the lock",
-    _shallow: "its history is cut off; git fetch --unshallow",
+    _shallow: "a history is cut off; git fetch --unshallow",
     _cannot_run: "cannot run here: ModuleNotFoundError: No module named 'gone'",
     _reads_its_own_folder: "did not stay in its copy: it read",
     _writes_what_is_linked: "which is linked to your own",
-    _submodule: "sub/part.py belongs to the submodule sub",
+    _submodule_not_there: "the submodule sub is not there; git submodule update --init",
 }
 
 
@@ -255,11 +267,29 @@ CANNOT_TELL = {
 def test_what_cannot_be_told_is_said_with_the_reason(training, case):
     """The numbers differ, so the status is 1; who changed them is unknown, and why stands there."""
     case(training)
-    training.change("model.py", "LR = 0.1", "LR = 0.2")
+    training.change("model.py", "(batch).tanh()", "(batch).relu()")
     status, said = training.check()
 
     assert (status, said["same"], said["who"]) == (1, False, "unknown")
     assert CANNOT_TELL[case] in said["why"]
+
+
+@pytest.mark.parametrize("change", ["the submodule", "model.py", "both"])
+def test_the_code_of_a_lock_has_its_submodules(training, change):
+    """They are those of the commit that the commit of the lock names; what is ignored is linked."""
+    _with_submodule(training)
+    if change != "model.py":
+        training.write({"sub/rate.txt": "0.2"})
+        git(training.folder / "sub", "commit", "-qam", "faster")
+        training.commit()
+    if change != "the submodule":
+        training.change("model.py", "(batch).tanh()", "(batch).relu()")
+    status, said = training.check()
+
+    (section,) = training.contents["machines"].values()
+    assert "sub/rate.txt" in section["files"]
+    assert "sub/data.bin" not in section["files"]
+    assert (status, said["who"], said["why"]) == (1, "code", "")
 
 
 def test_who_is_said_in_words(training, monkeypatch):

@@ -132,6 +132,41 @@ def test_a_run_that_leaves_the_copy_is_heard(root, name):
     assert strayed.startswith(expected) if expected else strayed == ""
 
 
+def test_a_copy_has_the_submodules_of_a_repository(tmp_path):
+    """It has their files as they are now, or those of the commit that the commit names."""
+    inner, root = tmp_path / "inner", tmp_path / "root"
+    files = {"part.py": "old", ".gitignore": "*.bin\n"}
+    for place, name in ((tmp_path / "other", "deep"), (inner, "sub"), (root, "")):
+        commit(place, files)
+        if name == "sub":
+            _add_submodule(inner, tmp_path / "other", "deep")
+        elif not name:
+            _add_submodule(root, inner, "sub")
+    subs = ("", "sub/", "sub/deep/")
+    for sub in subs:
+        write(root / sub, {"part.py": "new", "more.py": "", "data.bin": ""})
+    now, old = (temporary := tmp_path / "copies") / "now", temporary / "old"
+    now.mkdir(parents=True)
+    old.mkdir()
+    write_files(root, files_now(root), now)
+    write_commit(root, git(root, "rev-parse", "HEAD"), old)
+
+    for sub in subs:
+        assert {path.name for path in (old / sub).iterdir() if path.is_file()} >= {*files}
+        assert (old / sub / "part.py").read_text() == "old"
+        assert (now / sub / "part.py").read_text() == "new"
+        assert (now / sub / "more.py").exists()
+        assert not (now / sub / "data.bin").exists()
+        assert git(old / sub, "rev-parse", "HEAD") == git(root / sub, "rev-parse", "HEAD")
+
+
+def _add_submodule(root, other, name):
+    options = ("-c", "protocol.file.allow=always", "submodule", "-q")
+    git(root, *options, "add", str(other), name)
+    git(root, *options, "update", "--init", "--recursive")
+    commit(root, {}, "a submodule")
+
+
 def test_without_git_the_folder_is_copied(tmp_path):
     """All files but those of virtual environments are the folder's."""
     write(tmp_path, {"a/train.py": "", "b.txt": "", "v/pyvenv.cfg": "", "v/lib/x.py": ""})

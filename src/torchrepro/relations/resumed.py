@@ -26,6 +26,7 @@ from torchrepro.verification.copies import (
     CopyError,
     files_now,
     is_of_environment,
+    repositories,
     repository_root,
     temporary_folder,
     write_files,
@@ -272,8 +273,13 @@ def _ignored(root: Path) -> list[str]:
     but for virtual environments and folders of very many files.
     """
     try:
-        names = git(root, "ls-files", "-z", "-oi", "--exclude-standard", "--directory")
-        found = [os.fsdecode(name).rstrip("/") for name in names.split(b"\0") if name]
+        words = ("ls-files", "-z", "-oi", "--exclude-standard", "--directory")
+        found = [
+            str((part / name).relative_to(root))
+            for part in repositories(root)
+            for name in os.fsdecode(git(part, *words)).split("\0")
+            if name
+        ]
     except (OSError, SubprocessError):
         found = [
             str(path.relative_to(root))

@@ -99,19 +99,62 @@ def _is_environment(folder: Path) -> bool:
     return (folder / "pyvenv.cfg").is_file()
 
 
+_SUBMODULE = "160000"  # the mode of its entry
+
+
+def submodules(root: Path, commit: str = "") -> dict[str, str]:
+    """Return the folders of the submodules, checked out or not, each with its commit.
+
+    That is the one which the index names, or the commit that is given. Raises what `git` does.
+    """
+    words = ("ls-tree", "-r", "-z", commit) if commit else ("ls-files", "-s", "-z")
+    entries = os.fsdecode(git(root, *words, timeout=None)).split("\0")
+    return {
+        name: max(its.split(), key=len)  # beside it stand the mode and a word or a digit
+        for its, _, name in (entry.partition("\t") for entry in entries)
+        if its.startswith(_SUBMODULE)
+    }
+
+
+def is_checked_out(submodule: Path) -> bool:
+    """Whether the folder of a submodule is a repository."""
+    return (submodule / ".git").exists()
+
+
+def repositories(root: Path) -> Iterator[Path]:
+    """Yield the repository at `root` after its submodules that are there, each after its own."""
+    for name in submodules(root):
+        if is_checked_out(root / name):
+            yield from repositories(root / name)
+    yield root
+
+
 def write_commit(root: Path, commit: str, tree: Path) -> None:
     """Write the files of a commit of the repository at `root` into the new folder `tree`.
 
     There they are a repository whose HEAD is that commit, for a program that asks git about itself.
-    Raises `CopyError` where git cannot.
+    Submodules are written as well, without those that have no such commit here. Raises `CopyError`
+    where git cannot.
     """
     try:
         _make_repository(root, commit, tree)
         index = {"GIT_INDEX_FILE": str(tree / ".git" / "index")}
         git(root, "read-tree", commit, timeout=None, variables=index)
         git(root, "checkout-index", "--all", f"--prefix={tree}/", timeout=None, variables=index)
+        for name, inner in submodules(root, commit).items():
+            if _has_commit(root / name, inner):
+                write_commit(root / name, inner, tree / name)
     except (OSError, SubprocessError) as error:
         raise CopyError(f"git cannot write out commit {commit[:12]}: {_said(error)}") from None
+
+
+def _has_commit(root: Path, commit: str) -> bool:
+    """Whether a commit is in the repository at `root`."""
+    try:
+        git(root, "cat-file", "-e", f"{commit}^{{commit}}")
+    except (OSError, SubprocessError):
+        return False
+    return True
 
 
 def _make_repository(root: Path, commit: str, tree: Path) -> None:
@@ -137,11 +180,15 @@ def _said(error: Exception) -> str:
 def files_now(root: Path) -> list[str]:
     """Return the files below `root`, by their path there, that git tracks or does not ignore.
 
-    In no repository these are all files but those of virtual environments.
+    Those of its submodules are among them. In no repository these are all files but those of
+    virtual environments.
     """
     try:
         names = git(root, "ls-files", "-z", "-co", "--exclude-standard", timeout=None)
+        inner = [name for name in submodules(root) if is_checked_out(root / name)]
         found = [os.fsdecode(name) for name in names.split(b"\0") if name]
+        found = [name for name in found if name not in inner]
+        found += [f"{sub}/{name}" for sub in inner for name in files_now(root / sub)]
     except (OSError, SubprocessError):
         found = []
         for folder, folders, files in os.walk(root):
@@ -167,8 +214,8 @@ def write_files(root: Path, names: Iterable[str], tree: Path) -> None:
             shutil.copyfile(root / index, tree / ".git" / "index")
         for name in names:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            if (root / name).is_dir() and not (root / name).is_symlink():  # a submodule
-                shutil.copytree(root / name, tree / name, symlinks=True, dirs_exist_ok=True)
+            if (root / name).is_dir() and not (root / name).is_symlink():
+                (tree / name).mkdir(exist_ok=True)  # a submodule that is not there
             else:
                 shutil.copy2(root / name, tree / name, follow_symlinks=False)
     except (OSError, SubprocessError) as error:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen, SubprocessError
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING
 
 from torchrepro.manifest.environment import git
-from torchrepro.verification.copies import CopyError, is_of_environment
+from torchrepro.verification.copies import (
+    CopyError,
+    is_checked_out,
+    is_of_environment,
+    repositories,
+    submodules,
+)
 from torchrepro.verification.file_notes import LISTED, READ, TOO_MANY, WRITTEN, Use, noted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-_SUBMODULE = b"160000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,12 @@ def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) 
         path = Path(each.path)
         if path.is_relative_to(root) and path != root and not is_of_environment(path, root):
             kinds.setdefault(str(path.relative_to(root)), {}).setdefault(each.kind, each)
-    tracked = _tracked(root)
-    ignored = _ignored(root, kinds, tracked)
+    try:
+        parts = _by_repository(root, kinds)
+        tracked = set(chain.from_iterable(_tracked(root, part) for part in parts))
+    except (OSError, SubprocessError):
+        raise CopyError("git does not say which files it tracks") from None
+    ignored = set(chain.from_iterable(_ignored(root, *each) for each in parts.items()))
     code, own = [], []
     for name, its in kinds.items():
         use = its.get(READ)
@@ -80,30 +89,31 @@ def _lines(text: bytes) -> list[str]:
     return [os.fsdecode(name) for name in text.split(b"\0") if name]
 
 
-def _tracked(root: Path) -> dict[str, bytes]:
-    """Return the mode of each file that git tracks; raises `CopyError` where it does not tell."""
-    try:
-        entries = git(root, "ls-files", "-s", "-z", timeout=None).split(b"\0")
-    except (OSError, SubprocessError):
-        raise CopyError("git does not say which files it tracks") from None
-    pairs = (entry.partition(b"\t") for entry in entries if entry)
-    return {os.fsdecode(name): its[: len(_SUBMODULE)] for its, _, name in pairs}
+def _by_repository(root: Path, names: Iterable[str]) -> dict[Path, list[str]]:
+    """Return `root` and its submodules, each with those of some names that are its own."""
+    found: dict[Path, list[str]] = {part: [] for part in repositories(root)}
+    for name in names:
+        # The innermost comes first; the folder of a submodule belongs to what it lies in.
+        found[next(part for part in found if part in (root / name).parents)].append(name)
+    return found
 
 
-def _ignored(root: Path, names: Iterable[str], tracked: Mapping[str, bytes]) -> set[str]:
-    """Return those of some names that git ignores; raises `CopyError` for one in a submodule."""
-    every = [*names]
-    for folder in (name for name, mode in tracked.items() if mode == _SUBMODULE):
-        for name in every:
-            if name.startswith(f"{folder}/"):
-                raise CopyError(f"{name} belongs to the submodule {folder}")
+def _tracked(root: Path, part: Path) -> Iterator[str]:
+    for name in _lines(git(part, "ls-files", "-z", timeout=None)):
+        yield str((part / name).relative_to(root))
+
+
+def _ignored(root: Path, part: Path, names: Iterable[str]) -> list[str]:
+    """Return those of some names that git ignores."""
+    own = {str((root / name).relative_to(part)): name for name in names}
+    given = b"\0".join(map(os.fsencode, own))
     try:
-        given = b"\0".join(map(os.fsencode, every))
-        return set(_lines(git(root, "check-ignore", "-z", "--stdin", timeout=None, given=given)))
+        found = git(part, "check-ignore", "-z", "--stdin", timeout=None, given=given)
     except (OSError, SubprocessError) as error:
         if getattr(error, "returncode", 0) == 1:  # none
-            return set()
+            return []
         raise CopyError("git does not say which files it ignores") from None
+    return [own[each] for each in _lines(found)]
 
 
 def _to_link(
@@ -133,19 +143,27 @@ def _without(root: Path, name: str, written: set[str]) -> Iterator[str]:
             yield from _without(root, below, {*inside})
 
 
-def blobs_of(root: Path, names: Sequence[str]) -> dict[str, str]:
+def blobs_of(root: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the blob that git would make of each of some files; what is not there is left out.
 
     Raises `CopyError` where git cannot.
     """
     there = [name for name in sorted(names) if (root / name).is_file() and "\n" not in name]
-    given = b"\n".join(map(os.fsencode, there))
+    found: dict[str, str] = {}
     try:
-        # By their paths, so that what git stores is known where a filter changes it.
-        found = git(root, "hash-object", "--stdin-paths", timeout=None, given=given)
+        for part, its in _by_repository(root, there).items():
+            own = (str((root / name).relative_to(part)) for name in its)
+            given = b"\n".join(map(os.fsencode, own))
+            # By their paths, so that what git stores is known where a filter changes it.
+            blobs = git(part, "hash-object", "--stdin-paths", timeout=None, given=given)
+            found |= zip(its, blobs.decode().split(), strict=True)
     except (OSError, SubprocessError):
         raise CopyError("git cannot read the files of the program") from None
-    return dict(zip(there, found.decode().split(), strict=True))
+    return {name: found[name] for name in there}
+
+
+_ABSENT = ""  # the blob of a file that is not there
+_BLOCK = 64  # commits that git is asked about at once
 
 
 def commit_with(root: Path, files: Mapping[str, str], absent: Iterable[str] = ()) -> str:
@@ -154,41 +172,69 @@ def commit_with(root: Path, files: Mapping[str, str], absent: Iterable[str] = ()
     First the history of HEAD is searched, then all other branches. Raises `CopyError` with the
     reason, and what would help, where there is none.
     """
-    paths = ["--", *(f":(top,literal){name}" for name in files)]
+    wanted = {**dict.fromkeys(absent, _ABSENT), **files}
+    own, inner = _by_submodule(root, wanted)
+    paths = ["--", *(f":(top,literal){name}" for name in (*own, *inner))]
     given = "\n".join([*paths, ""]).encode(errors="surrogateescape")
-    seen: set[str] = set()
-    gone = sorted(absent)
     for which in ("HEAD", "--all"):
         words = "rev-list", "--full-history", "--date-order", which, "--stdin"
         try:
             commits = git(root, *words, timeout=None, given=given).decode().split()
         except (OSError, SubprocessError):
             continue  # a repository without a commit has no HEAD
-        with Popen(  # noqa: S603 - words of our own
-            ["git", "-C", str(root), "cat-file", "--batch-check=%(objectname)"],  # noqa: S607
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            cwd=os.sep,
-            env={name: its for name, its in os.environ.items() if not name.startswith("GIT_")},
-        ) as asked:
-            for commit in commits:
-                if commit not in seen and _has(asked, commit, files, gone):
-                    return commit
-                seen.add(commit)
-    shallow = git(root, "rev-parse", "--is-shallow-repository").strip() == b"true"
-    hint = ": its history is cut off; git fetch --unshallow" if shallow else ""
-    raise CopyError(f"no commit here has the files of the lock{hint}")
+        for commit in _having(root, commits, wanted):
+            return commit
+    gone = [folder for folder in inner if not is_checked_out(root / folder)]
+    if gone:
+        raise CopyError(f"the submodule {gone[0]} is not there; git submodule update --init")
+    for part in repositories(root):
+        if git(part, "rev-parse", "--is-shallow-repository").strip() == b"true":
+            place = "" if part == root else f"-C {part.relative_to(root)} "
+            hint = f"a history is cut off; git {place}fetch --unshallow"
+            raise CopyError(f"no commit here has the files of the lock: {hint}")
+    raise CopyError("no commit here has the files of the lock")
 
 
-def _has(asked: Popen[bytes], commit: str, files: Mapping[str, str], absent: Sequence[str]) -> bool:
-    def blob(name: str) -> bytes:
-        if asked.stdin is None or asked.stdout is None:
-            return b""
-        asked.stdin.write(f"{commit}:{name}\n".encode(errors="surrogateescape"))
-        asked.stdin.flush()
-        return asked.stdout.readline().strip()
+def _by_submodule(
+    root: Path, wanted: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Return what is wanted of a repository itself, and of each of its submodules."""
+    own: dict[str, str] = {}
+    inner: dict[str, dict[str, str]] = {}
+    folders = [*submodules(root)]
+    for name, blob in wanted.items():
+        folder = next((each for each in folders if name.startswith(f"{each}/")), None)
+        if folder is None:
+            own[name] = blob
+        else:
+            inner.setdefault(folder, {})[name.removeprefix(f"{folder}/")] = blob
+    return own, inner
 
-    if any(blob(name) != its.encode() for name, its in files.items()):
+
+def _having(root: Path, commits: Sequence[str], wanted: Mapping[str, str]) -> Iterator[str]:
+    """Yield those of some commits whose files have the wanted blobs."""
+    own, inner = _by_submodule(root, wanted)
+    for start in range(0, len(commits), _BLOCK):
+        block = commits[start : start + _BLOCK]
+        asked = "".join(f"{commit}:{name}\n" for commit in block for name in own)
+        answers = iter(
+            git(
+                *(root, "cat-file", "--batch-check=%(objectname)"),
+                timeout=None,
+                given=asked.encode(errors="surrogateescape"),
+            ).splitlines()
+        )
+        for commit in block:
+            found = [(next(answers), blob) for blob in own.values()]
+            if all(
+                it == blob.encode() if blob else it.endswith(b" missing") for it, blob in found
+            ) and all(_has_inside(root, commit, *each) for each in inner.items()):
+                yield commit
+
+
+def _has_inside(root: Path, commit: str, folder: str, wanted: Mapping[str, str]) -> bool:
+    try:
+        inner = git(root, "rev-parse", "--verify", "-q", f"{commit}:{folder}").decode().strip()
+        return any(_having(root / folder, [inner], wanted))
+    except (OSError, SubprocessError):  # it was no submodule yet, or is not there
         return False
-    return all(blob(name).endswith(b"missing") for name in absent)
