@@ -49,6 +49,8 @@ SAID = {
     "x, y = words": [("set", SET_ORDER)],
     "x = words.pop()": [("set", SET_ORDER)],
     "order.extend(words.union('c'))": [("set", SET_ORDER)],
+    "x = sorted(words, key=len), sorted(order, key=len)": [("sorted", SET_ORDER)],
+    "x = min(words, key=len)": [("min", SET_ORDER)],
     "x = sorted(words), len(words), 'a' in words, max(words), words | {1}": [],
     "x = sorted(list(words)), sorted(word for word in words), {word for word in words}": [],
     "x = list(order), [a for a in order], order.pop(), ','.join(order)": [],

@@ -254,6 +254,22 @@ def test_a_proposed_command_has_the_options_that_say_what_is_the_same(training, 
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("escalate", [False, True])
+def test_nothing_is_proposed_with_which_runs_agree_as_they_do_without_it(
+    escalate, training, verified
+):
+    """What differs in the first run alone, and in no later one, is no matter of a setting."""
+    before = "import os\nfirst = not os.path.isdir('seen')\nos.makedirs('seen', exist_ok=True)"
+    found = verified(training("batch = batch + first", before), escalate=escalate)
+    advice = found.verdict.advice
+
+    assert not found.same
+    assert (advice.command, advice.edit, advice.tried) == ("", None, "")
+    assert "more runs of it are the same: it differs too seldom to show what helps" in str(found)
+    assert not any(trial.same for trial in found.tried if trial.what != "the command as it is")
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_file_that_is_left_for_the_next_run_is_there_again_after_the_trials(training, verified):
     """Trials put such a file aside, and give it back as it was, whatever their answer."""
     cached = "np.load('cache.npy') if os.path.exists('cache.npy') else np.full(1, 0.25)"

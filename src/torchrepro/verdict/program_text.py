@@ -97,6 +97,7 @@ _SET_OPERATORS = ast.BitOr, ast.BitAnd, ast.Sub, ast.BitXor
 _SET_METHODS = ("union", "intersection", "difference", "symmetric_difference", "copy")
 _ORDERED = ("list", "tuple", "enumerate", "iter", "zip", "map", "filter", "sum", "dict.fromkeys")
 _ORDERED_METHODS = ("join", "extend", "fromkeys")
+TIES = ("sorted", "min", "max")  # with a key, what is equal by it is told apart by its order
 _WITHOUT_ORDER = ("sorted", "set", "frozenset", "len", "min", "max", "any", "all")
 _VIEWS = ("keys", "items")  # of a dict; an operator between them makes a set
 
@@ -190,7 +191,8 @@ def _said(module: Module) -> Iterator[tuple[int, str, str]]:
             if what is not None:
                 yield node.lineno, what, name
         if any(map(sets.is_set, sets.read_in_order(node))):
-            yield getattr(node, "lineno", 1), SET_ORDER, "set"
+            name = module.name(node.func) if isinstance(node, ast.Call) else ""
+            yield getattr(node, "lineno", 1), SET_ORDER, name if name in TIES else "set"
 
 
 class _Sets:
@@ -273,6 +275,8 @@ class _Sets:
         around = self._parents.get(node)
         if isinstance(around, ast.Call) and self._name(around.func) in _WITHOUT_ORDER:
             return []
+        if isinstance(node, ast.Call) and self._name(node.func) in TIES:
+            return node.args[:1] if any(each.arg == "key" for each in node.keywords) else []
         if isinstance(node, ast.ListComp | ast.GeneratorExp | ast.DictComp):
             return [each.iter for each in node.generators]
         if isinstance(node, ast.Call):

@@ -39,6 +39,7 @@ from torchrepro.verdict.diagnosis import (
 )
 from torchrepro.verdict.evidence import short
 from torchrepro.verdict.program_text import (
+    TIES,
     edit_of,
     edit_of_sample,
     edits_elsewhere,
@@ -50,7 +51,7 @@ from torchrepro.verdict.value import Advice, Kind, SeedSource
 from torchrepro.verification.copies import CopyError, edited_copy
 from torchrepro.verification.held_sources import HELD_AT_ONCE
 from torchrepro.verification.perturbations import RunEnvironment
-from torchrepro.verification.result import Run, Trial
+from torchrepro.verification.result import UNCHANGED, Run, Trial
 from torchrepro.verification.runner import status_in_words
 
 if TYPE_CHECKING:
@@ -114,6 +115,9 @@ class Trials:
     most: float = MOST
     """The runs that all trials take at most."""
     done: list[Trial] = field(default_factory=list)
+    _last: Run | None = None  # the first run of the last trial whose runs agreed
+    _unchanged: list[Run] = field(default_factory=list)  # more runs of the command as it is
+    _differs_seldom: bool = False  # as many of these are the same as a trial takes
 
     def advised(self) -> Verdict:
         """Return the verdict with what trials show: its cause, the edit, the command that repeats.
@@ -255,10 +259,44 @@ class Trials:
         for trace in traces:
             trace.close()
         if all(read["what"] != FORKED for read in reads):
-            return False
+            return self._agrees_unchanged()
         answer = "the same by chance: which child takes which task decides what it draws"
         self.done[-1] = replace(self.done[-1], same=False, answer=answer)
         return True
+
+    def _agrees_unchanged(self) -> bool:
+        """Whether runs of the command as it is agree as those of the last trial; that is noted.
+
+        Where no run of it was that of the trial, what was tried has changed what it computes.
+        """
+        trial, compare = self.done[-1], self.runner.compare
+        if self._last is None or not any(compare(each, self._last).same for each in self.between):
+            return False
+        runner = replace(self.runner, limit=self._limit)
+        for number in range(trial.runs):
+            if number == len(self._unchanged):
+                self.runner.say(f"{UNCHANGED}, run {number + 1} of {trial.runs} ...")
+                environment = self.environments[min(number, 1)]
+                run = runner.run(self.resolved, f"unchanged-{number + 1}", environment)
+                self._unchanged.append(run)
+            run = self._unchanged[number]
+            if run.status != 0 or not run.recorded or not compare(run, self._last).same:
+                return False
+        self._differs_seldom = True
+        answer = "the same by chance: as many runs without it are the same as well"
+        self.done[-1] = replace(trial, same=False, answer=answer)
+        return True
+
+    @property
+    def tried(self) -> tuple[Trial, ...]:
+        """All trials, and the runs of the command as it is that they were held against."""
+        runs, same = len(self._unchanged), self._differs_seldom
+        answer = "the same" if same else "not the same"
+        return (*self.done, *([Trial(UNCHANGED, "", same, runs, answer)] if runs else ()))
+
+    @property
+    def _limit(self) -> float:
+        return max(self.longest * _PATIENCE, _AT_LEAST)
 
     def _holds(self, what: str, reads: Sequence[Suspect], resolved: ResolvedProfile | None) -> bool:
         lines = ["/".join(each.where.split("/")[-2:]) for each in reads]
@@ -312,10 +350,11 @@ class Trials:
         runner: Runner | None = None,
     ) -> bool:
         """Whether so many runs agree with a change; how they went is added to what was done."""
-        if sum(trial.runs for trial in self.done) + runs > self.most:
+        spent = sum(trial.runs for trial in self.tried)
+        if self._differs_seldom or spent + runs > self.most:
             return False
         done, answer = [], ""
-        runner = replace(runner or self.runner, limit=max(self.longest * _PATIENCE, _AT_LEAST))
+        runner = replace(runner or self.runner, limit=self._limit)
         for number in range(runs):
             self.runner.say(f"tried: {what}, run {number + 1} of {runs} ...")
             environment = self.environments[min(number, 1)] | change
@@ -338,6 +377,7 @@ class Trials:
                     answer = "the same, and its losses are no numbers"
                     break
         else:
+            self._last = done[0]
             self.done.append(Trial(what, command, same=True, runs=runs, answer=answer))
             return True
         self.done.append(Trial(what, command, same=False, runs=len(done), answer=answer))
@@ -397,11 +437,13 @@ class Trials:
         files, steps = self.verdict.program.files, min(run.steps for run in self.between)
         edits += edits_elsewhere(what, files, steps)
         for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
+            same = False
             with suppress(CopyError), edited_copy(edit, files) as copy:
                 runner = replace(self.runner, command=copy.command(self.runner.command))
                 at, change = f"{short(edit.where)} edited", copy.environment
-                if self._agrees(at, "", self.resolved, change, runs=ENOUGH_HELD, runner=runner):
-                    return edit
+                same = self._agrees(at, "", self.resolved, change, runs=ENOUGH_HELD, runner=runner)
+            if same and not self._agrees_unchanged():
+                return edit
         return None
 
     def _lines(self, what: str) -> list[Suspect]:
@@ -415,7 +457,8 @@ class Trials:
         if what == UNWRITTEN and len(found) > 1:
             alone = (each for each in found[:_LINES] if self._holds(what, [each], self.resolved))
             return list(islice(alone, 1)) or list(found)
-        return list(found)
+        # A set may be sorted by a key that no two members share: where all else has an order.
+        return [each for each in found if each.name not in TIES] or list(found)
 
     def _with_command(self, its: Evidence) -> Verdict:
         trial = self.done[-1]

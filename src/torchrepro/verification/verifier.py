@@ -177,7 +177,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                     verdict = trials.escalated()
                 else:
                     verdict = trials.with_one_hash_seed() if culprits else trials.advised()
-                tried = tuple(trials.done)
+                tried = trials.tried
             if stressed and plan.other_hash_seed:
                 why = "the profile sets it, and the runs differ without another one already"
                 stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, why)))
