@@ -265,7 +265,7 @@ def test_nothing_is_proposed_with_which_runs_agree_as_they_do_without_it(
 
     assert not found.same
     assert (advice.command, advice.edit, advice.tried) == ("", None, "")
-    assert "more runs of it are the same: it differs too seldom to show what helps" in str(found)
+    assert "most runs of it are the same: it differs too seldom to show what helps" in str(found)
     assert not any(trial.same for trial in found.tried if trial.what != "the command as it is")
 
 

@@ -190,9 +190,8 @@ def _rows(found: Verification) -> Iterator[tuple[str, str]]:
     if verbosity() is Verbosity.VERBOSE:
         for trial in found.tried:
             yield "tried", f"{trial.what}: {trial.answer}"
-    elif seldom := [trial for trial in found.tried if trial.what == UNCHANGED and trial.same]:
-        runs = counted(seldom[0].runs, "more run")
-        yield "tried", f"{runs} of it are the same: it differs too seldom to show what helps"
+    elif any(trial.what == UNCHANGED and trial.same for trial in found.tried):
+        yield "tried", "most runs of it are the same: it differs too seldom to show what helps"
     elif any(trial.command for trial in found.tried) and not found.verdict.repeats:
         yield "tried", "no setting that was tried makes it repeatable (--verbose: which)"
     if found.folder:

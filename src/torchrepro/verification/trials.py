@@ -117,7 +117,7 @@ class Trials:
     done: list[Trial] = field(default_factory=list)
     _last: Run | None = None  # the first run of the last trial whose runs agreed
     _unchanged: list[Run] = field(default_factory=list)  # more runs of the command as it is
-    _differs_seldom: bool = False  # as many of these are the same as a trial takes
+    _differs_seldom: bool = False  # most of these are the same
 
     def advised(self) -> Verdict:
         """Return the verdict with what trials show: its cause, the edit, the command that repeats.
@@ -265,7 +265,7 @@ class Trials:
         return True
 
     def _agrees_unchanged(self) -> bool:
-        """Whether runs of the command as it is agree as those of the last trial; that is noted.
+        """Whether most runs of the command as it is agree with the last trial, which is noted.
 
         Where no run of it was that of the trial, what was tried has changed what it computes.
         """
@@ -273,17 +273,21 @@ class Trials:
         if self._last is None or not any(compare(each, self._last).same for each in self.between):
             return False
         runner = replace(self.runner, limit=self._limit)
-        for number in range(trial.runs):
-            if number == len(self._unchanged):
-                self.runner.say(f"{UNCHANGED}, run {number + 1} of {trial.runs} ...")
-                environment = self.environments[min(number, 1)]
-                run = runner.run(self.resolved, f"unchanged-{number + 1}", environment)
-                self._unchanged.append(run)
-            run = self._unchanged[number]
-            if run.status != 0 or not run.recorded or not compare(run, self._last).same:
-                return False
-        self._differs_seldom = True
-        answer = "the same by chance: as many runs without it are the same as well"
+        found: list[bool] = []  # of each run, whether it agrees
+        while max(map(found.count, (True, False))) <= ENOUGH // 2:
+            if len(found) == len(self._unchanged):
+                if self._spent >= self.most:
+                    break
+                self.runner.say(f"{UNCHANGED}, run {len(found) + 1} of {ENOUGH} ...")
+                environment = self.environments[min(len(found), 1)]
+                name = f"unchanged-{len(found) + 1}"
+                self._unchanged.append(runner.run(self.resolved, name, environment))
+            run = self._unchanged[len(found)]
+            found.append(not run.status and run.recorded and compare(run, self._last).same)
+        if found.count(False) > ENOUGH // 2:
+            return False
+        self._differs_seldom = found.count(True) > ENOUGH // 2
+        answer = "the same, perhaps by chance: so are runs without it"
         self.done[-1] = replace(trial, same=False, answer=answer)
         return True
 
@@ -291,8 +295,12 @@ class Trials:
     def tried(self) -> tuple[Trial, ...]:
         """All trials, and the runs of the command as it is that they were held against."""
         runs, same = len(self._unchanged), self._differs_seldom
-        answer = "the same" if same else "not the same"
+        answer = "most are the same" if same else "most differ"
         return (*self.done, *([Trial(UNCHANGED, "", same, runs, answer)] if runs else ()))
+
+    @property
+    def _spent(self) -> int:
+        return sum(trial.runs for trial in self.tried)
 
     @property
     def _limit(self) -> float:
@@ -350,8 +358,7 @@ class Trials:
         runner: Runner | None = None,
     ) -> bool:
         """Whether so many runs agree with a change; how they went is added to what was done."""
-        spent = sum(trial.runs for trial in self.tried)
-        if self._differs_seldom or spent + runs > self.most:
+        if self._differs_seldom or self._spent + runs > self.most:
             return False
         done, answer = [], ""
         runner = replace(runner or self.runner, limit=self._limit)
@@ -395,6 +402,8 @@ class Trials:
         cause = cause_of(left[0]) if left else cause_by_rule(its)
         what = left[0].what if left else ""
         edit = self._edit_that_works(what, left[:1]) if what in (FORKED, THREADS) else None
+        if edit and what == THREADS and self._agrees_unchanged():
+            edit = None  # no run has shown that it is the threads
         advice = replace(self._advice(), cause=cause, edit=edit, tried=TRIED * bool(edit))
         return self._with_advice(advice)
 
@@ -437,13 +446,11 @@ class Trials:
         files, steps = self.verdict.program.files, min(run.steps for run in self.between)
         edits += edits_elsewhere(what, files, steps)
         for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
-            same = False
             with suppress(CopyError), edited_copy(edit, files) as copy:
                 runner = replace(self.runner, command=copy.command(self.runner.command))
                 at, change = f"{short(edit.where)} edited", copy.environment
-                same = self._agrees(at, "", self.resolved, change, runs=ENOUGH_HELD, runner=runner)
-            if same and not self._agrees_unchanged():
-                return edit
+                if self._agrees(at, "", self.resolved, change, runs=ENOUGH_HELD, runner=runner):
+                    return edit
         return None
 
     def _lines(self, what: str) -> list[Suspect]:
