@@ -24,6 +24,25 @@ from ..benchmarks.paired import compare, require
 from ..verification.repositories import write
 from .training import COMMAND, FILES
 
+THREADED = """
+import threading, torch
+
+def train(seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.nn.Parameter(torch.rand(4, generator=generator))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (weight * torch.rand(4, generator=generator)).sum().backward()
+        optimizer.step()
+
+threads = [threading.Thread(target=train, args=(seed,)) for seed in (1, 2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
 
 def test_the_same_numbers_are_said_and_the_settings_that_do_not_matter(training, monkeypatch):
     """The run of the lock has its numbers; what differs besides has no effect on them."""
@@ -223,6 +242,19 @@ def test_the_first_difference_is_said(name):
 
     assert expected in str(found) if expected else found is None
     assert locked.to_json() == {"steps": NUMBERS, "end": ""}
+
+
+def test_steps_that_threads_end_in_any_order_are_not_locked(training):
+    """The number of a step is then chance: it says so, and writes nothing. One thread has one."""
+    training.write({"train.py": THREADED.replace("(1, 2)", "(1,)")})
+    assert training.lock()[0] == 0
+    (training.folder / "repro.lock").unlink()
+    training.write({"train.py": THREADED})
+    status, out, err = training.lock()
+
+    assert (status, out) == (2, "")
+    assert "several threads end steps, so it is chance which step has which numbers" in err
+    assert not (training.folder / "repro.lock").exists()
 
 
 @pytest.mark.benchmark

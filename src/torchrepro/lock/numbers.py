@@ -84,13 +84,18 @@ def digest_of_all(each: Iterable[bytes]) -> str:
 def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
     """Return the numbers of a recorded run, of each step whose number is a multiple of `every`.
 
-    Losses are those of rank 0. Raises `TraceError` for a recording that holds no step of any.
+    Losses are those of rank 0. Raises `TraceError` for a recording that holds no step of any, and
+    for one of which several threads have ended steps.
     """
     traces = read_run(folder, records=False)
     parameters: dict[int, list[bytes]] = {}
     losses: dict[int, list[str]] = {}
     end: list[bytes] = []
     for trace in traces:
+        if len({row.thread for row in trace.steps.values()}) > 1:
+            what = "several threads end steps, so it is chance which step has which numbers"
+            todo = "compare its runs: torchrepro verify PROFILE -- COMMAND"
+            raise TraceError.about(what, found=str(folder), todo=todo)
         for number, row in trace.steps.items():
             if row.finished and number % every == 0:
                 parameters.setdefault(number, []).append(row.parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from shlex import join
@@ -187,13 +187,16 @@ def check_numbers(
     asked = locked_request(path, contents, command)
     numbers = Numbers.from_json(contents.get("numbers"), str(path))
     resolved = resolve(*named_in(path, contents), typed=False)
-    # Torch is imported, for the settings, while the command runs.
     with output_directory("", say) as output, ThreadPoolExecutor(1) as aside:
-        settings_here = aside.submit(untouched()(check), path, strict=strict)
+        settings_here: list[Future[CheckResult]] = []
+
+        def check_settings() -> None:  # imports torch, which who prepares a run would wait for
+            settings_here.append(aside.submit(untouched()(check), path, strict=strict))
+
         runner = asked.runner(output, say, meanwhile)
         say("run ...")
-        its = asked.run(runner, resolved, "here")
-        settings = settings_here.result()
+        its = asked.run(replace(runner, beside=check_settings), resolved, "here")
+        settings = settings_here[0].result()
         if its.run.status or not its.run.recorded:
             raise failure([its.run], asked.command)
         here = numbers_of(its.run.folder, asked.every)

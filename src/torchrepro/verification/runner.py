@@ -81,6 +81,8 @@ class Runner:
     """Lines whose records are left out."""
     limit: float | None = None
     """Seconds after which a run is ended; None for no limit."""
+    beside: Callable[[], object] = lambda: None
+    """Called once a run is prepared: what it begins goes on beside the command."""
 
     def run(
         self,
@@ -102,6 +104,7 @@ class Runner:
             program, variables = prepared(resolved, self.command)
         request.prepare_folder()
         variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
+        self.beside()
         begun = time.monotonic()
         with _watched(traces, self.meanwhile):
             status = run_to_end(program, self.command, variables, log, self.limit)
