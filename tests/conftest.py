@@ -70,9 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.xmlpath = str(Path(folder) / f"{os.getpid()}.xml")
 
 
-@pytest.hookimpl(trylast=True)  # after a folder has said which of its tests are slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of what calls torch's internals; note in that report which need hardware.
+    """Mark the tests of what calls torch's internals, before pytest selects by marks.
+
+    The report is told which tests need hardware.
 
     The slow ones come first: none of them is left at the end, while all cores but one wait.
     """
