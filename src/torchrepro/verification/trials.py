@@ -171,7 +171,8 @@ class Trials:
         ]
         profile = self.profile or "seed-only"
         overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
-        if self.own_profile or not self._setting(profile, overrides):
+        # That it is the hash seed was seen as each perturbation was tried alone.
+        if self.own_profile or not self._agrees_under(profile, overrides):
             return self.verdict
         trial = self.done[-1]
         advice = replace(self._advice(), command=trial.command, tried=_agreed(trial.runs))
@@ -242,6 +243,9 @@ class Trials:
         return shell_line([*ours, "--", *(self.words if words is None else words)])
 
     def _setting(self, profile: Any, overrides: tuple[str, ...]) -> bool:
+        return self._agrees_under(profile, overrides) and not self._by_chance()
+
+    def _agrees_under(self, profile: Any, overrides: tuple[str, ...]) -> bool:
         command = self._command(profile, overrides)
         what = " ".join([str(profile), *overrides])
         try:
@@ -249,7 +253,7 @@ class Trials:
         except ProfileError as refused:
             self.done.append(Trial(what, command, same=False, runs=0, answer=str(refused)))
             return False
-        return self._agrees(what, command, resolved, RunEnvironment()) and not self._by_chance()
+        return self._agrees(what, command, resolved, RunEnvironment())
 
     def _by_chance(self) -> bool:
         """Whether the runs of the last trial agree and may not the next time; that is noted."""
