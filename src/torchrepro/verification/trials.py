@@ -115,7 +115,7 @@ class Trials:
     most: float = MOST
     """The runs that all trials take at most."""
     done: list[Trial] = field(default_factory=list)
-    _last: Run | None = None  # the first run of the last trial whose runs agreed
+    _last: Run = field(init=False)  # the first run of the last trial whose runs agreed
     _unchanged: list[Run] = field(default_factory=list)  # more runs of the command as it is
     _differs_seldom: bool = False  # most of these are the same
 
@@ -257,8 +257,7 @@ class Trials:
 
     def _by_chance(self) -> bool:
         """Whether the runs of the last trial agree and may not the next time; that is noted."""
-        folder = self.runner.folder / f"trial-{len(self.done)}-1"
-        traces = read_run(folder, records=False)
+        traces = read_run(self._last.folder, records=False)
         reads = [read for trace in traces for read in trace.meta.get("sources", ())]
         for trace in traces:
             trace.close()
@@ -274,23 +273,25 @@ class Trials:
         Where no run of it was that of the trial, what was tried has changed what it computes.
         """
         trial, compare = self.done[-1], self.runner.compare
-        if self._last is None or not any(compare(each, self._last).same for each in self.between):
+        if not any(compare(each, self._last).same for each in self.between):
             return False
         runner = replace(self.runner, limit=self._limit)
-        found: list[bool] = []  # of each run, whether it agrees
-        while max(map(found.count, (True, False))) <= ENOUGH // 2:
-            if len(found) == len(self._unchanged):
+        agree = differ = 0
+        while max(agree, differ) <= ENOUGH // 2:
+            number = agree + differ
+            if number == len(self._unchanged):
                 if self._spent >= self.most:
                     break
-                self.runner.say(f"{UNCHANGED}, run {len(found) + 1} of {ENOUGH} ...")
-                environment = self.environments[min(len(found), 1)]
-                name = f"unchanged-{len(found) + 1}"
-                self._unchanged.append(runner.run(self.resolved, name, environment))
-            run = self._unchanged[len(found)]
-            found.append(not run.status and run.recorded and compare(run, self._last).same)
-        if found.count(False) > ENOUGH // 2:
+                self.runner.say(f"{UNCHANGED}, run {number + 1} of {ENOUGH} ...")
+                environment = self.environments[min(number, 1)]
+                run = runner.run(self.resolved, f"unchanged-{number + 1}", environment)
+                self._unchanged.append(run)
+            run = self._unchanged[number]
+            same = run.status == 0 and run.recorded and compare(run, self._last).same
+            agree, differ = agree + same, differ + (not same)
+        if differ > ENOUGH // 2:
             return False
-        self._differs_seldom = found.count(True) > ENOUGH // 2
+        self._differs_seldom = agree > ENOUGH // 2
         answer = "the same, perhaps by chance: so are runs without it"
         self.done[-1] = replace(trial, same=False, answer=answer)
         return True
