@@ -86,11 +86,7 @@ class NumbersOfTest:
                 locked = Numbers.from_json(held, str(self.path))
                 first = first_difference(locked, numbers)
                 return "" if first is None else "\n".join([str(first), *self._other(held)])
-            its = {
-                **numbers.to_json(),
-                "torch": installed_version("torch"),
-                "profile": self.profile,
-            }
+            its = {**numbers.to_json(), **self._settings()}
             section[self.name] = {**its, "reason": reason} if reason else its
             contents[MACHINES][machine] = section
             write_in_place(self.path, by_lines(contents) + "\n")

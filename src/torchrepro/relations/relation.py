@@ -13,14 +13,20 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ProfileError, TraceError
+from torchrepro.errors import ProfileError
 from torchrepro.imports import named
 from torchrepro.messages import near, shown
 from torchrepro.profile.load import resolve
 from torchrepro.relations.experiment import Experiment
 from torchrepro.relations.related import Related
 from torchrepro.verdict.comparison import tolerance_of
-from torchrepro.verification.runner import Runner, all_failed, failure, output_directory
+from torchrepro.verification.runner import (
+    Runner,
+    all_failed,
+    failure,
+    output_directory,
+    refuse_unrecorded,
+)
 from torchrepro.verification.verifier import command_line, request_for
 
 if TYPE_CHECKING:
@@ -88,12 +94,7 @@ def relate(  # noqa: PLR0913 - each is an option of the command
         runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
         experiment = Experiment(runner, resolved, stack, checkpoint, resume_command)
         plain = [relation.plain(experiment, "plain-1")]
-        if plain[0].status == 0 and not plain[0].recorded:
-            raise TraceError.about(
-                "nothing was recorded of it, so nothing can be said of it",
-                found=" ".join(command),
-                todo="it has to import torch and compute something with it",
-            )
+        refuse_unrecorded(plain[0], command)
         plain.append(relation.plain(experiment, "plain-2"))
         if all_failed(plain):
             raise failure(plain, command)

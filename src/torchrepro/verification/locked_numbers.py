@@ -10,7 +10,7 @@ from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed, listing, parts
-from torchrepro.errors import ProfileError, TraceError
+from torchrepro.errors import ProfileError
 from torchrepro.lock.diff import change
 from torchrepro.lock.lock_file import (
     CheckResult,
@@ -39,7 +39,7 @@ from torchrepro.trace.request import is_range
 from torchrepro.verdict.render import counted, verdict_json
 from torchrepro.verification.copies import CopyError
 from torchrepro.verification.locked_command import LockedCommand
-from torchrepro.verification.runner import all_failed, failure, output_directory
+from torchrepro.verification.runner import all_failed, failure, output_directory, refuse_unrecorded
 from torchrepro.verification.who_changed import Locked, Who, who_changed
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ def lock_numbers(
         for number in (1, 2):
             say(f"run {number} of 2 ...")
             done.append(asked.run(runner, resolved, f"run-{number}"))
-            if not done[-1].run.recorded and not done[-1].run.status:
-                what = "nothing was recorded of it, so there are no numbers to hold"
-                raise TraceError.about(what, found=join(asked.command))
+            refuse_unrecorded(done[-1].run, asked.command)
         runs = [each.run for each in done]
         if all_failed(runs):
             raise failure(runs, asked.command)
@@ -197,7 +195,8 @@ def check_numbers(
         say("run ...")
         its = asked.run(replace(runner, beside=check_settings), resolved, "here")
         settings = settings_here[0].result()
-        if its.run.status or not its.run.recorded:
+        refuse_unrecorded(its.run, asked.command)
+        if its.run.status:
             raise failure([its.run], asked.command)
         here = numbers_of(its.run.folder, asked.every)
         first = first_difference(numbers, here)

@@ -253,6 +253,17 @@ def _watched(traces: Path, tell: Callable[[str], object] | None) -> Iterator[Non
         thread.join()
 
 
+def refuse_unrecorded(run: Run, command: Sequence[str]) -> None:
+    """Raise `TraceError` if a run went well and nothing was recorded of it."""
+    if run.status == 0 and not run.recorded:
+        raise TraceError.about(
+            "nothing was recorded of it, so nothing can be said of its runs",
+            found=join(command),
+            todo="it has to import torch and compute something with it, in a Python in which "
+            "torchrepro is installed",
+        )
+
+
 def all_failed(runs: Sequence[Run]) -> bool:
     """Whether a command has failed in every run with the same exit status."""
     return runs[0].status != 0 and len({run.status for run in runs}) == 1

@@ -10,10 +10,9 @@ import os
 import shutil
 from dataclasses import replace
 from operator import attrgetter
-from shlex import join
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ProfileError, TraceError
+from torchrepro.errors import ProfileError
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.profile.load import resolve
 from torchrepro.redaction import HIDDEN, shareable, shell_line, sounds_secret, without_secrets
@@ -38,6 +37,7 @@ from torchrepro.verification.runner import (
     all_failed,
     failure,
     output_directory,
+    refuse_unrecorded,
 )
 from torchrepro.verification.trials import MOST, Trials
 
@@ -130,13 +130,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             say(f"run {number + 1} of {runs} ...")
             perturbed = plan.names if number else ()
             done.append(runner.run(resolved, f"run-{number + 1}", environment, perturbed))
-            if done[0].status == 0 and not done[0].recorded:
-                raise TraceError.about(
-                    "nothing was recorded of it, so nothing can be said of its runs",
-                    found=join(command),
-                    todo="it has to import torch and compute something with it, in a Python in "
-                    "which torchrepro is installed",
-                )
+            refuse_unrecorded(done[0], command)
             if number and all_failed(done):
                 raise failure(done, command)
         verdicts = [runner.compare(done[0], run) for run in done[1:]]
