@@ -15,7 +15,7 @@ import xxhash
 
 from torchrepro.trace.buffer import joined
 from torchrepro.trace.fingerprint_cache import fingerprint_of
-from torchrepro.trace.format import ARGUMENTS, OUTPUT
+from torchrepro.trace.format import ARGUMENTS, OTHERS, OUTPUT
 from torchrepro.trace.levels import arguments_of
 from torchrepro.trace.op_facts import value_text
 
@@ -55,7 +55,7 @@ def end_state(
     for its in found.values():
         others = [its.pop(name) for name in [*its][MOST:]]
         if others:
-            its["others"] = xxhash.xxh3_64_hexdigest("".join(others).encode())
+            its[OTHERS] = xxhash.xxh3_64_hexdigest("".join(others).encode())
     return dict(found)
 
 

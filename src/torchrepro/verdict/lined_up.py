@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from torchrepro.messages import printable
-from torchrepro.trace.format import OPTIMIZER_STEP
+from torchrepro.trace.format import OPTIMIZER_STEP, OTHERS
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.columns import Pair
 from torchrepro.verdict.criteria import (
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Divergence
 
 _ALLOCATES = "aten::empty"
-_OTHERS = "others"  # what `trace.end_state` calls all values together for which it had no room
 _LOADING = {"forward": (), "backward": ("data",), "optimizer": ("data", "collective")}
 """Phases besides those of `FIELDS` that come before the one of a digest."""
 
@@ -203,7 +202,7 @@ def _unequal_end(pair: Pair) -> Divergence | None:
         names = [
             name
             for name, digest in (left.get(kind) or {}).items()
-            if name in its and name != _OTHERS and digest not in its.values()
+            if name in its and name != OTHERS and digest not in its.values()
         ]
         if names:
             what = f"not the same when the runs end: {printable(names[0])}"

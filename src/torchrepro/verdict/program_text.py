@@ -109,9 +109,12 @@ class Module:
         self.text = text
         self.lines = text.split("\n")
         self.nodes = list(ast.walk(ast.parse(text)))
+        self.of_line: dict[int, list[ast.AST]] = {}
+        """The nodes that begin on each line."""
         self.imported: dict[str, str] = {}
         """What is imported, by the name that it has in the module."""
         for node in self.nodes:
+            self.of_line.setdefault(getattr(node, "lineno", 0), []).append(node)
             if isinstance(node, ast.Import):
                 for each in node.names:
                     first = each.name.partition(".")[0]
@@ -377,7 +380,7 @@ class _Line:
 
     def __init__(self, file: str, number: int, module: Module) -> None:
         self._file = file
-        self._nodes = [each for each in module.nodes if getattr(each, "lineno", 0) == number]
+        self._nodes = module.of_line.get(number, [])
         self._module = module
 
     @classmethod
