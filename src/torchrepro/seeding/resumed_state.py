@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import xxhash
 
@@ -108,9 +109,13 @@ def _await_step(saved: Sequence[Mapping[str, str]], compare: Callable[[Any], Non
 
     forget()
     kinds = {each["kind"] for each in saved}
+    stepped: WeakSet[Any] = WeakSet()
 
     def before_step(optimizer: Any, *_: Any) -> None:
-        if kinds and _kind(optimizer) in kinds:
+        if not kinds or optimizer in stepped:
+            return
+        stepped.add(optimizer)
+        if _kind(optimizer) in kinds:
             kinds.clear()  # torch is reading its hooks: this one is removed later
             compare(optimizer)
 
