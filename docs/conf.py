@@ -35,7 +35,7 @@ nitpick_ignore = [
         *("collections.abc.Callable", "collections.abc.Mapping", "os.PathLike", "Path"),
         *("random.Random", "torch.Generator", "np.random.Generator", "np.random.RandomState"),
         *("Destination", "Knob", "ProcessFacts", "Recording", "ResolvedProfile"),
-        *("torchrepro.errors._WrongRequestError", "torchrepro.seeding.ranks.Mesh"),
+        *("torchrepro.errors._WrongRequestError", "torchrepro.seeding.streams.Mesh"),
         "torchrepro.seeding.generators.Generator",
     )
 ]

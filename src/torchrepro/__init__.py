@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torchrepro.seeding.generators import register_generator as register_generator
     from torchrepro.seeding.generators import seeded as seeded
     from torchrepro.seeding.generators import unregister_generator as unregister_generator
+    from torchrepro.seeding.global_seeds import register_seeder as register_seeder
     from torchrepro.seeding.global_seeds import use_mesh as use_mesh
-    from torchrepro.seeding.libraries import register_seeder as register_seeder
     from torchrepro.seeding.loader_hook import dataloader_kwargs as dataloader_kwargs
     from torchrepro.seeding.loader_hook import set_epoch as set_epoch
     from torchrepro.seeding.loader_worker import sample_rng as sample_rng
@@ -72,8 +72,7 @@ _PUBLIC = {
     "report": ("Report",),
     "seeding.checkpoint": ("Checkpoint",),
     "seeding.generators": ("isolated_rng", "register_generator", "seeded", "unregister_generator"),
-    "seeding.global_seeds": ("use_mesh",),
-    "seeding.libraries": ("register_seeder",),
+    "seeding.global_seeds": ("register_seeder", "use_mesh"),
     "seeding.loader_hook": ("dataloader_kwargs", "set_epoch"),
     "seeding.loader_worker": ("sample_rng",),
     "seeding.state": ("rng_state", "save_rng_state", "set_rng_state"),

@@ -26,8 +26,8 @@ from torchrepro.ray_workers import reach_workers
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import Report, make_report
 from torchrepro.seeding import streams
-from torchrepro.seeding.ranks import world
 from torchrepro.seeding.seeding_calls import note_calls, note_calls_of_new_modules, seeding_calls
+from torchrepro.seeding.streams import world
 from torchrepro.seeding.uncontrolled import Watch, watch_unseeded
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torchrepro.knobs.torch_state import npu_with_devices
 from torchrepro.knobs.variables import openmp_loaded
 from torchrepro.messages import shown, some
 from torchrepro.profile.resolved import NOT_INHERITED, ResolvedProfile, flatten
-from torchrepro.seeding.ranks import world
+from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -116,11 +116,11 @@ def _main() -> None:
 
     import torchrepro
     import torchrepro.applier
-    from torchrepro.seeding import libraries
+    from torchrepro.seeding import global_seeds
 
     for profile in {plan.profile for plan in plans} - {None}:
         torchrepro.plan(profile)
-    libraries._installed()
+    global_seeds._installed()
     gc.freeze()
     folder = Path(sys.argv[2])
     found = [asdict(_carried_out(program, folder / str(n), plan)) for n, plan in enumerate(plans)]

@@ -13,7 +13,7 @@ import pytest
 import torchrepro
 from torchrepro.console import say_once
 from torchrepro.frameworks import huggingface
-from torchrepro.seeding.ranks import World
+from torchrepro.seeding.streams import World
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "policies"))

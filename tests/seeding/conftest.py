@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.seeding import libraries, streams
+from torchrepro.seeding import global_seeds, streams
 from torchrepro.seeding.generators import registered
-from torchrepro.seeding.ranks import VARIABLES
+from torchrepro.seeding.streams import VARIABLES
 
 NUMBERING = {name for pair in VARIABLES for name in pair}
 TIMEOUT = 300
@@ -34,12 +34,12 @@ def _nobody_numbered_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _registries() -> Iterator[None]:
     """Forget after a test what it registered."""
-    before = dict(libraries._registered)
+    before = dict(global_seeds._registered)
     yield
     for name in list(registered):
         torchrepro.unregister_generator(name)
-    libraries._registered.clear()
-    libraries._registered.update(before)
+    global_seeds._registered.clear()
+    global_seeds._registered.update(before)
 
 
 @pytest.fixture

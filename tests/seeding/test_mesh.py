@@ -15,7 +15,7 @@ import json, random, sys
 import numpy as np, torch, torch.distributed as dist, torchrepro
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchrepro.seeding.ranks import coordinate
+from torchrepro.seeding.streams import coordinate
 
 def on_every_rank(size, work):
     answers = []

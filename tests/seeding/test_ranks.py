@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.seeding.global_seeds import seed_as_this_rank
-from torchrepro.seeding.ranks import AGREEING, Mesh, World, coordinate, world
-from torchrepro.seeding.streams import seed_of_rank
+from torchrepro.seeding.streams import AGREEING, Mesh, World, coordinate, seed_of_rank, world
 
 LAUNCHERS = [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
 NO_NUMBERS = ("", "-1", "one", "1.0", "0x1", " 1", "\uff11")
@@ -82,7 +81,7 @@ def test_a_process_group_is_asked_before_any_variable(forked_answer_of: Callable
     program = """
 import json, torch.distributed as dist, torchrepro
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchrepro.seeding.ranks import world
+from torchrepro.seeding.streams import world
 with torchrepro.apply({"seed": 1}):
     before = world().rank, torchrepro.stream("a") == torchrepro.stream("a", rank=1)
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import torchrepro
-from torchrepro.seeding import libraries
+from torchrepro.seeding import global_seeds
 
 CUPY = """
 import types
@@ -162,7 +162,7 @@ def test_an_installed_package_brings_a_seeder(
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: seeds-for-drawer\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        f"[{libraries.GROUP}]\n{name} = seeds_for_drawer:seed\n", encoding="utf-8"
+        f"[{global_seeds.GROUP}]\n{name} = seeds_for_drawer:seed\n", encoding="utf-8"
     )
 
     assert answer_of(ASK, PYTHONPATH=str(tmp_path)) == [[False, False], [5]]
@@ -183,18 +183,18 @@ BAD = {
 @pytest.mark.parametrize("arguments", BAD.values(), ids=BAD)
 def test_what_is_no_seeder_is_refused(arguments: tuple[Any, ...]) -> None:
     """A seeder is a module's name and a function, and no way back without a state to go to."""
-    before = dict(libraries._registered)
+    before = dict(global_seeds._registered)
 
     with pytest.raises(torchrepro.SeedingError, match="not a seeder"):
         torchrepro.register_seeder(*arguments)
 
-    assert libraries._registered == before
+    assert global_seeds._registered == before
 
 
 def test_pytest_randomly_loads_no_torch(answer_of: Callable[..., Any]) -> None:
     """Where torch is not loaded there is nothing to seed, and it stays away."""
     program = (
-        "import json, sys\nfrom torchrepro.seeding.libraries import reseed\n"
+        "import json, sys\nfrom torchrepro.seeding.global_seeds import reseed\n"
         "reseed(5)\nprint(json.dumps('torch' in sys.modules))"
     )
 

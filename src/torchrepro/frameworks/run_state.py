@@ -24,7 +24,6 @@ from torchrepro.seeding.loader_places import (
     resting,
     take_up,
 )
-from torchrepro.seeding.ranks import World, process_group
 from torchrepro.seeding.resumed_state import (
     compare_at_first_step,
     digests_of,
@@ -32,6 +31,7 @@ from torchrepro.seeding.resumed_state import (
     forget,
 )
 from torchrepro.seeding.state import rng_state, run_begins, set_generators, set_rng_state
+from torchrepro.seeding.streams import World, process_group
 
 KEY = "torchrepro"  # under this name a checkpoint holds the state of its run
 

@@ -55,8 +55,7 @@ from torchrepro.planner import plan
 from torchrepro.process_state import inherited, other_than_original
 from torchrepro.redaction import shareable
 from torchrepro.report import Report, announce, announce_end, random_number_lines
-from torchrepro.seeding.ranks import world
-from torchrepro.seeding.streams import drawn_streams, never_drawn
+from torchrepro.seeding.streams import drawn_streams, never_drawn, world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -31,9 +31,9 @@ from torchrepro.profile.resolved import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
 from torchrepro.relaunch import is_interactive, launcher
 from torchrepro.seeding import streams
-from torchrepro.seeding.ranks import VARIABLES as RANKS
-from torchrepro.seeding.ranks import world
 from torchrepro.seeding.seeding_calls import seeding_calls
+from torchrepro.seeding.streams import VARIABLES as RANKS
+from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -19,10 +19,9 @@ from torchrepro.seeding import loader_places
 from torchrepro.seeding.loader import named_loading_of, set_epochs
 from torchrepro.seeding.loader_hook import set_epoch_of_parts
 from torchrepro.seeding.loader_places import Delivery, Resumption
-from torchrepro.seeding.ranks import world
 from torchrepro.seeding.resumed_state import compare_at_first_step, digests_of, forget
 from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_atomically
-from torchrepro.seeding.streams import nonnegative_int
+from torchrepro.seeding.streams import nonnegative_int, world
 
 if TYPE_CHECKING:
     import os

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torchrepro.errors import SeedingError
 from torchrepro.messages import shown
 from torchrepro.seeding import streams
-from torchrepro.seeding.ranks import checked_policy
+from torchrepro.seeding.streams import checked_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,23 +1,33 @@
 """The knobs of the seed: how each global generator is seeded, and how its state is brought back.
 
 `read` returns the seed of a generator where the generator knows it. Undo restores the full state,
-so the numbers drawn after it are those that would have come anyway.
+so the numbers drawn after it are those that would have come anyway. Other libraries that draw
+numbers are seeded when they are loaded, and never imported for it.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial, wraps
 from importlib import import_module
-from typing import Any
+from itertools import count
+from multiprocessing import current_process
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.console import say
+from torchrepro.errors import SeedingError
+from torchrepro.imports import AfterImport
 from torchrepro.knobs.knob import MissingState
-from torchrepro.seeding import generators, libraries, loader, streams
-from torchrepro.seeding.libraries import LibrarySeeds
-from torchrepro.seeding.ranks import Mesh, mesh_place
+from torchrepro.messages import shown
+from torchrepro.seeding import generators, loader, streams
 from torchrepro.seeding.seeding_calls import SeedingCalls, moved_by_program
-from torchrepro.seeding.streams import SeedPlan, seed_of_rank
+from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, seed_of_rank
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +168,7 @@ class AcceleratorSeed:
         return now is None or now == value
 
 
-@dataclass(frozen=True, slots=True)
-class SeedQueue:
+class SeedQueue(NamedTuple):
     """A copy of the calls and seeds that wait for device init.
 
     Private (``_queued_calls``, ``_lazy_seed_tracker``), because torch offers no public way to take
@@ -171,13 +180,11 @@ class SeedQueue:
 
     @classmethod
     def of(cls, module: Any) -> SeedQueue:
-        """Return a copy of what waits for the init of the devices of `module`."""
         tracker = getattr(module, "_lazy_seed_tracker", None)
         calls = list(getattr(module, "_queued_calls", ()))
         return cls(calls, dict(vars(tracker)) if tracker else None)
 
     def put_back(self, module: Any) -> bool:
-        """Make this the queue of `module` again; return whether that was possible."""
         if not isinstance(getattr(module, "_queued_calls", None), list):
             return False
         module._queued_calls[:] = self.calls  # noqa: SLF001 - see above
@@ -202,6 +209,190 @@ class SeedByRank:
         return getattr(self.generator, name)
 
 
+GROUP = "torchrepro.seeders"
+"""Entry points of this group name a module to wait for and a function that takes a seed."""
+
+_GYMNASIUM = "gymnasium.utils.seeding"
+
+
+class Seeder(NamedTuple):
+    """How to seed one library, once its module is loaded."""
+
+    module: str
+    seed: Callable[[Any], Any]
+    save: Callable[[], Any] | None = None
+    restore: Callable[[Any], Any] | None = None  # without it the library keeps its seed
+
+
+def _random(module: str) -> Any:
+    return sys.modules[module].random  # only once it is used is the module there
+
+
+def _seed_gymnasium(root: int) -> None:
+    """Have environments and spaces that get no seed start from streams of `root`, in turn.
+
+    They ask `gymnasium.utils.seeding.np_random`, which is public, for a generator. Without a seed
+    it would take one from the operating system; what the program seeds is left alone. Workers of
+    a vector environment are told apart by the names of their processes. Generators that were made
+    before are not reached, nor is code that has imported the function by its name before.
+    https://gymnasium.farama.org/api/utils/#seeding
+    """
+    seeding = sys.modules[_GYMNASIUM]
+    original = vars(seeding)["np_random"]
+    numbers = count()
+
+    @wraps(original)
+    def np_random(seed: int | None = None) -> Any:
+        if seed is not None:
+            return original(seed)
+        name = f"{current_process().name}/{next(numbers)}"
+        return original(derive(name, root, kind="gymnasium").entropy("numpy"))
+
+    vars(seeding)["np_random"] = np_random
+
+
+SEEDERS = (
+    Seeder(
+        "cupy",
+        # A new state rather than a new seed of the old one: so that the old one can come back.
+        lambda seed: _random("cupy").set_random_state(_random("cupy").RandomState(seed)),
+        lambda: _random("cupy").get_random_state(),
+        lambda state: _random("cupy").set_random_state(state),
+    ),
+    Seeder("tensorflow", lambda seed: _random("tensorflow").set_seed(seed)),
+    Seeder(
+        "gymnasium",
+        _seed_gymnasium,
+        lambda: vars(sys.modules[_GYMNASIUM])["np_random"],
+        lambda function: setattr(sys.modules[_GYMNASIUM], "np_random", function),
+    ),
+)
+"""The libraries known without anybody registering them."""
+
+_registered: dict[str, Seeder] = {seeder.module: seeder for seeder in SEEDERS}
+
+
+def register_seeder(
+    module: str,
+    seed: Callable[[int], Any],
+    save: Callable[[], Any] | None = None,
+    restore: Callable[[Any], Any] | None = None,
+) -> None:
+    """Have profiles seed the library `module` through ``seed(number)`` once it is loaded.
+
+    Under a profile with a seed that happens now if `module` is loaded, else when it is imported;
+    torchrepro never imports it. With `save` and `restore` its state comes back with the undo. A
+    second call for the same module replaces the first. Raises `SeedingError` for a name that
+    is none, and for functions that cannot be called.
+    """
+    way_back = (save is None and restore is None) or (callable(save) and callable(restore))
+    if not isinstance(module, str) or not module or not callable(seed) or not way_back:
+        raise SeedingError.about(
+            "not a seeder",
+            found=f"register_seeder({shown(module)}, {shown(seed)})",
+            legal="the name of a module, a function that takes a seed, and functions to save "
+            "and restore or neither",
+        )
+    _registered[module] = Seeder(module, seed, save, restore)
+    if _libraries.seed is not None:
+        if sys.modules.get(module) is not None:
+            _libraries.seed_library(module)
+        _libraries.watch()
+
+
+class LibrarySeeds:
+    """The seed that other libraries get when they are loaded."""
+
+    def __init__(self) -> None:
+        self.seed: int | None = None
+        self.seeded: dict[str, Any] = {}  # library -> its own state before
+        self._waiting: AfterImport | None = None  # for those that are not loaded yet
+
+    def read(self) -> Any:
+        return self.seed
+
+    def holds(self, value: int) -> bool:
+        return self.seed == value
+
+    def write(self, value: int) -> None:
+        self.seed, self.seeded = value, {}
+        self.watch()
+
+    def save(self) -> Any:
+        return self.seed, dict(self.seeded)
+
+    def restore(self, saved: Any) -> None:
+        self._stop()
+        for module, state in self.seeded.items():
+            seeder = _seeders().get(module)
+            if seeder is not None and seeder.restore is not None:
+                seeder.restore(state)
+        self.seed, self.seeded = saved
+        if self.seed is not None:
+            self.watch()
+
+    def watch(self) -> None:
+        self._stop()
+        seeders = _seeders()
+        for module in seeders:
+            if sys.modules.get(module) is not None and module not in self.seeded:
+                self.seed_library(module)
+        waiting = [module for module in seeders if module not in sys.modules]
+        self._waiting = AfterImport(waiting, self._seed_when_loaded)
+        self._waiting.watch()
+
+    def _stop(self) -> None:
+        if self._waiting is not None:
+            self._waiting.unwatch()
+        self._waiting = None
+
+    def seed_library(self, module: str) -> None:
+        seeder = _seeders()[module]
+        if self.seeded.get(module) is None:  # the state that an earlier seeder saved is kept
+            self.seeded[module] = seeder.save() if seeder.save is not None else None
+        seeder.seed(self.seed)
+
+    def _seed_when_loaded(self, module: str) -> None:
+        try:
+            if self.seed is not None:
+                self.seed_library(module)
+        except Exception as error:  # noqa: BLE001 - whatever a seeder raises must not fail the import
+            why = f"{type(error).__name__}: {error}"
+            say(f"the seeder of {module} failed, so it is not seeded: {why}")
+
+
+_libraries = LibrarySeeds()
+
+
+def _seeders() -> dict[str, Seeder]:
+    return {**_installed(), **_registered}
+
+
+@cache
+def _installed() -> dict[str, Seeder]:
+    # Searched once: that takes milliseconds.
+    from importlib.metadata import entry_points  # takes 20 ms, and only a seed needs it
+
+    def seed_by(entry: EntryPoint, seed: int) -> None:
+        # Loading the entry point may import the library, so it happens no sooner than this.
+        entry.load()(seed)
+
+    found = entry_points(group=GROUP)
+    return {entry.name: Seeder(entry.name, partial(seed_by, entry)) for entry in found}
+
+
+def reseed(seed: int) -> None:
+    """Seed torch, if it is loaded, as `pytest_randomly.random_seeder` asks of a plugin.
+
+    pytest-randomly seeds Python's and numpy's generators itself, before every test
+    (https://github.com/pytest-dev/pytest-randomly).
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(seed % 2**32)
+        note_not_given(seed % 2**32)
+
+
 def _torch() -> Any:
     return import_module("torch")
 
@@ -216,7 +407,7 @@ _NUMPY = HostSeed(
 streams_field = PlanField("streams", {})
 ranks_field = PlanField("ranks")
 root_seed = RootSeed()
-library_seeds = SeedByRank(LibrarySeeds())
+library_seeds = SeedByRank(_libraries)
 python_seed = SeedByRank(_PYTHON)
 numpy_seed = SeedByRank(_NUMPY)
 torch_seed = SeedByRank(TorchSeed())
@@ -236,9 +427,20 @@ def use_mesh(mesh: Any) -> Mesh:
     with the profile. Raises `SeedingError` for a mesh without names, one that leaves this rank
     out, or one that lacks a dimension which the profile names.
     """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise SeedingError.about("not a device mesh", found=shown(mesh), legal="a torch DeviceMesh")
+    names, position = mesh.mesh_dim_names, mesh.get_coordinate()
+    if not names or position is None:
+        problem = "leaves this rank out" if names else "has no names for its dimensions"
+        raise SeedingError.about(
+            f"the mesh {problem}",
+            found=shown(mesh),
+            todo="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
+        )
     plan = streams.current_plan()
-    place = mesh_place(mesh, plan.ranks)
-    plan = replace(plan, mesh=place)
+    streams.check_dimensions(plan.ranks, names)
+    sizes = tuple(mesh.size(dimension) for dimension in range(mesh.ndim))
+    plan = replace(plan, mesh=(place := Mesh(tuple(names), sizes, tuple(position))))
     streams.put_plan(plan)
     _start(plan)
     return place
@@ -271,4 +473,7 @@ def _start(plan: SeedPlan, own: Collection[str] = ()) -> None:
     for name, module in generators.devices_in_use().items():
         if name not in own:
             generators.seed_device(module, seed)
-    libraries.seed_again(seed)
+    if _libraries.seed is not None:
+        _libraries.seed = seed
+        for module in _libraries.seeded:
+            _seeders()[module].seed(seed)

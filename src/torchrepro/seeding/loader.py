@@ -30,7 +30,7 @@ from torchrepro.seeding.loader_worker import (
     start_from,
     worker_stream,
 )
-from torchrepro.seeding.streams import Stream, derive, nonnegative_int
+from torchrepro.seeding.streams import Stream, derive, given_seed, nonnegative_int, world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -210,12 +210,23 @@ class NamedLoading(Loading):
                 index = next(indices, end)
 
     def _program_seed_now(self) -> int | None:
+        # The seed that a program gives to torch itself, as in ``torch.manual_seed(args.seed)``,
+        # joins that of a profile: otherwise a sweep over ``--seed`` would load the same samples in
+        # the same order in every run. Ranks that share one order must not draw it from different
+        # seeds, or some samples are loaded twice and others never: with several ranks, a seed joins
+        # only if every rank had given the same one when the process group was made.
         if self.name in self.plan.streams:
             return None  # it has a seed of its own, to be varied alone
-        left_out = streams.seed_left_out()
-        if left_out:
-            loaders.register.notes["seed of ranks"] = left_out
-        return streams.seed_of_loaders()
+        seed, agreed, ranks = given_seed(), streams.current_plan().agreed_seed, world().size
+        if ranks == 1:
+            return seed
+        if seed not in (None, agreed):
+            loaders.register.notes["seed of ranks"] = (
+                f"named loaders do not depend on the program's own seed {seed}: with {ranks} ranks "
+                "only one that all of them give before init_process_group counts; vary the "
+                "profile's seed instead"
+            )
+        return agreed
 
     def _enter(self, epoch: int) -> None:
         self.epoch = epoch

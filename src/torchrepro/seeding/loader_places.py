@@ -28,8 +28,8 @@ from torchrepro.seeding.loader import (
     samplers_within,
     unskipped,
 )
-from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import decoded, encoded
+from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

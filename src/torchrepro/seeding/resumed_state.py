@@ -15,7 +15,7 @@ import xxhash
 from torchrepro.console import say
 from torchrepro.messages import some
 from torchrepro.seeding import loader_places
-from torchrepro.seeding.ranks import world
+from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -23,7 +23,7 @@ from torchrepro.seeding.generators import (
     put_given_seeds,
     registered,
 )
-from torchrepro.seeding.ranks import world
+from torchrepro.seeding.streams import world
 
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")

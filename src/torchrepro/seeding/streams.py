@@ -1,5 +1,7 @@
 """Named random streams: a hash of the root seed and of a stream's coordinates seeds each one.
 
+One of its coordinates is the rank: which process of a run this is, and with which others it agrees.
+
 The key of a stream is BLAKE2b (RFC 7693) over root seed, rank, worker, epoch, step and name. Each
 library draws from SHAKE-256 (FIPS 202) of that key, so no two generators of one stream share
 numbers. The numbers of a stream are fixed: they depend on no version of Python, numpy or torch,
@@ -11,18 +13,17 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import blake2b, shake_256
 from operator import index
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.messages import shown
-from torchrepro.seeding.ranks import Mesh, RankPolicy, coordinate, world
+from torchrepro.messages import near, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,14 +159,12 @@ def seed_of_rank(seed: int, rank: int) -> int:
 
 
 def present_worker() -> int | None:
-    """Return the number of the data-loading worker that this process is, or None."""
     data: Any = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     return info.id if info else None
 
 
 def checked_name(name: Any) -> str:
-    """Return `name` if it can name a stream; raises `SeedingError` otherwise."""
     if not isinstance(name, str) or not name:
         raise SeedingError.about(
             "not the name of a stream", key="name", found=shown(name), legal="any text"
@@ -191,6 +190,113 @@ def nonnegative_int(argument: str, value: Any) -> int:
             legal=f"a whole number, 0 to {LARGEST}",
         )
     return number
+
+
+POLICIES = ("distinct", "same")
+RankPolicy = str | Mapping[str, str] | None
+
+VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+"""Variables that name a process and count them: torchrun's, then Slurm's."""
+
+_LONGEST = 18  # digits: no run has as many processes
+
+AGREEING = frozenset({"tp", "sp", "cp", "tensor", "tensor_parallel", "sequence", "context"})
+"""Mesh dimensions along which ranks work on one sample and so draw the same numbers."""
+
+
+class Mesh(NamedTuple):
+    """Where this process stands in a device mesh, by dimension."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    position: tuple[int, ...]
+
+
+class World(NamedTuple):
+    size: int = 1
+    rank: int = 0
+
+
+def process_group() -> World | None:
+    """Return the place of this process in the group of torch.distributed; None without one."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return World(distributed.get_world_size(), distributed.get_rank())
+
+
+def world() -> World:
+    """Return the place of this process, from torch.distributed or the variables of a launcher.
+
+    A process that nobody numbered is rank 0 of 1. Raises `SeedingError` for a variable that holds
+    no number.
+    """
+    group = process_group()
+    if group is not None:
+        return group
+    for rank, size in VARIABLES:
+        if rank in os.environ:
+            mine = _number(rank)
+            return World(max(_number(size), mine + 1), mine)
+    return World()
+
+
+def coordinate(policy: RankPolicy, mesh: Mesh | None) -> int:
+    """Return the number by which ranks differ under `policy`; ranks that share it draw the same.
+
+    Along a mesh, dimensions that `policy` does not name differ, save those in `AGREEING`.
+    Raises `SeedingError` if `policy` names mesh dimensions and no mesh, or another, is known.
+    """
+    if policy == "same":
+        return 0
+    if mesh is None:
+        here = world()
+        if isinstance(policy, Mapping) and here.size > 1:
+            raise SeedingError.about(
+                "names dimensions of a device mesh, and this process knows none",
+                key="ranks",
+                found=shown(dict(policy)),
+                todo="call torchrepro.use_mesh(mesh) once the mesh is made",
+            )
+        return here.rank
+    check_dimensions(policy, mesh.names)
+    number = 0
+    for name, size, place in zip(mesh.names, mesh.sizes, mesh.position, strict=True):
+        default = "same" if name in AGREEING else "distinct"
+        if (policy.get(name, default) if isinstance(policy, Mapping) else default) == "distinct":
+            number = number * size + place
+    return number
+
+
+def checked_policy(policy: Any) -> RankPolicy:
+    for choice in policy.values() if isinstance(policy, Mapping) else [policy]:
+        if choice is not None and choice not in POLICIES:
+            raise SeedingError.about(
+                "not a policy for ranks",
+                key="ranks",
+                found=shown(choice),
+                legal=", ".join(POLICIES),
+                near=near(str(choice), POLICIES),
+            )
+    return policy  # type: ignore[no-any-return]
+
+
+def check_dimensions(policy: RankPolicy, names: Sequence[str]) -> None:
+    for name in policy if isinstance(policy, Mapping) else ():
+        if name not in names:
+            raise SeedingError.about(
+                "the mesh has no such dimension",
+                key=f"ranks.{name}",
+                legal=", ".join(names),
+                near=near(name, names),
+            )
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "1")
+    if not (text.isascii() and text.isdigit() and len(text) < _LONGEST):
+        raise SeedingError.about("not the number of a process", f"${variable}", found=shown(text))
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +366,10 @@ drawn: set[str] = set()  # the streams that were asked for in this process
 
 
 def current_plan() -> SeedPlan:
-    """Return the seed plan of this process."""
     return _plan
 
 
 def put_plan(plan: SeedPlan) -> None:
-    """Make `plan` the seed plan of this process."""
     global _plan  # noqa: PLW0603 - the plan is one piece of process state, and this its only writer
     _plan = plan
 
@@ -280,12 +384,6 @@ def put_program_seed(seed: int | None) -> None:
     if _plan.program_seed != seed:
         put_plan(replace(_plan, program_seed=seed))
 
-
-# The seed that a program gives to torch itself, as in ``torch.manual_seed(args.seed)``, joins that
-# of a profile in named loaders: otherwise a sweep over ``--seed`` would load the same samples in
-# the same order in every run. Ranks that share one order of samples must not draw it from different
-# seeds, or some samples are loaded twice and others never: with several ranks, a seed joins only if
-# every rank had given the same one when the process group was made.
 
 LEFT_TO_CHANCE = ("torch.seed", "torch.random.seed")
 """Functions that seed torch with a number which no other run has."""
@@ -312,30 +410,12 @@ def is_given(seed: int) -> bool:
     return seed not in [each % 2**64 for each in of_profile] and seed not in _not_given
 
 
-def seed_of_loaders() -> int | None:
-    """Return the program's own seed if what named loaders draw depends on it, else None."""
-    return given_seed() if world().size == 1 else _plan.agreed_seed
-
-
-def seed_left_out() -> str:
-    """Return why named loaders do not depend on the seed that the program has given, or nothing."""
-    seed, ranks = given_seed(), world().size
-    if ranks == 1 or seed in (None, _plan.agreed_seed):
-        return ""
-    return (
-        f"named loaders do not depend on the program's own seed {seed}: with {ranks} ranks only "
-        "one that all of them give before init_process_group counts; vary the profile's seed "
-        "instead"
-    )
-
-
 def never_drawn() -> tuple[str, ...]:
     """Return the streams that have a seed of their own and that nobody has asked for."""
     return tuple(sorted(set(_plan.streams) - drawn))
 
 
 def drawn_streams() -> tuple[str, ...]:
-    """Return the names of the streams that were asked for in this process."""
     return tuple(sorted(drawn))
 
 

@@ -33,7 +33,7 @@ from torchrepro.manifest.environment import commit, hardware, software
 from torchrepro.messages import shown, size
 from torchrepro.redaction import cleaner
 from torchrepro.seeding import generators
-from torchrepro.seeding.ranks import world
+from torchrepro.seeding.streams import world
 from torchrepro.trace.fingerprint import ALGORITHM, algorithm
 from torchrepro.trace.format import (
     BY_PROGRAM,
