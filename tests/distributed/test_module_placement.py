@@ -7,15 +7,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrepro.policies import policy
-from torchrepro.policies import offload
 from torchrepro.policies import placement
 
-class Copying(offload.Device):
-    "The CPU as if it were elsewhere: every tensor is copied there and back."
-    def has(self, tensor):
-        return False
-    def copy(self, tensor):
-        return tensor.to(self.device, copy=True)
+placement.is_there = lambda *_: False  # the CPU as if it were elsewhere
 
 def train(find_unused):
     torch.manual_seed(0)
@@ -35,7 +29,6 @@ def train(find_unused):
         optimizer.step()
     return [*model.state_dict().values()]
 
-placement.Device = Copying
 dist.init_process_group("gloo")
 for find_unused in (False, True):
     plain = train(find_unused)

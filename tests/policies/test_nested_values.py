@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.policies.offload import NestedMap
+from torchrepro.policies.placement import NestedMap
 
 Pair = namedtuple("Pair", "left right")
 

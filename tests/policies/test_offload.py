@@ -12,20 +12,15 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from torchrepro.policies.offload import Device, run_there
+from torchrepro.policies import placement
+
+CPU = torch.device("cpu")
 
 
-class Copying(Device):
-    """The CPU as if it were elsewhere: every tensor is copied there and back."""
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, copy=True)
-
-
-ELSEWHERE = Copying(torch.device("cpu"))
+@pytest.fixture(autouse=True)
+def _copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU for another device: every tensor is copied there and back."""
+    monkeypatch.setattr(placement, "is_there", lambda *_: False)
 
 
 class Elsewhere(nn.Module):
@@ -36,7 +31,7 @@ class Elsewhere(nn.Module):
         self.part = part
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return run_there(ELSEWHERE, self.part, self.part.forward, args, kwargs)[0]
+        return placement.run_there(CPU, self.part, self.part.forward, args, kwargs)[0]
 
 
 class Direct(Elsewhere):
@@ -278,13 +273,15 @@ def test_lists_and_mappings_of_the_caller_are_written_to() -> None:
     assert results[0] == kept
 
 
-def test_arguments_that_need_not_move_are_handed_on_themselves() -> None:
+def test_arguments_that_need_not_move_are_handed_on_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where everything is at the place already, nothing is copied and nothing is counted."""
+    monkeypatch.undo()
     seen = []
     part = nn.Identity()
     cache = {"x": [torch.ones(1)]}
-    place = Device(torch.device("cpu"))
-    result, moved = run_there(place, part, lambda *args: seen.append(args), (cache,), {})
+    result, moved = placement.run_there(CPU, part, lambda *args: seen.append(args), (cache,), {})
 
     assert (result, moved) == (None, 0)
     assert seen[0][0] is cache

@@ -21,99 +21,79 @@ _NO_KERNEL = "not implemented for '"
 
 
 def on_cpu(
-    op: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    generator: Change = lambda its: its,
-    run: Callable[..., Any] | None = None,
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Change = lambda its: its
 ) -> tuple[Any, int]:
     """Run the overload `op` on the CPU; return what its caller gets, and the bytes it moved.
 
-    `generator` translates each `torch.Generator` among the arguments; `run` is called in place of
-    `op` if it is given. No gradient is recorded: this is for what runs below autograd. Raises
-    what the op raises.
+    `generator` translates each `torch.Generator` among the arguments. No gradient is recorded:
+    this is for what runs below autograd. Raises what the op raises.
     """
-    with import_module("torch").no_grad():
-        call = _Call(op, args, kwargs, generator)
-        return call.handed_back(_computed(run or op, call)), call.moved
+    torch = import_module("torch")
+    everything = [*leaves(args), *leaves(kwargs)]
+    place = _place(everything)
+    written, outputs = _written(op, args, kwargs)
+
+    def down(value: Any) -> Any:
+        if id(value) in copies:
+            return copies[id(value)][1]
+        if isinstance(value, torch.Generator):
+            return generator(value)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    with torch.no_grad():
+        far = {id(leaf): leaf for leaf in everything if _is_far(leaf)}
+        copies, moved = _copies(far, written, outputs)
+        result = _computed(op, mapped(down, args), mapped(down, kwargs))
+        for key in written & copies.keys():
+            original, copy = copies[key]
+            fit_to(original, copy)
+            original.copy_(copy)
+            moved += _bytes(copy)
+        originals = {id(copy): original for original, copy in copies.values()}
+
+        def up(value: Any) -> Any:
+            nonlocal moved
+            if id(value) in originals:
+                return originals[id(value)]
+            if place is None or place.type == "cpu" or not _is_tensor(value):
+                return value
+            moved += _bytes(value)
+            return value.to(place)
+
+        return mapped(up, result), moved
+
+
+def _copies(
+    tensors: dict[int, Any], written: set[int], outputs: set[int]
+) -> tuple[dict[int, tuple[Any, Any]], int]:
+    """Return each tensor, by its id, with its copy on the CPU, and the bytes moved for them."""
+    torch, moved = import_module("torch"), 0
+    copies: dict[int, tuple[Any, Any]] = {}
+    for group in _overlapping(tensors, written):
+        if len(group) > 1:
+            start = min(map(_start, group))
+            count = max(map(_end, group)) - start
+            whole = torch.as_strided(group[0], (count,), (1,), start).cpu()
+            moved += _bytes(whole)
+            for tensor in group:
+                size, stride, offset = tensor.size(), tensor.stride(), _start(tensor) - start
+                copies[id(tensor)] = tensor, whole.as_strided(size, stride, offset)
+            continue
+        (tensor,) = group
+        if id(tensor) in outputs and _is_plain(tensor):  # its content is about to be overwritten
+            size, stride, kind = tensor.size(), tensor.stride(), tensor.dtype
+            copy = torch.empty_strided(size, stride, dtype=kind, device="cpu")
+        else:
+            copy = tensor.cpu()
+            moved += _bytes(tensor)
+        copies[id(tensor)] = tensor, copy
+    return copies, moved
 
 
 def is_on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call with these arguments computes on another device than the CPU."""
     place = _place([*leaves(args), *leaves(kwargs)])
     return place is not None and place.type != "cpu"
-
-
-class _Call:
-    """The arguments of one call, copied to the CPU, and the return of its results."""
-
-    def __init__(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Change
-    ) -> None:
-        self._torch = import_module("torch")
-        self._generator = generator
-        self.moved = 0
-        everything = [*leaves(args), *leaves(kwargs)]
-        self._place = _place(everything)
-        self._written, self._outputs = _written(op, args, kwargs)
-        self._copies: dict[int, tuple[Any, Any]] = {}  # id -> on the device, on the CPU
-        far = {id(leaf): leaf for leaf in everything if _is_far(leaf)}
-        for group in _overlapping(far, self._written):
-            self._copy_down(group)
-        self.args = mapped(self._down, args)
-        self.kwargs = mapped(self._down, kwargs)
-
-    def _copy_down(self, group: list[Any]) -> None:
-        if len(group) > 1:
-            self._copy_together(group)
-            return
-        (tensor,) = group
-        if id(tensor) in self._outputs and _is_plain(tensor):
-            # Its content is about to be overwritten.
-            copy = self._torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
-        else:
-            copy = tensor.cpu()
-            self.moved += _bytes(tensor)
-        self._copies[id(tensor)] = tensor, copy
-
-    def _copy_together(self, group: list[Any]) -> None:
-        start = min(map(_start, group))
-        count = max(map(_end, group)) - start
-        whole = self._torch.as_strided(group[0], (count,), (1,), start).cpu()
-        self.moved += _bytes(whole)
-        for tensor in group:
-            size, stride, offset = tensor.size(), tensor.stride(), _start(tensor) - start
-            self._copies[id(tensor)] = tensor, whole.as_strided(size, stride, offset)
-
-    def _down(self, value: Any) -> Any:
-        if id(value) in self._copies:
-            return self._copies[id(value)][1]
-        if isinstance(value, self._torch.Generator):
-            return self._generator(value)
-        if isinstance(value, self._torch.device):
-            return self._torch.device("cpu")
-        return value
-
-    def handed_back(self, result: Any) -> Any:
-        """Copy what the op has written back to the originals, and move what it returned."""
-        for key in self._written & self._copies.keys():
-            original, copy = self._copies[key]
-            fit_to(original, copy)
-            original.copy_(copy)
-            self.moved += _bytes(copy)
-        originals = {id(copy): original for original, copy in self._copies.values()}
-
-        def up(value: Any) -> Any:
-            if id(value) in originals:
-                return originals[id(value)]
-            if self._place is None or self._place.type == "cpu" or not _is_tensor(value):
-                return value
-            self.moved += _bytes(value)
-            return value.to(self._place)
-
-        return mapped(up, result)
 
 
 def fit_to(tensor: Any, like: Any) -> None:
@@ -124,12 +104,12 @@ def fit_to(tensor: Any, like: Any) -> None:
             tensor.as_strided_(like.size(), like.stride())
 
 
-def _computed(run: Callable[..., Any], call: _Call) -> Any:
+def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     torch = import_module("torch")
     try:
-        return run(*call.args, **call.kwargs)
+        return op(*args, **kwargs)
     except RuntimeError as error:
-        kinds = [its.dtype for its in leaves([call.args, call.kwargs]) if _is_tensor(its)]
+        kinds = [its.dtype for its in leaves([args, kwargs]) if _is_tensor(its)]
         short = next((kind for kind in kinds if kind in (torch.float16, torch.bfloat16)), None)
         if _NO_KERNEL not in str(error) or short is None:
             raise
@@ -140,7 +120,7 @@ def _computed(run: Callable[..., Any], call: _Call) -> Any:
             return copies.setdefault(id(value), (value, value.float()))[1]
         return value
 
-    result = run(*mapped(widened, call.args), **mapped(widened, call.kwargs))
+    result = op(*mapped(widened, args), **mapped(widened, kwargs))
     originals = {id(copy): original for original, copy in copies.values()}
 
     def narrowed(value: Any) -> Any:

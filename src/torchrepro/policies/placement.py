@@ -4,27 +4,45 @@ The parts are found by name when a model is first called. A hook of torch's own,
 of a module, is there while a profile asks for it
 (https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_forward_pre_hook.html).
 A part then draws its random numbers from the generator of the device that it runs on.
+
+The tensors of such a part's forward go to the device, and its results come back. Other objects are
+handed on as they are, so that one which keeps state, such as a cache of keys and values, stays the
+caller's own. Parameters are copied by ops that autograd sees, so gradients flow to the parameters
+themselves: optimizers, DDP and checkpoints see the module where it always was
+(https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html).
 """
 
 from __future__ import annotations
 
 import atexit
+import operator
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from inspect import Signature, signature
+from typing import Any
+from weakref import WeakSet, ref
 
 from torchrepro.console import note
 from torchrepro.errors import ApplyError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem, near, some
-from torchrepro.policies.offload import POLICY, Device, PlacedForward
-from torchrepro.policies.policy import forget_compiled, refuse
+from torchrepro.policies.policy import count, forget_compiled, refuse
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+POLICY = "device.modules"
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Segments of names that wrappers add: DDP, torch.compile, FSDP, activation checkpointing."""
+
+_DERIVED = ("_flat_weights", "_flat_weight_refs")
+"""Attributes of recurrent layers that hold their weights a second time."""
+
+_PREFIX = "module."  # of the names of a module's tensors in `functional_call`
+_ABSENT = object()
 
 
 def devices_here() -> tuple[str, ...]:
@@ -48,10 +66,6 @@ def absence(word: str) -> str:
     close = near(word, [*here, *kinds])
     hint = f"; did you mean {close}?" if close else ""
     return f"no device `{word}` here{hint} (here: {some(here)})"
-
-
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Segments of names that wrappers add: DDP, torch.compile, FSDP, activation checkpointing."""
 
 
 def bare(name: str) -> str:
@@ -101,7 +115,7 @@ def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, 
         }
         if len(set(devices.values())) > 1:
             said = ", ".join(f"{pattern}: {device}" for pattern, device in devices.items())
-            raise ApplyError(f"device.modules: `{path}` is to run on several devices ({said})")
+            raise ApplyError(f"{POLICY}: `{path}` is to run on several devices ({said})")
         found[module] = path, next(iter(devices.values()))
     return found, {pattern for by_claim in claims.values() for _, pattern in by_claim}
 
@@ -116,7 +130,6 @@ def _parts_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
         yield from _parts_that_run(f"{name}.{child}", names)
 
 
-@dataclass(frozen=True, slots=True)
 class ModulesPolicy:
     """Which parts of models run on which device: patterns of names -> devices."""
 
@@ -147,6 +160,9 @@ class ModulesPolicy:
         _in_force[:] = placements
         for placement in _in_force:
             placement.put()
+
+
+policy = ModulesPolicy()
 
 
 class Placement:
@@ -217,7 +233,7 @@ class Placement:
                 # ``cuda`` is the current one of its kind. Tensors of the host carry no index.
                 is_host = device.startswith("cpu")
                 there = torch.device("cpu") if is_host else torch.empty(0, device=device).device
-                self._placed.append(PlacedForward(name, module, Device(there)))
+                self._placed.append(PlacedForward(name, module, there))
                 self._placed[-1].put()
             return tuple(name for name, _ in found.values())
 
@@ -311,4 +327,340 @@ def place_modules(*models: Any) -> tuple[str, ...]:
     return names
 
 
-policy = ModulesPolicy()
+class PlacedForward:
+    """The forward of one module, run on a device; an attribute of that module while in force.
+
+    Whatever else a call of the module does, such as its hooks, happens where it always did. torch
+    compiles none of it (https://docs.pytorch.org/docs/stable/generated/torch.compiler.disable.html).
+    """
+
+    def __init__(self, name: str, module: Any, there: Any) -> None:
+        self.name = name
+        self.there = there
+        self.calls = 0
+        self.module = ref(module)  # a copy of the module may hold this as well
+        self._in_force = False
+        self._lock = fork_safe_lock()  # while it runs, the module has other parameters than its own
+        # The forward that the module has besides that of its class, if it has one.
+        self._own: Any = vars(module).get("forward", _ABSENT)
+        if isinstance(self._own, PlacedForward):
+            # A replica of DataParallel and a shallow copy come with the original's.
+            self._own = self._own._own  # noqa: SLF001 - of this very class
+        elif getattr(self._own, "__func__", None) is type(module).forward:
+            # A deep copy of a placed module has the forward of its class as its own.
+            self._own = _ABSENT if self._own.__self__ is module else self._own
+        self._uncompiled = import_module("torch").compiler.disable(self._run)
+
+    def put(self) -> None:
+        """Let the module run on its device."""
+        self._in_force = True
+        module = self.module()
+        if module is not None:
+            vars(module)["forward"] = self
+
+    def take(self) -> None:
+        """Let the module run where it is again, also inside a wrapper of somebody's own."""
+        self._in_force = False
+        module = self.module()
+        if module is None or vars(module).get("forward") is not self:
+            return
+        if self._own is _ABSENT:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._uncompiled(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        forward = self._plain(module)
+        if not self._in_force:
+            return forward(*args, **kwargs)
+        with self._lock:
+            result, moved = run_there(self.there, module, forward, args, kwargs)
+        self.calls += 1
+        what = "ran on" if moved else "was already on"
+        count(POLICY, self.name, f"{what} {self.there}", moved=moved)
+        return result
+
+    def _plain(self, module: Any) -> Any:
+        return partial(type(module).forward, module) if self._own is _ABSENT else self._own
+
+    @property
+    def __name__(self) -> str:
+        return "forward"
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(self._plain(self.module()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the module's own forward: a copy is plain, and needs no torchrepro."""
+        if self._own is _ABSENT:
+            return getattr, (self.module(), "forward")
+        return partial, (self._own,)
+
+
+def run_there(
+    there: Any,
+    module: Any,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[Any, int]:
+    """Return what `forward` of `module` gives on the device `there`, and the bytes moved for it.
+
+    Nothing is moved, and `forward` gets the very arguments, where all tensors are there already.
+    Writes to arguments, buffers and parameters reach the originals.
+    """
+    # Tied parameters and buffers are there under each of their names.
+    prefix = _PREFIX.removesuffix(".")
+    state = {
+        **dict(module.named_parameters(prefix, remove_duplicate=False)),
+        **dict(module.named_buffers(prefix, remove_duplicate=False)),
+    }
+    attributes = [_tensors_of(part) for part in module.modules()]
+    plain = (tensor for tensors in attributes for tensor in tensors.values())
+    transfer = _Transfer(there, [*state.values(), *plain])
+    args_there, kwargs_there = transfer.over(args), transfer.over(dict(kwargs))
+    state_there, attributes_there = transfer.over(state), transfer.over(attributes)
+    if transfer.home is None:
+        return forward(*args, **kwargs), 0
+    call = import_module("torch").func.functional_call
+    with _attributes(module, transfer, attributes_there), _as_at_home(transfer.home, there):
+        before = dict(state_there)
+        stage = _stage()(module, forward)
+        result = call(stage, state_there, args_there, kwargs_there, tie_weights=False)
+        transfer.settle()
+        for name, tensor in state_there.items():
+            if tensor is not before[name]:  # the forward has put another tensor in its place
+                owner, _, attribute = name.removeprefix(_PREFIX).rpartition(".")
+                setattr(module.get_submodule(owner), attribute, transfer.back(tensor))
+    return transfer.back(result), transfer.moved
+
+
+@cache
+def _stage() -> type:
+    """Return the class of what functional_call is asked to call: a forward, without any hooks.
+
+    The hooks of the module have run, or will run, around its forward, where they belong.
+    """
+    torch = import_module("torch")
+
+    class Stage(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, module: Any, run: Callable[..., Any]) -> None:
+            super().__init__()
+            self.module = module
+            self.run = run
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs)
+
+    return Stage
+
+
+@contextmanager
+def _attributes(module: Any, transfer: _Transfer, there: list[dict[str, Any]]) -> Iterator[None]:
+    """Have the parts of `module` hold their tensors as they are `there`, besides its state."""
+    parts = list(module.modules())
+    before = [_tensors_of(part) for part in parts]
+    derived = [
+        {name: vars(part)[name] for name in _DERIVED if name in vars(part)} for part in parts
+    ]
+    for part, tensors in zip(parts, there, strict=True):
+        vars(part).update(tensors)
+    try:
+        yield
+        for part, own, sent in zip(parts, before, there, strict=True):
+            found = _tensors_of(part)
+            new = {name: t for name, t in found.items() if t is not sent.get(name)}
+            own.update({name: transfer.back(tensor) for name, tensor in new.items()})
+            for name in own.keys() - found.keys():
+                del own[name]
+    finally:
+        for part, own, kept in zip(parts, before, derived, strict=True):
+            vars(part).update(own | kept)
+
+
+def _tensors_of(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if _is_tensor(value)}
+
+
+@contextmanager
+def _as_at_home(home: Any, there: Any) -> Iterator[None]:
+    """Carry over what the program has set for its device: autocast, and where new tensors are.
+
+    Autocast over there casts to the type that it casts to at home, in the ops of the device there.
+    """
+    torch = import_module("torch")
+    kind, other = home.type, there.type
+    with ExitStack() as settings:
+        if kind != other and torch.amp.is_autocast_available(other):
+            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            if enabled or torch.is_autocast_enabled(other):
+                settings.enter_context(torch.autocast(other, dtype=dtype, enabled=enabled))
+        if torch.get_default_device().type == kind != other:
+            settings.enter_context(there)
+        yield
+
+
+class _Transfer:
+    """The tensors of one call, to a device and back to where the first of them came from."""
+
+    def __init__(self, there: Any, state: Iterable[Any]) -> None:
+        self._there = there
+        self._state = {id(tensor) for tensor in state}  # of the module
+        self.home: Any = None
+        self.moved = 0
+        self._copies: list[tuple[Any, Any, int | None, Any]] = []
+        """A tensor of the caller's, its copy, and the copy's version or else its content."""
+
+        self._originals: dict[int, Any] = {}  # id of a tensor over there -> the caller's own
+        self.over = NestedMap(self._send)
+        self._back = NestedMap(self._bring)
+
+    def back(self, value: Any) -> Any:
+        """Return `value`, some results, with every tensor in it at home."""
+        return value if self.home is None else self._back(value)
+
+    def settle(self) -> None:
+        """Write to the caller's tensors, lists and mappings what the forward wrote to the copies.
+
+        It does so before anything is brought back, for what is returned may be one of them.
+        """
+        torch = import_module("torch")
+        for original, copied, version, content in self._copies:
+            if version is None:
+                unchanged = torch.equal(copied.detach(), content)
+            else:
+                unchanged = copied._version == version  # noqa: SLF001 - see _version
+            if unchanged:
+                continue
+            at_home = self._moved(copied, original.device)
+            # Only without gradients can a forward have written to a parameter of its own.
+            is_parameter = original.is_leaf and original.requires_grad
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_parameter):
+                original.copy_(at_home)
+        for old, new, parts in self.over.containers:
+            present = _parts_of(new) or {}
+            same = present.keys() == parts.keys() and all(parts[k] is present[k] for k in parts)
+            if not same:
+                _refill(old, {key: self.back(part) for key, part in present.items()})
+
+    def _send(self, tensor: Any) -> Any:
+        if is_there(tensor, self._there):
+            self._originals[id(tensor)] = tensor
+            return tensor
+        if hasattr(tensor, "device_mesh"):
+            raise ApplyError(f"{POLICY}: a module whose parameters are sharded stays in place")
+        self.home = self.home or tensor.device
+        copied = self._moved(tensor, self._there)
+        # Batch norm, and code that uses `weight.data`, write to state behind autograd's back.
+        version = None if id(tensor) in self._state else _version(copied)
+        content = copied.detach().clone() if version is None else None
+        self._copies.append((tensor, copied, version, content))
+        self._originals[id(copied)] = tensor
+        return copied
+
+    def _bring(self, tensor: Any) -> Any:
+        if id(tensor) in self._originals:
+            return self._originals[id(tensor)]
+        return self._moved(tensor, self.home) if tensor.device == self._there else tensor
+
+    def _moved(self, tensor: Any, device: Any) -> Any:
+        self.moved += tensor.numel() * tensor.element_size()
+        return tensor.to(device, copy=True)  # an op that autograd sees
+
+
+def is_there(tensor: Any, device: Any) -> bool:
+    """Whether `tensor` need not be moved to `device`."""
+    return bool(tensor.device == device)
+
+
+def _version(tensor: Any) -> int | None:
+    """Return a number that grows when `tensor` is written to, or None where torch keeps none.
+
+    Private (``_version``), though torch's own error messages show it: nothing public tells of a
+    write that leaves the values as they are. Where it is gone, contents are compared.
+    """
+    try:
+        return int(tensor._version)  # noqa: SLF001 - see above
+    except (AttributeError, RuntimeError):  # inference tensors keep no version
+        return None
+
+
+class NestedMap:
+    """Makes nested values anew with every tensor changed, each tensor and container once.
+
+    Two places that hold one object hold one object afterwards. torch's pytree knows neither that,
+    nor records and mappings of other classes.
+    """
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self._change = change
+        self._done: dict[int, tuple[Any, Any]] = {}  # the old is kept, so that its id stays its own
+        self.containers: list[tuple[Any, Any, dict[Any, Any]]] = []
+        """Containers made anew: the old, the new, and the parts that it began with."""
+
+    def __call__(self, value: Any) -> Any:
+        """Return `value` with its tensors changed."""
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if _is_tensor(value):
+            new = self._change(value)
+        elif isinstance(value, tuple):
+            new = self._tuple(value)
+        elif (parts := _parts_of(value)) is None:
+            return value
+        else:
+            self._done[id(value)] = value, value  # a container that holds itself ends here
+            parts = {key: self(part) for key, part in parts.items()}
+            new = copy(value)
+            _refill(new, parts)
+            self.containers.append((value, new, parts))
+        self._done[id(value)] = value, new
+        return new
+
+    def _tuple(self, value: Any) -> Any:
+        packed = isinstance(value, import_module("torch").nn.utils.rnn.PackedSequence)
+        # The sizes of its batches are on the host wherever its data is.
+        on_host = value.batch_sizes if packed else None
+        parts = [part if part is on_host else self(part) for part in value]
+        if all(map(operator.is_, parts, value)):
+            return value
+        make = getattr(
+            type(value), "_make", type(value)
+        )  # a named tuple takes its fields one by one
+        return make(parts)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, import_module("torch").Tensor)
+
+
+def _parts_of(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a container that can be written to, by their keys; else None."""
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    if isinstance(value, MutableMapping):
+        return dict(value.items())
+    if is_dataclass(value) and not isinstance(value, type | import_module("torch").nn.Module):
+        return {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    return None
+
+
+def _refill(container: Any, parts: Mapping[Any, Any]) -> None:
+    """Give a list, a mapping or a record other parts; writes those only that differ."""
+    if isinstance(container, list):
+        container[:] = parts.values()
+    elif isinstance(container, MutableMapping):
+        for key in [key for key in container if key not in parts]:
+            del container[key]
+        for key, part in parts.items():
+            if key not in container or container[key] is not part:
+                container[key] = part
+    else:
+        for name, part in parts.items():
+            if getattr(container, name) is not part:
+                object.__setattr__(container, name, part)  # a frozen one is changed as well
