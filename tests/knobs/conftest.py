@@ -6,8 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.knob import Knob
-from torchrepro.knobs.legal_values import Digits, Integer, OneOf, Switch, Text, WordOrMapping
+from torchrepro.knobs.knob import Digits, Integer, Knob, OneOf, Switch, Text, WordOrMapping
 
 WORDS = {  # a few legal texts for variables whose pattern is open
     "NCCL_ALGO": ["Ring", "Tree", "^NVLS"],

@@ -17,7 +17,7 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
 import torchrepro
-from torchrepro.knobs.legal_values import DEVICES_OF_MODULES
+from torchrepro.knobs.catalogue import DEVICES_OF_MODULES
 from torchrepro.policies import placement, policy
 from torchrepro.policies.placement import PlacedForward, bare, match
 from torchrepro.policies.policy import handle_with

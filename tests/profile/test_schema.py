@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
-from torchrepro.knobs.legal_values import SCHEMA_VERSION, Integer, OneOf, Switch
+from torchrepro.knobs.knob import SCHEMA_VERSION, Integer, OneOf, Switch
 from torchrepro.profile.schema import json_schema
 from torchrepro.profile.search_path import SHIPPED
 

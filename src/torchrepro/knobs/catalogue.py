@@ -11,19 +11,61 @@ from functools import cache, partial
 from typing import Any
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.knob import Knob, LazyAccess, Phase, Scope
-from torchrepro.knobs.legal_values import (
-    DEVICES_OF_MODULES,
-    FALLBACK,
-    RANK_POLICIES,
+from torchrepro.knobs.knob import (
     SEED,
-    SEEDS_OF_STREAMS,
     Integer,
+    Knob,
+    LazyAccess,
+    MappingOf,
     OneOf,
+    Phase,
+    Scope,
+    Text,
+    WordOrMapping,
 )
 from torchrepro.knobs.torch_rows import CPU, CUDA, CUDNN, DOCS, NPU, RANDOMNESS, TORCH
 from torchrepro.knobs.variables import ENV, WITHOUT_EFFECT, allowed
 from torchrepro.messages import near
+
+_DEVICE = Text(r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?", "cpu, cuda, npu, xpu, mps", variable=False)
+DEVICES_OF_MODULES = MappingOf(
+    _DEVICE,
+    "a mapping such as {encoder.layer.*: cpu}, of devices such as cpu, cuda or cuda:1",
+    no_mapping="not a mapping of patterns to devices",
+    is_name=lambda name: isinstance(name, str) and name != "",
+    no_name="a key is not the name of a module",
+    wrong="not the name of a device",
+    nested="not a device: write the whole name of a module as one key",
+)
+SEEDS_OF_STREAMS = MappingOf(
+    SEED,
+    "a mapping such as {split: 3}, each a whole number, 0 to 4294967295",
+    no_mapping="not a mapping of streams to seeds",
+    no_name="not a mapping of streams to seeds",
+    wrong="{name}: {why}",
+    located=False,
+)
+_RANK_POLICY = OneOf(("distinct", "same"))
+RANK_POLICIES = WordOrMapping(
+    _RANK_POLICY,
+    MappingOf(
+        _RANK_POLICY,
+        "one of them per mesh dimension as in {dp: distinct}",
+        is_name=lambda _: True,
+        located=False,
+    ),
+)
+_FALLBACK_OF_OP = OneOf(("cpu", "error", "native"))
+FALLBACK = WordOrMapping(
+    OneOf(("error", "cpu")),
+    MappingOf(
+        _FALLBACK_OF_OP,
+        f"per op as in {{ops: {{cumsum: cpu}}}}: {_FALLBACK_OF_OP.words}",
+        no_mapping="not a mapping of ops to words",
+        no_name="not the name of an op",
+    ),
+    under="ops",
+)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,6 @@
-"""What a knob is, and how the state behind one is reached, environment variables included.
+"""What a knob is, which values it takes, and how the state behind one is reached.
+
+Legal values are judged here once, and shown in messages and in the JSON Schema.
 
 A variable is written to `os.environ`, which reaches C code that has not read it yet and every
 child of the process.
@@ -7,7 +9,9 @@ child of the process.
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,11 +19,264 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torchrepro.imports import named
-from torchrepro.knobs.legal_values import ANY_TEXT, Legal
 from torchrepro.patching import set_variable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+
+class Legal:
+    """The legal values of a knob."""
+
+    if TYPE_CHECKING:  # a field in some kinds, computed in others
+
+        @property
+        def words(self) -> str:
+            """The legal values in words."""
+
+    def complaint(self, value: Any) -> str:
+        """Return why `value` is illegal, or an empty string."""
+        return self.wrong_part(value)[1]
+
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
+        return (), self.complaint(value)
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of a legal value, by default that of a variable's."""
+        return {"type": ["string", "integer"], "description": self.words}
+
+    def examples(self) -> tuple[Any, ...]:
+        """Return a few legal values: at least one, and two where there are two."""
+        return self.choices()
+
+    def choices(self) -> tuple[str, ...]:
+        """Return the words among which a near match is looked for."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Legal):
+    """true or false."""
+
+    words: str = "true or false"
+
+    def complaint(self, value: Any) -> str:
+        return "" if isinstance(value, bool) else "not true or false"
+
+    def examples(self) -> tuple[Any, ...]:
+        return (True, False)
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Integer(Legal):
+    """A whole number in a closed range; `high` None means no upper end."""
+
+    low: int = 0
+    high: int | None = None
+
+    @property
+    def words(self) -> str:
+        end = f" to {self.high}" if self.high is not None else " or more"
+        return f"a whole number, {self.low}{end}" if self.low != self.high else str(self.low)
+
+    def complaint(self, value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, int):
+            return "not a whole number"
+        if value < self.low or (self.high is not None and value > self.high):
+            return "out of range"
+        return ""
+
+    def examples(self) -> tuple[Any, ...]:
+        return tuple(range(self.low, self.low + 2)) if self.high != self.low else (self.low,)
+
+    def json_schema(self) -> dict[str, Any]:
+        end = {} if self.high is None else {"maximum": self.high}
+        return {"type": "integer", "minimum": self.low, **end}
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(Legal):
+    """One of a few words."""
+
+    values: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return ", ".join(self.values)
+
+    def complaint(self, value: Any) -> str:
+        return "" if isinstance(value, str) and value in self.values else "not a legal value"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.values)}
+
+    def choices(self) -> tuple[str, ...]:
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Legal):
+    """Text, by a pattern that has to match as a whole."""
+
+    pattern: str
+    words: str
+    because: str = ""
+    """Why another text is refused: what the library that reads it would do with it."""
+
+    ignore_case: bool = False
+    variable: bool = True
+    """Whether it is an environment variable's: there an unquoted number stands for its digits."""
+
+    def complaint(self, value: Any) -> str:
+        if not isinstance(value, str):
+            return "not text"
+        flags = re.IGNORECASE if self.ignore_case else 0
+        if re.fullmatch(self.pattern, value, flags):
+            return ""
+        return self.because or "not a legal value"
+
+    def examples(self) -> tuple[Any, ...]:
+        """Return those of the words for the legal values that are legal themselves."""
+        words = (word.strip(',"') for word in self.words.split())
+        return tuple(word for word in words if not self.complaint(word))
+
+    def json_schema(self) -> dict[str, Any]:
+        own = {"type": "string", "pattern": f"^{self.pattern}$"}
+        return Legal.json_schema(self) if self.variable else own
+
+    def choices(self) -> tuple[str, ...]:
+        return tuple(self.words.split(", "))
+
+
+@dataclass(frozen=True, slots=True)
+class Digits(Legal):
+    """The text of an environment variable that holds a whole number of a closed range."""
+
+    low: int
+    high: int
+    also: tuple[str, ...] = ()  # words that are legal besides numbers
+
+    @property
+    def words(self) -> str:
+        return ", ".join([*self.also, f'a whole number of {self.low} to {self.high} such as "1"'])
+
+    def complaint(self, value: Any) -> str:
+        if not isinstance(value, str):
+            return "not text"
+        number = value.isascii() and value.isdigit() and len(value) <= len(str(self.high))
+        in_range = number and self.low <= int(value) <= self.high
+        return "" if in_range or value in self.also else "not a legal value"
+
+    def examples(self) -> tuple[Any, ...]:
+        return (str(self.low), str(min(self.low + 1, self.high)), *self.also)
+
+    def choices(self) -> tuple[str, ...]:
+        return self.also
+
+
+@dataclass(frozen=True, slots=True)
+class MappingOf(Legal):
+    """A mapping from names to legal values, each of which may be null."""
+
+    of: Legal
+    words: str
+    no_mapping: str = ""  # the complaint about a value that is no mapping
+    is_name: Callable[[Any], bool] = lambda name: isinstance(name, str)
+    no_name: str = ""  # the complaint about a key for which `is_name` does not hold
+    wrong: str = "{why}"  # the complaint about the value of a `name`, whose own complaint is `why`
+    nested: str = ""
+    """The complaint about a mapping in place of a value, where there is more to say."""
+
+    located: bool = True  # whether a message says under which key the wrong value stands
+
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        if not isinstance(value, Mapping):
+            return (), self.no_mapping
+        for name, one in value.items():
+            if not self.is_name(name):
+                return (), self.no_name
+            why = "" if one is None else self.of.complaint(one)
+            if why:
+                wrong = self.nested if isinstance(one, Mapping) else ""
+                why = wrong or self.wrong.format(name=name, why=why)
+                return (str(name),) if self.located else (), why
+        return (), ""
+
+    def examples(self) -> tuple[Any, ...]:
+        return tuple({"*": value} for value in self.of.examples())
+
+    def json_schema(self) -> dict[str, Any]:
+        one = {"anyOf": [self.of.json_schema(), {"type": "null"}]}
+        return {"type": "object", "additionalProperties": one}
+
+    def choices(self) -> tuple[str, ...]:
+        return self.of.choices()
+
+
+@dataclass(frozen=True, slots=True)
+class WordOrMapping(Legal):
+    """One word for all, or a mapping from names to words."""
+
+    word: OneOf
+    mapping: MappingOf
+    under: str = ""  # the only key of the value under which the mapping stands, if there is one
+
+    @property
+    def words(self) -> str:
+        return f"{self.word.words}, or {self.mapping.words}"
+
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        if not isinstance(value, Mapping):
+            return (), self.word.complaint(value)
+        if not self.under:
+            return self.mapping.wrong_part(value)
+        for key, inner in value.items():
+            if key != self.under:
+                return (str(key),), f"unknown key: only `{self.under}` belongs here"
+            place, why = self.mapping.wrong_part(inner)
+            if why:
+                return (key, *place), why
+        return (), ""
+
+    def examples(self) -> tuple[Any, ...]:
+        return self.word.examples()
+
+    def json_schema(self) -> dict[str, Any]:
+        mapping = self.mapping.json_schema()
+        if self.under:
+            properties = {self.under: mapping}
+            mapping = {"type": "object", "properties": properties, "additionalProperties": False}
+        return {"anyOf": [self.word.json_schema(), mapping]}
+
+    def choices(self) -> tuple[str, ...]:
+        return (*self.mapping.choices(), *filter(None, [self.under]))
+
+
+ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
+SEED = Integer(0, 2**32 - 1)
+SCHEMA_VERSION = Integer(1, 1)  # the versions of the schema that a profile may be written for
+
+
+Value = str | Mapping[str, Any] | None
+"""What `device.fallback` holds: a word for every op, or a word per op."""
+
+
+def per_op(value: Value) -> Mapping[str, str]:
+    """Return the word of every op and pattern that `value` names."""
+    return value.get("ops", {}) if isinstance(value, Mapping) else {}
+
+
+def is_pattern(name: str) -> bool:
+    """Whether `name` stands for several ops."""
+    return any(sign in name for sign in "*?[")
+
+
+def waits_for_refusal(value: Value) -> bool:
+    """Whether `value` does something only once torch refuses to run a kernel."""
+    named = per_op(value)
+    words = {value} if isinstance(value, str) else set(named.values())
+    return words != {"error"} and all(map(is_pattern, named))
 
 
 class Phase(StrEnum):
@@ -188,7 +445,7 @@ def unfrozen() -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", manager())
 
 
-def _object(path: str, name: str = "") -> Any:
+def object_at(path: str, name: str = "") -> Any:
     """Return what `name` means in ``module:path.to.object``; None where a part of it is absent."""
     module, _, inner = path.partition(":")
     try:
@@ -209,33 +466,21 @@ class Attribute:
 
     def read(self) -> Any:
         absent = object()
-        value = getattr(_object(self.owner), self.name, absent)
+        value = getattr(object_at(self.owner), self.name, absent)
         if value is absent:
             raise MissingState(f"{self.owner.replace(':', '.')} has no {self.name} here")
+        if value is None:
+            raise MissingState(f"{self.owner}.{self.name} is None: what it steers is not here")
         return value
 
     def write(self, value: Any) -> None:
-        setattr(_object(self.owner), self.name, value)
+        setattr(object_at(self.owner), self.name, value)
 
     save = read
 
     def restore(self, saved: Any) -> None:
         if self.read() != saved:  # flags that were frozen meanwhile refuse even their own value
             self.write(saved)
-
-
-class OptionalAttribute(Attribute):
-    """An attribute that is None where its hardware is absent."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        value = Attribute.read(self)
-        if value is None:
-            raise MissingState(f"{self.owner}.{self.name} is None: what it steers is not here")
-        return value
-
-    save = read
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +494,7 @@ class Calls:
     to_library: Callable[[Any], Any] = lambda value: value
 
     def _function(self, name: str) -> Callable[..., Any]:
-        function: Callable[..., Any] | None = _object(self.module, name)
+        function: Callable[..., Any] | None = object_at(self.module, name)
         if function is None:
             raise MissingState(f"{self.module.replace(':', '.')} has no {name} here")
         return function

@@ -6,8 +6,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torchrepro.knobs.knob import Attribute, Calls, Knob, OptionalAttribute, Scope
-from torchrepro.knobs.legal_values import Integer, OneOf, Switch
+from torchrepro.knobs.knob import (
+    Attribute,
+    Calls,
+    Integer,
+    Knob,
+    OneOf,
+    Scope,
+    Switch,
+)
 from torchrepro.knobs.torch_state import (
     CUBE_MATH_LOWERS,
     DETERMINISTIC_ALGORITHMS,
@@ -251,7 +258,7 @@ CUDNN = (
     _flag(
         _cudnn,
         "cudnn.benchmark_limit",
-        OptionalAttribute("torch.backends.cudnn", "benchmark_limit"),
+        Attribute("torch.backends.cudnn", "benchmark_limit"),
         legal=Integer(0),
         summary="How many algorithms cuDNN's benchmark tries; 0 tries all.",
         cost="more candidates take longer at the first call of a shape",

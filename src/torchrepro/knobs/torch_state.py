@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Attribute, Calls, MissingState, Variable
+from torchrepro.knobs.knob import Attribute, Calls, MissingState, Variable, object_at
 from torchrepro.patching import set_variable
 
 if TYPE_CHECKING:
@@ -78,10 +78,13 @@ class Fp32Precision:
             raise RuntimeError("cuDNN's flags are frozen by disable_global_flags")
         _owner(self.owner).fp32_precision = value
         covered = [_finest(name) for name in _FINEST if _OLDER.get(name) == older]
-        if older and set(covered) == {value} and not _is_readable(older):
-            settings = _all_finest()
-            _owner(older).allow_tf32 = value == "tf32"
-            _set_finest(settings)
+        if older and set(covered) == {value}:
+            try:
+                _ = _owner(older).allow_tf32
+            except RuntimeError:  # as torch raises where the finer settings disagree
+                settings = _all_finest()
+                _owner(older).allow_tf32 = value == "tf32"
+                _set_finest(settings)
 
     def save(self) -> Any:
         self.read()
@@ -104,10 +107,7 @@ class Fp32Precision:
 
 
 def _owner(path: str) -> Any:
-    owner: Any = import_module("torch").backends
-    for part in path.split("."):
-        owner = getattr(owner, part, None)
-    return owner
+    return object_at(f"torch.backends:{path}")
 
 
 def _finest(path: str) -> Any:
@@ -122,14 +122,6 @@ def _set_finest(values: Mapping[str, Any]) -> None:
     for path, value in values.items():
         if value is not None:
             _owner(path).fp32_precision = value
-
-
-def _is_readable(older: str) -> bool:
-    try:
-        _ = _owner(older).allow_tf32
-    except RuntimeError:  # as torch raises where the finer settings disagree
-        return False
-    return True
 
 
 def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> Any:

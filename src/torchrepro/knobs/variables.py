@@ -23,8 +23,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.knobs.knob import Calls, Effect, Knob, MissingState, Phase, Scope, Variable
-from torchrepro.knobs.legal_values import Digits, Legal, Text
+from torchrepro.knobs.knob import (
+    Calls,
+    Digits,
+    Effect,
+    Knob,
+    Legal,
+    MissingState,
+    Phase,
+    Scope,
+    Text,
+    Variable,
+)
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
 from torchrepro.redaction import sounds_secret
 

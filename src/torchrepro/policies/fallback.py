@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from torchrepro.callers import frames, program_place
 from torchrepro.errors import ProfileError
 from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.knobs.knob import MissingState
-from torchrepro.knobs.legal_values import Value, is_pattern, per_op, waits_for_refusal
+from torchrepro.knobs.knob import MissingState, Value, is_pattern, per_op, waits_for_refusal
 from torchrepro.messages import near
 from torchrepro.policies import interpose
 from torchrepro.policies.deterministic_ops import (

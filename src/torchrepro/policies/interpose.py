@@ -98,11 +98,8 @@ def _call_through(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for value in (*args, *kwargs.values()):
-        device = getattr(value, "device", None)
-        if device is not None:
-            return bool(device.type == "meta")
-    return False
+    devices = (getattr(value, "device", None) for value in (*args, *kwargs.values()))
+    return bool(getattr(next(filter(None, devices), None), "type", "") == "meta")
 
 
 @cache
@@ -232,7 +229,10 @@ def _keep_from_dynamo() -> None:
 
 def can_be_interposed(op: Any) -> bool:
     """Whether calls of `op` reach BackendSelect as such: else torch makes them of other ops."""
-    return not any(has_kernel(op, key) for key in _COMPOSITE_KEYS)
+    try:
+        return not any(has_kernel(op, key) for key in _COMPOSITE_KEYS)
+    except RuntimeError:  # one of TorchScript's own, such as aten::mul.left_t: not dispatched
+        return False
 
 
 def has_kernel(op: Any, key: str) -> bool:
@@ -292,40 +292,19 @@ def overloads_named(spelled: str) -> tuple[Any, ...]:
     It is spelled ``aten::median``, ``aten.median`` or ``median``, with an overload after another
     dot or without. Raises `ProfileError` if torch has no such op, or makes it of others.
     """
-    found = next(filter(None, map(_overloads, _readings(spelled))), ())
+    found: list[Any] = []
+    namespace, separator, rest = spelled.partition("::")
+    for reading in [f"{namespace}.{rest}"] if separator else [spelled, f"aten.{spelled}"]:
+        namespace, name, overload, *_ = *reading.split(".", 2), "", ""
+        packet: Any = getattr(getattr(import_module("torch").ops, namespace), name or "-", None)
+        names = packet.overloads() if hasattr(packet, "overloads") else []
+        found = found or [getattr(packet, each) for each in names if overload in ("", each)]
     if not found:
         own = {name.removeprefix("aten::").partition(".")[0] for name in op_names()}
         close = near(spelled.rpartition("::")[2], own)
         hint = f"; did you mean `{close}`?" if close else ""
         raise ProfileError(Problem(f"this torch has no op `{spelled}`{hint}"))
-    usable = tuple(filter(_is_dispatched, found))
+    usable = tuple(filter(can_be_interposed, found))
     if not usable:
         raise ProfileError(Problem(f"torch makes `{spelled}` of other ops: name those instead"))
     return usable
-
-
-def _is_dispatched(op: Any) -> bool:
-    try:
-        return can_be_interposed(op)
-    except RuntimeError:  # one of TorchScript's own, such as aten::mul.left_t: not dispatched
-        return False
-
-
-def _readings(spelled: str) -> Iterator[tuple[str, str, str]]:
-    namespace, separator, rest = spelled.partition("::")
-    parts = (rest if separator else spelled).split(".")
-    if separator:
-        yield namespace, parts[0], ".".join(parts[1:])
-        return
-    if len(parts) > 1:
-        yield parts[0], parts[1], ".".join(parts[2:])
-    yield "aten", parts[0], ".".join(parts[1:])
-
-
-def _overloads(reading: tuple[str, str, str]) -> tuple[Any, ...]:
-    namespace, name, overload = reading
-    packet: Any = getattr(getattr(import_module("torch").ops, namespace), name, None)
-    names = packet.overloads() if hasattr(packet, "overloads") else []
-    if overload:
-        names = [overload] if overload in names else []
-    return tuple(getattr(packet, each) for each in names)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.legal_values import SCHEMA_VERSION
+from torchrepro.knobs.knob import SCHEMA_VERSION
 from torchrepro.messages import Problem, printable, shown
 from torchrepro.profile.document import (
     MAX_DEPTH,

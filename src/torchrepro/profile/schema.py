@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names, rows_for_key
-from torchrepro.knobs.legal_values import (
+from torchrepro.knobs.knob import (
     ANY_TEXT,
     SCHEMA_VERSION,
     SEED,
