@@ -136,6 +136,18 @@ def _in_place(function: Callable[..., Any], *args: Any) -> Function:
 MULTIHEAD = lambda: nn.MultiheadAttention(8, 2, dropout=0.5)  # noqa: E731 - a name for the rows
 NOISE = torch.zeros_like
 
+NAMES = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+OWNERS = {"torch": (torch, NAMES), "torch._VF": (torch._VF, NAMES[:1]), "aten": (ATEN, NAMES)}
+BY_OP: dict[str, Function] = {
+    f"{owner}.{name}{end}": make(getattr(functions, f"{name}{end}"))
+    for owner, (functions, names) in OWNERS.items()
+    for name in names
+    for end, make in (
+        ("", lambda function: lambda x: function(x, 0.5, True)),
+        ("_", lambda function: _in_place(function, 0.5, True)),
+    )
+}
+
 IDENTITY: dict[str, Function] = {
     "F.dropout": functional.dropout,
     "F.dropout by keyword": lambda x: functional.dropout(input=x, p=0.3),
@@ -159,27 +171,10 @@ IDENTITY: dict[str, Function] = {
     "nn.Dropout3d": lambda x: nn.Dropout3d(0.5)(_cube(x)),
     "nn.AlphaDropout": nn.AlphaDropout(0.5),
     "nn.FeatureAlphaDropout": nn.FeatureAlphaDropout(0.5),
-    "torch.dropout": lambda x: torch.dropout(x, 0.5, train=True),
-    "torch.dropout_": _in_place(torch.dropout_, 0.5, True),
-    "torch.feature_dropout": lambda x: torch.feature_dropout(x, 0.5, True),
-    "torch.feature_dropout_": _in_place(torch.feature_dropout_, 0.5, True),
-    "torch.alpha_dropout": lambda x: torch.alpha_dropout(x, 0.5, True),
-    "torch.alpha_dropout_": _in_place(torch.alpha_dropout_, 0.5, True),
-    "torch.feature_alpha_dropout": lambda x: torch.feature_alpha_dropout(x, 0.5, True),
-    "torch.feature_alpha_dropout_": _in_place(torch.feature_alpha_dropout_, 0.5, True),
     "torch.native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
     "torch.native_dropout without train": lambda x: torch.native_dropout(x, 0.5, None)[0],
-    "torch._VF.dropout": lambda x: torch._VF.dropout(x, 0.5, True),
-    "torch._VF.dropout_": _in_place(torch._VF.dropout_, 0.5, True),
-    "aten.dropout": lambda x: ATEN.dropout(x, 0.5, True),
     "aten.dropout.default": lambda x: ATEN.dropout.default(x, 0.5, True),
-    "aten.dropout_": _in_place(ATEN.dropout_, 0.5, True),
-    "aten.feature_dropout": lambda x: ATEN.feature_dropout(x, 0.5, True),
-    "aten.feature_dropout_": _in_place(ATEN.feature_dropout_, 0.5, True),
-    "aten.alpha_dropout": lambda x: ATEN.alpha_dropout(x, 0.5, True),
-    "aten.alpha_dropout_": _in_place(ATEN.alpha_dropout_, 0.5, True),
-    "aten.feature_alpha_dropout": lambda x: ATEN.feature_alpha_dropout(x, 0.5, True),
-    "aten.feature_alpha_dropout_": _in_place(ATEN.feature_alpha_dropout_, 0.5, True),
+    **BY_OP,
     "aten.native_dropout": lambda x: ATEN.native_dropout(x, 0.5, True)[0],
     "through a checkpoint": lambda x: checkpoint(functional.dropout, x, use_reentrant=False),
     "through a reentrant checkpoint": lambda x: checkpoint(

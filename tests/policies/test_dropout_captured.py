@@ -20,11 +20,10 @@ from torch.nn import functional
 
 import torchrepro
 
+from .test_dropout import CALLS, Function, X, drops, same, value_and_gradient
+
 warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
 
-Function = Callable[[torch.Tensor], torch.Tensor]
-CALLS = 4  # TorchScript gives a function its final form after two
-X = torch.linspace(-1, 2, 4 * 6 * 8).view(4, 6, 8)
 TIMEOUT = 600
 
 
@@ -92,29 +91,16 @@ def _net(p: float = 0.5) -> nn.Module:
         return _Net(p)
 
 
-def _scripted(function: Function) -> Function:
-    return torch.jit.script(function)
-
-
 def _traced(function: Function) -> Function:
     return torch.jit.trace(function, X, check_trace=False)
 
 
-def _exported(function: Function) -> Function:
+def _program(function: Function) -> torch.export.ExportedProgram:
     class Holder(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return function(x)
 
-    return torch.export.export(Holder(), (X,)).module()
-
-
-def _exported_in_core_ops(function: Function) -> Function:
-    class Holder(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return function(x)
-
-    exported = torch.export.export(Holder(), (X,))
-    return exported.run_decompositions().module()
+    return torch.export.export(Holder(), (X,))
 
 
 def _compiled(backend: str) -> Callable[[Function], Function]:
@@ -122,9 +108,9 @@ def _compiled(backend: str) -> Callable[[Function], Function]:
 
 
 CAPTURES: dict[str, Callable[[Function], Function]] = {
-    "scripted": _scripted,
+    "scripted": torch.jit.script,
     "traced": _traced,
-    "exported": _exported,
+    "exported": lambda function: _program(function).module(),
     "compiled, eager": _compiled("eager"),
     "compiled, aot_eager": _compiled("aot_eager"),
     "compiled, inductor": _compiled("inductor"),
@@ -143,31 +129,10 @@ def _captured(how: str, function: Function) -> Function:
     return CAPTURES[how](function)
 
 
-def drops(call: Function) -> bool:
-    """Whether the result of `call` depends on the seed."""
-    results = []
-    for seed in range(3):
-        torch.manual_seed(seed)
-        results.append(call(X.clone()).detach().clone())
-    return not all(torch.equal(results[0], other) for other in results)
-
-
-def value_and_gradient(call: Function) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `call` makes of X, and the gradient of its sum of squares."""
-    x = X.clone().requires_grad_()
-    result = call(x)
-    result.pow(2).sum().backward()
-    return result.detach(), x.grad
-
-
 def is_without(call: Function, without: Function) -> bool:
     """Whether values and gradients are those of `without`, in every one of four calls."""
     expected = value_and_gradient(without)
-    return all(
-        torch.allclose(one, other, atol=1e-5)
-        for _ in range(CALLS)
-        for one, other in zip(expected, value_and_gradient(call), strict=True)
-    )
+    return all(same(expected, value_and_gradient(call)) for _ in range(CALLS))
 
 
 @pytest.mark.parametrize(("how", "function"), ROWS)
@@ -207,7 +172,9 @@ def test_a_captured_model_drops_before_and_after_and_not_in_between(how: str) ->
 @pytest.mark.slow
 def test_an_export_that_was_taken_apart_is_zeroed_as_far_as_it_holds_dropout() -> None:
     """In core ops `native_dropout` is left and is zeroed; a mask made of others is named."""
-    with_op, with_mask = _exported_in_core_ops(_functional), _exported_in_core_ops(_alpha)
+    with_op, with_mask = (
+        _program(function).run_decompositions().module() for function in (_functional, _alpha)
+    )
 
     with torchrepro.apply({"dropout": "zero"}) as applied:
         assert not drops(with_op)

@@ -15,8 +15,8 @@ What is not possible without C++:
 - Memory that grows in place: `resize_` beyond it moves that one tensor, its views stay behind.
 - ``torch.accelerator.synchronize()``, and autocast that casts anything.
 
-Attention has no fused kernel, and LSTM and GRU run cell by cell as on CUDA without cuDNN: these
-equal the CPU's up to rounding (attention bit for bit where the CPU's is the math one too).
+Attention has no fused kernel, and an LSTM runs cell by cell as on CUDA without cuDNN: these equal
+the CPU's up to rounding (attention bit for bit where the CPU's is the math one too). GRU has none.
 """
 
 from simulated_npu.faults import alert_on, reset, vary

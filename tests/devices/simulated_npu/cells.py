@@ -1,4 +1,4 @@
-"""The fused cells of LSTM and GRU, which torch has for accelerators only."""
+"""The fused cell of LSTM, which torch has for accelerators only."""
 
 from typing import Any
 
@@ -54,35 +54,7 @@ def _lstm_backward(
     return grad, flow * keep, _over_batch(grad, has_bias)
 
 
-def _gru(
-    from_input: torch.Tensor,
-    from_hidden: torch.Tensor,
-    hidden: torch.Tensor,
-    input_bias: Some = None,
-    hidden_bias: Some = None,
-) -> tuple[torch.Tensor, ...]:
-    reset_in, update_in, new_in = _sum(from_input, input_bias).chunk(3, 1)
-    reset_own, update_own, new_own = _sum(from_hidden, hidden_bias).chunk(3, 1)
-    reset = (reset_in + reset_own).sigmoid()
-    update = (update_in + update_own).sigmoid()
-    new = (new_in + reset * new_own).tanh()
-    return new + update * (hidden - new), torch.cat((reset, update, new, new_own, hidden), 1)
-
-
-def _gru_backward(grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> tuple[Some, ...]:
-    reset, update, new, new_own, hidden = workspace.chunk(5, 1)
-    to_new = grad * (1 - update) * (1 - new**2)
-    to_update = grad * (hidden - new) * update * (1 - update)
-    to_reset = to_new * new_own * reset * (1 - reset)
-    to_input = torch.cat((to_reset, to_update, to_new), 1)
-    to_hidden = torch.cat((to_reset, to_update, to_new * reset), 1)
-    biases = _over_batch(to_input, has_bias), _over_batch(to_hidden, has_bias)
-    return to_input, to_hidden, grad * update, *biases
-
-
 CELL_KERNELS: dict[str, Any] = {
     "aten::_thnn_fused_lstm_cell": _lstm,
     "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_backward,
-    "aten::_thnn_fused_gru_cell": _gru,
-    "aten::_thnn_fused_gru_cell_backward": _gru_backward,
 }
