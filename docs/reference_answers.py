@@ -23,8 +23,7 @@ from reference_markdown import attribute_docs, code, prose
 import torchrepro
 from torchrepro.cli import main
 from torchrepro.cli.app import ROWS
-from torchrepro.selftest.attempts import PROMISES
-from torchrepro.selftest.self_test import Result, Row, SelfTest, machine_facts
+from torchrepro.selftest import PROMISES, Result, Row, SelfTest, machine_facts
 from torchrepro.verification.result import (
     Run,
     StressResult,
@@ -60,8 +59,8 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
     "rerun": {"": "torchrepro.rerun:Rerun"},
     "compare": _VERDICT,
     "selftest": {
-        "": "torchrepro.selftest.self_test:SelfTest",
-        "rows[]": "torchrepro.selftest.self_test:Row",
+        "": "torchrepro.selftest:SelfTest",
+        "rows[]": "torchrepro.selftest:Row",
     },
     "verify": {
         **_VERDICT,

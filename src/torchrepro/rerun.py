@@ -47,9 +47,8 @@ from torchrepro.manifest.environment import repository, source_folder
 from torchrepro.messages import some
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import REPEATED, changed_files, same_file
-from torchrepro.profile.compose import compose_document, key_of
 from torchrepro.profile.document import Document
-from torchrepro.profile.load import SECTION, resolve, validate
+from torchrepro.profile.load import SECTION, compose_document, key_of, resolve, validate
 from torchrepro.profile.resolved import Origin, ResolvedProfile
 from torchrepro.redaction import HIDDEN, secret_values, shareable, shell_line
 from torchrepro.relaunch import interpreter_line

@@ -67,10 +67,9 @@ def write_pack(folder: Path) -> NewPack:
 
     Raises `ProfileError`, and leaves nothing behind, if the name or the folder cannot be used.
     """
-    from torchrepro.profile.compose import compose_document
     from torchrepro.profile.document import parse_document
+    from torchrepro.profile.load import compose_document, validate
     from torchrepro.profile.schema import json_schema
-    from torchrepro.profile.validation import validate
 
     name = folder.name
     if not LEGAL.fullmatch(name) or len(name) > LONGEST:

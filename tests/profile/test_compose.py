@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import torchrepro
 from torchrepro.messages import printable
-from torchrepro.profile.compose import compose
+from torchrepro.profile.load import compose
 from torchrepro.profile.resolved import NOT_INHERITED, flatten
 from torchrepro.profile.search_path import SHIPPED
 

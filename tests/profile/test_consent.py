@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 import torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.variables import allowed, refusal
-from torchrepro.profile.validation import VARIABLE
+from torchrepro.profile.schema import VARIABLE
 
 UNKNOWN = "env_extra: {ACME_FLAG: '7'}\n"
 RUNS_CODE = {

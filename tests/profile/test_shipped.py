@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 import torchrepro
-from torchrepro.profile.compose import compose
+from torchrepro.profile.load import compose
 from torchrepro.profile.resolved import STRICT, ResolvedProfile
 from torchrepro.profile.search_path import SHIPPED
 

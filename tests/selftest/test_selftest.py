@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro import selftest as self_test
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.selftest import self_test
-from torchrepro.selftest.attempts import DEVICES, PROMISES
-from torchrepro.selftest.self_test import Result, trials
+from torchrepro.selftest import DEVICES, PROMISES, Result, trials
 
 PLANTED = Path(__file__).with_name("planted")
 SIMULATED = Path(__file__).parents[1] / "devices"
@@ -147,7 +146,7 @@ INTERRUPTED = """
 import sys
 from torchrepro.cli import main
 from torchrepro.cli.app import Progress
-from torchrepro.selftest import self_test
+from torchrepro import selftest as self_test
 
 self_test.PROMISES = [row for row in self_test.PROMISES if row.name == "dropout"]
 Progress.for_now = lambda self, text: print(text.partition(": ")[2], flush=True)

@@ -308,7 +308,7 @@ def _set_variables(context: typer.Context, variables: Mapping[str, str]) -> None
 
 def _consent(context: typer.Context, names: list[str] | None) -> None:
     if names and not context.resilient_parsing:
-        from torchrepro.profile.validation import VARIABLE, allowed_by
+        from torchrepro.profile.schema import VARIABLE, allowed_by
 
         _set_variables(context, {VARIABLE: allowed_by(names)})
 

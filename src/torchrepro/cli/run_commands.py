@@ -661,7 +661,7 @@ def selftest_here(as_json: Json = False) -> None:  # noqa: FBT002 - an option of
 
     It takes half a minute for each device, and leaves no file and no setting behind.
     """
-    from torchrepro.selftest.self_test import selftest
+    from torchrepro.selftest import selftest
     from torchrepro.verification.runner import Interrupted
 
     progress = Progress()

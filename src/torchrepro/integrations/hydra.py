@@ -55,8 +55,7 @@ from torchrepro.integrations.hydra_profile import (
     values_repeated,
 )
 from torchrepro.process_state import original_meaning
-from torchrepro.profile.compose import compose
-from torchrepro.profile.load import REFUSED
+from torchrepro.profile.load import REFUSED, compose
 from torchrepro.profile.resolved import NOT_INHERITED
 from torchrepro.profile.search_path import (
     PIECES,

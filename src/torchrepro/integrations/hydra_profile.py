@@ -21,8 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, near, shown
 from torchrepro.process_state import changed_files, original_meaning, original_profile
-from torchrepro.profile.compose import Composition, compose, key_of, parsed
-from torchrepro.profile.load import SECTION, from_mapping, validate
+from torchrepro.profile.load import (
+    SECTION,
+    Composition,
+    compose,
+    from_mapping,
+    key_of,
+    parsed,
+    validate,
+)
 from torchrepro.profile.resolved import EXTRA, NOT_INHERITED, Origin, flatten, plain
 from torchrepro.profile.search_path import (
     PIECES,

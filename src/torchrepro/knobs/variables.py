@@ -2,7 +2,7 @@
 
 A row's `set_in` says where a profile may set the variable: in ``env``, as a knob with a door, or in
 ``env_extra``, if no legal value of it names code, a host, a credential or a file. Every other one
-needs the consent of whoever starts the run; see `torchrepro.profile.validation`. Manifests record
+needs the consent of whoever starts the run; see `torchrepro.profile.schema`. Manifests record
 the knobs and the rows that are `recorded`: what steers numbers. `instead` marks a variable of
 published recipes that nothing reads.
 

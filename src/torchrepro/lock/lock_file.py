@@ -38,8 +38,7 @@ from torchrepro.manifest.contents import (
 from torchrepro.manifest.environment import hardware, software
 from torchrepro.messages import some
 from torchrepro.planner import Plan, make_plan
-from torchrepro.profile.compose import key_of
-from torchrepro.profile.load import resolve
+from torchrepro.profile.load import key_of, resolve
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.redaction import HIDDEN, without_secrets

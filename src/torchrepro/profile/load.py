@@ -1,28 +1,55 @@
-"""From a name, a path or plain values to a validated `Profile`, or one readable error."""
+"""From a name, a path or plain values to a validated `Profile`, or one readable error.
+
+A profile is composed of its defaults list, its own values, pieces and overrides, in this order.
+The rules are Hydra's (https://hydra.cc/docs/advanced/defaults_list): the entries of a defaults
+list are laid on top of each other in order, the file itself where `_self_` stands, and sections
+are merged key by key. They are applied here and not by Hydra for two reasons: each value keeps
+the line that set it, and code that applies a profile does not pay for importing Hydra.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ProfileError
-from torchrepro.profile.compose import (
-    check_values,
-    compose,
-    compose_document,
-    compose_resolved,
-    walk,
+from torchrepro.knobs.legal_values import SCHEMA_VERSION
+from torchrepro.messages import Problem, printable, shown
+from torchrepro.profile.document import (
+    MAX_DEPTH,
+    Document,
+    defaults_list,
+    read_document,
+    refuse_instructions,
+    refuse_interpolation,
 )
-from torchrepro.profile.document import Document, defaults_list
-from torchrepro.profile.resolved import EXTRA, ResolvedProfile, plain, versioned
-from torchrepro.profile.search_path import incomplete_packs, is_piece, search_path
+from torchrepro.profile.resolved import (
+    EXTRA,
+    NOT_INHERITED,
+    Origin,
+    ResolvedProfile,
+    flatten,
+    plain,
+    versioned,
+)
+from torchrepro.profile.search_path import (
+    PIECES,
+    SHIPPED,
+    Folder,
+    ProfileFile,
+    find,
+    incomplete_packs,
+    is_piece,
+    piece_named,
+    search_path,
+)
 
 if TYPE_CHECKING:
-    from torchrepro.messages import Problem
-    from torchrepro.profile.compose import Composition
-    from torchrepro.profile.schema import Profile
+    from pathlib import Path
 
+    from torchrepro.profile.schema import Profile
 
 SECTION = "repro"  # key under which the config of a program holds its profile
 
@@ -33,22 +60,8 @@ No file can hold such a key. The reason is quoted as in a URL, because it may sh
 file, which a config would take for an interpolation.
 """
 
-NOTHING = "-"
-PROFILE, PIECE = "profile", "piece"
-
-
-class ProfileEntry(NamedTuple):
-    """One profile, or one piece to lay on top of profiles, on the search path."""
-
-    name: str
-    guarantee: str
-    origin: str
-    description: str
-    kind: str = PROFILE
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as plain JSON values."""
-        return {key: value for key, value in self._asdict().items() if key != "kind"}
+MAX_DOCUMENTS = 64
+MAX_KEYS = 2000  # keys of all files of one profile, each counted as often as it is read
 
 
 def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
@@ -74,7 +87,12 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
     _refuse_other_types(source, overrides)
     given = getattr(source, "resolved", source)  # a Profile is valid already
     if isinstance(given, ResolvedProfile):
-        return validate(compose_resolved(given, overrides)).resolved if overrides else given
+        if not overrides:
+            return given
+        values = plain(given.values)
+        composition = Composition(values, dict(given.origins), only_shipped=False)
+        composition.typed |= flatten(values).keys()  # judged when they were resolved
+        return validate(_Layers(composition).finished(overrides)).resolved
     mapping = isinstance(source, Mapping) or _is_dictconfig(source)
     if mapping and SECTION in source:
         if source.get(SECTION) is None:
@@ -93,9 +111,9 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
 def validate(composition: Composition) -> Profile:
     """Validate composed values; raises `ProfileError` that names where each value was set."""
     # pydantic takes longer to import than a shipped profile to be put in force.
-    from torchrepro.profile.validation import validate
+    from torchrepro.profile.schema import validated
 
-    return validate(composition)
+    return validated(composition)
 
 
 def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") -> Composition:
@@ -111,32 +129,6 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     # A config is composed from files, even if code passes it on.
     typed = not any(map(_is_dictconfig, (source, source.get(EXTRA))))
     return compose_document(Document(where, values, entries, typed=typed), overrides)
-
-
-def listed() -> list[ProfileEntry]:
-    """Return every profile and piece on the search path; a broken one says so."""
-    entries = []
-    for folder in search_path():
-        origin = f"package {versioned(folder.package)}" if folder.package else folder.origin
-        for name in folder.names():
-            kind = PIECE if is_piece(name) else PROFILE
-            try:
-                values = compose(name).values
-            except ProfileError as error:
-                guarantee, about = NOTHING, _refused(error.problem)
-            else:
-                guarantee = values.get("guarantee", NOTHING if kind == PIECE else "seeded")
-                about = values.get("description", "")
-            entries.append(ProfileEntry(name, str(guarantee), origin, str(about), kind))
-    for pack in incomplete_packs():
-        name = f"{pack.name}/" if pack.name else NOTHING
-        about = _refused(pack.problem)
-        entries.append(ProfileEntry(name, NOTHING, f"package {pack.owner}", about))
-    return entries
-
-
-def _refused(problem: Problem) -> str:
-    return "refused: " + str(problem).partition("\n")[0]
 
 
 def _refuse_other_types(source: Any, overrides: Any) -> None:
@@ -175,3 +167,295 @@ def _plain_config(config: Any, where: str) -> Any:
         key = str(getattr(error, "full_key", "") or "")
         raise ProfileError.about(what, where, key) from None
     return plain(values)
+
+
+@dataclass(slots=True)
+class Composition:
+    """The merged values of a profile and, for every dotted key, the place that set it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    typed: set[str] = field(default_factory=set)
+    """Dotted keys whose value the user who starts the run wrote: an override, a dict in code."""
+
+    only_shipped: bool = True
+    """Whether only torchrepro's own files were composed, without overrides."""
+
+    asked: tuple[str, ...] = ()
+    """The name or path that was asked for, and the overrides; empty for values from elsewhere."""
+
+    def add(
+        self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
+    ) -> None:
+        """Lay `values` on top; `places` says for every dotted key what sets it."""
+        before, leaves = self.origins, flatten(values)
+        _merge(self.values, values)
+        written = {key for key, value in leaves.items() if value != {}}
+        # Neither the sections around these keys nor what was inside them are what somebody wrote.
+        around = {section for key in written for section in _around(key)}
+        kept = {
+            name: origin
+            for name, origin in before.items()
+            if name not in around and written.isdisjoint(_around(name))
+        }
+        new = {k: Origin(at, package, leaves.get(k), before.get(k)) for k, at in places.items()}
+        self.origins = kept | new
+        self.typed = self.typed | leaves.keys() if typed else self.typed - leaves.keys()
+
+    def name_it(self, name: str, origin: Origin) -> None:
+        """Give the profile a name, unless it has one."""
+        if "name" not in self.values:
+            name = printable(name).translate(str.maketrans("()", "[]"))  # as `PROFILE_NAME` has it
+            self.values["name"] = name
+            self.origins["name"] = origin._replace(value=name)
+
+    def place(self, key: str) -> str:
+        """Return where `key`, something in it, or the nearest section around it was set."""
+        if key not in self.origins:
+            inside = [name for name in self.origins if name.startswith(f"{key}.")]
+            if inside:
+                return self.origins[inside[-1]].set_by
+        while key and key not in self.origins:
+            key = key.rpartition(".")[0]
+        return self.origins[key].set_by if key else ""
+
+
+def _around(key: str) -> Iterator[str]:
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            below = onto.get(key)
+            onto[key] = below if isinstance(below, dict) else {}
+            _merge(onto[key], value)
+        else:
+            onto[key] = value
+
+
+def compose(
+    name: str,
+    overrides: Sequence[str] = (),
+    folders: tuple[Folder, ...] = (),
+    *,
+    typed: bool = True,
+) -> Composition:
+    """Compose the profile `name` with `overrides` such as ``backends.cudnn.benchmark=true``.
+
+    Bare names are found in `folders` and on the search path. `typed` says whether the user who
+    starts the run wrote the overrides. Raises `ProfileError`.
+    """
+    layers = _Layers(Composition(asked=(name, *overrides)), folders)
+    layers.add_named(name)
+    return layers.finished(overrides, typed=typed)
+
+
+def compose_document(document: Document, overrides: Sequence[str] = ()) -> Composition:
+    """Compose values that were not read from a file of the search path."""
+    layers = _Layers(Composition(only_shipped=False))
+    layers.add(document, None, inherited=False)
+    return layers.finished(overrides)
+
+
+@dataclass(slots=True)
+class _Layers:
+    """Follows defaults lists, depth first, and refuses one that leads back to itself."""
+
+    composition: Composition
+    folders: tuple[Folder, ...] = ()
+    being_read: list[ProfileFile] = field(default_factory=list)
+    read_before: list[Path] = field(default_factory=list)
+    keys: int = 0
+    undone: dict[str, Problem] = field(default_factory=dict)
+
+    def add_named(self, name: str, named_at: str = "", *, inherited: bool = False) -> None:
+        # A profile may inherit from another one of the same name, but not from itself.
+        beside = [one.folder._replace(prefix="") for one in self.being_read[-1:]]
+        being_read = [other.path for other in self.being_read]
+        try:
+            found = find(name, self.folders, named_at, beside, being_read)
+        except ProfileError:
+            again = find(name, self.folders, named_at, beside) if being_read else None
+            if again is None or again.path not in being_read:
+                raise
+            chain = " -> ".join([*(other.name for other in self.being_read), again.name])
+            what = "a profile inherits from itself"
+            raise ProfileError.about(what, named_at, "defaults", chain) from None
+        if len(self.read_before) + len(self.being_read) >= MAX_DOCUMENTS:
+            what = f"more than {MAX_DOCUMENTS} files in one defaults list"
+            raise ProfileError.about(what, named_at)
+        if not found.path.is_relative_to(SHIPPED):
+            self.composition.only_shipped = False
+        self.being_read.append(found)
+        self.add(read_document(found.path, found.where), found, inherited=inherited)
+        self.being_read.pop()
+        if not self.being_read and not is_piece(found.name):
+            self.composition.name_it(found.name, Origin(found.where, found.folder.package))
+
+    def add(self, document: Document, found: ProfileFile | None, *, inherited: bool) -> None:
+        self.keys += len(document.lines)
+        if self.keys > MAX_KEYS:
+            what = f"more than {MAX_KEYS:,} keys in the files of one profile"
+            raise ProfileError.about(what, document.where)
+        schema, newest = document.values.get("schema"), SCHEMA_VERSION.high or 1
+        if isinstance(schema, int) and schema > newest:  # whose keys may be unknown here
+            raise ProfileError.about(
+                "written for a newer torchrepro",
+                document.place("schema"),
+                "schema",
+                shown(schema),
+                legal=f"up to {newest}, which is what {versioned('torchrepro')} reads",
+                todo="upgrade torchrepro: pip install --upgrade torchrepro",
+            )
+        for entry in document.defaults:
+            if entry != "_self_":
+                self.add_named(entry, document.place("defaults"), inherited=True)
+                continue
+            left_out = NOT_INHERITED if inherited else ()
+            values = {key: v for key, v in document.values.items() if key not in left_out}
+            # The keys of sections have their lines as well, for problems with the section itself.
+            keys = [key for key in document.lines or flatten(values) if key not in left_out]
+            before = self.composition.origins
+            places = {key: document.place(key) for key in keys}
+            package = found.folder.package if found else ""
+            self.composition.add(values, places, package, typed=document.typed)
+            again = found is not None and found.path in self.read_before
+            for key, value in flatten(values).items():
+                # A file that is inherited twice must not undo what another one set in between.
+                self.undone.pop(key, None)
+                earlier = before.get(key)
+                if again and earlier and earlier.value != value:
+                    self.undone[key] = Problem(
+                        f"{earlier.set_by} sets {key} to {shown(earlier.value)}, and is undone by "
+                        "a file that was inherited before it and is inherited again",
+                        places[key],
+                        key,
+                        shown(value),
+                        todo="inherit that file in one place only, or set the value in the "
+                        "profile itself",
+                    )
+        if found is not None:
+            self.read_before.append(found.path)
+
+    def finished(self, overrides: Sequence[str], *, typed: bool = True) -> Composition:
+        """Lay the pieces among `overrides` on top, and the other overrides on these, in order."""
+        given = [(key_of(text), f"override {text}", parsed(text)) for text in overrides]
+        for key, place, values in given:
+            if key == PIECES:
+                named = values[PIECES]
+                pieces = [named] if isinstance(named, str) else named
+                if not isinstance(pieces, list) or not all(isinstance(p, str) for p in pieces):
+                    what, legal = "pieces are named in a list", f"{PIECES}=[dropout-zero,host-rng]"
+                    raise ProfileError.about(what, place, PIECES, shown(named), legal)
+                for piece in pieces:
+                    self.add_named(piece_named(piece), place, inherited=True)
+        for key, place, values in given:
+            if key != PIECES:
+                places = dict.fromkeys(flatten(values), place)
+                self.composition.add(values, places, "", typed=typed)
+        if given:
+            self.composition.only_shipped = False
+        for key, problem in self.undone.items():
+            present = self.composition.origins.get(key)  # gone with its section, perhaps
+            if present is not None and present.set_by == problem.where:
+                raise ProfileError(problem)
+        return self.composition
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Return what an override in Hydra's grammar sets, in sections; a deletion sets null.
+
+    Raises `ProfileError` for one that is not plain.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    place = f"override {text}"
+    todo = "write key=value, as in seed=7 or backends.cudnn.benchmark=false"
+    try:
+        found = OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError, ValueError):
+        raise ProfileError.about("not an override", place, todo=todo) from None
+    if found.is_sweep_override():
+        raise ProfileError.about("a sweep needs Hydra's --multirun; here one value is set", place)
+    depth = found.key_or_group.count(".")
+    if found.package is not None or not found.key_or_group or depth > MAX_DEPTH:
+        raise ProfileError.about("not an override", place, todo=todo)
+    values: Any = None if found.is_delete() else plain(found.value())
+    key = found.key_or_group.replace("/", ".")
+    check_values(values, place, key)
+    for part in reversed(key.split(".")):
+        values = {part: values}
+    nested: dict[str, Any] = values
+    return nested
+
+
+def key_of(text: str) -> str:
+    """Return the dotted key that an override names, without parsing what it sets it to."""
+    return text.partition("=")[0].lstrip("+~").replace("/", ".")
+
+
+def check_values(value: Any, place: str, key: str) -> None:
+    """Raise `ProfileError` for an instruction or an interpolation anywhere in `value`."""
+    for inner, entry in walk(value, key):
+        refuse_instructions(inner.rpartition(".")[2], place, inner)
+        if isinstance(entry, str):
+            refuse_interpolation(entry, place, inner)
+
+
+def walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `value` and everything in it, each with its dotted key; an entry has its list's."""
+    yield key, value
+    if isinstance(value, Mapping):
+        for inner, entry in value.items():
+            yield from walk(entry, f"{key}.{inner}" if key else str(inner))
+    elif isinstance(value, list):
+        for entry in value:
+            yield from walk(entry, key)
+
+
+NOTHING = "-"
+PROFILE, PIECE = "profile", "piece"
+
+
+class ProfileEntry(NamedTuple):
+    """One profile, or one piece to lay on top of profiles, on the search path."""
+
+    name: str
+    guarantee: str
+    origin: str
+    description: str
+    kind: str = PROFILE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as plain JSON values."""
+        return {key: value for key, value in self._asdict().items() if key != "kind"}
+
+
+def listed() -> list[ProfileEntry]:
+    """Return every profile and piece on the search path; a broken one says so."""
+    entries = []
+    for folder in search_path():
+        origin = f"package {versioned(folder.package)}" if folder.package else folder.origin
+        for name in folder.names():
+            kind = PIECE if is_piece(name) else PROFILE
+            try:
+                values = compose(name).values
+            except ProfileError as error:
+                guarantee, about = NOTHING, _refused(error.problem)
+            else:
+                guarantee = values.get("guarantee", NOTHING if kind == PIECE else "seeded")
+                about = values.get("description", "")
+            entries.append(ProfileEntry(name, str(guarantee), origin, str(about), kind))
+    for pack in incomplete_packs():
+        name = f"{pack.name}/" if pack.name else NOTHING
+        about = _refused(pack.problem)
+        entries.append(ProfileEntry(name, NOTHING, f"package {pack.owner}", about))
+    return entries
+
+
+def _refused(problem: Problem) -> str:
+    return "refused: " + str(problem).partition("\n")[0]

@@ -70,7 +70,7 @@ def undo_that_leaves_another_variable():
 
 def try_instead(**attempts):
     """Have the promises with these names be tried by other functions."""
-    from torchrepro.selftest import attempts as module
+    import torchrepro.selftest as module
 
     module.PROMISES = tuple(
         replace(row, attempt=attempts.get(row.name, row.attempt)) for row in module.PROMISES
@@ -114,6 +114,6 @@ def hang():
     try_instead(dropout=waits)
 
 
-if "torchrepro.selftest.self_test" in sys.orig_argv:
+if any("torchrepro.selftest" in word for word in sys.orig_argv):
     for name in filter(None, os.environ.get("PLANTED", "").split(",")):
         FAULTS[name]()

@@ -1,1 +1,0 @@
-"""Tries on this machine what torchrepro promises, and says what was held."""
