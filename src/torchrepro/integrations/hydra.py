@@ -2,84 +2,83 @@
 
 What becomes of a job:
 
-1. Hydra starts and loads its plugins. `ReproSearchPath`, here, puts a config source of our own
-   before all others and adds one callback to Hydra's own config.
-2. Hydra composes the job's config. `ReproConfigSource`, here, answers for the group `repro` alone
+1. Hydra starts and loads its plugins. `ReproSearchPath` puts a config source of our own before all
+   others and adds one callback to Hydra's own config.
+2. Hydra composes the job's config. The source (`hydra_source`) answers for the group `repro` alone
    and leaves the app's own files there to Hydra. It reads every profile as data, because a file
-   that Hydra composes by itself can place callbacks and run code. It notes what was chosen
-   (`hydra_profile.chosen`).
-3. Hydra calls the callback (`hydra_callback`). It gets the profile that the composed config
-   requests (`hydra_profile.resolved_profile`), applies it and writes the manifest. After the job it
-   restores the state. Without a profile it does nothing.
-4. The process ends. The callback's module reports a profile that was composed and never applied.
+   that Hydra composes by itself can place callbacks and run code. It notes what was chosen.
+3. Hydra calls `ReproCallback`. It gets the profile that the composed config requests
+   (`hydra_source.resolved_profile`), applies it and writes the manifest. After the job it restores
+   the state. Without a profile it does nothing.
+4. The process ends. `hydra_source` reports a profile that was composed and never applied.
 
-See https://hydra.cc/docs/advanced/plugins/develop and
-https://hydra.cc/docs/experimental/callbacks.
+Hydra turns an exception in a callback into a warning and runs the task all the same, so whatever
+stops a run leaves as `SystemExit`, which Hydra lets through. It calls callbacks for the jobs of an
+app, unless the app removes ours, and none for `hydra.compose`, whose caller applies the profile.
+
+See https://hydra.cc/docs/advanced/plugins/develop, https://hydra.cc/docs/experimental/callbacks and
+https://hydra.cc/docs/advanced/compose_api.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
-from collections.abc import Iterator, Mapping
+import os
+import shlex
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.object_type import ObjectType
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from torchrepro.errors import ProfileError
-from torchrepro.integrations.hydra_callback import (
-    ReproCallback,
-    note_composed,
-    refuse_if_shown,
-    refuse_null,
-    requested_names,
-    requesting_words,
-)
-from torchrepro.integrations.hydra_profile import (
+from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
+from torchrepro.bootstrap import agreeing_run, in_force_now
+from torchrepro.console import note, say
+from torchrepro.errors import ApplyError, TorchreproError
+from torchrepro.integrations.hydra_source import (
     APPS_OWN,
     CALLBACK,
-    GROUP,
-    as_override,
-    chosen,
-    close_name,
-    files_named,
-    inherits_a_profile,
-    values_in,
-    values_repeated,
+    REFUSED_STATUS,
+    SCHEME,
+    SEPARATOR,
+    exit_on_error,
+    lines_on_changed_files,
+    note_on_the_apps_own,
+    requesting_words,
+    resolved_profile,
+    unapplied,
 )
-from torchrepro.process_state import original_meaning
-from torchrepro.profile.load import REFUSED, compose
-from torchrepro.profile.resolved import NOT_INHERITED
-from torchrepro.profile.search_path import (
-    PIECES,
-    Folder,
-    UnknownProfileError,
-    find,
-    folders_for,
-    is_name,
-    is_piece,
-    package_folders,
-    piece_named,
-    piece_short_name,
-    search_path,
+from torchrepro.manifest.contents import (
+    FILE,
+    hydra_folder,
+    manifest,
+    note_sweep,
+    secrets_here,
+    sweep_or_this,
+    write_manifest,
 )
+from torchrepro.messages import near, some
+from torchrepro.patching import variables_put_back
+from torchrepro.planner import plan
+from torchrepro.process_state import inherited, other_than_original
+from torchrepro.redaction import shareable
+from torchrepro.report import Report, announce, announce_end, random_number_lines
+from torchrepro.seeding.streams import drawn_streams, never_drawn, world
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hydra.core.config_search_path import ConfigSearchPath
-
-SCHEME = "torchrepro"
-_SEPARATOR = "|"
-
-_profiles: dict[str, DictConfig] = {}  # those of the present composition
-_sources: list[ReproConfigSource] = []  # the source of the present composition
-_last_config: list[str] = []  # the one outside of Hydra's own that was asked for last
 
 
 class ReproSearchPath(SearchPathPlugin):
@@ -132,178 +131,230 @@ class _ProfilesElement:
             for each in self.owner.get_path()
             if not isinstance(each, _ProfilesElement) and each.path
         ]
-        return f"{SCHEME}://{_SEPARATOR.join(others)}"
+        return f"{SCHEME}://{SEPARATOR.join(others)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ProfilesElement:
         return _ProfilesElement(copy.deepcopy(self.owner, memo))
 
 
-class ReproConfigSource(ConfigSource):
-    """Reads the profiles of the group `repro` as data, for Hydra to compose."""
-
-    @staticmethod
-    def scheme() -> str:
-        """Return the scheme of this source's paths."""
-        return SCHEME
-
-    def available(self) -> bool:
-        """Return True: the shipped profiles are always there."""
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        group = config_path.strip("/")
-        if group == GROUP and not requesting_words() and self._app_has_a_plain_value():
-            return False  # `repro=false` overrides the app's own value
-        if group == GROUP:
-            refuse_null()
-        if group in ("", GROUP):
-            return True
-        inner = group.removeprefix(f"{GROUP}/")
-        if inner == group:
-            return False
-        try:
-            folders = (*self._folders(), *folders_for(f"{inner}/"))
-        except ProfileError:
-            return True  # a damaged pack: `load_config` says so
-        return any(folder.has_group(inner) for folder in folders)
-
-    def _app_has_a_plain_value(self) -> bool:
-        # Hydra asks whether an override names a group right after it has asked for that config.
-        names = [f"{name.removesuffix('.yaml')}.yaml" for name in _last_config]
-        files = [root / name for name in names for root, _ in self._roots()]
-        held: Any = [values_in(path) for path in files if path.is_file()]
-        store = ConfigStore.instance()
-        held += [store.load(n).node for n in names if store.get_type(n) is ObjectType.CONFIG]
-        own = [each.get(GROUP) for each in held if hasattr(each, "get")]
-        return any(value is not None and not isinstance(value, Mapping) for value in own)
-
-    def is_config(self, config_path: str) -> bool:
-        """Return whether `config_path` names a profile that can be read, well-formed or not."""
-        # Hydra copies its sources for every composition and asks the first one for every config,
-        # so another copy means another composition.
-        if _sources[-1:] != [self]:
-            chosen.profiles.clear()
-            chosen.pieces.clear()
-            _profiles.clear()
-            _sources[:] = [self]
-        if not config_path.startswith("hydra/"):
-            _last_config[:] = [config_path]
-        name = _profile_name(config_path)
-        if name is None or self._is_the_apps_own(name):
-            return False
-        if original_meaning(name) is not None:
-            return True
-        try:
-            find(name, self._folders())
-        except UnknownProfileError:
-            # Hydra may find a file of this name, and would run its code. A name that is nearly a
-            # profile's is ours to refuse: Hydra skips an optional one without a word. So is one
-            # that the command line asks for: Hydra lists its search path and no profile of a pack.
-            word = piece_short_name(name) if is_piece(name) else name
-            asked_for = word in requested_names()
-            return asked_for or not is_name(name) or bool(close_name(name, self._folders()))
-        except ProfileError:
-            return True  # there is something, and `load_config` says what is wrong with it
-        return True
-
-    def _is_the_apps_own(self, name: str) -> bool:
-        """Whether the app has a config of this name in its group `repro` that is not a profile.
-
-        Hydra composes it like any other config of the app. A file elsewhere, as in a pack, is read
-        as data all the same, and so is a piece, whose folder is ours.
-        """
-        if ".." in name or is_piece(name):
-            return False
-        try:
-            if is_name(name) and any(folder.file(name) for folder in folders_for(name)):
-                return False
-        except ProfileError:
-            return False  # a damaged pack: `load_config` says so
-        if files := files_named(name, self._folders()):
-            inherits = inherits_a_profile(files[0], self._folders())
-            return name not in requested_names() and not inherits
-        stored = ConfigStore.instance().get_type(f"{GROUP}/{name.removesuffix('.yaml')}.yaml")
-        return stored is ObjectType.CONFIG
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return the composed profile, or the reason why it is refused.
-
-        An exception here would end in Hydra's own traceback and exit status. So the reason
-        travels in the config to the callback, which stops the run.
-        """
-        name = _profile_name(config_path)
-        if name is None:
-            raise ConfigLoadError(f"Config not found: {config_path}")
-        chosen.add(name, self._folders())
-        config = OmegaConf.create({GROUP: self._values(name)})
-        # An open section: every key can be overridden, set or not. The schema refuses a wrong
-        # one, with a message that says what was meant.
-        OmegaConf.set_struct(config[GROUP], value=False)
-        if is_piece(name):
-            # It lies on top of the profile, wherever it stands in a defaults list: Hydra loads
-            # every config of a composition, the last one first, before it merges them.
-            for profile, composed in _profiles.items():
-                for key, value in self._values(profile).items():
-                    composed[GROUP][key] = value
-        else:
-            _profiles[name] = config
-            note_composed(name, str(config[GROUP].get("name", name)))
-        header: dict[str, str | None] = {"package": "_global_"}
-        return ConfigResult(
-            provider=self.provider, path=f"{SCHEME}://", config=config, header=header
-        )
-
-    def _values(self, name: str) -> dict[str, Any]:
-        a_piece = is_piece(name)
-        repeated = None if a_piece else values_repeated(name, self._folders())
-        if repeated is not None:
-            return repeated
-        try:
-            pieces = [] if a_piece else as_override(chosen.pieces)
-            values = compose(name, pieces, self._folders()).values
-        except ProfileError as error:
-            refuse_if_shown(error)
-            return {REFUSED: quote(str(error))}
-        # A piece does not rename the profile that it is merged into.
-        return {k: v for k, v in values.items() if not a_piece or k not in NOT_INHERITED}
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the profiles in the group, for Hydra's help and completion."""
-        group = config_path.strip("/")
-        if group == "":
-            return [GROUP] if results_filter is not ObjectType.CONFIG else []
-        if group.partition("/")[0] != GROUP or results_filter is ObjectType.GROUP:
-            return []
-        names = {name for folder in (*self._folders(), *search_path()) for name in folder.names()}
-        if group == GROUP:
-            return sorted(name for name in names if not is_piece(name))
-        if group == f"{GROUP}/{PIECES}":
-            return sorted(piece_short_name(name) for name in names if is_piece(name))
-        inner = f"{group.removeprefix(f'{GROUP}/')}/"
-        return sorted(name.removeprefix(inner) for name in names if name.startswith(inner))
-
-    def _folders(self) -> tuple[Folder, ...]:
-        folders = [Folder(root / GROUP, entry) for root, entry in self._roots()]
-        return tuple(folder for folder in folders if folder.path.is_dir())
-
-    def _roots(self) -> Iterator[tuple[Path, str]]:
-        for entry in self.path.split(_SEPARATOR):
-            scheme, _, rest = entry.removeprefix(APPS_OWN).rpartition("://")
-            if scheme == "pkg":
-                name, _, inner = rest.partition("/")
-                roots = [root / inner for root in package_folders(name)[0]]
-            else:
-                roots = [Path(rest)] if scheme in ("", "file") and rest else []
-            yield from ((root, entry) for root in roots)
+_OPTION = "--experimental-rerun"
+_MARKER = "torchrepro"
 
 
-def _profile_name(config_path: str) -> str | None:
-    """Return what follows ``repro/``: the name of a profile, or a path or ``pkg://`` one.
+class _NoRerun:
+    """Refuses `--experimental-rerun` of Hydra 1.3, in the pickled config of a job with a profile.
 
-    What follows ``repro/with/`` is a piece, also one of a pack: ``repro/with/team/zero``.
+    Hydra 1.3 reads the pickle and calls the task: no plugin, no source and no callback takes part.
+    Hydra 1.4 composes anew, as for any run. The marker lies in the cache that OmegaConf keeps with
+    a config (OmegaConf.get_cache).
     """
-    name = config_path.removeprefix(f"{GROUP}/")
-    if name == config_path or not name:
-        return None
-    piece = name.removeprefix(f"{PIECES}/")
-    return name if piece == name else piece_named(piece)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_rerun, ()
+
+    def __deepcopy__(self, memo: Any) -> _NoRerun:
+        return self
+
+
+def _no_rerun() -> _NoRerun:
+    pickles = [Path(each) for each in _rerun_values() if Path(each).is_file()]
+    if pickles and not in_force():
+        say(
+            "--experimental-rerun runs this job without the profile that it had\n"
+            f"    to do: torchrepro rerun {pickles[0].parent.parent}"
+        )
+        raise SystemExit(REFUSED_STATUS)
+    return _NoRerun()
+
+
+def _rerun_values() -> list[str]:
+    found = []
+    for word, following in pairwise([*sys.argv[1:], ""]):
+        name, _, value = word.partition("=")
+        if name.startswith("--e") and _OPTION.startswith(name):
+            found.append(value or following)
+    return found
+
+
+@dataclass
+class ReproCallback(Callback):
+    """Applies the profile of each job; does nothing without one."""
+
+    _convert_: str = "object"  # Hydra makes an instance of this class from a config of its type
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Take the requests along: a launcher's processes have other command lines."""
+        command, folder = sweep_or_this()
+        more = {"words": requesting_words(), "command": command, "folder": folder}
+        return {**self.__dict__, **more}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in a process in which a launcher composes and runs jobs of a sweep."""
+        unapplied.sweep_words = state.pop("words")
+        note_sweep(state.pop("command"), state.pop("folder"))
+        self.__dict__.update(state)
+        unapplied.names.clear()
+        unapplied.sweeping = True
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Check the profile, and relaunch if it says so: no work has been done yet.
+
+        A sweep is never relaunched: its jobs may need different variables.
+        """
+        with exit_on_error():
+            unapplied.names.clear()
+            unapplied.sweeping = False
+            _restore()
+            resolved = resolved_profile(config)
+            if resolved is not None and inherited() is None:
+                why = stop_or_relaunch(plan(resolved), "", by_itself=True)
+                if why and world().rank == 0:
+                    words = shareable(
+                        ["torchrepro", "run", *resolved.asked], secrets_here(resolved)
+                    )
+                    instead = f"; `{shlex.join(words)} -- COMMAND` starts it in time"
+                    instead *= bool(resolved.asked)  # else no command line can name it
+                    say(f"not started again in time, because {why}{instead}")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Start the sweep from a clean state."""
+        with exit_on_error():
+            unapplied.names.clear()
+            unapplied.sweeping = True
+            _restore()
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Apply the job's profile and write its manifest."""
+        with exit_on_error():
+            _restore()
+            resolved = resolved_profile(config)
+            if resolved is None:
+                _start_without_profile(config)
+                return
+            note(*lines_on_changed_files(), *filter(None, [other_than_original(resolved)]))
+            OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
+            started_under = agreeing_run(resolved, "job")
+            if started_under is not None and config.hydra.mode is RunMode.RUN:
+                # `run` has applied this very profile: there is nothing to change.
+                _begin(_Job(config, started_under, started_under.report, from_run=True))
+                return
+            applied = apply_resolved(resolved, "Hydra has started the job")
+            applied.refuse = _exit
+            _begin(_Job(config, applied, applied.report))
+            if started_under is None or applied.report.guarantee.lowered:
+                announce(applied.report)  # otherwise `run` has said all of it
+
+    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+        """Complete the manifest and restore the state: the next job starts clean."""
+        with exit_on_error(), _environment_of_the_job(config):
+            outer = inherited() is not None and config.hydra.mode is RunMode.RUN
+            # torch is never imported for the manifest of a job that asks for no profile.
+            asks_for_none = not _job and "torch" in sys.modules
+            if outer and asks_for_none and (applied := in_force_now()) is not None:
+                _record(_Job(config, applied, applied.report, from_run=True))
+            _end()
+            _restore()
+
+
+@contextmanager
+def _environment_of_the_job(config: DictConfig) -> Iterator[None]:
+    """Have the variables that Hydra has set for the job, which it has taken back by now."""
+    its = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
+    with variables_put_back(its):
+        os.environ.update(its)
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    config: DictConfig
+    applied: Applied
+    announced: Report
+    from_run: bool = False
+    """Whether `torchrepro run` applied the profile, which then reports its end as well."""
+
+
+_job: list[_Job] = []  # the present one
+_notes: set[str] = set()  # those that this process has printed once
+
+
+def _start_without_profile(config: DictConfig) -> None:
+    words = note_on_the_apps_own(config)
+    if words and words not in _notes:
+        _notes.add(words)
+        note(f"note: {words}")
+    if inherited() is not None:
+        OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
+        return
+    for folder in _rerun_values():  # of Hydra 1.4, which composes the job anew
+        if (Path(folder) / ".hydra" / FILE).is_file():
+            raise ApplyError(
+                f"the job in {folder} was under a profile of `torchrepro run`, and this run is "
+                f"under none\n    to do: torchrepro rerun {folder}"
+            )
+    # Hydra has made its callbacks already, and other callbacks may pickle the config for a Python
+    # without torchrepro.
+    configs: tuple[Any, ...] = (config, HydraConfig.instance().cfg)
+    for each in filter(None, configs):
+        callbacks = each.hydra.callbacks
+        with read_write(callbacks), open_dict(callbacks):
+            callbacks[CALLBACK] = dict(callbacks[CALLBACK])
+
+
+def _begin(job: _Job) -> None:
+    _job.append(job)
+    _record(job)
+    atexit.register(_end_at_exit, os.getpid())
+
+
+def _end() -> None:
+    for job in _job:
+        _record(job)
+        if job.from_run:
+            continue
+        if world().rank == 0:
+            note(*(f"seeded by the program itself: {each}" for each in job.applied.seeding_calls))
+            note(*random_number_lines(job.applied.report))
+            for name in never_drawn():
+                close = near(name, drawn_streams())
+                drawn = some(drawn_streams()) or "none"
+                note(
+                    f"streams.{name} was not drawn from in this process; drawn: {drawn}"
+                    + f"; did you mean {close}?" * bool(close)
+                )
+        announce_end(job.applied.report, job.announced)
+
+
+def _end_at_exit(process: int) -> None:
+    """Do the same for a job that left by `sys.exit`, after which Hydra calls no callback."""
+    if os.getpid() == process:
+        try:
+            _end()
+        except TorchreproError as error:
+            say(error)
+
+
+def _restore() -> None:
+    """Restore the state after a job: the one that ends, or one that left by `sys.exit`."""
+    atexit.unregister(_end_at_exit)
+    while _job:
+        job = _job.pop()
+        if not job.from_run:
+            job.applied.restore()
+
+
+def _record(job: _Job) -> None:
+    folder = hydra_folder(job.config.hydra)
+    try:
+        its = manifest(job.applied.resolved, job.applied.report, job.config.hydra)
+        write_manifest(folder, its)
+    except OSError as error:
+        _restore()
+        path = folder / FILE
+        raise ApplyError(f"the manifest cannot be written: {path}: {error.strerror}") from None
+
+
+def _exit(error: TorchreproError) -> None:
+    """End the job: an exception would look like an error of the program."""
+    with exit_on_error():
+        raise error
