@@ -12,7 +12,7 @@ import re
 import sys
 from contextlib import chdir
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,7 +48,14 @@ from torchrepro.messages import some
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import REPEATED, changed_files, same_file
 from torchrepro.profile.document import Document
-from torchrepro.profile.load import SECTION, compose_document, key_of, resolve, validate
+from torchrepro.profile.load import (
+    SECTION,
+    compose_document,
+    in_hydras_grammar,
+    key_of,
+    resolve,
+    validate,
+)
 from torchrepro.profile.resolved import Origin, ResolvedProfile
 from torchrepro.redaction import HIDDEN, secret_values, shareable, shell_line
 from torchrepro.relaunch import interpreter_line
@@ -56,7 +63,7 @@ from torchrepro.trace.request import VARIABLE as RECORD
 from torchrepro.trace.request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
 RUN_DIR = "hydra.run.dir"
@@ -70,26 +77,20 @@ _OPTIONS_WITH_VALUE = (
 
 _RERUN = re.compile(r"-rerun-\d+$")
 _FORBIDDEN = (Impact.CHANGES, Impact.MAY, Impact.PROGRAM)
-_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./+@%")
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
     """What would be started, and what differs from the run that it repeats."""
 
-    run: Path
-    """The folder of the original run."""
-    into: Path
-    """The folder of the new one."""
+    run: Path  # the folder of the original run
+    into: Path  # that of the new one
     resolved: ResolvedProfile
     started: Started
     command: tuple[str, ...]
-    comparison: Comparison
-    """The original run on the left, this machine on the right."""
-    changed: str = ""
-    """What the files of the profile give now, where it is known to be something else."""
-    strict: bool = False
-    """Whether a difference that may change numbers forbids the start."""
+    comparison: Comparison  # the original run on the left, this machine on the right
+    changed: str = ""  # what the files of the profile give now, where that is something else
+    strict: bool = False  # whether a difference that may change numbers forbids the start
 
     @property
     def refused(self) -> bool:
@@ -125,19 +126,14 @@ class Rerun:
     def start(self) -> NoReturn:
         """Replace this process by the command; raises as `torchrepro.launch.start` does."""
         os.chdir(self.started.folder)
-        job, words = self.started.hydra, self.started.command
-        # The names by which the original run was given its profile.
-        given = [
-            word.partition("=")[2]
-            for word in (job.task if job else words)
-            if key_of(word) == SECTION
-        ]
+        job, profile = self.started.hydra, self.resolved.to_json()
+        words = job.task if job else self.started.command
+        given = [word.partition("=")[2] for word in words if key_of(word) == SECTION]
         chosen = [job.choice] if job and job.choice else []
-        profile = self.resolved.to_json()
         repeated = {
             "profile": profile,
             "asked": profile["asked"],
-            "named": [*self.started.asked[:1], *given, *chosen],
+            "named": [*self.started.asked[:1], *given, *chosen],  # the names that it was given
             "folder": str(self.run),
             "into": str(self.into),
         }
@@ -212,8 +208,8 @@ def prepare(
         kept = tuple(word for word in words if key_of(word) != RUN_DIR)
         of_hydra = started.hydra is not None and (not command or is_python(words[0]))
         if of_hydra or len(kept) < len(words):
-            place = new if started.hydra is not None else new / "hydra"
-            words = (*kept, f"{RUN_DIR}={hydra_value(str(place))}")
+            place = str(new if started.hydra is not None else new / "hydra")
+            words = (*kept, f"{RUN_DIR}=" + in_hydras_grammar(place.replace("${", "\\${")))
         script = _script(path, words, given=bool(command))
         found = _differences(path, contents, resolved, started, script)
         changed = _changed_profile(resolved, started)
@@ -247,7 +243,6 @@ def beside(run: Path) -> Path:
 
 
 def _original_command(name: str, path: Path, started: Started) -> tuple[str, ...]:
-    """Return the command line in a manifest; raises `ProfileError` where it is not all there."""
     again = f"torchrepro rerun {name} --"
     if not started.command:
         todo = f"give a command: {again} COMMAND"
@@ -262,13 +257,18 @@ def _original_command(name: str, path: Path, started: Started) -> tuple[str, ...
         raise ProfileError.about(what, str(path), todo=todo)
     words, job = started.command, started.hydra
     if job is not None and job.sweep:  # this job alone
-        before, program = _program(words)
+        python, program = _program(words)
         number = 2 if program[:1] == ("-m",) else 1
-        options = _options(program[number:])
+        options = [
+            word
+            for before, word in pairwise(("", *program[number:]))
+            if (word.startswith("-") and word not in ("-m", "--multirun"))
+            or before in _OPTIONS_WITH_VALUE
+        ]
         left_out = tuple(f"{section}." for section in _NOT_FOR_ONE_JOB)
         own = [text for text in job.own if not f"{key_of(text)}.".startswith(left_out)]
         numbered = [] if job.number is None else [f"hydra.job.num={job.number}"]
-        app = (*before, *program[:number], *options)
+        app = (*python, *program[:number], *options)
         words = (*app, *job.task, *own, *numbered, "hydra.mode=RUN")
     hidden = [
         f"{words[at - 1]} {word}" if word == HIDDEN and words[at - 1].startswith("-") else word
@@ -290,28 +290,10 @@ def _original_command(name: str, path: Path, started: Started) -> tuple[str, ...
 
 
 def _program(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the words before the program of a Python's command line, and those from it on."""
+    # The words before the program of a Python's command line, and those from it on.
     _, program = interpreter_line(command[1:])
     number = len(command) - len(program)
     return tuple(command[:number]), tuple(command[number:])
-
-
-def _options(words: Sequence[str]) -> Iterator[str]:
-    before = ""
-    for word in words:
-        is_option = word.startswith("-") and word not in ("-m", "--multirun")
-        if is_option or before in _OPTIONS_WITH_VALUE:
-            yield word
-        before = word
-
-
-def hydra_value(text: str) -> str:
-    """Return text as a value of Hydra's grammar for overrides."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    if set(text) <= _PLAIN:
-        return text
-    return QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes()
 
 
 def _script(path: Path, words: Sequence[str], *, given: bool) -> Path | None:

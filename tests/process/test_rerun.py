@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro as package
+from torchrepro.profile.load import in_hydras_grammar
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.redaction import HIDDEN
-from torchrepro.rerun import hydra_value
 
 TRAIN = """
 import sys, torch
@@ -239,6 +239,7 @@ CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0\n\r/")
 @given(st.text(CHARACTERS, min_size=1).filter(lambda name: "${" not in name))
 def test_any_folder_can_be_that_of_a_job(name):
     """The name of a folder, whatever is in it, is itself again as a value of Hydra's grammar."""
-    found = OverridesParser.create().parse_override(f"hydra.run.dir={hydra_value('/x/' + name)}")
+    value = in_hydras_grammar(f"/x/{name}")
+    found = OverridesParser.create().parse_override(f"hydra.run.dir={value}")
 
     assert str(found.value()) == f"/x/{name}"

@@ -96,14 +96,13 @@ def log_profile(framework: str, loggers: Iterable[Any], place_of: Callable[[Any]
     error, and the program goes on.
     """
     from torchrepro.manifest.contents import manifest
-    from torchrepro.manifest.destinations import Entry, destination_of
+    from torchrepro.manifest.destinations import destination_of
 
-    profile = in_force()
-    entry = None
+    profile, its = in_force(), None
     for logger in loggers if profile is not None else ():
         with going_on_without(framework, f"writing the profile to {type(logger).__name__}"):
             place = place_of(logger)
             destination = destination_of(place)
             if destination is not None and profile is not None:
-                entry = entry or Entry(manifest(profile.resolved, profile.report()))
-                destination.write(place, entry)
+                its = its or manifest(profile.resolved, profile.report())
+                destination.write(place, its)

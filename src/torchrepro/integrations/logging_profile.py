@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class Logged:
     """Where a profile was logged; leaving a `with` block logs its state at that moment again."""
 
-    applied: Applied | None
-    """None where no profile was in force."""
+    applied: Applied | None  # None where no profile was in force
     targets: tuple[tuple[Destination, Any], ...]
     places: tuple[str, ...] = ()
     """What was written where, one line per destination."""
@@ -40,13 +39,12 @@ class Logged:
         if self.applied is None:
             return self
         from torchrepro.manifest.contents import manifest
-        from torchrepro.manifest.destinations import Entry
 
-        entry = Entry(manifest(self.applied.resolved, self.applied.report))
+        its = manifest(self.applied.resolved, self.applied.report)
         places, refusals = [], []
         for destination, target in self.targets:
             try:
-                places.append(f"{destination.name}: {destination.write(target, entry)}")
+                places.append(f"{destination.name}: {destination.write(target, its)}")
             except Exception as error:  # noqa: BLE001 - whatever a tool raises is its refusal
                 words = str(error).strip().partition("\n")[0]
                 refusals.append(
@@ -95,10 +93,8 @@ def log_to(*targets: Any) -> Logged:
             "torchrepro.apply, +repro=NAME of a Hydra app, or torchrepro run"
         )
         return Logged(None, ())
-    chosen = [_chosen(target) for target in targets]
-    if not targets:
-        active = [(destination, destination.active()) for destination in DESTINATIONS]
-        chosen = [each for each in active if each[1] is not None]
+    active = [(each, each.active()) for each in DESTINATIONS] if not targets else []
+    chosen = [*map(_chosen, targets), *(each for each in active if each[1] is not None)]
     if not chosen:
         could_be = [f"{each.name} ({each.started_by})" for each in DESTINATIONS if each.started_by]
         problem = Problem(
@@ -116,12 +112,12 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
         if destination.is_place(target):
             return destination, target
         if destination.is_tool(target):
-            active = destination.active()
-            if active is not None:
+            if (active := destination.active()) is not None:
                 return destination, active
-            start = f"start one: {destination.started_by}" if destination.started_by else ""
             what = f"log_to: nothing is active in {destination.name}"
-            todo = start or f"hand over {destination.place} itself"
+            todo = f"hand over {destination.place} itself"
+            if destination.started_by:
+                todo = f"start one: {destination.started_by}"
             raise TorchreproError(str(Problem(what, todo=todo)))
     problem = Problem(
         "not a place to log to, nor a folder that is there",
@@ -138,19 +134,17 @@ class ProfileTags:
 
     def in_context(self) -> bool:
         """Whether a profile is in force."""
-        return bool(_in_force())
+        # Without the module nothing was ever put in force, and importing it would cost time.
+        applier = sys.modules.get("torchrepro.applier")
+        return bool(applier and applier.in_force())
 
     def tags(self) -> dict[str, str]:
         """Return the name, the guarantee held and the digest of the innermost profile in force."""
-        report = _in_force()[-1].report
+        from torchrepro.applier import in_force
+
+        report = in_force()[-1].report
         return {
             "torchrepro.name": report.profile,
             "torchrepro.guarantee": report.guarantee.held,
             "torchrepro.digest": report.digest,
         }
-
-
-def _in_force() -> tuple[Applied, ...]:
-    # Without the module nothing was ever put in force, and importing it would cost time.
-    applier = sys.modules.get("torchrepro.applier")
-    return applier.in_force() if applier else ()

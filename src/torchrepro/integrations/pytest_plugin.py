@@ -8,7 +8,6 @@ profile is named. See https://docs.pytest.org/en/stable/how-to/writing_plugins.h
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from contextlib import ExitStack, contextmanager
@@ -31,8 +30,6 @@ _MARKER = (
 )
 _EXAMPLE = '@pytest.mark.repro("seed-only", seed=3, overrides=["dropout=zero"])'
 _OBSTACLE = "pytest has started"
-_PLAIN_WORD = re.compile(r"[A-Za-z_][\w.:/-]*")
-_OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # what Hydra's grammar takes for no text
 LIBRARIES = ("torch", "torch_npu", "transformer_engine")
 """Libraries that read environment variables, or fix other state, while they are imported."""
 
@@ -293,7 +290,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
     from torchrepro.errors import ProfileError
     from torchrepro.messages import shown
-    from torchrepro.profile.load import resolve
+    from torchrepro.profile.load import in_hydras_grammar, resolve
 
     values = dict(marker.kwargs)
     overrides = values.pop("overrides", [])
@@ -307,24 +304,8 @@ def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfi
         what = "it names no profile, and neither does --repro"
     if what:
         raise ProfileError.about(what, "@pytest.mark.repro", found=found, legal=_EXAMPLE)
-    more = [f"{key}={_written(value)}" for key, value in values.items()]
+    more = [f"{key}={in_hydras_grammar(value)}" for key, value in values.items()]
     return resolve(named[0] if named else outer, [*overrides, *more])
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{_written(k)}:{_written(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_written, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = str(value)
-    if not isinstance(value, str):
-        return text
-    if _PLAIN_WORD.fullmatch(text) and text.lower() not in _OTHER_WORDS:
-        return text
-    text = re.sub(r"(\\*)'", r"\1\1\\'", text)  # a backslash counts only before a quote
-    return "'" + re.sub(r"(\\+)$", r"\1\1", text) + "'"
 
 
 @pytest.fixture

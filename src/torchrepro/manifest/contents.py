@@ -45,17 +45,10 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-KINDS = ("lock", "manifest")
-"""The kinds of such a file, named by the key that holds its format."""
-
-FILE = "repro.json"
-"""The name of a manifest's file, wherever it is kept."""
-
-LARGEST = 16 * 2**20
-"""Bytes of the largest file that is read."""
-
-DEEPEST = 40
-"""Levels of nesting that are read."""
+KINDS = ("lock", "manifest")  # of such a file, by the key that holds its format
+FILE = "repro.json"  # what a manifest's file is called, wherever it is kept
+LARGEST = 16 * 2**20  # bytes of a file that is read
+DEEPEST = 40  # levels of nesting that are read
 
 LOG_TO = "TORCHREPRO_LOG_TO"
 """Variable that holds the folder of `torchrepro run --log-to`, for every process below it."""
@@ -217,8 +210,22 @@ def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
     """
     kind, contents = read_contents(path)
     if MACHINES in contents:
-        section = section_of(contents, kind_of_machine(), str(path))
-        contents = {**{key: contents[key] for key in contents.keys() - {MACHINES}}, **section}
+        sections, machine = contents[MACHINES], kind_of_machine()
+        are_sections = isinstance(sections, dict) and all(
+            isinstance(each, dict) for each in sections.values()
+        )
+        if not are_sections:
+            raise ProfileError.about("damaged: no sections of machines", str(path), MACHINES)
+        if machine not in sections:
+            raise OtherMachineError.about(
+                "the lock holds nothing of this kind of machine",
+                str(path),
+                found=machine,
+                legal=some(sections),
+                todo='add it: torchrepro check FILE --update "a machine of its own" -- COMMAND',
+            )
+        common = {key: contents[key] for key in contents.keys() - {MACHINES}}
+        contents = {**common, **sections[machine]}
     contents = {**contents, "true_seal": seal_of(contents)}
     lacking = []
     for part, inner in PARTS_OF_A_LOCK.items() if kind == "lock" else ():
@@ -231,21 +238,6 @@ def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
         todo = "lock again: torchrepro lock PROFILE -o FILE"
         raise ProfileError.about(what, str(path), todo=todo)
     return kind, contents
-
-
-def section_of(contents: Mapping[str, Any], machine: str, where: str) -> dict[str, Any]:
-    """Return the section of a lock for a kind of machine; raises `OtherMachineError` for none."""
-    sections = contents[MACHINES]
-    if not isinstance(sections, dict) or not all(
-        isinstance(each, dict) for each in sections.values()
-    ):
-        raise ProfileError.about("damaged: no sections of machines", where, MACHINES)
-    if machine not in sections:
-        what = "the lock holds nothing of this kind of machine"
-        todo = 'add it: torchrepro check FILE --update "a machine of its own" -- COMMAND'
-        raise OtherMachineError.about(what, where, found=machine, legal=some(sections), todo=todo)
-    found: dict[str, Any] = sections[machine]
-    return found
 
 
 def _refuse_deep(value: Any, levels: int) -> None:
@@ -351,17 +343,12 @@ RUN, HYDRA, CODE = get_args(Way)
 class HydraJob:
     """What Hydra was asked for: its job may be one of a sweep."""
 
-    task: tuple[str, ...]
-    """The overrides of this job, in which those of a sweep have one value."""
-    own: tuple[str, ...]
-    """The overrides of Hydra's own config."""
+    task: tuple[str, ...]  # the overrides of this job, in which those of a sweep have one value
+    own: tuple[str, ...]  # the overrides of Hydra's own config
     sweep: bool
-    number: int | None
-    """The number of the job in its sweep."""
-    subdir: str
-    """The folder in the run's output folder that holds the manifest."""
-    choice: str
-    """The profile that the app's config chose, by its name there; empty if it chose none."""
+    number: int | None  # of the job in its sweep
+    subdir: str  # the folder in the run's output folder that holds the manifest
+    choice: str  # the profile that the app's config chose, by its name there; empty for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,19 +356,21 @@ class Started:
     """How a run was started."""
 
     by: Way
-    folder: str
-    """The working directory."""
+    folder: str  # the working directory
     command: tuple[str, ...]
     """The command line, with `(hidden)` for what may be secret; empty if there is none."""
+
     launcher: str
     """What started the process, perhaps as one of several, if its command line is not known."""
+
     ranked: bool
     """Whether a launcher started the process, and set variables that the command does not have."""
+
     asked: tuple[str, ...]
     """The profile's name or path, and the overrides of it; empty where it came as values."""
+
     hydra: HydraJob | None
-    recording: dict[str, Any]
-    """What `torchrepro run --record` was asked for."""
+    recording: dict[str, Any]  # what `torchrepro run --record` was asked for
 
 
 _sweep: list[tuple[tuple[str, ...], str]] = []  # in a launcher's process: how the sweep was started
@@ -415,23 +404,20 @@ def _started_here(
 
 
 def _command_line() -> tuple[Sequence[str], str, str]:
-    """Return the command that started the run, its folder, and who started it if that is unknown.
-
-    A process of a launcher has a command line of its own, which would start that process alone.
-    """
+    # The command, its folder, and the launcher if the command is unknown: a process of a launcher
+    # has a command line of its own, which would start that process alone.
     if _sweep:
         return (*_sweep[0], "")
     if is_interactive():
         return (), FOLDER, ""
-    by = launcher()
-    if by and COMMAND in os.environ:
+    if launcher() and COMMAND in os.environ:
         outer = json.loads(os.environ[COMMAND])
         return outer["command"], outer["folder"], ""
-    return sys.orig_argv, FOLDER, by
+    return sys.orig_argv, FOLDER, launcher()
 
 
 def _shown(words: Sequence[str], secrets: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(shareable(("", *words), secrets)[1:])
+    return tuple(shareable(("", *words), secrets)[1:])  # none of them is a program
 
 
 def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import sys
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,52 +22,32 @@ if TYPE_CHECKING:
 NAMESPACE = "torchrepro"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A profile in force and what its run has done so far, as plain JSON values.
+def _profile(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    # The resolved profile in its sections, with its digest and the guarantee that is held.
+    report = manifest["report"]
+    held = {"name": report["profile"], "guarantee": report["guarantee"]["held"]}
+    return {"digest": manifest["digest"], **manifest["profile"], **held}
 
-    Everything here comes from the manifest, which holds no secret.
-    """
 
-    manifest: Mapping[str, Any]
-
-    @property
-    def profile(self) -> dict[str, Any]:
-        """The resolved profile in its sections, with its digest and the guarantee that is held."""
-        report = self.manifest["report"]
-        held = {"name": report["profile"], "guarantee": report["guarantee"]["held"]}
-        return {"digest": self.manifest["digest"], **self.manifest["profile"], **held}
-
-    @property
-    def flat(self) -> dict[str, Any]:
-        """The same under dotted keys with our prefix, each a text, a number or a truth value."""
-        return {
-            f"{NAMESPACE}.{key}": value
-            if isinstance(value, str | int | float)
-            else json.dumps(value, sort_keys=True)
-            for key, value in flatten(self.profile).items()
-        }
-
-    @property
-    def text(self) -> str:
-        """The manifest as JSON, ready to be a file."""
-        return as_text(self.manifest)
+def _flat(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    # The same under dotted keys with our prefix, each a text, a number or a truth value.
+    return {
+        f"{NAMESPACE}.{key}": value
+        if isinstance(value, str | int | float)
+        else json.dumps(value, sort_keys=True)
+        for key, value in flatten(_profile(manifest)).items()
+    }
 
 
 class Destination:
-    """A tool, or a kind of place, that takes an entry."""
+    """A tool, or a kind of place, that takes a manifest, which holds no secret."""
 
     name: str
-    takes: str
-    """What the program hands over, in words."""
-    place: str = "the place"
-    """What it is called, in words."""
-    started_by: str = ""
-    """What makes a place of it active, in words; empty if it cannot say what is active."""
-    modules: tuple[str, ...] = ()
-    """The modules of the tool. As a target, one of them means what is active in it."""
-    place_class: str = ""
-    """The name of the class of its places in `modules`."""
+    takes: str  # what the program hands over, in words
+    place: str = "the place"  # what it is called, in words
+    started_by: str = ""  # what makes one active, in words; empty if it cannot say what is active
+    modules: tuple[str, ...] = ()  # of the tool; as a target one means what is active in it
+    place_class: str = ""  # the name of the class of its places in `modules`
 
     def module_of(self, target: Any) -> Any:
         """Return the loaded module of the tool of which `target` is a place, or None."""
@@ -95,8 +74,8 @@ class Destination:
         """Return the place that is active now, or None; imports nothing."""
         return None
 
-    def write(self, target: Any, entry: Entry) -> str:
-        """Write `entry` over what an earlier one left, and say in words where it is."""
+    def write(self, target: Any, manifest: Mapping[str, Any]) -> str:
+        """Write `manifest` over what an earlier one left, and say in words where it is."""
         raise NotImplementedError
 
 
@@ -112,22 +91,18 @@ class Mlflow(Destination):
     modules = ("mlflow",)
     place_class = "entities.Run"
 
-    AT_ONCE = 100
-    """Tags that MLflow takes in one call."""
-
-    LONGEST = 500
-    """Characters of a tag; the manifest has all of the value."""
+    AT_ONCE = 100  # tags that MLflow takes in one call
+    LONGEST = 500  # characters of a tag; the manifest has all of the value
 
     def active(self) -> Any:
         mlflow = sys.modules.get("mlflow")
         return mlflow and mlflow.active_run()
 
-    def write(self, target: Any, entry: Entry) -> str:
+    def write(self, target: Any, manifest: Mapping[str, Any]) -> str:
         mlflow: Any = sys.modules["mlflow"]
         client, run_id = mlflow.MlflowClient(), target.info.run_id
-        prefix = f"{NAMESPACE}."
-        tags = {}
-        for key, value in entry.flat.items():
+        prefix, tags = f"{NAMESPACE}.", {}
+        for key, value in _flat(manifest).items():
             text = value if isinstance(value, str) else json.dumps(value)
             longer = len(text) > self.LONGEST
             tags[key] = f"{text[: self.LONGEST - 3]}..." if longer else text
@@ -137,7 +112,7 @@ class Mlflow(Destination):
         rows = [mlflow.entities.RunTag(key, text) for key, text in tags.items()]
         for start in range(0, len(rows), self.AT_ONCE):
             client.log_batch(run_id, tags=rows[start : start + self.AT_ONCE])
-        client.log_text(run_id, entry.text, FILE)
+        client.log_text(run_id, as_text(manifest), FILE)
         return f"run {run_id}: tags {prefix}*, artifact {FILE}"
 
 
@@ -157,11 +132,11 @@ class Wandb(Destination):
         wandb = sys.modules.get("wandb")
         return wandb and wandb.run
 
-    def write(self, target: Any, entry: Entry) -> str:
+    def write(self, target: Any, manifest: Mapping[str, Any]) -> str:
         if target.disabled:
             return f"run {target.id} is disabled: wandb keeps nothing"
-        target.config.update({NAMESPACE: entry.profile}, allow_val_change=True)
-        path = write_manifest(Path(target.dir), entry.manifest)
+        target.config.update({NAMESPACE: _profile(manifest)}, allow_val_change=True)
+        path = write_manifest(Path(target.dir), manifest)
         target.save(glob.escape(str(path)), base_path=target.dir, policy="now")
         return f"run {target.id}: config {NAMESPACE}.*, file {FILE}"
 
@@ -179,23 +154,22 @@ class TensorBoard(Destination):
     place = "the SummaryWriter"
     place_class = "SummaryWriter"
 
+    # What `add_hparams` calls the name of a run, and the attribute of a writer's folder.
     WORDS: ClassVar = {
         "torch.utils.tensorboard": ("run_name", "log_dir"),
         "tensorboardX": ("name", "logdir"),
     }
-    """What `add_hparams` calls the name of a run, and the attribute of a writer's folder."""
-
     modules = tuple(WORDS)
 
     def __init__(self) -> None:
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
-    def write(self, target: Any, entry: Entry) -> str:
+    def write(self, target: Any, manifest: Mapping[str, Any]) -> str:
         step = self._steps.get(target, -1) + 1
         run_name, folder = self.WORDS[self.module_of(target).__name__]
-        target.add_hparams(entry.flat, {}, **{run_name: NAMESPACE})
+        target.add_hparams(_flat(manifest), {}, **{run_name: NAMESPACE})
         # Indented by four blanks, Markdown shows it as it is.
-        text = "".join(f"    {line}" for line in entry.text.splitlines(keepends=True))
+        text = "".join(f"    {line}" for line in as_text(manifest).splitlines(keepends=True))
         target.add_text(f"{NAMESPACE}/manifest", text, global_step=step)
         target.flush()
         self._steps[target] = step
@@ -215,8 +189,8 @@ class Folder(Destination):
             return bool(target) and (is_path or not near(target, TOOLS))
         return isinstance(target, PathLike)
 
-    def write(self, target: Any, entry: Entry) -> str:
-        return str(write_manifest(manifest_folder(Path(target)), entry.manifest))
+    def write(self, target: Any, manifest: Mapping[str, Any]) -> str:
+        return str(write_manifest(manifest_folder(Path(target)), manifest))
 
 
 class HydraJob(Folder):
@@ -236,7 +210,7 @@ class HydraJob(Folder):
 
 
 DESTINATIONS: tuple[Destination, ...] = (Mlflow(), Wandb(), TensorBoard(), HydraJob(), Folder())
-"""The first one whose place a target is gets the entry."""
+"""The first one whose place a target is gets the manifest."""
 
 TOOLS = [each.name for each in DESTINATIONS if each.name != Folder.name]
 LEGAL = ", ".join(each.takes for each in DESTINATIONS)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-UNKNOWN = "unknown: "
-"""How a value begins that could not be read; the reason follows."""
+UNKNOWN = "unknown: "  # begins a value that could not be read; the reason follows
 
 
 class NotKnownYetError(Exception):
@@ -35,11 +34,6 @@ class NotKnownYetError(Exception):
 
 
 def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return what each of `rows` reads, by its name; None means that it is absent here.
-
-    A row that raises `NotKnownYetError` is left out. One that fails otherwise reads ``unknown: ``
-    and the reason.
-    """
     found = {}
     for name, read in rows.items():
         try:
@@ -52,8 +46,7 @@ def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     return found
 
 
-def loaded(module: str) -> Any:
-    """Return a module that the program has loaded; raises `NotKnownYetError` for another."""
+def _loaded(module: str) -> Any:
     found = sys.modules.get(module)
     if found is None:
         raise NotKnownYetError(module)
@@ -61,10 +54,10 @@ def loaded(module: str) -> Any:
 
 
 def hardware() -> dict[str, Any]:
-    """Return every row of `HARDWARE`, as `read_rows` does.
+    """Return what each row of `HARDWARE` reads; None means that it is absent here.
 
     GPUs are those that the driver shows. What only torch can tell is left out until the program
-    has loaded it.
+    has loaded it. A row that fails reads ``unknown: `` and the reason.
     """
     return read_rows(HARDWARE)
 
@@ -125,10 +118,10 @@ HARDWARE: Mapping[str, Callable[[], Any]] = {
     "cpu": _cpu_model,
     "cpu family": lambda: " ".join(_first_cpu().get(name, "") for name in _FAMILY).strip() or None,
     "cpu features": _cpu_features,
-    "instruction set": lambda: loaded("torch").backends.cpu.get_cpu_capability(),  # noqa: PLW0108
+    "instruction set": lambda: _loaded("torch").backends.cpu.get_cpu_capability(),  # noqa: PLW0108
     "cpus": os.cpu_count,
-    "threads": lambda: loaded("torch").get_num_threads(),
-    "interop threads": lambda: loaded("torch").get_num_interop_threads(),
+    "threads": lambda: _loaded("torch").get_num_threads(),
+    "interop threads": lambda: _loaded("torch").get_num_interop_threads(),
     "gpu": lambda: ", ".join(sorted(set(_gpus()))) or None,
     "gpus": lambda: len(_gpus()),
     "npu": lambda: ", ".join(sorted(set(_in_use("npu", _ASCEND)))) or None,
@@ -184,13 +177,11 @@ def compiler_settings() -> dict[str, Any] | None:
         for name, value in module.get_config_copy().items():
             # What was changed and put back is not among torch's own defaults.
             is_default = module._is_default(name) or value == module._config[name].default  # noqa: SLF001 - see above
-            if not is_default and name != _OURS:
+            ours = name == "wrap_inductor_compiled_regions"  # a recording's, which changes no code
+            if not is_default and not ours:
                 plain = value is None or isinstance(value, int | float)
                 found[f"{own}.{name}"] = value if plain else digest_of_text(repr(value))
     return found
-
-
-_OURS = "wrap_inductor_compiled_regions"  # which a recording sets, and changes no code
 
 
 PACKAGES = ("torchrepro", "torch", "torch_npu", "numpy", "hydra-core", "omegaconf", "pydantic")
@@ -206,7 +197,7 @@ LIBRARIES = (
 
 
 def software() -> dict[str, Any]:
-    """Return every row of `VERSIONS`, as `read_rows` does."""
+    """Return what each row of `VERSIONS` reads, as `hardware` does."""
     return read_rows(VERSIONS)
 
 
@@ -220,12 +211,12 @@ _installed = cache(installed_version)
 
 
 def _built_for(name: str) -> Any:
-    return getattr(loaded("torch").version, name, None)
+    return getattr(_loaded("torch").version, name, None)
 
 
 def _nccl() -> str | None:
     # `torch.cuda.nccl.version` raises in a torch without NCCL, so this asks what it asks.
-    version = getattr(getattr(loaded("torch"), "_C", None), "_nccl_version", None)
+    version = getattr(getattr(_loaded("torch"), "_C", None), "_nccl_version", None)
     if version is None:
         return None
     number = int(version())  # https://github.com/pytorch/pytorch, torch/cuda/nccl.py: three parts
@@ -235,8 +226,8 @@ def _nccl() -> str | None:
 def _cann() -> Any:
     if _installed("torch_npu") is None:
         return None
-    loaded("torch_npu")
-    version = getattr(getattr(loaded("torch").npu, "utils", None), "get_cann_version", None)
+    _loaded("torch_npu")
+    version = getattr(getattr(_loaded("torch").npu, "utils", None), "get_cann_version", None)
     return version and version("RUNTIME")
 
 
@@ -249,7 +240,7 @@ def _first_line_of(path: str) -> str | None:
 
 
 def _in_build(pattern: str) -> str | None:
-    match = re.search(pattern, loaded("torch").__config__.show())
+    match = re.search(pattern, _loaded("torch").__config__.show())
     return match and match[1]
 
 
@@ -260,7 +251,7 @@ VERSIONS: Mapping[str, Callable[[], Any]] = {
     "cuda": partial(_built_for, "cuda"),
     "hip": partial(_built_for, "hip"),
     "torch commit": partial(_built_for, "git_version"),
-    "cudnn": lambda: (number := loaded("torch").backends.cudnn.version()) and str(number),
+    "cudnn": lambda: (number := _loaded("torch").backends.cudnn.version()) and str(number),
     "nccl": _nccl,
     "cuda driver": partial(_first_line_of, "/sys/module/nvidia/version"),
     "npu driver": partial(_first_line_of, "/usr/local/Ascend/driver/version.info"),
@@ -269,7 +260,7 @@ VERSIONS: Mapping[str, Callable[[], Any]] = {
     "blas of torch": partial(_in_build, r"Math Kernel Library Version ([\w.\-]+)"),
     "onednn": partial(_in_build, r"(?:MKL-DNN|oneDNN) (v[\w.]+)"),
     "blas of numpy": lambda: "{name} {version}".format_map(
-        loaded("numpy").show_config(mode="dicts")["Build Dependencies"]["blas"]
+        _loaded("numpy").show_config(mode="dicts")["Build Dependencies"]["blas"]
     ),
     "libc": lambda: " ".join(platform.libc_ver()).strip(),
     "kernel": platform.release,
@@ -277,8 +268,7 @@ VERSIONS: Mapping[str, Callable[[], Any]] = {
 """Name -> how it is read."""
 
 
-TIMEOUT = 2.0
-"""Seconds that git may take for an answer; a manifest is written while a job starts."""
+TIMEOUT = 2.0  # seconds that git may take for an answer; a manifest is written while a job starts
 
 _QUIET = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
 _RUN_NOTHING = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
@@ -294,7 +284,7 @@ def commit() -> dict[str, Any]:
     the reason. git runs once per process and folder. It writes nothing and runs no hook, file
     monitor or external diff (https://git-scm.com/docs/git#_environment_variables).
     """
-    return dict(_answer(_status, _folder()))
+    return dict(_answer(_status, _own_folder()))
 
 
 def repository(folder: str = "") -> dict[str, Any]:
@@ -302,10 +292,10 @@ def repository(folder: str = "") -> dict[str, Any]:
 
     `folder` takes the place of the program's own.
     """
-    return dict(_answer(_changes, folder or _folder()))
+    return dict(_answer(_changes, folder or _own_folder()))
 
 
-def _folder() -> str:
+def _own_folder() -> str:
     return source_folder(getattr(sys.modules.get("__main__"), "__file__", None))
 
 
@@ -353,10 +343,9 @@ def _changes(folder: str) -> Mapping[str, Any]:
     if found["changed_files"]:
         found["changes"] = hashlib.sha256(git(folder, *_DIFF)).hexdigest()[:16]
     lines = git(folder, "remote", "-v").decode(errors="replace").splitlines()
+    urls = {line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line}
     remotes = []
-    for url in {
-        line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line
-    }:
+    for url in urls:
         place = url.rpartition("@")[2]  # as in user@host:path
         hidden = place if ordinary(place) else HIDDEN
         remotes.append(url_without_login(url) if "://" in url else hidden)

@@ -9,6 +9,7 @@ the line that set it, and code that applies a profile does not pay for importing
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -391,6 +392,29 @@ def parsed(text: str) -> dict[str, Any]:
         values = {part: values}
     nested: dict[str, Any] = values
     return nested
+
+
+_PLAIN_WORD = re.compile(r"[A-Za-z_/][\w.:/+@%-]*", re.ASCII)
+_OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # what Hydra's grammar takes for no text
+
+
+def in_hydras_grammar(value: Any) -> str:
+    """Return a value as an override sets it: what `parsed` reads."""
+    if isinstance(value, Mapping):
+        pairs = value.items()
+        inner = ",".join(f"{in_hydras_grammar(k)}:{in_hydras_grammar(v)}" for k, v in pairs)
+        return f"{{{inner}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(in_hydras_grammar, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if not isinstance(value, str):
+        return str(value)
+    if _PLAIN_WORD.fullmatch(value) and value.lower() not in _OTHER_WORDS:
+        return value
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 def key_of(text: str) -> str:

@@ -89,11 +89,7 @@ NEEDS: tuple[Need, ...] = (
             _any,
             f"the random numbers of {device.replace('cuda', 'gpu').upper()}s",
             (device,),
-            calls=(
-                *SEED_TORCH,
-                f"torch.{device}.manual_seed",
-                f"torch.{device}.manual_seed_all",
-            ),
+            calls=(*SEED_TORCH, f"torch.{device}.manual_seed", f"torch.{device}.manual_seed_all"),
         )
         for device in ("cuda", "npu")
     ),
