@@ -41,6 +41,7 @@ from torchrepro.process_state import (
     original_meaning,
     original_profile,
 )
+from torchrepro.profile.document import LOADER
 from torchrepro.profile.load import (
     REFUSED,
     SECTION,
@@ -78,13 +79,11 @@ SCHEME = "torchrepro"
 SEPARATOR = "|"
 REFUSED_STATUS = 3
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
-
 
 def values_in(path: Path) -> Any:
     """Return what the YAML file `path` of an app holds, or None if it cannot be read."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader)  # noqa: S506 - safe
+        return yaml.load(path.read_text(encoding="utf-8-sig"), Loader=LOADER)  # noqa: S506 - safe
     except (OSError, UnicodeError, ValueError, yaml.YAMLError, RecursionError):
         return None
 
@@ -215,10 +214,9 @@ class ReproConfigSource(ConfigSource):
         name = _profile_name(config_path)
         if name is None or self._is_the_apps_own(name):
             return False
-        if original_meaning(name) is not None:
-            return True
         try:
-            find(name, self._folders())
+            if original_meaning(name) is None:
+                find(name, self._folders())
         except UnknownProfileError:
             # Hydra may find a file of this name, and would run its code. A name that is nearly a
             # profile's is ours to refuse: Hydra skips an optional one without a word. So is one
@@ -334,7 +332,7 @@ def _profile_name(config_path: str) -> str | None:
 
 
 _REQUEST = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
-SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
+_SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
 _TODO = {
     "compose": f"call torchrepro.apply(config.{GROUP}) before the program's first random number",
     "main": f"let Hydra call torchrepro's callback: this app, or a ~hydra.callbacks.{CALLBACK} on "
@@ -346,8 +344,7 @@ _TODO = {
 class _Unapplied:
     """What was composed in this process and not applied yet."""
 
-    names: dict[str, str] = field(default_factory=dict)
-    """What each calls itself, by the name that Hydra knows it by."""
+    names: dict[str, str] = field(default_factory=dict)  # Hydra's name: what it calls itself
     composer: str = ""
     sweeping: bool = False
     """Whether our callback has seen the start of the sweep whose jobs are composed now."""
@@ -387,7 +384,7 @@ def note_composed(name: str, own_name: str) -> None:
     unapplied.names[name] = own_name
     if unapplied.reporter != os.getpid():
         unapplied.reporter = os.getpid()
-        atexit.register(_reportunapplied, os.getpid(), ExitStatus())
+        atexit.register(_report_unapplied, os.getpid(), ExitStatus())
 
 
 def requesting_words() -> list[str]:
@@ -400,10 +397,10 @@ def requesting_words() -> list[str]:
 def requested_names() -> frozenset[str]:
     """Return the names after ``+repro=`` and ``+repro/with=``, those of a sweep included."""
     values = (word.partition("=")[2] for word in requesting_words())
-    return frozenset(name for value in values for name in SEPARATORS.split(value) if name)
+    return frozenset(name for value in values for name in _SEPARATORS.split(value) if name)
 
 
-def _reportunapplied(process: int, status: ExitStatus) -> None:
+def _report_unapplied(process: int, status: ExitStatus) -> None:
     if os.getpid() != process or inherited() is not None:
         return
     applied = applied_names()

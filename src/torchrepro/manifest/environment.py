@@ -284,7 +284,7 @@ def commit() -> dict[str, Any]:
     the reason. git runs once per process and folder. It writes nothing and runs no hook, file
     monitor or external diff (https://git-scm.com/docs/git#_environment_variables).
     """
-    return dict(_answer(_status, _own_folder()))
+    return dict(_answer(_status, _folder()))
 
 
 def repository(folder: str = "") -> dict[str, Any]:
@@ -292,10 +292,10 @@ def repository(folder: str = "") -> dict[str, Any]:
 
     `folder` takes the place of the program's own.
     """
-    return dict(_answer(_changes, folder or _own_folder()))
+    return dict(_answer(_changes, folder or _folder()))
 
 
-def _own_folder() -> str:
+def _folder() -> str:
     return source_folder(getattr(sys.modules.get("__main__"), "__file__", None))
 
 

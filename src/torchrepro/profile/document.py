@@ -36,19 +36,17 @@ _NOT_READ: Mapping[type[OSError], str] = {
 }
 """What to do about a file that the system refuses to open."""
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
 _PACKAGE_HEADER = re.compile(r"^\s*#\s*@(\w+)")
-_INVISIBLE = re.compile(
+_INVISIBLE = re.compile(  # control, direction of writing, half of a surrogate pair
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Invisible characters: control, direction of writing, half of a surrogate pair."""
 
+# Integers that mean the same in YAML 1.1 and 1.2, unlike 010 and 1:30.
 _INTEGER = re.compile(r"[-+]?([0-9]|[1-9][0-9_]*|0x[0-9a-fA-F_]+)")
-"""Integers that mean the same in YAML 1.1 and 1.2, unlike 010 and 1:30."""
 
 _TAG = "tag:yaml.org,2002:"
-_SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float")}
-"""A value of any other tag, such as a date, stays text."""
+_SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float")}  # others stay text
 
 
 def refuse_instructions(word: str, where: str, key: str) -> None:
@@ -76,9 +74,7 @@ class Document:
     where: str
     values: Mapping[str, Any]
     defaults: tuple[str, ...] = ("_self_",)
-    lines: Mapping[str, int] = field(default_factory=dict)
-    """Dotted key to line number, counted from 1."""
-
+    lines: Mapping[str, int] = field(default_factory=dict)  # by dotted key, counted from 1
     typed: bool = False
     """Whether the user who starts the run wrote it: true for a dict in code, never for a file."""
 
@@ -134,7 +130,7 @@ def parse_document(text: str, where: str) -> Document:
             )
     try:
         _judge_events(text, where)
-        loader = _Loader(text)
+        loader = LOADER(text)
         try:
             root = loader.get_single_node()
         finally:
@@ -148,11 +144,9 @@ def parse_document(text: str, where: str) -> Document:
         todo = "correct this line; if the file is no profile, name another one"
         raise ProfileError.about(f"YAML syntax error: {what}", line, todo=todo) from None
     except (yaml.YAMLError, UnicodeError) as error:
-        what, todo = (
-            str(error).splitlines()[0],
-            "correct the file; if it is no profile, name another one",
-        )
-        raise ProfileError.about(f"not YAML: {what}", where, todo=todo) from None
+        what = f"not YAML: {str(error).splitlines()[0]}"
+        todo = "correct the file; if it is no profile, name another one"
+        raise ProfileError.about(what, where, todo=todo) from None
     if root is None or (isinstance(root, yaml.ScalarNode) and root.value == ""):
         todo = "write at least `name:` and `seed:`"
         raise ProfileError.about("the file is empty", where, todo=todo)
@@ -168,7 +162,7 @@ def parse_document(text: str, where: str) -> Document:
 def _judge_events(text: str, where: str) -> None:
     depth = documents = nodes = 0
     event: Any  # the stubs know only the common base of events
-    for event in yaml.parse(text, Loader=_Loader):
+    for event in yaml.parse(text, Loader=LOADER):
         nodes += isinstance(event, yaml.NodeEvent)
         documents += isinstance(event, yaml.DocumentStartEvent)
         line = f"{where}:{event.start_mark.line + 1}"

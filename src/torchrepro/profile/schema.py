@@ -77,14 +77,9 @@ MAPPINGS = {  # keys whose value is a mapping of the user's own words
     **{key: knobs_by_name()[key].legal.words for key in ("device.modules", "streams", "ranks")},
     "requires": 'a mapping such as {torch: ">=2.6"}',
 }
-_SECTION = "a section of keys belongs here"
-_REWORDED = {
-    "string_type": "not text",
-    "model_type": _SECTION,
-    "model_attributes_type": _SECTION,
-    "dict_type": _SECTION,
-    "mapping_type": _SECTION,
-}
+_NO_SECTION = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
+_REWORDED = dict.fromkeys(_NO_SECTION, "a section of keys belongs here")
+_REWORDED["string_type"] = "not text"
 """pydantic's messages, by the type of the error, in the words of a profile's author."""
 
 _HOW_TO_LAY_PIECES = (
@@ -126,6 +121,11 @@ class Values:
             context = {"complaint": complaint, "legal": self.legal, "inside": inside}
             raise PydanticCustomError("illegal", "{complaint}", context)
         return value
+
+
+def legal_values(knob: str) -> Values:
+    """Return the annotation for a field that obeys the row `knob`."""
+    return Values(knobs_by_name()[knob].legal)
 
 
 def _as_text(value: Any) -> Any:
@@ -184,10 +184,9 @@ class Section(BaseModel):
     def __contains__(self, key: object) -> bool:
         return key in type(self).model_fields and self[str(key)] is not None
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # every knob of the section is an attribute
 
-        def __getattr__(self, knob: str) -> Any:
-            """Every knob of the section is an attribute."""
+        def __getattr__(self, knob: str) -> Any: ...
 
 
 def _section(name: str, prefix: str, doc: str, **more: Any) -> Any:
@@ -233,7 +232,7 @@ else:
         "device.",
         "What is computed where.",
         modules=(  # never null
-            Annotated[Any, NULL_IS_EMPTY, Values(knobs_by_name()["device.modules"].legal), *FROZEN],
+            Annotated[Any, NULL_IS_EMPTY, legal_values("device.modules"), *FROZEN],
             Field(
                 default_factory=lambda: MappingProxyType({}),
                 description="Pattern of module names -> device on which that part of the model "
@@ -286,11 +285,6 @@ def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
         why = f"with deterministic_algorithms: {algorithms} no op raises, and none would fall back"
         found.append(("device.fallback", shown(fallback), why))
     return found
-
-
-def legal_values(knob: str) -> Values:
-    """Return the annotation for a field that obeys the row `knob`."""
-    return Values(knobs_by_name()[knob].legal)
 
 
 class Profile(BaseModel):
@@ -485,12 +479,12 @@ def allowed_by(names: Sequence[str]) -> str:
 
     Raises `ProfileError` for a dangerous variable, or a text that cannot name a variable.
     """
-    given = [*_consented(VARIABLE, os.environ.get(VARIABLE, "")), *_consented(OPTION, *names)]
-    return ",".join(dict.fromkeys(given))
+    return ",".join(dict.fromkeys([*_consented(), *_consented(OPTION, ",".join(names))]))
 
 
-def _consented(where: str, *texts: str) -> list[str]:
-    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+def _consented(where: str = VARIABLE, text: str | None = None) -> list[str]:
+    text = os.environ.get(VARIABLE, "") if text is None else text
+    names = [name.strip() for name in text.split(",") if name.strip()]
     problems = [Problem(why, where, found=name) for name in names if (why := refusal(name))]
     if problems:
         raise ProfileError(problems)
@@ -507,7 +501,7 @@ def _without_consent(composition: Composition) -> list[Problem]:
     }
     if not wrong:
         return []
-    consented = _consented(VARIABLE, os.environ.get(VARIABLE, ""))
+    consented = _consented()
     known = {knob.variable: f"env.{knob.variable}" for knob in CATALOGUE if knob.variable}
     known |= {name: f"{EXTRA}.{name}" for name in allowed()}
     problems = []
@@ -547,22 +541,22 @@ def _unmet(requires: Mapping[str, str | None], composition: Composition) -> list
         if len(wanted) <= LONGEST and _ORDINARY.fullmatch(wanted):
             with suppress(InvalidSpecifier):
                 specifier = SpecifierSet(wanted)
-        if specifier is not None and installed is not None:
-            with suppress(InvalidVersion):  # metadata may hold any text as its version
-                fits = specifier.contains(installed, prereleases=True)
         if specifier is None:
             what = "not a version range"
             problems.append(Problem(what, place, key, shown(wanted), '">=2.6"'))
-        elif installed is None:
+            continue
+        if installed is None:
             problems.append(Problem("the package is not installed", place, key, wanted))
-        elif not fits:
+            continue
+        with suppress(InvalidVersion):  # metadata may hold any text as its version
+            fits = specifier.contains(installed, prereleases=True)
+        if not fits:
             what = f"{package} {shown(installed)} is installed"
             todo = f"install {package}{wanted}, or take a profile made for {installed}"
             problems.append(Problem(what, place, key, wanted, todo=todo))
     return problems
 
 
-DRAFT = "http://json-schema.org/draft-07/schema#"
 NULL = {"type": "null"}
 _TRIED = range(1000)  # integers that a variable might take
 _FEW = 16  # of them are listed; more are a range
@@ -587,7 +581,7 @@ def json_schema() -> dict[str, Any]:
         **section["properties"],
     }
     return {
-        "$schema": DRAFT,
+        "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "torchrepro profile",
         "description": "What a run asks for; a key that is left out, or null, is left alone.",
         **section,
