@@ -61,9 +61,7 @@ _PRIVATE = frozenset(
 )
 """Parts of an option's name after which nothing is shown, besides those that sound secret."""
 
-_LONGEST_FLAG = 3
-"""Characters of an option with one dash; a longer one may have its value written to it."""
-
+_LONGEST_FLAG = 3  # characters of an option with one dash; a longer one may have its value in it
 _CODE = ("-c", "-H", "-e")  # options that code, a header or a variable follows
 _NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 

@@ -40,8 +40,7 @@ class NewPack:
     folder: Path
     name: str
     files: tuple[str, ...] = ()  # paths in the folder, sorted
-    profiles: tuple[str, ...] = ()
-    """The names of its profiles and pieces once it is installed, sorted."""
+    profiles: tuple[str, ...] = ()  # and pieces, by their names once it is installed, sorted
 
     @property
     def module(self) -> str:
@@ -123,34 +122,25 @@ def write_quickstart(folder: Path) -> Quickstart:
     """
     todo = "name another folder: torchrepro quickstart DIR"
     texts = _rendered("quickstart")
-    what = "exists already, and nothing is overwritten"
-    existing = [
-        place for place in map(folder.joinpath, texts) if place.is_symlink() or place.exists()
+    profile, program = places = [folder / name for name in texts]
+    problems = [
+        Problem("exists already, and nothing is overwritten", found=str(place), todo=todo)
+        for place in places
+        if place.is_symlink() or place.exists()
     ]
-    if existing:
-        raise ProfileError([Problem(what, found=str(place), todo=todo) for place in existing])
+    if problems:
+        raise ProfileError(problems)
     _write(folder, texts, todo)
     python = which("python")  # as a shell calls the Python in which torchrepro is installed
     here = python is not None and Path(python).parent == Path(sys.executable).parent
-    profile, program = (str(folder / name) for name in texts)
-    command = ["--", "python" if here else sys.executable, program]
-    return Quickstart(
-        (Path(program), Path(profile)),
-        (
-            (
-                join(["torchrepro", "verify", *command]),
-                "two runs as the program is: they diverge, and you see at which line",
-            ),
-            (
-                join(["torchrepro", "verify", profile, *command]),
-                "two runs under your profile: the same, bit for bit",
-            ),
-            (
-                join(["torchrepro", "run", profile, *command]),
-                "one run under your profile, as from now on",
-            ),
-        ),
-    )
+    command = ["--", "python" if here else sys.executable, str(program)]
+    todo_next = {
+        ("verify",): "two runs as the program is: they diverge, and you see at which line",
+        ("verify", str(profile)): "two runs under your profile: the same, bit for bit",
+        ("run", str(profile)): "one run under your profile, as from now on",
+    }
+    lines = [(join(["torchrepro", *words, *command]), what) for words, what in todo_next.items()]
+    return Quickstart((program, profile), tuple(lines))
 
 
 def _rendered(template: str, **values: str) -> dict[str, str]:

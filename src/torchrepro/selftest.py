@@ -59,10 +59,6 @@ _FAULTY_STEP = 1
 class NotHeldError(Exception):
     """A promise is not held: what was expected, and what was found."""
 
-    def __init__(self, expected: str, found: str) -> None:
-        self.expected, self.found = expected, found
-        super().__init__(f"expected {expected}, found {found}")
-
 
 class NotHereError(Exception):
     """There is nothing here to try the promise on; the text says why."""
@@ -689,7 +685,8 @@ def try_each() -> None:
             except NotHereError as absent:
                 found = {"result": Result.NOT_HERE, "why": str(absent)}
             except NotHeldError as fault:
-                found = {"result": Result.FAILED, "expected": fault.expected, "found": fault.found}
+                expected, its = fault.args
+                found = {"result": Result.FAILED, "expected": expected, "found": its}
             except Exception as error:  # noqa: BLE001 - what was found instead of the promise
                 words = str(error).strip().partition("\n")[0]
                 found = {"result": Result.FAILED, "found": f"{type(error).__name__}: {words}"}

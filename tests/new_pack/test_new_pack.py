@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.cli import main
 from torchrepro.scaffold import LEGAL, LONGEST, RESERVED, VERSION, write_pack
 
 NAMES = st.from_regex(LEGAL, fullmatch=True).filter(
@@ -47,18 +46,10 @@ def installed(pack):
 
 
 @pytest.fixture
-def new_pack(capsys, monkeypatch, tmp_path):
+def new_pack(command, monkeypatch, tmp_path):
     """Run the command in an empty folder; returns its status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def new_pack(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(["new-pack", *map(str, words)])
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return new_pack
+    return lambda *words: command("new-pack", *words)
 
 
 def _everything(folder):

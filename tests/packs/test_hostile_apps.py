@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -47,19 +45,12 @@ ASKED = (
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_no_file_of_a_pack_reaches_hydra_by_itself(installed_pack, tmp_path, asked):
+def test_no_file_of_a_pack_reaches_hydra_by_itself(installed_pack, fork_python, tmp_path, asked):
     """Whatever its files are called, none of a pack is composed by Hydra: no code, no task."""
     pack = installed_pack("acme-pack", {**FILES, "/evil_code.py": LEAVES_A_MARK})
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "app.py", asked, "hydra.searchpath=[pkg://acme_pack]"],
-        cwd=tmp_path,
-        env={**os.environ, "SECRET": "the secret"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    variables = {"PYTHONPATH": os.environ["PYTHONPATH"], "SECRET": "the secret"}
+    done = fork_python("app.py", asked, "hydra.searchpath=[pkg://acme_pack]", env=variables)
 
     assert not (pack.site / "marker").exists()
     # Hydra 1.4 itself refuses a name that leads out of a group, with its own status.

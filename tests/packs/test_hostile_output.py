@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import subprocess
 import time
 
 import pytest
 
 import torchrepro
-from torchrepro.cli import main
 from torchrepro.console import as_html, as_text, table
 from torchrepro.profile.load import listed
-from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.profile.search_path import MANY
 
 MARKUP = "<script>x</script> [link=http://x]y[/link] [red]z :bomb:"
@@ -24,13 +20,6 @@ STEERING = "a\x1b[31mb\x1b]8;;http://x\x1b\\c\u202ed\re"
 def _consent(monkeypatch):
     """Consent to the variable of these profiles, whose value is to be anything."""
     monkeypatch.setenv("TORCHREPRO_ALLOW_ENV", "TEAM")
-
-
-def _said(*arguments):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    return int(left.value.code or 0), out.getvalue()
 
 
 def test_no_part_of_an_answer_steers_a_terminal_or_a_page():
@@ -46,14 +35,14 @@ def test_no_part_of_an_answer_steers_a_terminal_or_a_page():
         assert "\\x1b[31m" in text
 
 
-def test_a_list_shows_what_metadata_says_as_text(installed_pack):
+def test_a_list_shows_what_metadata_says_as_text(installed_pack, command):
     """`list` escapes what the metadata of a pack holds, and shows markup as it is written."""
     installed_pack(
         "loud",
         {"a.yaml": f"description: '{MARKUP}'\n", "bad.yaml": 'name: "\\e[31m"\n'},
         metadata="Metadata-Version: 2.1\nName: lo\x1b[31mud\nVersion: 1\n",
     )
-    status, out = _said("list")
+    status, out, _ = command("list")
 
     assert status == 0
     assert MARKUP in out
@@ -83,10 +72,10 @@ def write_pack_profile(installed_pack):
     "value", ["$(touch marker)", "`touch marker`", "a; touch marker", '"; touch marker; "', "$HOME"]
 )
 @pytest.mark.parametrize("form", ["sh", "dotenv", "slurm"])
-def test_variables_run_nothing_in_a_shell(write_pack_profile, tmp_path, value, form):
+def test_variables_run_nothing_in_a_shell(write_pack_profile, command, tmp_path, value, form):
     """A shell that reads what `env` prints has the very value in its variable, and ran nothing."""
     name = write_pack_profile(f"env_extra:\n  TEAM: |-\n    {value}\n")
-    status, out = _said("env", name, "--format", form)
+    status, out, _ = command("env", name, "--format", form)
     (tmp_path / "vars").write_text(out, encoding="utf-8")
 
     done = subprocess.run(
@@ -104,14 +93,13 @@ def test_variables_run_nothing_in_a_shell(write_pack_profile, tmp_path, value, f
 
 
 @pytest.mark.parametrize("value", ['"a\\nLD_PRELOAD=/x.so"', '"it\'s"', "'a\\b'"])
-def test_what_readers_of_dotenv_take_differently_is_refused(write_pack_profile, capsys, value):
+def test_what_readers_of_dotenv_take_differently_is_refused(write_pack_profile, command, value):
     """A value that could end its line, or that not all readers unquote alike, is status 2."""
-    status, out = _said(
-        "env", write_pack_profile(f"env_extra: {{TEAM: {value}}}\n"), "--format", "dotenv"
-    )
+    name = write_pack_profile(f"env_extra: {{TEAM: {value}}}\n")
+    status, out, err = command("env", name, "--format", "dotenv")
 
     assert (status, out) == (2, "")
-    assert "--format sh" in capsys.readouterr().err
+    assert "--format sh" in err
 
 
 def test_a_pack_of_thousands_of_files_is_listed_and_read(installed_pack):
@@ -149,12 +137,3 @@ def test_a_pack_takes_no_other_packs_files(installed_pack):
     with pytest.raises(torchrepro.ProfileError, match="did not come with it") as caught:
         torchrepro.load("mine/good")
     assert "entry point of thief" in str(caught.value)
-
-
-def test_an_answer_of_a_pack_is_what_another_process_gets(write_pack_profile):
-    """Values and origins of a profile of a pack survive the way to another process."""
-    resolved = torchrepro.load(
-        write_pack_profile("seed: 1\nenv_extra: {TEAM: 'ä \U0001f40d'}\n")
-    ).resolved
-
-    assert ResolvedProfile.from_json(resolved.to_json()) == resolved

@@ -145,24 +145,3 @@ def test_differences_are_those_of_meaning(tmp_path_factory, one, two):
         assert back[key] == "run {}, job {}".format(*reversed(values))
         assert values[0] != values[1]
     assert bool(there) == (left.digest != right.digest)
-
-
-@settings(max_examples=100)
-@given(low=PROFILES, high=PROFILES)
-def test_the_origin_of_every_leaf_is_known(tmp_path_factory, low, high):
-    """Every value of a profile that inherits knows its file and line, and what it replaced."""
-    folder = tmp_path_factory.mktemp("origin")
-    _file(folder, low, "low.yaml")
-    path = _file(folder, {"defaults": ["low", "_self_"], **high}, "high.yaml")
-    resolved = torchrepro.load(str(path)).resolved
-    leaves = flatten(resolved.values)
-    asked = {"low": flatten(low), "high": flatten(high)}
-
-    assert set(resolved.origins) == set(leaves)
-    for key, origin in resolved.origins.items():
-        if key == "name" and "name" not in high:
-            continue  # a profile without a name is called like its file
-        setter = "high" if key in asked["high"] else "low"
-        assert f"{setter}.yaml:" in origin.set_by, key
-        if setter == "high" and key in asked["low"] and key not in ("name", "description"):
-            assert "low.yaml:" in origin.replaced.set_by

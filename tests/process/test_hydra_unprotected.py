@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hydra.experimental import callbacks
 
@@ -50,14 +52,16 @@ def composed(write, fork_python):
     return composed
 
 
+CONFIG = PICKLED if BY_PICKLE else "size: 3\n"
+AGAIN = ("--experimental-rerun", "out/.hydra/config.pickle" if BY_PICKLE else "out")
+
+
 def test_a_job_that_is_run_again_is_never_without_its_profile(little):
     """Hydra 1.3 is stopped where it would run a job again without its profile; 1.4 composes it."""
-    config = PICKLED if BY_PICKLE else "size: 3\n"
     words = ("+repro=debug-strict", "repro.seed=7", "hydra.run.dir=out")
-    again = ("--experimental-rerun", "out/.hydra/config.pickle" if BY_PICKLE else "out")
-    first = little(*words, config=config)
-    second = little(*again, config=config)
-    short = little(again[0][:6], again[1], config=config)
+    first = little(*words, config=CONFIG)
+    second = little(*AGAIN, config=CONFIG)
+    short = little(AGAIN[0][:6], AGAIN[1], config=CONFIG)
 
     assert first.tasks == ["task True 7"]
     for rerun in (second, short):
@@ -76,30 +80,20 @@ def test_a_program_with_an_option_like_hydras_is_left_alone(little, write, fork_
 
 def test_a_job_under_run_is_run_again_as_protected(little, fork_under):
     """Hydra runs a job of `torchrepro run` again under that profile, or is stopped."""
-    config = PICKLED if BY_PICKLE else "size: 3\n"
-    again = ("--experimental-rerun", "out/.hydra/config.pickle" if BY_PICKLE else "out")
-    first = little(
-        "hydra.run.dir=out",
-        config=config,
-        run=lambda *words, **options: fork_under(["seed-only", "seed=8"], *words, **options),
-    )
-    second = little(*again, config=config)
+    run = partial(fork_under, ["seed-only", "seed=8"])
+    first = little("hydra.run.dir=out", config=CONFIG, run=run)
+    second = little(*AGAIN, config=CONFIG)
 
     assert first.tasks == ["task False 8"], first.stderr
     assert (second.returncode, second.tasks) in ((0, first.tasks), (3, []))
     assert second.returncode == 0 or "torchrepro rerun" in second.stderr
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        "defaults: [{override hydra/env: mine}, _self_]\n",
-        "defaults: [{override hydra/env: null}, _self_]\n",
-    ],
-)
-def test_no_job_of_a_sweep_is_unprotected(little, write, config):
+@pytest.mark.parametrize("env", ["mine", "null"])
+def test_no_job_of_a_sweep_is_unprotected(little, write, env):
     """Whatever the app puts in place of Hydra's groups, each job of a sweep has its profile."""
     write({"conf/hydra/env/mine.yaml": "# @package _global_\nhydra: {job: {name: zz}}\n"})
+    config = f"defaults: [{{override hydra/env: {env}}}, _self_]\n"
     result = little("-m", "+repro=debug-strict,seed-only", config=config)
 
     assert (result.returncode, result.tasks) in (
@@ -150,12 +144,12 @@ def test_a_job_without_the_callback_says_so_at_its_end(little):
 
 def test_a_composed_profile_that_nobody_applies_is_reported_at_exit(composed, fork_under):
     """Asked for on the command line it is status 3, else a line; applied or under run, nothing."""
-    said = "repro=seed-only was composed by Hydra, and nothing put it in force"
-    typed = composed("+repro=seed-only")
-    failed = composed("+repro=seed-only", fails=True)
-    in_code = composed(asked=["+repro=seed-only"])
-    applied = composed("+repro=seed-only", "repro.seed=8", applied=True)
-    below = composed("+repro=seed-only", run=lambda *words: fork_under("seed-only", *words))
+    said, asked = "composed by Hydra, and nothing put it in force", "+repro=seed-only"
+    typed = composed(asked)
+    failed = composed(asked, fails=True)
+    in_code = composed(asked=[asked])
+    applied = composed(asked, "repro.seed=8", applied=True)
+    below = composed(asked, run=partial(fork_under, "seed-only"))
     unasked = composed()
 
     assert (typed.returncode, in_code.returncode) == (3, 0)

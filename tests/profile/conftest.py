@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
 import torchrepro
-from torchrepro.cli import main
 
 APP = """
 import hydra
@@ -21,8 +20,7 @@ if __name__ == "__main__":
 """
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a command ended and what it said."""
 
     status: int
@@ -79,17 +77,9 @@ def attempt():
 
 
 @pytest.fixture
-def show(capsys):
+def show(command):
     """Run ``torchrepro show`` with these arguments, in this process."""
-
-    def show(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main(["show", *(str(argument) for argument in arguments)])
-        said = capsys.readouterr()
-        return Ended(int(left.value.code or 0), said.out, said.err)
-
-    return show
+    return lambda *arguments: Ended(*command("show", *arguments))
 
 
 @pytest.fixture

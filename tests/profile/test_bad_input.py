@@ -78,15 +78,6 @@ def test_the_evil_module_would_leave_its_mark(marker):
     assert marker.exists()
 
 
-@pytest.mark.parametrize("case", FILES.values(), ids=FILES)
-def test_show_refuses_a_bad_file(show, write, marker, case):
-    """`show` ends with status 2 and one message naming file, line, value and what is legal."""
-    content, words = case
-
-    _was_refused(show(write(content, "conf/repro/bad.yaml")), 2, words)
-    assert not marker.exists()
-
-
 REQUESTS = {  # words of the command line, words of the message
     **{f"seed-only {o}": (f"override {o}", *words) for o, words in OVERRIDES.items()},
     "debug-strikt": ("unknown profile 'debug-strikt'", "did you mean: debug-strict"),
@@ -101,34 +92,22 @@ REQUESTS = {  # words of the command line, words of the message
 }
 
 
-@pytest.mark.parametrize("request_", REQUESTS)
-def test_show_refuses_a_bad_request(show, marker, request_):
-    """`show` ends with status 2 and a readable message for whatever names no one profile."""
-    _was_refused(show(*request_.split()), 2, REQUESTS[request_])
+def _shows():
+    """Return requests to `show`: what the file says or None, the words, words of the message."""
+    yield from ((content, ["conf/repro/bad.yaml"], words) for content, words in FILES.values())
+    yield from ((None, words.split(), said) for words, said in REQUESTS.items())
+
+
+@pytest.mark.parametrize("case", _shows(), ids=lambda case: f"{case[0]!r} {' '.join(case[1])}"[:60])
+def test_show_refuses_a_bad_request(show, write, marker, monkeypatch, case):
+    """`show` ends with status 2 and one readable message: where, the value, and what is legal."""
+    content, arguments, words = case
+    monkeypatch.chdir(marker.parent)
+    if content is not None:
+        write(content, "conf/repro/bad.yaml")
+
+    _was_refused(show(*arguments), 2, words)
     assert not marker.exists()
-
-
-def test_show_refuses_a_directory(show, tmp_path):
-    """`show` ends with status 2 for a directory and names it."""
-    _was_refused(show(tmp_path), 2, (tmp_path.name, "is a directory"))
-
-
-def test_the_command_itself_refuses_a_bad_file(write):
-    """The console command ends with the status and the message that the function has."""
-    path = write("sede: 7\n")
-    program = "from torchrepro.cli import main; main()"
-
-    done = subprocess.run(
-        [sys.executable, "-c", program, "show", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "bad.yaml:1: sede = 7" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def _hydras():

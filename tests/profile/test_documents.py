@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +13,6 @@ from torchrepro.profile.document import (
     MAX_BYTES,
     MAX_DEPTH,
     Document,
-    parse_document,
     read_document,
 )
 
@@ -89,27 +85,6 @@ def test_a_directory_is_refused(tmp_path):
         torchrepro.load(str(tmp_path / "bad.yaml"))
 
 
-def test_a_file_without_end_is_refused(tmp_path):
-    """What is neither a file nor a directory, a pipe say, is refused rather than waited for."""
-    os.mkfifo(tmp_path / "bad.yaml")
-    code = (
-        "import sys, torchrepro\n"
-        "try: torchrepro.load(sys.argv[1])\n"
-        "except torchrepro.ProfileError as error: print(error)\n"
-    )
-
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "bad.yaml")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-    assert "bad.yaml" in done.stdout
-    assert done.stderr == ""
-
-
 def test_what_to_do_about_a_file_that_is_not_read_fits_the_reason(write):
     """The message has the system's reason; only who named no file is told how to name a profile."""
     below_a_file = write("seed: 7\n") / "no.yaml"
@@ -155,14 +130,6 @@ def test_a_date_stays_the_text_that_was_written(write):
     document = read_document(write("name: 2026-11-20\ndescription: =\n"))
 
     assert document.values == {"name": "2026-11-20", "description": "="}
-
-
-@given(st.text(max_size=200))
-def test_any_text_is_a_document_or_a_refusal(attempt, text):
-    """Text of any kind is read as a document or refused by a `ProfileError`."""
-    outcome = attempt(parse_document, text, "bad.yaml")
-
-    assert isinstance(outcome, Document) or str(outcome).startswith("bad.yaml")
 
 
 @given(st.binary(max_size=200))

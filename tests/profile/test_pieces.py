@@ -10,11 +10,15 @@ from torchrepro.profile.search_path import SHIPPED
 
 PIECES = sorted(path.stem for path in (SHIPPED / "with").glob("*.yaml"))
 WITH = "with=[dropout-zero,host-rng]"
-SAYS = (
-    "import hydra\n\n@hydra.main(version_base=None, config_path={path!r}, config_name={name!r})\n"
-)
-SAYS += "def main(config):\n    print('SEEN', config.repro.dropout, config.repro.get('name'))\n\n"
-SAYS += "main()\n"
+APP = """
+import hydra
+
+@hydra.main(version_base=None, config_path="conf", config_name="config")
+def main(config):
+    print("SEEN", dict(config.get("repro") or config))
+
+main()
+"""
 
 
 @pytest.mark.parametrize("piece", PIECES)
@@ -70,31 +74,35 @@ def test_another_piece_is_refused(override, words):
 
 
 @pytest.fixture
-def app(fork_python):
-    """Run app.py; its PYTHONHASHSEED is exported, so that no strict profile has it begin again."""
+def app(fork_python, write, tmp_path):
+    """Run an app with pieces of its own; returns how it ended, and its manifest if it has one.
 
-    def app(*arguments):
-        return fork_python("app.py", "hydra.run.dir=out", *arguments, env={"PYTHONHASHSEED": "0"})
+    Its PYTHONHASHSEED is exported, so that no strict profile has it begin again.
+    """
+    for name in ("one", "two"):
+        write(f"env_extra: {{WANDB_NAME: {name}}}\ndropout: keep\n", f"conf/repro/with/{name}.yaml")
+    write(APP, "app.py")
+
+    def app(*arguments, config="{}\n"):
+        write(config, "conf/config.yaml")
+        done = fork_python("app.py", "hydra.run.dir=out", *arguments, env={"PYTHONHASHSEED": "0"})
+        path = tmp_path / "out" / ".hydra" / "repro.json"
+        return done, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     return app
 
 
-def test_an_app_may_choose_pieces_in_its_own_defaults_list(app, tmp_path):
+def test_an_app_may_choose_pieces_in_its_own_defaults_list(app):
     """Pieces of the app's own folder work from its config, and its overrides lie on top."""
-    (tmp_path / "conf" / "repro" / "with").mkdir(parents=True)
-    own = "dropout: zero\nenv_extra: {WANDB_NAME: piece}\n"
-    (tmp_path / "conf" / "repro" / "with" / "own.yaml").write_text(own, encoding="utf-8")
-    config = "defaults: [{repro: seed-only}, {repro/with: [own]}, _self_]\n"
-    (tmp_path / "conf" / "config.yaml").write_text(config, encoding="utf-8")
-    (tmp_path / "app.py").write_text(SAYS.format(path="conf", name="config"), encoding="utf-8")
+    config = "defaults: [{repro: seed-only}, {repro/with: [one]}, _self_]\n"
 
-    done = app("repro.env_extra.WANDB_NAME=override")
+    done, held = app("repro.env_extra.WANDB_NAME=override", config=config)
 
-    assert done.stdout == "SEEN zero seed-only\n", done.stderr
-    held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
+    assert "'dropout': 'keep'" in done.stdout, done.stderr
+    assert "'name': 'seed-only'" in done.stdout
     assert held["profile"]["env_extra"] == {"WANDB_NAME": "override"}
     replaced = held["origins"]["env_extra.WANDB_NAME"]["replaced"]
-    assert [one["value"] for one in replaced] == ["piece"]
+    assert [one["value"] for one in replaced] == ["one"]
 
 
 ORDERS = {  # where pieces stand, and the one that lies on top
@@ -105,44 +113,27 @@ ORDERS = {  # where pieces stand, and the one that lies on top
 }
 
 
-@pytest.fixture
-def two_pieces(tmp_path):
-    """An app whose folder has two pieces that set the same."""
-    folder = tmp_path / "conf" / "repro" / "with"
-    folder.mkdir(parents=True)
-    for name in ("one", "two"):
-        text = f"env_extra: {{WANDB_NAME: {name}}}\ndropout: keep\n"
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
-    (tmp_path / "conf" / "config.yaml").write_text("{}\n", encoding="utf-8")
-    (tmp_path / "app.py").write_text(SAYS.format(path="conf", name="config"), encoding="utf-8")
-    return tmp_path
-
-
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_piece_named_last_lies_on_top_in_hydra(app, two_pieces, order):
+def test_the_piece_named_last_lies_on_top_in_hydra(app, order):
     """Wherever pieces stand, the last one wins, and replaced the one before it, once."""
     arguments, winner = ORDERS[order]
     loser = {"one": "two", "two": "one"}[winner]
 
-    done = app(*arguments)
+    done, held = app(*arguments)
 
-    held = json.loads((two_pieces / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
-    assert done.stdout.startswith("SEEN keep"), done.stderr
+    assert "'dropout': 'keep'" in done.stdout, done.stderr
     assert held["profile"]["env_extra"] == {"WANDB_NAME": winner}
     origin = held["origins"]["env_extra.WANDB_NAME"]
     assert origin["set_by"].endswith(f"with/{winner}.yaml:1")
     assert [each["value"] for each in origin["replaced"]] == [loser]
 
 
-def test_what_is_deleted_is_not_in_force(app, two_pieces):
+def test_what_is_deleted_is_not_in_force(app):
     """An app says the same after `~repro` took its profile away as it says without any."""
-    code = SAYS.replace("config.repro.dropout, config.repro.get('name')", "config")
-    (two_pieces / "app.py").write_text(code.format(path="conf", name="config"), encoding="utf-8")
-    plain = app()
-    text = "defaults: [{repro: seed-only}, _self_]\n"
-    (two_pieces / "conf" / "config.yaml").write_text(text, encoding="utf-8")
+    plain, _ = app()
 
-    done = app("~repro")
+    done, held = app("~repro", config="defaults: [{repro: seed-only}, _self_]\n")
 
     assert (plain.returncode, plain.stdout) == (0, "SEEN {}\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "SEEN {}\n", plain.stderr)
+    assert held is None

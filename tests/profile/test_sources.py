@@ -124,7 +124,8 @@ def test_every_leaf_of_a_dict_has_an_origin(form):
 
 def test_origins_travel_to_other_processes(team):
     """What a process below `run` inherits is the profile with the same origins."""
-    resolved = torchrepro.load(team, ["backends.cudnn.benchmark=false"]).resolved
+    given = ["backends.cudnn.benchmark=false", "env_extra.WANDB_NAME='ä \U0001f40d'"]
+    resolved = torchrepro.load(team, given).resolved
 
     arrived = ResolvedProfile.from_json(json.loads(json.dumps(resolved.to_json())))
 

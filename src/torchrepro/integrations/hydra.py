@@ -23,12 +23,12 @@ https://hydra.cc/docs/advanced/compose_api.
 from __future__ import annotations
 
 import atexit
-import copy
 import os
 import shlex
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -51,8 +51,8 @@ from torchrepro.integrations.hydra_source import (
     REFUSED_STATUS,
     SCHEME,
     SEPARATOR,
+    chosen,
     exit_on_error,
-    lines_on_changed_files,
     note_on_the_apps_own,
     requesting_words,
     resolved_profile,
@@ -88,28 +88,21 @@ class ReproSearchPath(SearchPathPlugin):
         """Add the source and the callback; called by Hydra at every start."""
         elements: list[Any] = search_path.get_path()  # type: ignore[assignment]
         elements.insert(0, _ProfilesElement(search_path))
-        _add_callback()
-
-
-def _add_callback() -> None:
-    """Make the callback the first entry in the defaults list of Hydra's own config.
-
-    As the first entry it starts before every other callback and ends after it. The entry is a
-    structured config, which Hydra turns into the callback itself: a `_target_` would have to be
-    on the execution whitelist of every app.
-    """
-    store = ConfigStore.instance()
-    own = store.load("hydra/config.yaml")
-    defaults = own.node.get("defaults") or []
-    if CALLBACK in defaults:
-        return
-    with open_dict(own.node):
-        own.node.defaults = [CALLBACK, *defaults]
-    # Hydra 1.4 warns of an entry that is replaced by accident; 1.3 has no such argument.
-    replace = {"replace": True} if "replace" in signature(store.store).parameters else {}
-    store.store("config", own.node, "hydra", own.package, own.provider, **replace)
-    place = f"hydra.callbacks.{CALLBACK}"
-    store.store(CALLBACK, ReproCallback, "hydra", place, SCHEME, **replace)
+        # As the first entry in the defaults list of Hydra's own config, the callback starts before
+        # every other one and ends after it. The entry is a structured config, which Hydra turns
+        # into the callback itself: a `_target_` would have to be on the whitelist of every app.
+        store = ConfigStore.instance()
+        own = store.load("hydra/config.yaml")
+        defaults = own.node.get("defaults") or []
+        if CALLBACK in defaults:
+            return
+        with open_dict(own.node):
+            own.node.defaults = [CALLBACK, *defaults]
+        # Hydra 1.4 warns of an entry that is replaced by accident; 1.3 has no such argument.
+        replace = {"replace": True} if "replace" in signature(store.store).parameters else {}
+        store.store("config", own.node, "hydra", own.package, own.provider, **replace)
+        place = f"hydra.callbacks.{CALLBACK}"
+        store.store(CALLBACK, ReproCallback, "hydra", place, SCHEME, **replace)
 
 
 @dataclass
@@ -132,9 +125,6 @@ class _ProfilesElement:
             if not isinstance(each, _ProfilesElement) and each.path
         ]
         return f"{SCHEME}://{SEPARATOR.join(others)}"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ProfilesElement:
-        return _ProfilesElement(copy.deepcopy(self.owner, memo))
 
 
 _OPTION = "--experimental-rerun"
@@ -231,7 +221,7 @@ class ReproCallback(Callback):
             if resolved is None:
                 _start_without_profile(config)
                 return
-            note(*lines_on_changed_files(), *filter(None, [other_than_original(resolved)]))
+            note(*dict.fromkeys(chosen.changed), *filter(None, [other_than_original(resolved)]))
             OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
@@ -270,19 +260,20 @@ class _Job:
     config: DictConfig
     applied: Applied
     announced: Report
-    from_run: bool = False
-    """Whether `torchrepro run` applied the profile, which then reports its end as well."""
+    from_run: bool = False  # whether `torchrepro run` applied it, and reports its end as well
 
 
 _job: list[_Job] = []  # the present one
-_notes: set[str] = set()  # those that this process has printed once
+
+
+@cache
+def _note_once(words: str) -> None:
+    if words:
+        note(f"note: {words}")
 
 
 def _start_without_profile(config: DictConfig) -> None:
-    words = note_on_the_apps_own(config)
-    if words and words not in _notes:
-        _notes.add(words)
-        note(f"note: {words}")
+    _note_once(note_on_the_apps_own(config))
     if inherited() is not None:
         OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
         return

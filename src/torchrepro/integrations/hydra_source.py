@@ -132,6 +132,8 @@ class Choice:
     profiles: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     folders: tuple[Folder, ...] = ()  # where they are searched for first
+    changed: list[str] = field(default_factory=list)
+    """Lines about their files, which have changed since the run that is repeated."""
 
     def add(self, name: str, folders: tuple[Folder, ...]) -> None:
         """Note that `name` was chosen; Hydra asks for the last entry of a defaults list first."""
@@ -207,6 +209,7 @@ class ReproConfigSource(ConfigSource):
         if _sources[-1:] != [self]:
             chosen.profiles.clear()
             chosen.pieces.clear()
+            chosen.changed.clear()
             _profiles.clear()
             _sources[:] = [self]
         if not config_path.startswith("hydra/"):
@@ -561,19 +564,9 @@ def values_repeated(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | 
         except ProfileError as error:
             now = error.problem.what
         if now != original.digest:
-            _changed_since.append(changed_files(name, now))
+            chosen.changed.append(changed_files(name, now))
     values: dict[str, Any] = plain(original.values)
     return values
-
-
-_changed_since: list[str] = []  # lines about files of profiles, to be said once a job starts
-
-
-def lines_on_changed_files() -> list[str]:
-    """Return what is to be said about files that have changed since the original run, once."""
-    lines = list(dict.fromkeys(_changed_since))
-    _changed_since.clear()
-    return lines
 
 
 def _plain_section(config: DictConfig) -> Any:

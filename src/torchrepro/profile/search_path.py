@@ -40,12 +40,9 @@ SUFFIXES = (".yaml", ".yml")
 _PACKAGE = re.compile(r"[\w.]+(:[\w.]+)?")
 
 MANY = 1000  # files and folders in a folder of profiles that are read for a list of names
-
 DEEPEST = 8
 MOST = 16  # packs that one distribution may declare
-
-LARGEST = 100_000
-"""Characters of entry points that are read; more would take `importlib.metadata` seconds."""
+LARGEST = 100_000  # characters of entry points; more would take `importlib.metadata` seconds
 
 
 class UnknownProfileError(ProfileError):
@@ -57,12 +54,9 @@ class Folder(NamedTuple):
 
     path: Path
     origin: str
-    prefix: str = ""
-    """What the names of its profiles begin with: ``team/`` in a pack that is called team."""
-
+    prefix: str = ""  # begins the names of its profiles: ``team/`` in a pack that is called team
     package: str = ""  # the distribution that the folder belongs to
-    source: Path | None = None
-    """The project in which its files are written, if it is installed for editing."""
+    source: Path | None = None  # the project that holds its files, if it is installed for editing
 
     def file(self, name: str) -> Path | None:
         """Return the file that holds the profile `name`, if this folder has it.
@@ -300,7 +294,7 @@ def incomplete_packs() -> list[Pack]:
 
 def missing_folders() -> list[str]:
     """Return what TORCHREPRO_PATH names and is not a folder."""
-    return [text for text in _named_folders() if not Path(text).expanduser().is_dir()]
+    return [text for text, path in _named_folders() if not path.is_dir()]
 
 
 def packs() -> list[Pack]:
@@ -324,21 +318,14 @@ def packs() -> list[Pack]:
         if len(text) > LARGEST:
             continue
         with suppress(TypeError, ValueError, AttributeError):  # a line may be anything as well
-            if text not in _declared:
-                lines = distribution.entry_points.select(group=ENTRY_POINTS)
-                _declared[text] = {line.name: line.value for line in lines}
-            values = _declared[text]
+            lines = distribution.entry_points.select(group=ENTRY_POINTS)
+            values = {line.name: line.value for line in lines}
             names = [n for n in values if is_name(n) and "/" not in n and n != PIECES]
             found[owner] = [Pack(owner, distribution, name, values[name]) for name in names]
             if len(values) > MOST:
                 many = f"one distribution declares more than {MOST} packs"
                 found[owner] = [unreadable._replace(name=n, complaint=many) for n in names[:1]]
     return [pack for of_one in found.values() for pack in of_one]
-
-
-_declared: dict[str, dict[str, str]] = {}
-"""The packs that entry points declare, by their text. A name is looked up several times while Hydra
-composes, and for the longest text `importlib.metadata` takes a seventh of a second each time."""
 
 
 def package_folders(name: str) -> tuple[list[Path], bool]:
@@ -380,22 +367,20 @@ def piece_short_name(name: str) -> str:
 
 def _fixed_folders() -> Iterator[Folder]:
     yield Folder(SHIPPED, DISTRIBUTION, package=DISTRIBUTION)
-    for text in _named_folders():
-        path = Path(text).expanduser().absolute()
+    for text, path in _named_folders():
         if path.is_dir():
             yield Folder(path, f"{VARIABLE}: {text}")
 
 
-def _named_folders() -> list[str]:
-    return [text for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+def _named_folders() -> list[tuple[str, Path]]:
+    texts = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
+    return [(text, Path(text).expanduser().absolute()) for text in texts]
 
 
 def _source(distribution: Distribution) -> Path | None:
-    """Return the project folder of a distribution that is installed for editing, if it is.
-
-    Any published distribution can claim to be editable, so the folder has to declare packs
-    itself. https://packaging.python.org/en/latest/specifications/direct-url
-    """
+    # The project folder of a distribution that is installed for editing. Any published one can
+    # claim to be editable, so the folder has to declare packs itself.
+    # https://packaging.python.org/en/latest/specifications/direct-url
     text = _text(distribution, "direct_url.json")
     if "editable" not in text:
         return None
