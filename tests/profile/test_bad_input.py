@@ -98,7 +98,9 @@ def _shows():
     yield from ((None, words.split(), said) for words, said in REQUESTS.items())
 
 
-@pytest.mark.parametrize("case", _shows(), ids=lambda case: f"{case[0]!r} {' '.join(case[1])}"[:60])
+@pytest.mark.parametrize(
+    "case", [*_shows()], ids=lambda case: f"{case[0]!r} {' '.join(case[1])}"[:60]
+)
 def test_show_refuses_a_bad_request(show, write, marker, monkeypatch, case):
     """`show` ends with status 2 and one readable message: where, the value, and what is legal."""
     content, arguments, words = case
