@@ -45,14 +45,13 @@ from torchrepro.profile.document import LOADER
 from torchrepro.profile.load import (
     REFUSED,
     SECTION,
-    Composition,
     compose,
     from_mapping,
     key_of,
     parsed,
     validate,
 )
-from torchrepro.profile.resolved import EXTRA, NOT_INHERITED, Origin, flatten, plain
+from torchrepro.profile.resolved import EXTRA, NOT_INHERITED, Composition, Origin, flatten, plain
 from torchrepro.profile.search_path import (
     PIECES,
     Folder,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.legal_values import SCHEMA_VERSION
-from torchrepro.messages import Problem, printable, shown
+from torchrepro.messages import Problem, shown
 from torchrepro.profile.document import (
     MAX_DEPTH,
     Document,
@@ -29,6 +29,7 @@ from torchrepro.profile.document import (
 from torchrepro.profile.resolved import (
     EXTRA,
     NOT_INHERITED,
+    Composition,
     Origin,
     ResolvedProfile,
     flatten,
@@ -168,73 +169,6 @@ def _plain_config(config: Any, where: str) -> Any:
         key = str(getattr(error, "full_key", "") or "")
         raise ProfileError.about(what, where, key) from None
     return plain(values)
-
-
-@dataclass(slots=True)
-class Composition:
-    """The merged values of a profile and, for every dotted key, the place that set it."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, Origin] = field(default_factory=dict)
-    typed: set[str] = field(default_factory=set)
-    """Dotted keys whose value the user who starts the run wrote: an override, a dict in code."""
-
-    only_shipped: bool = True
-    """Whether only torchrepro's own files were composed, without overrides."""
-
-    asked: tuple[str, ...] = ()
-    """The name or path that was asked for, and the overrides; empty for values from elsewhere."""
-
-    def add(
-        self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
-    ) -> None:
-        """Lay `values` on top; `places` says for every dotted key what sets it."""
-        before, leaves = self.origins, flatten(values)
-        _merge(self.values, values)
-        written = {key for key, value in leaves.items() if value != {}}
-        # Neither the sections around these keys nor what was inside them are what somebody wrote.
-        around = {section for key in written for section in _around(key)}
-        kept = {
-            name: origin
-            for name, origin in before.items()
-            if name not in around and written.isdisjoint(_around(name))
-        }
-        new = {k: Origin(at, package, leaves.get(k), before.get(k)) for k, at in places.items()}
-        self.origins = kept | new
-        self.typed = self.typed | leaves.keys() if typed else self.typed - leaves.keys()
-
-    def name_it(self, name: str, origin: Origin) -> None:
-        """Give the profile a name, unless it has one."""
-        if "name" not in self.values:
-            name = printable(name).translate(str.maketrans("()", "[]"))  # as `PROFILE_NAME` has it
-            self.values["name"] = name
-            self.origins["name"] = origin._replace(value=name)
-
-    def place(self, key: str) -> str:
-        """Return where `key`, something in it, or the nearest section around it was set."""
-        if key not in self.origins:
-            inside = [name for name in self.origins if name.startswith(f"{key}.")]
-            if inside:
-                return self.origins[inside[-1]].set_by
-        while key and key not in self.origins:
-            key = key.rpartition(".")[0]
-        return self.origins[key].set_by if key else ""
-
-
-def _around(key: str) -> Iterator[str]:
-    while "." in key:
-        key = key.rpartition(".")[0]
-        yield key
-
-
-def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            below = onto.get(key)
-            onto[key] = below if isinstance(below, dict) else {}
-            _merge(onto[key], value)
-        else:
-            onto[key] = value
 
 
 def compose(

@@ -1,4 +1,4 @@
-"""A resolved profile: plain values with the origin of each, as a plan reads and a child inherits.
+"""A profile as plain values with the origin of each: as it is composed, and as a plan reads it.
 
 Every process below `torchrepro run` loads this module, so it imports nothing that reads files.
 """
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torchrepro.imports import installed_version
 from torchrepro.knobs.catalogue import CATALOGUE, rows_for_key
 from torchrepro.knobs.knob import Knob, variable
+from torchrepro.messages import printable
 
 EXTRA = "env_extra"  # the section of variables that are not in the catalogue
 
@@ -70,6 +71,73 @@ def versioned(distribution: str) -> str:
     """Return a distribution with the version that is installed, as in ``acme-profiles 1.2.0``."""
     version = installed_version(distribution)
     return f"{distribution} {version}" if version else distribution
+
+
+@dataclass(slots=True)
+class Composition:
+    """The merged values of a profile and, for every dotted key, the place that set it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    typed: set[str] = field(default_factory=set)
+    """Dotted keys whose value the user who starts the run wrote: an override, a dict in code."""
+
+    only_shipped: bool = True
+    """Whether only torchrepro's own files were composed, without overrides."""
+
+    asked: tuple[str, ...] = ()
+    """The name or path that was asked for, and the overrides; empty for values from elsewhere."""
+
+    def add(
+        self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
+    ) -> None:
+        """Lay `values` on top; `places` says for every dotted key what sets it."""
+        before, leaves = self.origins, flatten(values)
+        _merge(self.values, values)
+        written = {key for key, value in leaves.items() if value != {}}
+        # Neither the sections around these keys nor what was inside them are what somebody wrote.
+        around = {section for key in written for section in _around(key)}
+        kept = {
+            name: origin
+            for name, origin in before.items()
+            if name not in around and written.isdisjoint(_around(name))
+        }
+        new = {k: Origin(at, package, leaves.get(k), before.get(k)) for k, at in places.items()}
+        self.origins = kept | new
+        self.typed = self.typed | leaves.keys() if typed else self.typed - leaves.keys()
+
+    def name_it(self, name: str, origin: Origin) -> None:
+        """Give the profile a name, unless it has one."""
+        if "name" not in self.values:
+            name = printable(name).translate(str.maketrans("()", "[]"))  # as `PROFILE_NAME` has it
+            self.values["name"] = name
+            self.origins["name"] = origin._replace(value=name)
+
+    def place(self, key: str) -> str:
+        """Return where `key`, something in it, or the nearest section around it was set."""
+        if key not in self.origins:
+            inside = [name for name in self.origins if name.startswith(f"{key}.")]
+            if inside:
+                return self.origins[inside[-1]].set_by
+        while key and key not in self.origins:
+            key = key.rpartition(".")[0]
+        return self.origins[key].set_by if key else ""
+
+
+def _around(key: str) -> Iterator[str]:
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            below = onto.get(key)
+            onto[key] = below if isinstance(below, dict) else {}
+            _merge(onto[key], value)
+        else:
+            onto[key] = value
 
 
 @dataclass(frozen=True, slots=True)

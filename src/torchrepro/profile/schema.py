@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
-    from torchrepro.profile.load import Composition
+    from torchrepro.profile.resolved import Composition
 
 SECTIONS = ("torch", "cuda", "cudnn", "cpu", "npu", "distributed")
 VARIABLE = "TORCHREPRO_ALLOW_ENV"
