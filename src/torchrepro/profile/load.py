@@ -16,7 +16,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.legal_values import SCHEMA_VERSION
+from torchrepro.knobs.knob import SCHEMA_VERSION
 from torchrepro.messages import Problem, shown
 from torchrepro.profile.document import (
     MAX_DEPTH,
