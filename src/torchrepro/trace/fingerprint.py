@@ -14,7 +14,7 @@ import ctypes
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 torch: Any = import_module("torch")
 """Without its types: much of what is asked for here is private or of subclasses."""
@@ -64,7 +64,55 @@ def memory_of(tensor: Any) -> Memory:
 
     Raises whatever the code of a subclass raises.
     """
-    return next(memory(tensor) for is_kind, memory in _KINDS if is_kind(tensor))
+    # A subclass keeps its value in other tensors. Those without elements are left out: a jagged
+    # tensor caches its lengths in the shape of one.
+    # https://docs.pytorch.org/docs/stable/generated/torch.Tensor.__torch_dispatch__.html
+    if hasattr(tensor, "__tensor_flatten__"):
+        wait = getattr(tensor, "trigger_wait", None)  # what a collective has not written yet
+        if wait is not None:
+            wait()
+        names = [name for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name).numel()]
+        title = f"{type(tensor).__qualname__} {' '.join(names)}"
+        return _joined(title, [getattr(tensor, name) for name in names])
+    # Nothing public tells the tensors inside of `torch.func`, and functional ones, from others;
+    # where a torch has not even these, asking raises, and their memory is `unread`.
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
+        return _joined("transformed", [torch._C._functorch.get_unwrapped(tensor)])  # noqa: SLF001
+    if torch._is_functional_tensor(tensor):  # noqa: SLF001
+        return _joined("functional", [torch._from_functional_tensor(tensor)])  # noqa: SLF001
+    if tensor.device.type == "meta":
+        return Memory("no memory", ())
+    layout = str(tensor.layout)
+    if layout == "torch.sparse_coo":  # the public names of both refuse one that is not coalesced
+        inner = [tensor._indices(), tensor._values()]  # noqa: SLF001
+        return _joined(f"sparse coo, coalesced {tensor.is_coalesced()}", inner)
+    if layout in _INDICES:
+        return _joined(layout, [getattr(tensor, name)() for name in (*_INDICES[layout], "values")])
+    if tensor.is_mkldnn:
+        return _joined("mkldnn", [tensor.to_dense()])
+    if tensor.is_quantized:
+        scheme = str(tensor.qscheme())
+        if "per_tensor" in scheme:
+            scale = f"{tensor.q_scale().hex()} {tensor.q_zero_point()}"
+            return _joined(f"{scheme} {scale}", [tensor.int_repr()])
+        scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+        return _joined(f"{scheme} {tensor.q_per_channel_axis()}", [tensor.int_repr(), *scales])
+    if tensor.is_nested:
+        inner = tensor.unbind()
+        return _joined(f"nested {[tuple(part.shape) for part in inner]}", inner)
+    if not _has_memory(tensor):
+        return Memory("no memory", ())
+    order = None if tensor.is_contiguous() else _order_of_memory(tensor.shape, tensor.stride())
+    if order is None:
+        return Memory("", (tensor,))
+    return Memory(_kind_of_order(order), (tensor.permute(order),))
+
+
+_INDICES = {
+    **dict.fromkeys(("torch.sparse_csr", "torch.sparse_bsr"), ("crow_indices", "col_indices")),
+    **dict.fromkeys(("torch.sparse_csc", "torch.sparse_bsc"), ("ccol_indices", "row_indices")),
+}
+"""The names of what compressed layouts keep besides their values."""
 
 
 def not_read(tensor: Any) -> Memory:
@@ -88,7 +136,16 @@ def pieces(part: Any) -> Iterator[Any]:
     if not lazy:  # some dtypes have no kernel that copies
         same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         part = part.view(same.get(part.itemsize, part.dtype))
-    yield from _copies(part)
+    rows = (part,)
+    if part.nbytes > PIECE and part.dim():
+        row = part.nbytes // part.shape[0]
+        if row * 8 > PIECE and row % 8 == 0:
+            for inner in part.unbind(0):
+                yield from pieces(inner)
+            return
+        rows = part.split(max(PIECE // row // 8, 1) * 8)  # 8 rows are a multiple of 8 bytes
+    for each in rows:
+        yield each.clone(memory_format=torch.contiguous_format)  # lazy numbers become what they are
 
 
 def _order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
@@ -107,77 +164,6 @@ def _joined(name: str, tensors: Iterable[Any]) -> Memory:
     return Memory(f"{name}({kinds})", tuple(part for memory in inner for part in memory.parts))
 
 
-def _copies(part: Any) -> Iterator[Any]:
-    size = part.nbytes
-    if size <= PIECE or not part.dim():
-        yield _copy(part)
-        return
-    row = size // part.shape[0]
-    if row * 8 > PIECE and row % 8 == 0:
-        for inner in part.unbind(0):
-            yield from pieces(inner)
-        return
-    for rows in part.split(max(PIECE // row // 8, 1) * 8):  # 8 rows are a multiple of 8 bytes
-        yield _copy(rows)
-
-
-def _copy(part: Any) -> Any:
-    # Resolves lazy conjugation and negation.
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def _wrapper(tensor: Any) -> Memory:
-    """Return the memory of the tensors that a subclass keeps its value in.
-
-    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.__torch_dispatch__.html describes
-    such subclasses. Inner tensors without elements are left out: a jagged tensor caches its lengths
-    in the shape of one.
-    """
-    wait = getattr(tensor, "trigger_wait", None)  # what a collective has not written yet
-    if wait is not None:
-        wait()
-    names = [name for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name).numel()]
-    title = f"{type(tensor).__qualname__} {' '.join(names)}"
-    return _joined(title, [getattr(tensor, name) for name in names])
-
-
-def _coordinates(tensor: Any) -> Memory:
-    # The public names of both refuse a tensor that is not coalesced.
-    inner = [tensor._indices(), tensor._values()]  # noqa: SLF001
-    return _joined(f"sparse coo, coalesced {tensor.is_coalesced()}", inner)
-
-
-def _compressed(tensor: Any) -> Memory:
-    rows = str(tensor.layout) in ("torch.sparse_csr", "torch.sparse_bsr")
-    index = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
-    return _joined(f"{tensor.layout}", [getattr(tensor, name)() for name in (*index, "values")])
-
-
-def _quantised(tensor: Any) -> Memory:
-    scheme = str(tensor.qscheme())
-    if "per_tensor" in scheme:
-        scale = f"{tensor.q_scale().hex()} {tensor.q_zero_point()}"
-        return _joined(f"{scheme} {scale}", [tensor.int_repr()])
-    scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return _joined(f"{scheme} {tensor.q_per_channel_axis()}", [tensor.int_repr(), *scales])
-
-
-def _nested(tensor: Any) -> Memory:
-    inner = tensor.unbind()
-    return _joined(f"nested {[tuple(part.shape) for part in inner]}", inner)
-
-
-def _strided(tensor: Any) -> Memory:
-    if not _has_memory(tensor):
-        return Memory("no memory", ())
-    if tensor.is_contiguous():
-        return Memory("", (tensor,))
-    order = _order_of_memory(tensor.shape, tensor.stride())
-    if order is None:
-        return Memory("", (tensor,))
-    return Memory(_kind_of_order(order), (tensor.permute(order),))
-
-
 def _kind_of_order(order: Sequence[int]) -> str:
     return f"order {' '.join(map(str, order))}"
 
@@ -191,31 +177,6 @@ def _has_memory(tensor: Any) -> bool:
     zeros = tensor._is_zerotensor()  # noqa: SLF001 - zeros without memory have no other name
     enough = not tensor.numel() or (last + 1) * tensor.itemsize <= storage.nbytes()
     return bool(zeros or (enough and storage.device.type != "meta"))
-
-
-_COMPRESSED = tuple(f"torch.sparse_{name}" for name in ("csr", "csc", "bsr", "bsc"))
-
-_KINDS: Sequence[tuple[Callable[[Any], bool], Callable[[Any], Memory]]] = (
-    (lambda tensor: hasattr(tensor, "__tensor_flatten__"), _wrapper),
-    # Nothing public tells the tensors inside of `torch.func`, and functional ones, from others;
-    # where a torch has not even these, asking raises, and their memory is `unread`.
-    (
-        lambda tensor: torch._C._functorch.is_functorch_wrapped_tensor(tensor),  # noqa: PLW0108, SLF001
-        lambda tensor: _joined("transformed", [torch._C._functorch.get_unwrapped(tensor)]),  # noqa: SLF001
-    ),
-    (
-        lambda tensor: torch._is_functional_tensor(tensor),  # noqa: PLW0108, SLF001
-        lambda tensor: _joined("functional", [torch._from_functional_tensor(tensor)]),  # noqa: SLF001
-    ),
-    (lambda tensor: tensor.device.type == "meta", lambda _: Memory("no memory", ())),
-    (lambda tensor: str(tensor.layout) == "torch.sparse_coo", _coordinates),
-    (lambda tensor: str(tensor.layout) in _COMPRESSED, _compressed),
-    (lambda tensor: tensor.is_mkldnn, lambda tensor: _joined("mkldnn", [tensor.to_dense()])),
-    (lambda tensor: tensor.is_quantized, _quantised),
-    (lambda tensor: tensor.is_nested, _nested),
-    (lambda _: True, _strided),
-)
-"""Test and memory of each kind of tensor; the first test that holds decides."""
 
 
 ROW = 1024
@@ -345,32 +306,25 @@ ALGORITHM = "xxh3-128"
 MANY = 1 << 12  # cached results; a program has few shapes
 
 
-class _Cached(dict[Any, Any]):
-    """Results of a function by its argument; faster than `functools.lru_cache` where they exist.
+class _Arrays(dict[int, Any]):
+    """The ctypes array of so many bytes: faster than `functools.lru_cache` where it exists."""
 
-    It is emptied when it has `MANY`.
-    """
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def __missing__(self, argument: Any) -> Any:
+    def __missing__(self, size: int) -> Any:
         if len(self) >= MANY:
             self.clear()
-        found = self[argument] = self._function(argument)
+        found = self[size] = ctypes.c_char * size
         return found
 
 
-def _order(shape_and_strides: tuple[Any, Any]) -> bytes | None:
-    order = _order_of_memory(*shape_and_strides)
+arrays = _Arrays()
+
+
+@lru_cache(MANY)
+def _order(shape: Any, strides: Any) -> bytes | None:
+    order = _order_of_memory(shape, strides)
     return None if order is None else _kind_of_order(order).encode()
 
 
-arrays = _Cached(lambda size: ctypes.c_char * size)
-"""The ctypes array of so many bytes."""
-
-_orders = _Cached(_order)
 _plain_types = {torch.Tensor, torch.nn.Parameter}
 widths: dict[Any, int] = {
     dtype: dtype.itemsize
@@ -403,7 +357,7 @@ def fingerprint(tensor: Any) -> bytes:
             if (start or not size) and tensor.untyped_storage().nbytes() >= end:
                 if tensor.is_contiguous():
                     return _digest(arrays[size].from_address(start))
-                order = _orders[tensor.shape, tensor.stride()]
+                order = _order(tensor.shape, tensor.stride())
                 if order is not None:
                     return _digest(order + _digest(arrays[size].from_address(start)))
     except RuntimeError:  # no storage to ask: sparse, or inside of a transformed function

@@ -149,7 +149,7 @@ class ModuleNames:
         """Name gradients and an optimizer's state after their parameters."""
         if len(self._parameters) > MANY:  # temporary tensors of earlier steps
             self._parameters = {k: v for k, v in self._parameters.items() if v[0]() is not None}
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for parameter in parameters_of(optimizer):
             owner = self.of_parameter(parameter)
             if owner is not None:
                 state = optimizer.state.get(parameter, {})
@@ -174,6 +174,10 @@ class ModuleNames:
                 self._modules[address(module)] = ref(module), path
             for own, parameter in module.named_parameters(recurse=False):
                 self.learn(parameter, path, own)
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _outermost(module: Any, frame: FrameType) -> Any:

@@ -13,7 +13,6 @@ import marshal
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from importlib import import_module
 from itertools import islice
 from numbers import Number
@@ -38,28 +37,25 @@ from torchrepro.trace.frames import is_of_program, place_at
 from torchrepro.trace.op_facts import shape_of, value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from types import CodeType, FrameType
+    from types import FrameType
 
     from torchrepro.trace.frames import Place
 
     Part = tuple[tuple[Any, ...], Any, Any]
 
-BATCHES = {
-    "torch.utils.data.dataloader": "_BaseDataLoaderIter",
-    "torchdata.stateful_dataloader.stateful_dataloader": "_BaseDataLoaderIter",
-}
-"""Module -> the class whose ``__next__`` hands every batch to the program. Private: a loader has
-no hook; were the class gone, batches would be recorded where an op first reads them."""
-
-LOADERS = {
+_LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
 }
 """Module -> the class of its loaders."""
 
-OBJECT_COLLECTIVES = (
+_ITERATORS = dict.fromkeys(_LOADERS, "_BaseDataLoaderIter")
+"""Module -> the class whose ``__next__`` hands every batch to the program. Private: a loader has
+no hook; were the class gone, batches would be recorded where an op first reads them."""
+
+_OBJECT_COLLECTIVES = (
     *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
 )
@@ -120,19 +116,11 @@ def watch_training(listener: Any) -> ExitStack:
 
         return watched
 
-    classes: set[type] = set()  # both modules may hold the same class
-
-    def watch_batches(module: str) -> None:
-        iterators = getattr(sys.modules[module], BATCHES[module], None)
-        if iterators is not None and iterators not in classes:
-            classes.add(iterators)
-            wrap(stack, iterators, "__next__", watched_next)
-
     stack = ExitStack()
     stack.callback(register_optimizer_step_pre_hook(optimizer_begins).remove)
     stack.callback(register_optimizer_step_post_hook(optimizer_ends).remove)
     wrap(stack, torch.autograd, "backward", watched_backward)
-    stack.enter_context(_once_imported(tuple(BATCHES), watch_batches))
+    _wrap_once_imported(stack, _ITERATORS, "__next__", watched_next)
     return stack
 
 
@@ -152,13 +140,23 @@ def within_loaders_begun(
 
         return watched
 
-    def watch_loader(module: str) -> None:
-        loader = getattr(sys.modules[module], LOADERS[module], None)
-        if loader is not None and "__iter__" in vars(loader):
-            wrap(stack, loader, "__iter__", watched_iter)
-
-    with ExitStack() as stack, _once_imported(tuple(LOADERS), watch_loader):
+    with ExitStack() as stack:
+        _wrap_once_imported(stack, _LOADERS, "__iter__", watched_iter)
         yield
+
+
+def _wrap_once_imported(
+    undo: ExitStack, classes: Mapping[str, str], method: str, wrapping: Callable[[Any], Any]
+) -> None:
+    wrapped: set[type] = set()  # both modules may hold the same class
+
+    def watch(module: str) -> None:
+        owner = getattr(sys.modules[module], classes[module], None)
+        if owner is not None and method in vars(owner) and owner not in wrapped:
+            wrapped.add(owner)
+            wrap(undo, owner, method, wrapping)
+
+    undo.enter_context(_once_imported(tuple(classes), watch))
 
 
 @contextmanager
@@ -215,7 +213,7 @@ def objects_sent_within(around: Callable[[], AbstractContextManager[Any]]) -> It
 
     with ExitStack() as stack:
         for owner in map(sys.modules.get, _DISTRIBUTED):
-            for name in OBJECT_COLLECTIVES:
+            for name in _OBJECT_COLLECTIVES:
                 if callable(getattr(owner, name, None)):  # a torch may be built without
                     surround(stack, owner, name, within)
         yield
@@ -280,8 +278,8 @@ def compiled_regions_seen() -> Iterator[None]:
     def wrap_regions(module: str) -> None:
         config = sys.modules[module]
         if hasattr(config, _WRAP_REGIONS):
-            stack.callback(setattr, config, _WRAP_REGIONS, getattr(config, _WRAP_REGIONS))
-            setattr(config, _WRAP_REGIONS, True)
+            before = getattr(config, _WRAP_REGIONS)
+            patch(stack, config, _WRAP_REGIONS, value=True, before=before)
 
     with ExitStack() as stack, _once_imported((_INDUCTOR,), wrap_regions):
         yield
@@ -319,7 +317,6 @@ def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
 
 
 def _own_modules() -> list[str]:
-    """Return the modules to leave out: all but those that do nothing while a compiler runs."""
     package = __name__.partition(".")[0]
     divided = {module.rpartition(".")[0] for module in _COMPILED}
     found = [
@@ -384,16 +381,7 @@ def _of_several(values: list[Any], depth: int) -> Iterator[Part]:
             yield from _parts(each, depth + 1)
 
 
-class _Calls(threading.local):
-    def __init__(self) -> None:
-        self.loading = 0
-        self.before: Any = None
-        self.ours: Any = None
-        self.stack: list[tuple[FrameType, str, bool]] = []
-        self.sample = ""
-
-
-class SampleRecorder:
+class SampleRecorder(threading.local):
     """Reports what each function of the program returns between `begin` and `end`.
 
     `take` is called with the place of the return, the function, the value and what is known of the
@@ -402,57 +390,52 @@ class SampleRecorder:
 
     def __init__(self, take: Callable[[Place, str, Any, str], None]) -> None:
         self._take = take
-        self._calls = _Calls()
+        self._loading = 0
+        self._before: Any = None
+        self._calls: list[tuple[FrameType, str, bool]] = []
+        self._sample = ""
 
     def begin(self) -> None:
         """Begin to watch the calls of this thread; a profile function that is set goes on."""
-        calls = self._calls
-        calls.loading += 1
+        self._loading += 1
         before = sys.getprofile()
-        if calls.loading > 1 or (before is not None and not callable(before)):
+        if self._loading > 1 or (before is not None and not callable(before)):
             return  # a loader within a loader; or a profiler written in C, which cannot be called
-        calls.before, calls.ours = before, self._on_event
-        sys.setprofile(calls.ours)
+        self._before = before
+        sys.setprofile(self._on_event)
 
     def end(self) -> None:
         """Stop watching; does nothing on a thread that has not begun."""
-        calls = self._calls
-        if not calls.loading:
+        if not self._loading:
             return
-        calls.loading -= 1
-        if not calls.loading:
-            if calls.ours is not None and sys.getprofile() == calls.ours:
-                sys.setprofile(calls.before)
-            calls.before = calls.ours = None
-            calls.stack.clear()
-            calls.sample = ""
+        self._loading -= 1
+        if not self._loading:
+            if sys.getprofile() == self._on_event:
+                sys.setprofile(self._before)
+            self._before, self._sample = None, ""
+            self._calls.clear()
 
     def _on_event(self, frame: FrameType, event: str, value: Any) -> None:
-        calls, code = self._calls, frame.f_code
-        if calls.before is not None:
-            calls.before(frame, event, value)
+        code = frame.f_code
+        if self._before is not None:
+            self._before(frame, event, value)
         if event not in {"call", "return"} or not is_of_program(code):
             return
         if event == "return":
-            while calls.stack:
-                called, text, is_sample = calls.stack.pop()
+            while self._calls:
+                called, text, is_sample = self._calls.pop()
                 if is_sample:
-                    calls.sample = ""
+                    self._sample = ""
                 if called is frame:
-                    place = place_at("", code, frame.f_lasti)
-                    self._take(place, f"{_name(code)}{RETURNED}", value, text)
+                    name = code.co_qualname.replace("<locals>.", "")
+                    self._take(place_at("", code, frame.f_lasti), f"{name}{RETURNED}", value, text)
                     return
-        elif not calls.sample and code.co_name in _ASKS_FOR_A_SAMPLE and code.co_argcount > 1:
-            calls.sample = f"{SAMPLE}{_index_text(frame.f_locals[code.co_varnames[1]])}"
-            calls.stack.append((frame, calls.sample, True))
+        elif not self._sample and code.co_name in _ASKS_FOR_A_SAMPLE and code.co_argcount > 1:
+            self._sample = f"{SAMPLE}{_index_text(frame.f_locals[code.co_varnames[1]])}"
+            self._calls.append((frame, self._sample, True))
         else:
-            known = filter(None, (calls.sample, _numbers_given(frame)))
-            calls.stack.append((frame, BETWEEN.join(known), False))
-
-
-@cache
-def _name(code: CodeType) -> str:
-    return code.co_qualname.replace("<locals>.", "")
+            known = filter(None, (self._sample, _numbers_given(frame)))
+            self._calls.append((frame, BETWEEN.join(known), False))
 
 
 def _index_text(index: Any) -> str:

@@ -16,7 +16,13 @@ from torchrepro.trace import hooks
 from torchrepro.trace.buffer import IN_MEMORY, DetailRecorder
 from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
 from torchrepro.trace.format import INPUT, MAIN, OPTIMIZER_STEP
-from torchrepro.trace.frames import OptimizerStep, Place, RunPosition, place_of_user
+from torchrepro.trace.frames import (
+    OptimizerStep,
+    Place,
+    RunPosition,
+    parameters_of,
+    place_of_user,
+)
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
 from torchrepro.trace.op_mode import ModesTakenOff, RecordingMode
@@ -36,8 +42,6 @@ Origin = tuple[str, Place, str]
 """The phase, the place and the op of records of one kind."""
 
 _NO_ARGUMENTS = ("params", "param_names")  # of the entries of an optimizer's groups
-
-
 _encode = json.JSONEncoder(default=value_text).encode
 
 
@@ -49,25 +53,13 @@ def arguments_of(optimizer: Any) -> tuple[str, list[Any]]:
     show it. An optimizer without defaults is given all its arguments in its groups.
     """
     names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
+    names = {*names}.difference(_NO_ARGUMENTS)
     groups = [
-        {
-            name: value
-            for name, value in group.items()
-            if name in names and name not in _NO_ARGUMENTS
-        }
+        {name: value for name, value in group.items() if name in names}
         for group in optimizer.param_groups
     ]
     values = (value for group in groups for value in group.values())
     return _encode(groups), [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _parameters_of(optimizer: Any) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _gradients_of(optimizer: Any) -> list[Any]:
-    gradients = [one.grad for one in _parameters_of(optimizer)]
-    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _first_parts(fingerprints: Iterable[Any]) -> Sequence[Digest]:
@@ -75,7 +67,10 @@ def _first_parts(fingerprints: Iterable[Any]) -> Sequence[Digest]:
 
 
 class Level:
-    """What all levels record: batches of data as they enter the program."""
+    """What all levels record: batches as they enter the program, and arguments of optimizers.
+
+    What has no body here is for levels that do something then.
+    """
 
     name: str
 
@@ -94,33 +89,38 @@ class Level:
         """Leave out the ops of this thread in the block: they are torchrepro's own."""
         yield
 
-    def abandon(self) -> None:
-        """Take no more records in this process."""
+    def backward_begins(self) -> None: ...
+    def backward_ends(self) -> None: ...
+    def batch_begins(self, workers: int) -> None: ...
+    def write(self, store: Store, first: int) -> None: ...  # of a step's details, by its first id
+    def end_step(self) -> None: ...
+    def rest(self) -> None: ...  # between two steps, until `resume`
+    def abandon(self) -> None: ...  # for good
 
-    def backward_begins(self) -> None:
-        """A backward pass is about to begin."""
+    def resume(self) -> bool:
+        """Record all again, from the next step on; returns whether it could be done."""
+        return True
 
-    def backward_ends(self) -> None:
-        """The backward pass has ended."""
+    def unmatched(self) -> Iterable[str]:
+        """Return the patterns of modules to keep that matched no module."""
+        return self.state.request.keep
 
     def optimizer_begins(self, optimizer: Any, place: Place, closure: Any) -> Begun:
-        """Record the arguments with which an optimizer is about to make a step.
-
-        Returns the digests of these, and of its gradients.
-        """
+        """Record the arguments with which an optimizer is about to make a step."""
         arguments = self._take_arguments(optimizer, place)
-        return arguments, self._digests(_gradients_of(optimizer))
+        gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
+        return arguments, self._digests(gradients)
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
-        """The optimizer has made the step; returns the digests of its parameters."""
-        return self._digests(_parameters_of(optimizer))
+        """Return the digests of the parameters, now that the step is made."""
+        return self._digests(parameters_of(optimizer))
 
     def parameters_now(self, optimizer: Any) -> Sequence[Digest]:
         """Return the digests of an optimizer's parameters, as after a step."""
         if not self.state.wants_step:
             return ()
         with self.paused():
-            return _first_parts(read_each(_parameters_of(optimizer))[0])
+            return _first_parts(read_each(parameters_of(optimizer))[0])
 
     def _digests(self, tensors: Iterable[Any]) -> Sequence[Digest]:
         if not self.state.wants_step:
@@ -135,31 +135,11 @@ class Level:
         digests = self._take_tensors(("optimizer", place, name), tensors, argument)
         return xxh3_128_digest(text.encode()), *digests
 
-    def batch_begins(self, workers: int) -> None:
-        """A loader with so many worker processes is about to give out a batch."""
-
     def batch_ends(self, batch: Any, place: Place) -> None:
         """Record a batch; None if there was none."""
         tensors = tensors_in(batch)
         if tensors:
             self._take_tensors(("data", place, "DataLoader"), tensors)
-
-    def write(self, store: Store, first: int) -> None:
-        """Write what belongs to the records of a step, the first of which has this id."""
-
-    def unmatched(self) -> Iterable[str]:
-        """Return the patterns of modules to keep that matched no module."""
-        return self.state.request.keep
-
-    def end_step(self) -> None:
-        """Forget the step that has ended."""
-
-    def rest(self) -> None:
-        """Leave out what is recorded within steps, between two steps, until `resume`."""
-
-    def resume(self) -> bool:
-        """Record all again, from the next step on; returns whether it could be done."""
-        return True
 
     def take_returned(self, place: Place, function: str, value: Any, text: str) -> None:
         """Take a record of what a function of the program returned while it loaded a batch."""
@@ -229,7 +209,8 @@ class StepLevel(Level):
             self._watching.close()
 
     def optimizer_begins(self, optimizer: Any, place: Place, closure: Any) -> Begun:
-        parameters, gradients = _parameters_of(optimizer), _gradients_of(optimizer)
+        parameters = parameters_of(optimizer)
+        gradients = [grad for one in parameters if (grad := one.grad) is not None]
         if len(gradients) < len(parameters):
             parameters = [one for one in parameters if one.grad is not None]
         origin = "backward", place, "gradient"
@@ -237,7 +218,7 @@ class StepLevel(Level):
         return self._take_arguments(optimizer, place), digests
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
-        parameters = _parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         origin = "optimizer", place_of_user(), "parameter"
         return self._take_each(origin, id(optimizer), parameters, parameters)
 
@@ -337,10 +318,8 @@ class OpLevel(Level):
         return mode
 
     def _modes(self) -> list[RecordingMode]:
-        """Return the modes of all threads that have not ended: the stack of a thread holds its own.
-
-        Other threads may begin or end meanwhile.
-        """
+        # Of threads that have not ended: the stack of a thread holds its own. Others may begin or
+        # end meanwhile.
         return [mode for known in self._by_thread.valuerefs() if (mode := known()) is not None]
 
     @contextmanager

@@ -1,11 +1,18 @@
-"""A recording that is running: it takes records, and hands every finished step to the store."""
+"""A recording that is running: it takes records, and hands every finished step to the store.
+
+As it ends it says what the program still holds: what is written from outside torch, or to an
+optimizer after its last step, shows in no op.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -21,19 +28,18 @@ from torchrepro.seeding.loader_hook import author_worker_init
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.uncontrolled import seed_of_generator, watch_for_recording
 from torchrepro.trace.buffer import RecordingState, joined
-from torchrepro.trace.end_state import end_state
 from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
-from torchrepro.trace.format import INPUT, MAIN, OUTPUT, StepRow
-from torchrepro.trace.frames import place_of_user, source_of
+from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OTHERS, OUTPUT, StepRow
+from torchrepro.trace.frames import parameters_of, place_of_user, source_of
 from torchrepro.trace.hooks import SampleRecorder, watch_training, within_loaders_begun
-from torchrepro.trace.levels import LEVELS, StepLevel
+from torchrepro.trace.levels import LEVELS, StepLevel, arguments_of
 from torchrepro.trace.module_hook import on_modules_called
-from torchrepro.trace.op_facts import PLAIN
+from torchrepro.trace.op_facts import PLAIN, value_text
 from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from weakref import ReferenceType
 
     from torchrepro.trace.fingerprint_cache import Digest
@@ -41,8 +47,13 @@ if TYPE_CHECKING:
     from torchrepro.trace.request import Request
     from torchrepro.trace.store import Store
 
+    Held = Iterator[tuple[str, str, Any]]
+    """Kind, name and value of each."""
+
 _MOST = 64  # reads of unwritten memory, lines that hide ops, and optimizers, that a trace names
 _OF_DATAPIPES = "_sharding_worker_init_fn"  # torch's own, around that of the author
+_NAMED = 500  # values of one kind that have a digest each at the end; the others have one together
+_PARAMETERS, _BUFFERS, _OPTIMIZERS = "parameters", "buffers", "optimizers"
 
 
 class Recording:
@@ -240,34 +251,31 @@ class Recording:
 
     def _facts(self) -> dict[str, Any]:
         own_seeds = (seed_of_generator(at, *seed) for at, seed in self.state.seeds.items())
-        sources = [read.to_json() for read in (*self._sources.reads(), *own_seeds)]
-        files = self._sources.files.to_json() if self._sources.files is not None else {}
-        models = self.state.names.held()
-        left: dict[str, Any] = {}
+        found: dict[str, Any] = {
+            "sources": [read.to_json() for read in (*self._sources.reads(), *own_seeds)],
+            "models": self.state.names.held(),
+            "before": self._before,
+            "built": self._built,
+            "unwritten": [
+                {
+                    "allocated": source_of(allocated),
+                    "read": source_of(place),
+                    "op": op,
+                    "is_nan": read.is_nan,
+                }
+                for (allocated, place, op), read in islice(self.state.unwritten.items(), _MOST)
+            ],
+            "hidden": sorted(self.state.hidden)[:_MOST],
+        }
         if self.request.steps is None:  # what comes after them was not asked for
             optimizers = [one for each in self._optimizers.values() if (one := each()) is not None]
-            left = end_state(self.state, optimizers, knows_ops=self._full.name == "op")
-        unwritten = [
-            {
-                "allocated": source_of(allocated),
-                "read": source_of(place),
-                "op": op,
-                "is_nan": found.is_nan,
-            }
-            for (allocated, place, op), found in islice(self.state.unwritten.items(), _MOST)
-        ]
+            found["end"] = _end_state(self.state, optimizers, knows_ops=self._full.name == "op")
         return {
+            **{key: value for key, value in found.items() if value},
             **({"dropped": self._limit.count} if self._limit is not None else {}),
+            **(self._sources.files.to_json() if self._sources.files is not None else {}),
             "loaders": list(self._loaders.values()),
-            **({"sources": sources} if sources else {}),
-            **files,
             "modules": sorted({*self._files, *program_files()}),
-            **({"models": models} if models else {}),
-            **({"end": left} if left else {}),
-            **({"before": self._before} if self._before else {}),
-            **({"built": self._built} if self._built else {}),
-            **({"unwritten": unwritten} if unwritten else {}),
-            **({"hidden": sorted(self.state.hidden)[:_MOST]} if self.state.hidden else {}),
             "resumed": "yes" if is_resumed() else "no",
         }
 
@@ -436,3 +444,75 @@ def _own_init(init: Any) -> str | None:
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     name = getattr(function, "__name__", type(function).__name__)
     return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
+
+
+def _end_state(
+    state: RecordingState, optimizers: Sequence[Any], *, knows_ops: bool
+) -> dict[str, dict[str, str]]:
+    """Return a digest of each value that is left, by its kind and name; waits for devices.
+
+    Left out is memory that nothing has written. Which memory that is only ops tell: without them
+    (`knows_ops`) buffers are those that a checkpoint would hold of a model that is trained.
+    """
+    held = [each for at, one in enumerate(optimizers) for each in _of_optimizer(at, one)]
+    held += _of_modules(state) if knows_ops else _buffers_of_trained(optimizers)
+    tensors = [each for each in held if isinstance(each[2], torch.Tensor)]
+    tensors = [each for each in tensors if not state.cache.is_never_written(each[2])]
+    marks = joined([fingerprint_of(tensor) for _, _, tensor in tensors], OUTPUT)
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for kind, name, value in held:
+        if not isinstance(value, torch.Tensor):
+            found[kind][name] = xxhash.xxh3_64_hexdigest(value_text(value).encode())
+    for number, (kind, name, _) in enumerate(tensors):
+        found[kind][name] = marks[number * OUTPUT : (number + 1) * OUTPUT].hex()[:OUTPUT]
+    for its in found.values():
+        others = [its.pop(name) for name in [*its][_NAMED:]]
+        if others:
+            its[OTHERS] = xxhash.xxh3_64_hexdigest("".join(others).encode())
+    return dict(found)
+
+
+def _of_modules(state: RecordingState) -> Held:
+    for path, module in state.names.living():
+        for name, value in module.named_parameters(recurse=False):
+            yield _PARAMETERS, f"{path}.{name}", value
+        for name, value in module.named_buffers(recurse=False):
+            yield _BUFFERS, f"{path}.{name}", value
+
+
+def _buffers_of_trained(optimizers: Iterable[Any]) -> Held:
+    """Find models by what the program still holds, as nothing has followed their calls."""
+    trained = dict.fromkeys(id(one) for each in optimizers for one in parameters_of(each))
+    places = {parameter: place for place, parameter in enumerate(trained)}
+    # `isinstance` would ask objects of the program for their `__class__`, and wake lazy ones.
+    every = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    built = [each for each in every if "_modules" in vars(each)]  # its `__init__` was called
+    inner = {id(child) for module in built for child in module.children()}
+    roots = [
+        (min(its), root)
+        for root in built
+        if id(root) not in inner
+        and (its := [places[id(one)] for one in root.parameters() if id(one) in places])
+    ]
+    for number, (_, root) in enumerate(sorted(roots, key=itemgetter(0))):
+        for path, module in root.named_modules():
+            # No public API says which buffers are left out of a checkpoint. Without this name
+            # all are compared, those whose memory nothing has written as well.
+            left_out = getattr(module, "_non_persistent_buffers_set", ())
+            for name, value in module.named_buffers(recurse=False):
+                if name not in left_out:
+                    own = f"{path}.{name}" if path else name
+                    yield _BUFFERS, f"{own} of model {number}" if number else own, value
+
+
+def _of_optimizer(number: int, optimizer: Any) -> Held:
+    kind = type(optimizer).__name__
+    own = f"{kind} {number}" if number else kind
+    arguments, _ = arguments_of(optimizer)
+    yield _OPTIMIZERS, f"{ARGUMENTS}{own}", arguments
+    for place, parameter in enumerate(parameters_of(optimizer)):
+        yield _PARAMETERS, f"parameter {place} of {own}", parameter
+        its = optimizer.state.get(parameter, {})
+        if isinstance(its, dict):
+            for name, value in its.items():
+                yield _OPTIMIZERS, f"{name} of parameter {place} of {own}", value
