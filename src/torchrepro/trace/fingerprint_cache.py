@@ -156,11 +156,6 @@ class FingerprintCache:
         """What the op that is about to run reads that nobody has written, with its digest."""
         self._allocated: dict[int, tuple[Any, int, Unset]] = {}  # unset memory, by its storage
 
-    def digest(self, tensor: Any) -> Digest:
-        """Return the digest of `tensor`; reads its memory unless the cache has it."""
-        entry = self.valid(tensor)
-        return self.read(tensor) if entry is None else entry[2]
-
     def digest_of_memory(self, tensor: Any) -> Digest:
         """Return the digest of the memory of `tensor`, also where the cache has that of a view.
 
@@ -228,7 +223,15 @@ class FingerprintCache:
         Views stay where another thread ends it than the main one: its digest is not that of its
         memory, and some thread may be about to read it.
         """
-        _keep(self.entries, lambda *its: _outlives(*its) or (its[1][3] == VIEW and not on_main))
+
+        def outlives(tensor: Any, entry: Entry) -> bool:
+            if is_unset(entry[2]):
+                return True  # reading it would read what nobody wrote
+            if entry[3] == VIEW:
+                return not on_main
+            return size_of(tensor) > LARGE and not _is_parameter(tensor)
+
+        _keep(self.entries, outlives)
         _keep(self.new, lambda *_: True)
         for key, (storage, *_) in self._allocated.copy().items():
             if storage.expired():
@@ -349,8 +352,7 @@ class FingerprintCache:
             written = facts.written_in(args, kwargs) if facts.writes else ()
             for tensor in written:
                 if tensor.is_inference():
-                    _count_write(tensor)
-                    version = version_of(tensor)
+                    version = _writes[_memory_shared(tensor)] = version_of(tensor) + 1
                 else:  # autograd counts the write only after this
                     version = version_of(tensor) + facts.counted
                 self._read_output(facts, tensor, version, fingerprints, shapes)
@@ -492,11 +494,6 @@ def version_of(tensor: Any) -> int:
 _writes: dict[int, int] = {}  # of inference tensors, by their storage
 
 
-def _count_write(tensor: Any) -> None:
-    shared = _memory_shared(tensor)
-    _writes[shared] = _writes.get(shared, 0) + 1
-
-
 def _memory_shared(tensor: Any) -> int:
     if tensor.layout is not torch.strided:
         return 0
@@ -540,12 +537,6 @@ def _keep(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> N
             entries.pop(key, None)
 
 
-def _outlives(tensor: Any, entry: Entry) -> bool:
-    if is_unset(entry[2]):
-        return True  # reading it would read what nobody wrote
-    return entry[3] != VIEW and size_of(tensor) > LARGE and not _is_parameter(tensor)
-
-
 def _of_unset(inputs: list[Digest], key: bytes) -> bytes:
     known = [digest for digest in inputs if isinstance(digest, bytes)]
     return PARTLY + _digest(b"".join(known) + key)[4:]
@@ -574,7 +565,13 @@ class GeneratorStates:
 
         While none has changed, it is the very same mapping, which nobody may change.
         """
-        found = {"python": self._of("python", self._memory_of_python(), _state_of_python)}
+        found = {
+            "python": self._of(
+                "python",
+                self._memory_of_python(),
+                lambda: xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2)),
+            )
+        }
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             memory = self._memory_of_numpy(numpy)
@@ -618,7 +615,11 @@ class GeneratorStates:
         ):
             return object()
         return (
-            self._digest_of("numpy", words, _words_of_numpy),
+            # A Mersenne twister is 624 words and a position:
+            # https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
+            self._digest_of(
+                "numpy", words, lambda its: arrays[625 * 4].from_address(its.ctypes.state_address)
+            ),
             self._digest_of("around", around, _memory_of),
         )
 
@@ -627,10 +628,6 @@ class GeneratorStates:
         if known is None or known[0] is not value:
             known = self._views[name] = value, find(value)
         return _digest(known[1])
-
-
-def _state_of_python() -> str:
-    return xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2))
 
 
 def _state_of_numpy(numpy: Any) -> str:
@@ -660,12 +657,6 @@ def _gauss_is_inline(numpy: Any) -> bool:
         around.standard_normal()
         seen.append(bytes(_memory_of(around)))
     return seen[0] != seen[1] != seen[2]
-
-
-def _words_of_numpy(words: Any) -> Any:
-    # A Mersenne twister is 624 words and a position:
-    # https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
-    return arrays[625 * 4].from_address(words.ctypes.state_address)
 
 
 def _words_of_python(generator: Any) -> Any:

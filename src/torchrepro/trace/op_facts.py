@@ -74,53 +74,30 @@ def shapes_text(shapes: Any) -> str:
     )
 
 
-TRANSPARENT = frozenset(
-    {
-        "aten::alias",
-        "aten::detach",
-        "aten::detach_",
-        "aten::lift",
-        "aten::record_stream",
-        "prim::device",
-        "profiler::_record_function_enter_new",
-        "profiler::_record_function_exit",
-    }
-)
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+TRANSPARENT = _aten("alias detach detach_ lift record_stream") | {
+    "prim::device",
+    "profiler::_record_function_enter_new",
+    "profiler::_record_function_exit",
+}
 """Ops that compute nothing: what they return is what they were given."""
 
-FRESH = frozenset({"aten::lift_fresh"})
-"""The op through which torch passes every tensor that it makes from values of Python or numpy."""
-
-ALLOCATING = frozenset(
-    {
-        "aten::_empty_affine_quantized",
-        "aten::_empty_per_channel_affine_quantized",
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_permuted",
-        "aten::empty_quantized",
-        "aten::empty_strided",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::resize_",
-        "aten::resize_as_",
-    }
+ALLOCATING = _aten(
+    "_empty_affine_quantized _empty_per_channel_affine_quantized empty empty_like empty_permuted"
+    " empty_quantized empty_strided new_empty new_empty_strided resize_ resize_as_"
 )
 """Ops whose result is memory that nobody has written yet."""
 
-OVERWRITING = frozenset(
-    {
-        *("aten::_foreach_copy_", "aten::_foreach_zero_", "aten::copy_", "aten::fill_"),
-        *("aten::zero_", "aten::uniform_", "aten::normal_", "aten::bernoulli_", "aten::random_"),
-        *("aten::exponential_", "aten::geometric_", "aten::cauchy_", "aten::log_normal_"),
-    }
+OVERWRITING = _aten(
+    "_foreach_copy_ _foreach_zero_ copy_ fill_ zero_ uniform_ normal_ bernoulli_ random_"
+    " exponential_ geometric_ cauchy_ log_normal_"
 )
 """Ops that write all of their first argument without reading it."""
 
-REBINDING = frozenset({"aten::set_"})
-"""Ops that give a tensor other memory, which is read where it is used."""
-
-SHARING = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
+SHARING = _aten("_unsafe_view _reshape_alias")
 """Ops that return their input's memory although their schema does not say so."""
 
 SCRATCH = {
@@ -150,17 +127,11 @@ UNSAID = {
 }
 """Op -> arguments that it writes although its schema does not say so: running statistics."""
 
-KEEPING = frozenset(
-    {
-        *("aten::_index_put_impl_", "aten::fill_diagonal_", "aten::index_copy_"),
-        *("aten::index_fill_", "aten::index_put_", "aten::masked_fill_", "aten::masked_scatter_"),
-        *("aten::put_", "aten::scatter_", "aten::copy_", "aten::clone", "aten::_to_copy"),
-    }
+KEEPING = _aten(
+    "_index_put_impl_ fill_diagonal_ index_copy_ index_fill_ index_put_ masked_fill_"
+    " masked_scatter_ put_ scatter_ copy_ clone _to_copy"
 )
 """Ops that pass on some or all values of the first tensor they read unchanged."""
-
-COMPILED = "inductor_compiled_code"
-"""The higher-order op that stands for a region that inductor has compiled."""
 
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 """Namespaces of the ops that exchange tensors with other ranks."""
@@ -174,22 +145,23 @@ class OpFacts:
     """The op itself; held, so that its id means no other."""
     name: str
     """As in ``aten::add.Tensor``."""
-    transparent: bool
-    view: bool
-    rebinds: bool
-    overwrites: bool
-    allocates: bool
-    collective: bool
-    written: tuple[int, ...]
+    transparent: bool = False
+    view: bool = False
+    rebinds: bool = False
+    """Whether it gives a tensor other memory, which is read where it is used."""
+    overwrites: bool = False
+    allocates: bool = False
+    collective: bool = False
+    written: tuple[int, ...] = ()
     """Positions of the arguments that are written in place."""
-    written_names: tuple[str, ...]
+    written_names: tuple[str, ...] = ()
     """Names of the keyword arguments that are written, such as ``out``."""
-    scratch: tuple[int, ...]
+    scratch: tuple[int, ...] = ()
     """Positions of the outputs that no fingerprint is taken of."""
     scratch_arguments: tuple[int, ...] = ()
     """Positions of the arguments of which none is taken as they are written."""
     compiled: bool = False
-    """Whether it runs a compiled region."""
+    """Whether it runs a region that inductor has compiled."""
     counted: bool = True
     """Whether autograd counts what it writes: not in lists, nor what its schema does not say."""
     keeps: bool = False
@@ -203,7 +175,7 @@ class OpFacts:
     single_written: bool = False
     """Whether that tensor is its first argument, written in place, which autograd counts."""
     fresh: bool = False
-    """Whether its result was made from values of Python or numpy."""
+    """Whether torch passes every tensor through it that it makes from values of Python or numpy."""
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the tensors that a call has written in place, each once."""
@@ -226,13 +198,8 @@ def facts_of(op: Any) -> OpFacts:
     """
     schema = getattr(op, "_schema", None)
     if schema is None:
-        name = str(op)
-        compiled = name == COMPILED
-        shown = "compiled region" if compiled else name
-        return OpFacts(
-            *(op, shown, False, False, False, False, False, False, (), (), ()),
-            compiled=compiled,
-        )
+        compiled = str(op) == "inductor_compiled_code"
+        return OpFacts(op, "compiled region" if compiled else str(op), compiled=compiled)
     plain = schema.name
     writes = [
         (position, argument)
@@ -248,7 +215,8 @@ def facts_of(op: Any) -> OpFacts:
         *UNSAID.get(plain, ()),
     )
     collective = plain.partition("::")[0] in COLLECTIVE
-    special = collective or any(plain in table for table in (ALLOCATING, REBINDING, SCRATCH))
+    rebinds, fresh = plain == "aten::set_", plain == "aten::lift_fresh"
+    special = collective or rebinds or plain in ALLOCATING or plain in SCRATCH
     view = aliases or plain in SHARING
     of_first = plain in SHARING or _returns_memory_of_first(schema)
     one = [str(value.type) for value in schema.returns] == ["Tensor"]
@@ -256,10 +224,10 @@ def facts_of(op: Any) -> OpFacts:
     return OpFacts(
         op=op,
         name=f"{plain}.{schema.overload_name}" if schema.overload_name else plain,
-        transparent=plain in TRANSPARENT or plain in FRESH,
+        transparent=plain in TRANSPARENT or fresh,
         view=view,
         view_of_first=view and of_first,
-        rebinds=plain in REBINDING,
+        rebinds=rebinds,
         overwrites=plain in OVERWRITING,
         allocates=plain in ALLOCATING,
         collective=collective,
@@ -273,7 +241,7 @@ def facts_of(op: Any) -> OpFacts:
         writes=bool(written or writes),
         single=one and not special and not view and (in_place or not (written or writes)),
         single_written=in_place,
-        fresh=plain in FRESH,
+        fresh=fresh,
     )
 
 
