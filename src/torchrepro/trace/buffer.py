@@ -108,7 +108,6 @@ class RecordBuffer:
         return number
 
     def new_thread(self) -> int:
-        """Give the running thread a number."""
         with self._lock:
             number = self._threads[threading.get_ident()] = self._number_of_thread(
                 threading.current_thread().name
@@ -237,7 +236,6 @@ class RecordingState:
 
     @property
     def wants_step(self) -> bool:
-        """Whether the running step is one of those to record."""
         return self.request.wants(self.step)
 
 
@@ -375,7 +373,6 @@ class DetailRecorder:
         return bool(matching)
 
     def unmatched(self) -> list[str]:
-        """Return the patterns that matched no module."""
         return [pattern for pattern in self._state.request.keep if pattern not in self._matched]
 
     def write(self, store: Store, first: int) -> None:

@@ -238,7 +238,6 @@ class FingerprintCache:
                 self._allocated.pop(key, None)
 
     def forget_dead(self) -> None:
-        """Forget tensors that no longer exist."""
         _keep(self.entries, lambda *_: True)
 
     def distrust(self) -> None:
@@ -392,7 +391,6 @@ class FingerprintCache:
         return [digest], [shape_of(result)]
 
     def valid(self, tensor: Any) -> Entry | None:
-        """Return the entry of a tensor whose digest is known, else None."""
         entry = self.entries.get(address(tensor))
         if entry is None or entry[0]() is not tensor:
             return None

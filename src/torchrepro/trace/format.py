@@ -248,11 +248,9 @@ class Part:
 
     @property
     def ids(self) -> range:
-        """The ids of its records."""
         return range(self.first, self.first + len(self))
 
     def record(self, number: int) -> Record:
-        """Return one of its records by its id."""
         its, place = self.outline, number - self.first
         end, other_end = its.input_ends[place], its.output_ends[place]
         return Record(

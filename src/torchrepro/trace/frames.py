@@ -41,7 +41,6 @@ class Place:
     instruction: int
 
     def within(self, module: str) -> Place:
-        """Return the same line in another module."""
         return place_at(module, self.code, self.instruction)
 
 
@@ -87,7 +86,6 @@ def _kind(code: CodeType) -> int:
 
 
 def is_of_program(code: CodeType) -> bool:
-    """Whether `code` is the program's own, and not a library's."""
     kind = _kinds.get(address(code), -1)
     return (kind if kind >= 0 else _kind(code)) == _USER
 
@@ -113,7 +111,6 @@ class ModuleNames:
         return self._modules[address(module)][1]
 
     def knows(self, module: Any) -> bool:
-        """Whether `module` has a path already."""
         known = self._modules.get(address(module))
         return known is not None and known[0]() is module
 
@@ -303,7 +300,6 @@ class RunPosition:
         self._ended = False
 
     def is_aside(self) -> bool:
-        """Whether the ops of this thread are left out."""
         return ALL in self.aside or get_ident() in self.aside
 
     def pause(self) -> None:
@@ -311,7 +307,6 @@ class RunPosition:
         self.aside[get_ident()] = self.aside.get(get_ident(), 0) + 1
 
     def go_on(self) -> None:
-        """Take ops of this thread again."""
         often = self.aside.pop(get_ident(), 0)
         if often > 1:
             self.aside[get_ident()] = often - 1

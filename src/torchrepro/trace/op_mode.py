@@ -127,7 +127,6 @@ class RecordingMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code compiled."""
         return True
 
     @classmethod

@@ -236,12 +236,10 @@ class Trace:
                 raise ValueError(f"its table `{table}` has rows of no record")
 
     def close(self) -> None:
-        """Close the file."""
         self._connection.close()
 
     @property
     def rank(self) -> int:
-        """The rank of the process."""
         return int(self.meta["rank"])
 
     @property
@@ -296,18 +294,15 @@ class Trace:
         return (Part(first, unpacked(content), *rest) for first, content, *rest in rows)
 
     def records(self, step: int) -> list[Record]:
-        """Return the records of a step in order."""
         return [part.record(number) for part in self.parts(step) for number in part.ids]
 
     def record(self, number: int) -> Record:
-        """Return a record by its id."""
         part = self._last_part
         if part is None or number not in part.ids:
             part = self._last_part = next(self.parts_before(number + 1))
         return part.record(number)
 
     def step_of(self, record: int) -> int:
-        """Return the step of a record by its id."""
         rows = self._with_records
         return rows[bisect_right(rows, record, key=lambda row: row.first) - 1].step
 

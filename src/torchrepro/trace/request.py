@@ -93,7 +93,6 @@ class Request:
             raise _wrong(what, "every", every, todo=todo)
 
     def to_variable(self) -> str:
-        """Return the request as the value of `VARIABLE`."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -107,7 +106,6 @@ class Request:
         return cls(**values | lists)
 
     def wants(self, step: int) -> bool:
-        """Whether `step` is one of those to record."""
         return self.steps is None or self.steps[0] <= step <= self.steps[1]
 
     def prepare_folder(self) -> None:

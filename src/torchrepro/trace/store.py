@@ -120,7 +120,6 @@ class Store:
         self._details: dict[str, list[tuple[Any, ...]]] = {table: [] for table in DETAILS}
 
     def write_meta(self, values: Mapping[str, Any]) -> None:
-        """Write what is known of the run."""
         self._meta |= {key: json.dumps(self._clean(value)) for key, value in values.items()}
         rows = sorted(self._meta.items())
         rows.append((SEAL, json.dumps(digest_of(rows).hex())))
@@ -212,7 +211,6 @@ class Store:
         self.commit()
 
     def commit(self) -> None:
-        """Commit what was done since the last time."""
         self.ask("commit")
         self.ask("begin")
 
@@ -416,7 +414,6 @@ class _Redaction:
         self._clean: Callable[[Any], Any]
 
     def __call__(self, value: Any) -> Any:
-        """Return plain JSON values with no secret in any text."""
         environment = os.environ.copy()
         if environment != self._environment:
             profiles = (applied.resolved for applied in in_force())
