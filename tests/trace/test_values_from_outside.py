@@ -1,20 +1,31 @@
-"""Where numbers enter torch: tensors made from values, and the arguments of optimizers."""
+"""Where numbers enter torch and leave it: tensors made from values, the arguments of optimizers,
+results that are no tensors, and objects that ranks send each other.
+"""
 
 from __future__ import annotations
 
+import _thread
 import json
 import time
+import uuid
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import torchrepro
+from torchrepro.trace.reader import read_run
 
 from .conftest import seen
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from .conftest import Recorder
 
 LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -140,3 +151,127 @@ def test_values_set_into_a_tensor_are_recorded_at_their_line(recorded: Recorder)
 
     made = [one for one in seen(recorded(program)) if one.op == "new tensor"]
     assert [one.line for one in made] == [line_of("a number"), line_of("an array")]
+
+
+returned: list[int] = [0]
+
+
+@torch.library.custom_op("torchrepro_tests::counted", mutates_args=())
+def counted(x: torch.Tensor) -> int:
+    """Return what no input tells."""
+    return returned[0]
+
+
+@torch.library.custom_op("torchrepro_tests::shared", mutates_args=())
+def shared(x: torch.Tensor) -> float:
+    """Return what no input tells."""
+    return returned[0] / 3
+
+
+def _written_by_numpy(value: int) -> torch.Tensor:
+    tensor = torch.ones(3) + 0
+    tensor.numpy()[0] = value
+    return tensor
+
+
+def _own_op(op: Callable[[torch.Tensor], object], value: int) -> None:
+    returned[0] = value
+    op(torch.ones(2))
+
+
+def _on_a_thread_of_its_own(value: int) -> None:
+    done: list[bool] = []
+
+    def compute() -> None:
+        torch.ones(3) * value
+        done.append(True)
+
+    _thread.start_new_thread(compute, ())
+    while not done:
+        time.sleep(0.001)
+
+
+def _through_a_view_of_inference(value: int) -> None:
+    with torch.inference_mode():
+        base = torch.zeros(4) + 0
+        base.sum()
+        base[:2].fill_(value)
+        base.sum()
+
+
+def _of_unset_memory_in_inference(_value: int) -> None:
+    with torch.inference_mode():
+        base = torch.empty(4000)
+        base[:2].fill_(1)
+        base[:2] * 2
+
+
+SHOWN: dict[str, Callable[[int], Any]] = {
+    "equal": lambda value: torch.equal(torch.ones(3), _written_by_numpy(value)),
+    "allclose": lambda value: torch.allclose(torch.ones(3), _written_by_numpy(value)),
+    "item": lambda value: _written_by_numpy(value)[0].item(),
+    "an op of one's own that counts": lambda value: _own_op(counted, value),
+    "an op of one's own that shares": lambda value: _own_op(shared, value),
+    "a thread that threading has not started": _on_a_thread_of_its_own,
+    "memory of inference that a view of it has written": _through_a_view_of_inference,
+}
+
+
+@pytest.mark.parametrize("program", [*SHOWN, "unset"])
+@pytest.mark.parametrize("asked", [{}, {"statistics": True, "detail": True}], ids=str)
+def test_another_value_is_a_difference(tmp_path: Path, program: str, asked: dict[str, Any]) -> None:
+    """The same value is none, and neither is what lies in memory that nobody wrote."""
+    run = SHOWN.get(program, _of_unset_memory_in_inference)
+    for name, value in (("a", 1), ("b", 1), ("c", 2)):
+        with torchrepro.record(tmp_path / name, **asked):
+            run(value)
+
+    assert torchrepro.compare(tmp_path / "a", tmp_path / "b").same
+    assert torchrepro.compare(tmp_path / "a", tmp_path / "c").same == (program not in SHOWN)
+
+
+def test_a_number_that_differs_within_a_tolerance_is_no_difference(tmp_path: Path) -> None:
+    """What `item` returns is a number like those in tensors."""
+    for name, value in (("a", 1.0), ("b", 1.0 + 1e-7)):
+        with torchrepro.record(tmp_path / name, statistics=True):
+            torch.full((1,), value, dtype=torch.float64).item()
+
+    assert not torchrepro.compare(tmp_path / "a", tmp_path / "b").same
+    assert torchrepro.compare(tmp_path / "a", tmp_path / "b", rtol=1e-5).same
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def _save(folder: Path) -> None:
+    dcp.save({"weights": torch.ones(3), "step": 4}, checkpoint_id=folder / "checkpoint")
+
+
+SENT: dict[str, Callable[[Path], object]] = {
+    "a checkpoint of torch.distributed": _save,
+    "broadcast": lambda _: dist.broadcast_object_list([uuid.uuid4()]),
+    "gathered by all": lambda _: dist.all_gather_object([None], uuid.uuid4()),
+    "gathered": lambda _: dist.gather_object(uuid.uuid4(), [None]),
+    "scattered": lambda _: dist.scatter_object_list([None], [uuid.uuid4()]),
+}
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.usefixtures("_group")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", SENT)
+def test_an_object_that_is_new_in_every_run_is_no_difference(tmp_path: Path, way: str) -> None:
+    """It is pickled, and its bytes are not compared; what is computed before and after is."""
+    for name in ("a", "b"):
+        with torchrepro.record(tmp_path / name):
+            torch.ones(2).sin()
+            SENT[way](tmp_path / f"of {name}")
+            torch.ones(2).cos()
+
+    ops = {record.op for record in seen(read_run(tmp_path / "a")[0])}
+    assert {"aten::sin", "aten::cos"} <= ops
+    assert torchrepro.compare(tmp_path / "a", tmp_path / "b").same

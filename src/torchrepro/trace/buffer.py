@@ -277,9 +277,19 @@ def statistics(tensor: Any) -> Statistics:
     """
     try:
         with unobserved():
-            return _combined(list(map(_of_piece, _pieces(tensor))))
+            found = list(map(_of_piece, _pieces(tensor)))
     except Exception:  # noqa: BLE001 - the code of a subclass is anybody's, and may raise anything
         return Statistics(0)
+    count = sum(numbers for numbers, *_ in found)
+    if not count:
+        return Statistics(0)
+    _, sums, norms, lows, highs = zip(*found, strict=True)
+    # math.fsum refuses infinities of both signs.
+    total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
+    mean, norm = (
+        None if math.isnan(each) else each for each in (total / count, math.hypot(*norms))
+    )
+    return Statistics(count, mean, norm, min(lows), max(highs))
 
 
 def _pieces(tensor: Any) -> Iterator[Any]:
@@ -311,19 +321,6 @@ def _of_piece(piece: Any) -> tuple[int, float, float, float, float]:
     if math.isnan(found[2]):
         return _of_piece(piece[~piece.isnan()])
     return (piece.numel(), *found)
-
-
-def _combined(pieces: list[tuple[int, float, float, float, float]]) -> Statistics:
-    count = sum(piece[0] for piece in pieces)
-    if not count:
-        return Statistics(0)
-    _, sums, norms, lows, highs = zip(*pieces, strict=True)
-    # math.fsum refuses infinities of both signs.
-    total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
-    mean, norm = (
-        None if math.isnan(each) else each for each in (total / count, math.hypot(*norms))
-    )
-    return Statistics(count, mean, norm, min(lows), max(highs))
 
 
 class DetailRecorder:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.callers import frames, package, program_place
 from torchrepro.imports import AfterImport
-from torchrepro.patching import patch, surround, wrap
+from torchrepro.patching import patch, surround
 from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
 from torchrepro.trace.format import BETWEEN, RETURNED, SAMPLE
 from torchrepro.trace.frames import is_of_program, place_at
@@ -94,33 +94,27 @@ def watch_training(listener: Any) -> ExitStack:
     def optimizer_ends(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         listener.optimizer_ends(optimizer)
 
-    def watched_backward(backward: Any) -> Any:
-        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            listener.backward_begins(tensors)
-            try:
-                return backward(tensors, *args, **kwargs)
-            finally:
-                listener.backward_ends()
+    def around_backward(backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        listener.backward_begins(tensors)
+        try:
+            return backward(tensors, *args, **kwargs)
+        finally:
+            listener.backward_ends()
 
-        return watched
-
-    def watched_next(following: Any) -> Any:
-        def watched(iterator: Any) -> Any:
-            listener.batch_begins(iterator)
-            batch = None
-            try:
-                batch = following(iterator)
-            finally:
-                listener.batch_ends(iterator, batch)
-            return batch
-
-        return watched
+    def around_batch(following: Any, iterator: Any) -> Any:
+        listener.batch_begins(iterator)
+        batch = None
+        try:
+            batch = following(iterator)
+        finally:
+            listener.batch_ends(iterator, batch)
+        return batch
 
     stack = ExitStack()
     stack.callback(register_optimizer_step_pre_hook(optimizer_begins).remove)
     stack.callback(register_optimizer_step_post_hook(optimizer_ends).remove)
-    wrap(stack, torch.autograd, "backward", watched_backward)
-    _wrap_once_imported(stack, _ITERATORS, "__next__", watched_next)
+    surround(stack, torch.autograd, "backward", around_backward)
+    _surround_once_imported(stack, _ITERATORS, "__next__", around_batch)
     return stack
 
 
@@ -133,28 +127,25 @@ def within_loaders_begun(
     One with workers draws the order of its first samples then, one without them at its first batch.
     """
 
-    def watched_iter(begin: Any) -> Any:
-        def watched(loader: Any) -> Any:
-            with around(loader):
-                return begin(loader)
-
-        return watched
+    def within(begin: Any, loader: Any) -> Any:
+        with around(loader):
+            return begin(loader)
 
     with ExitStack() as stack:
-        _wrap_once_imported(stack, _LOADERS, "__iter__", watched_iter)
+        _surround_once_imported(stack, _LOADERS, "__iter__", within)
         yield
 
 
-def _wrap_once_imported(
-    undo: ExitStack, classes: Mapping[str, str], method: str, wrapping: Callable[[Any], Any]
+def _surround_once_imported(
+    undo: ExitStack, classes: Mapping[str, str], method: str, around: Callable[..., Any]
 ) -> None:
-    wrapped: set[type] = set()  # both modules may hold the same class
+    watched: set[type] = set()  # both modules may hold the same class
 
     def watch(module: str) -> None:
         owner = getattr(sys.modules[module], classes[module], None)
-        if owner is not None and method in vars(owner) and owner not in wrapped:
-            wrapped.add(owner)
-            wrap(undo, owner, method, wrapping)
+        if owner is not None and method in vars(owner) and owner not in watched:
+            watched.add(owner)
+            surround(undo, owner, method, around)
 
     undo.enter_context(_once_imported(tuple(classes), watch))
 
@@ -179,20 +170,17 @@ def on_threads_started(first: Callable[[], object]) -> Iterator[None]:
         if before is not None:
             before(frame, event, argument)
 
-    def watched(start: Any) -> Any:
-        def start_new_thread(function: Any, args: Any, *more: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                first()
-                return function(*args, **kwargs)
+    def watched(start: Any, function: Any, *given: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            first()
+            return function(*args, **kwargs)
 
-            return start(run, args, *more)
-
-        return start_new_thread
+        return start(run, *given)
 
     threading.setprofile(begin)
     try:
         with ExitStack() as stack:
-            wrap(stack, _thread, "start_new_thread", watched)  # which needs no `threading`
+            surround(stack, _thread, "start_new_thread", watched)  # which needs no `threading`
             yield
     finally:
         if threading.getprofile() is begin:

@@ -39,8 +39,6 @@ _SIZE = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 
-UNWRITABLE = ("stop", "warn")
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -71,8 +69,12 @@ class Request:
     def __post_init__(self) -> None:
         # The program may go to another directory before the first step is written.
         object.__setattr__(self, "folder", str(Path(self.folder).absolute()))
-        _check("level", self.level, LEVELS)
-        _check("on_unwritable", self.on_unwritable, UNWRITABLE)
+        for key, choices in (("level", LEVELS), ("on_unwritable", ("stop", "warn"))):
+            asked = getattr(self, key)
+            if asked not in choices:
+                close = near(asked, choices)
+                hint = {"near": close} if close else {"legal": ", ".join(choices)}
+                raise TraceError.about("no such choice", key=key, found=asked, **hint)
         if self.steps is not None and not is_range(self.steps):
             legal = "the first and the last, counted from 0, as in (5, 8)"
             raise _wrong("not a range of steps", "steps", self.steps, legal=legal)
@@ -161,10 +163,3 @@ def is_range(steps: Any) -> bool:
 
 def _wrong(what: str, key: str, found: Any, **hint: str) -> TraceError:
     return TraceError.about(what, key=key, found=shown(found), **hint)
-
-
-def _check(key: str, found: str, legal: tuple[str, ...]) -> None:
-    if found not in legal:
-        suggestion = near(found, legal)
-        hint: Any = {"near": suggestion} if suggestion else {"legal": ", ".join(legal)}
-        raise TraceError.about("no such choice", key=key, found=found, **hint)
