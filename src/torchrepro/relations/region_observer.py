@@ -17,10 +17,10 @@ import torch
 from torchrepro.callers import address, program_place
 from torchrepro.imports import AfterImport
 from torchrepro.patching import wrap
+from torchrepro.seeding.call_listeners import on_modules_called
 from torchrepro.trace.buffer import statistics
 from torchrepro.trace.fingerprint import fingerprint, unobserved
 from torchrepro.trace.hooks import watch_training
-from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import tensors_in
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Functions of other libraries whose calls somebody listens to.
+"""Functions of other libraries, and modules of a model, whose calls somebody listens to.
 
 A function gets one stand-in, however many listen and under however many names it is known. The
 stand-in calls the function first, so no listener is called for a call that is refused. What a
@@ -6,14 +6,15 @@ listener returns changes what the caller gets. The last listener that leaves put
 itself back, unless the program has put another there since.
 
 While torch.compile traces the program, a stand-in is the function and nothing more: it causes no
-break in the graph, and no listener is called.
+break in the graph, and no listener is called. Of all our code, a compiler may trace this module
+alone: it leaves code out by its module.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import update_wrapper, wraps
 from importlib import import_module
@@ -163,6 +164,26 @@ class _BuiltIn:
 
     def __repr__(self) -> str:
         return repr(self._original)
+
+
+@contextmanager
+def on_modules_called(call: Callable[[Any, Any], object]) -> Iterator[None]:
+    """Call `call` with every module that has been called and what it returned; imports torch.
+
+    Modules inside of a compiled region are not seen.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_forward_hook.html
+    """
+    import torch
+
+    def hook(module: Any, _args: Any, returned: Any) -> None:
+        if not torch.compiler.is_compiling():
+            call(module, returned)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _is_compiling() -> bool:

@@ -67,8 +67,8 @@ _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 _HIDES = "_disable_current_modes"
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
 _WRAP_REGIONS = "wrap_inductor_compiled_regions"
-_COMPILED = ("torchrepro.trace.module_hook", "torchrepro.seeding.call_listeners")
-"""Modules that a compiler may trace: they do nothing while it does."""
+_COMPILED = "torchrepro.seeding.call_listeners"
+"""The module that a compiler may trace: it does nothing while one does."""
 _MOST = 64  # parts of one value
 _LONGEST = 100_000  # items of a list or a dict
 _DEEPEST = 4
@@ -297,22 +297,15 @@ def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
             if build is not None:
                 undo.callback(build)
                 patch(undo, rules, "_recompile_re", lambda: None, build)
-            for own in _own_modules():
-                rules.add(own)
+            divided = _COMPILED.rpartition(".")[0]
+            for parent in (__name__.partition(".")[0], divided):
+                for module in iter_modules(import_module(parent).__path__):
+                    own = f"{parent}.{module.name}"
+                    if own not in (divided, _COMPILED):
+                        rules.add(own)
 
     with _once_imported((_DYNAMO,), leave_out):
         yield
-
-
-def _own_modules() -> list[str]:
-    package = __name__.partition(".")[0]
-    divided = {module.rpartition(".")[0] for module in _COMPILED}
-    found = [
-        f"{each}.{module.name}"
-        for each in (package, *sorted(divided))
-        for module in iter_modules(import_module(each).__path__)
-    ]
-    return [name for name in found if name not in divided and name not in _COMPILED]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from xxhash import xxh3_128_digest
 
+from torchrepro.seeding.call_listeners import on_modules_called
 from torchrepro.trace import hooks
 from torchrepro.trace.buffer import IN_MEMORY, DetailRecorder
 from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
@@ -23,7 +24,6 @@ from torchrepro.trace.frames import (
     parameters_of,
     place_of_user,
 )
-from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
 from torchrepro.trace.op_mode import ModesTakenOff, RecordingMode
 

@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 from torchrepro.callers import program_files
 from torchrepro.console import say
 from torchrepro.errors import TraceError
+from torchrepro.seeding.call_listeners import on_modules_called
 from torchrepro.seeding.loader_hook import author_worker_init
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.uncontrolled import seed_of_generator, watch_for_recording
@@ -33,7 +34,6 @@ from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OTHERS, OUTPUT, Step
 from torchrepro.trace.frames import parameters_of, place_of_user, source_of
 from torchrepro.trace.hooks import SampleRecorder, watch_training, within_loaders_begun
 from torchrepro.trace.levels import LEVELS, StepLevel, arguments_of
-from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import PLAIN, value_text
 from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
