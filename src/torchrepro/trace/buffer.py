@@ -53,8 +53,7 @@ class RecordBuffer:
         self.rows: list[Row] = []  # whose inputs and outputs may be lists of missing digests
         self.sites: dict[Hashable, int] = {}
         self.arguments: dict[Hashable, int] = {}
-        self.moved = 0
-        """Records of the running step that the store has already."""
+        self.moved = 0  # records of the running step that the store has already
         self._incomplete = False  # whether digests of a row, of this step or before, came later
         self._texts: dict[str, int] = {"": 0}
         self._number_of_texts = 0
@@ -206,8 +205,7 @@ class UnwrittenRead:
     """Reads of memory that nothing had written, of one op at one place."""
 
     often: int = 0
-    is_nan: bool = False
-    """Whether the result of one of them was NaN, and nothing else that it read."""
+    is_nan: bool = False  # whether the result of one of them was NaN, and nothing else that it read
 
 
 @dataclass(slots=True)
@@ -215,10 +213,8 @@ class RecordingState:
     """What the parts of one recording share."""
 
     request: Request
-    spill: Callable[[], None]
-    """Called where a step has more records than are kept in memory."""
-    step: int = 0
-    """The step that is running."""
+    spill: Callable[[], None]  # called where a step has more records than are kept in memory
+    step: int = 0  # the step that is running
     names: ModuleNames = field(default_factory=ModuleNames)
     cache: FingerprintCache = field(default_factory=FingerprintCache)
     buffer: RecordBuffer = field(default_factory=RecordBuffer)
@@ -260,8 +256,7 @@ def _complete(digests: list[Any]) -> None:
 class Statistics(NamedTuple):
     """Summary statistics of a tensor; NaN becomes None."""
 
-    numbers: int
-    """Numbers besides NaN: the shape says how many there would be without it."""
+    numbers: int  # numbers besides NaN: the shape says how many there would be without it
     mean: float | None = None
     norm: float | None = None
     low: float | None = None
@@ -331,7 +326,6 @@ class DetailRecorder:
         self._statistics: list[tuple[Any, ...]] = []
         self._tensors: list[tuple[Any, ...]] = []
         self._matched: set[str] = set()
-        self.lock = state.lock
 
     def before(self, place: Place, args: Any, kwargs: Any) -> list[Any] | None:
         """Return copies of the inputs, for a module whose tensors are kept, else None."""

@@ -40,8 +40,7 @@ class Memory:
 
     kind: str
     """What distinguishes it from a plain contiguous tensor of the same bytes; empty for that."""
-    parts: tuple[Any, ...]
-    """Strided tensors, as contiguous as they can be without a copy."""
+    parts: tuple[Any, ...]  # strided tensors, as contiguous as they can be without a copy
 
 
 @contextmanager
@@ -195,14 +194,11 @@ class Mixing:
 
     name: str
     dtype: str
-    width: int
-    """Bytes of a word."""
+    width: int  # bytes of a word
     multipliers: tuple[int, int]
     shifts: tuple[int, int]
-    step: int
-    """Difference between the keys of two rows; even, so that keys stay odd."""
-    streams: int
-    """How often all is done, each time with other keys; each yields two sums."""
+    step: int  # difference between the keys of two rows; even, so that keys stay odd
+    streams: int  # how often all is done, each time with other keys; each yields two sums
 
 
 WIDE = Mixing(
@@ -398,8 +394,7 @@ OTHER_MIXINGS = (WIDE, NARROW)
 class Pending:
     """A fingerprint that a device computes."""
 
-    bytes: bytes | None = None
-    """The 16 bytes, once fetched."""
+    bytes: bytes | None = None  # the 16 bytes, once fetched
     kind: str = ""
     sizes: tuple[int, ...] = ()
     sums: list[Any] = field(default_factory=list)

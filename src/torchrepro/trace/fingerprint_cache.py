@@ -47,11 +47,9 @@ LARGE = 2**20
 class Unset(bytes):
     """The digest of memory that no op is known to have written, in part or at all."""
 
-    place: Place | None = None
-    """Where it was allocated."""
+    place: Place | None = None  # where it was allocated
 
-    given_nan = False
-    """Whether what ops have written into it is NaN, or may be."""
+    given_nan = False  # whether what ops have written into it is NaN, or may be
 
     def becomes(self, digest: bytes, *, given_nan: bool = False) -> Unset:
         """Return the digest of the same memory, or of a copy, once ops have written into it."""
@@ -148,10 +146,8 @@ class FingerprintCache:
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
-        self.new: dict[int, NewTensor] = {}
-        """Tensors that were made from values, until an op reads them."""
-        self.bytes_read = 0
-        """Bytes of tensors that the running step has read."""
+        self.new: dict[int, NewTensor] = {}  # made from values, until an op reads them
+        self.bytes_read = 0  # bytes of tensors that the running step has read
         self.unset_inputs: list[tuple[Unset, Any]] = []
         """What the op that is about to run reads that nobody has written, with its digest."""
         self._allocated: dict[int, tuple[Any, int, Unset]] = {}  # unset memory, by its storage

@@ -276,10 +276,8 @@ _AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad", None)  # n
 class OptimizerStep:
     """A step that an optimizer makes."""
 
-    call: Place
-    """The line that called it."""
-    owner: str = ""
-    """The module whose parameter it is updating."""
+    call: Place  # the line that called it
+    owner: str = ""  # the module whose parameter it is updating
 
 
 class RunPosition:
@@ -288,12 +286,9 @@ class RunPosition:
     __slots__ = ("_ended", "aside", "backward", "loading", "optimizer")
 
     def __init__(self) -> None:
-        self.optimizer: dict[int, OptimizerStep] = {}
-        """The threads on which an optimizer makes a step."""
-        self.backward = set[int]()
-        """The threads that have started a backward pass."""
-        self.loading = set[int]()
-        """The threads on which a loader prepares a batch."""
+        self.optimizer: dict[int, OptimizerStep] = {}  # threads on which an optimizer makes a step
+        self.backward = set[int]()  # the threads that have started a backward pass
+        self.loading = set[int]()  # the threads on which a loader prepares a batch
         self.aside: dict[int, int] = {}
         """The threads whose ops are torchrepro's own, each with how often it was paused; `ALL` for
         all of them. It is the one attribute that every op checks, and empty for nearly all."""

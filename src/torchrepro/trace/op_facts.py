@@ -141,41 +141,26 @@ COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd",
 class OpFacts:
     """What one op does to its inputs, and which outputs count."""
 
-    op: Any
-    """The op itself; held, so that its id means no other."""
-    name: str
-    """As in ``aten::add.Tensor``."""
+    op: Any  # the op itself; held, so that its id means no other
+    name: str  # as in ``aten::add.Tensor``
     transparent: bool = False
     view: bool = False
-    rebinds: bool = False
-    """Whether it gives a tensor other memory, which is read where it is used."""
+    rebinds: bool = False  # whether it gives a tensor other memory, which is read where it is used
     overwrites: bool = False
     allocates: bool = False
     collective: bool = False
-    written: tuple[int, ...] = ()
-    """Positions of the arguments that are written in place."""
-    written_names: tuple[str, ...] = ()
-    """Names of the keyword arguments that are written, such as ``out``."""
-    scratch: tuple[int, ...] = ()
-    """Positions of the outputs that no fingerprint is taken of."""
-    scratch_arguments: tuple[int, ...] = ()
-    """Positions of the arguments of which none is taken as they are written."""
-    compiled: bool = False
-    """Whether it runs a region that inductor has compiled."""
-    counted: bool = True
-    """Whether autograd counts what it writes: not in lists, nor what its schema does not say."""
-    keeps: bool = False
-    """Whether it passes on values of its first input unchanged."""
-    writes: bool = False
-    """Whether it writes any of its arguments."""
-    view_of_first: bool = False
-    """Whether it is a view of its first argument, which is a tensor."""
-    single: bool = False
-    """Whether all that it makes or writes is the one tensor that it returns."""
-    single_written: bool = False
-    """Whether that tensor is its first argument, written in place, which autograd counts."""
-    fresh: bool = False
-    """Whether torch passes every tensor through it that it makes from values of Python or numpy."""
+    written: tuple[int, ...] = ()  # positions of the arguments that are written in place
+    written_names: tuple[str, ...] = ()  # keyword arguments that are written, such as ``out``
+    scratch: tuple[int, ...] = ()  # positions of the outputs that no fingerprint is taken of
+    scratch_arguments: tuple[int, ...] = ()  # those of which none is taken as they are written
+    compiled: bool = False  # whether it runs a region that inductor has compiled
+    counted: bool = True  # autograd counts what it writes: not in lists, nor what is `UNSAID`
+    keeps: bool = False  # whether it passes on values of its first input unchanged
+    writes: bool = False  # whether it writes any of its arguments
+    view_of_first: bool = False  # whether it is a view of its first argument, which is a tensor
+    single: bool = False  # whether all that it makes or writes is the one tensor that it returns
+    single_written: bool = False  # and it is its first argument, written in place, and counted
+    fresh: bool = False  # torch passes what it makes from values of Python or numpy through it
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the tensors that a call has written in place, each once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from asyncio import _get_running_loop as running_loop
-from contextlib import nullcontext
 from functools import partial
 from marshal import dumps
 from operator import is_
@@ -88,12 +87,9 @@ class RecordKind:
         self.place: Place | None = None
         self.shapes: Any = ()
         self.site = 0
-        self.arguments: dict[bytes, int] = {b"": 0}
-        """The numbers of the last arguments that were not tensors."""
-        self.following = self
-        """What came next the last time; itself where nothing did."""
-        self.before = self
-        """What came next before that, and was another kind."""
+        self.arguments: dict[bytes, int] = {b"": 0}  # the last that were not tensors, by their key
+        self.following = self  # what came next the last time; itself where nothing did
+        self.before = self  # what came next before that, and was another kind
 
 
 class RecordingMode(TorchDispatchMode):
@@ -113,8 +109,7 @@ class RecordingMode(TorchDispatchMode):
         self.now = now
         self.details = details
         self.state = state
-        self.rereads = state.request.detail
-        """Whether each op reads its inputs anew, whatever ops before it have written or read."""
+        self.rereads = state.request.detail  # whether ops read inputs anew that were seen before
         self.buffer = state.buffer
         self.cache = state.cache
         self.entries = state.cache.entries
@@ -255,7 +250,7 @@ class RecordingMode(TorchDispatchMode):
             shape, buffer = shape_of(tensor), self.buffer
             key = NEW_TENSOR, phase, place, shape
             site = buffer.sites.get(key) or buffer.new_site(key, phase, place, NEW_TENSOR, (shape,))
-            with nullcontext() if self.details is None else self.details.lock:
+            with self.state.lock:
                 buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
                 if self.details is not None:
                     self.details.made(place, tensor)
@@ -281,7 +276,7 @@ class RecordingMode(TorchDispatchMode):
         if any(map(_is_none, plain)):
             key += call_text(args, kwargs).encode()
         self._note_unset(facts, args, returned)
-        with nullcontext() if self.details is None else self.details.lock:
+        with self.state.lock:
             self._append(facts, key, args, kwargs, inputs, outputs, shapes)
             if self.details is not None:
                 tensors = fingerprinted(facts, args, kwargs, result)

@@ -214,19 +214,11 @@ class Store:
         self.ask("commit")
         self.ask("begin")
 
-    @property
-    def bytes_on_disk(self) -> int:
-        """How many bytes the trace takes, its log and the index of that included."""
-        return self._bytes_in("") + self.bytes_of_log
-
-    @property
-    def bytes_of_log(self) -> int:
-        """How many bytes the log takes with its index."""
-        return self._bytes_in("-wal") + self._bytes_in("-shm")
-
-    def _bytes_in(self, end: str) -> int:
-        file = self.path.with_name(self.path.name + end)
-        return file.stat().st_size if file.exists() else 0
+    def bytes_on_disk(self, *, of_log: bool = False) -> int:
+        """Return how many bytes the trace, or its log alone, takes with the log's index."""
+        ends = ("-wal", "-shm") if of_log else ("", "-wal", "-shm")
+        files = [self.path.with_name(self.path.name + end) for end in ends]
+        return sum(file.stat().st_size for file in files if file.exists())
 
     def bytes_of_file(self) -> tuple[int, int]:
         """Return how many bytes the file has, once it has all of the log, and are in use."""
@@ -361,12 +353,12 @@ class SizeLimit:
         if row.level != COARSEST and row.records and not self._in_full:
             self._say_once("full", self._room_for_none())
         # The log is still there while it is moved: the file grows beside it.
-        if file + store.bytes_of_log + 2 * self._largest > self._most:
+        if file + store.bytes_on_disk(of_log=True) + 2 * self._largest > self._most:
             store.shrink(file=file + 2 * self._largest > self._most)
-            if store.bytes_on_disk > self._most:
+            if store.bytes_on_disk() > self._most:
                 self._say_once(
                     "over",
-                    f"takes {size(store.bytes_on_disk)}, more than {self._most_in_words}: no "
+                    f"takes {size(store.bytes_on_disk())}, more than {self._most_in_words}: no "
                     "records are left that could be dropped\n    the run goes on, and the digests "
                     "of each step are still written",
                 )
@@ -380,7 +372,7 @@ class SizeLimit:
         """Return what the trace takes, which steps have their records and which have not."""
         in_full = [step for step in self._in_full if step != self._after_last]
         dropped = [step for step in self._dropped if step != self._after_last]
-        taken = self._store.bytes_on_disk
+        taken = self._store.bytes_on_disk()
         of = "of" if taken <= self._most else "and not"
         parts = [f"takes {size(taken)} {of} {self._most_in_words}"]
         if in_full or not self._coarse:

@@ -1,24 +1,184 @@
-"""Recordings that may take so many bytes on disk."""
+"""How a trace is stored: no record is lost, and what it takes on disk and in memory is bounded."""
+
+from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import signal
+import tempfile
 import threading
-from collections.abc import Callable
+import tracemalloc
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import TraceError
 from torchrepro.messages import shown, size
-from torchrepro.trace.reader import Trace, read_run
+from torchrepro.trace import store
+from torchrepro.trace.format import FORMAT, StepRow
+from torchrepro.trace.reader import LONGEST, Trace, read_run
 from torchrepro.trace.request import SMALLEST, bytes_of
 
 from .conftest import Net, weights_trained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchrepro.trace.format import Row
+
+SITES = 300
+GROWTH = 50_000
+"""Bytes that 2,000 more steps may take in memory."""
+
+
+def _written(folder: Path, steps: Sequence[Sequence[Row]], dropped: int | None = None) -> Path:
+    """Write records as the recorder does, drop those of a step again, and return their file."""
+    to = store.Store(folder / "rank0.sqlite", shrinks=True)
+    to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
+    to.add_threads([str(number) for number in range(3)])
+    to.add_sites([("forward", "", "op", "", "")] * SITES)
+    to.add_arguments(["1", "2"])
+    first = 1
+    for number, rows in enumerate(steps):
+        to.add_records(list(rows))
+        to.end_step(StepRow(number, first, len(rows), 0, b"", b"", b"", {}, finished=True))
+        first += len(rows)
+    if dropped is not None:
+        to.drop(dropped)
+        to.shrink(file=True)
+    to.finish({})
+    return to.path
+
+
+def _read(path: Path) -> list[list[Row]]:
+    with closing(Trace(path)) as trace:
+        return [
+            [(one.thread, one.site, one.argument, one.inputs, one.outputs) for one in records]
+            for records in map(trace.records, trace.steps)
+        ]
+
+
+def _step(number: int, length: int = 50) -> list[Row]:
+    digests = random.Random(number)
+    return [
+        (0, 1 + at, at % 3, digests.randbytes(8), digests.randbytes(16)) for at in range(length)
+    ]
+
+
+row = st.tuples(
+    *(st.integers(0, 2), st.integers(1, SITES), st.integers(0, 2)),
+    *(st.sampled_from([b"", b"in" * 4, b"put" * 8]), st.sampled_from([b"", b"out." * 4])),
+)
+
+
+@given(steps=st.lists(st.lists(row, max_size=9), max_size=4), many=st.integers(1, 9))
+@settings(max_examples=25)
+def test_records_are_read_as_they_were_taken(steps: list[list[Row]], many: int) -> None:
+    """Whatever records a step has, and in how many parts they lie, every one is read again."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "MANY", many)
+        path = _written(Path(folder), steps)
+
+        assert _read(path) == steps
+        with closing(Trace(path)) as trace:
+            records = [one for step in trace.steps for one in trace.records(step)]
+            assert [trace.record(one.id) for one in records] == records
+            assert [trace.step_of(one.id) for one in records] == [
+                step for step, rows in enumerate(steps) for _ in rows
+            ]
+            for one in records:
+                for value in {each.outputs[:8] for each in records if each.outputs}:
+                    earlier = records[: one.id - 1]
+                    writers = [each.id for each in earlier if each.outputs[:8] == value]
+                    assert _last_writer(trace, value, one.id) == max(writers, default=None)
+
+
+def _last_writer(trace: Trace, value: bytes, before: int) -> int | None:
+    found = (part.last_writer(value, before) for part in trace.parts_before(before))
+    return next((number for number in found if number is not None), None)
+
+
+def test_what_records_are_takes_few_bytes(tmp_path: Path) -> None:
+    """Besides its digests, a record of steps that are alike takes at most eight bytes on disk."""
+    path = _written(tmp_path, [_step(number, 300) for number in range(200)])
+
+    assert path.stat().st_size < 200 * 300 * (8 + 16 + 8)
+
+
+def test_what_a_reader_holds_at_once_is_bounded(tmp_path: Path) -> None:
+    """Many digests become several parts; records without any take room in the file too."""
+    steps = [[(0, 1, 0, bytes(6 << 20), bytes(16))] * 5, *[[(0, 1, 0, b"", b"")] * 5000] * 40]
+    path = _written(tmp_path, steps)
+
+    with closing(Trace(path)) as trace:
+        assert max(len(part.inputs) for part in trace.parts(0)) <= store.LARGE
+    assert path.stat().st_size > sum(map(len, steps)) + 5 * (6 << 20)
+    assert _read(path) == steps
+
+
+def test_dropped_records_leave_their_step(tmp_path: Path) -> None:
+    """A step whose records are gone says so and keeps its digest; the others keep records and ids.
+
+    However many they were, they are not counted among those that a file of this size can hold.
+    """
+    steps = [_step(0), [(0, 1, 0, b"", b"")] * 200_000, _step(1)]
+    path = _written(tmp_path, steps, dropped=1)
+
+    assert path.stat().st_size < 100_000
+    assert _read(path) == [steps[0], [], steps[2]]
+    (tmp_path / "other").mkdir()
+    complete = _written(tmp_path / "other", steps)
+    with closing(Trace(path)) as trace, closing(Trace(complete)) as other:
+        assert [row.dropped for row in trace.steps.values()] == [False, True, False]
+        assert trace.records(2) == other.records(2)
+        assert [(row.digest, row.first, row.records) for row in trace.steps.values()] == [
+            (row.digest, row.first, row.records) for row in other.steps.values()
+        ]
+
+
+def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path) -> None:
+    """What a recorder holds of steps that it has written does not grow with their number."""
+    to = store.Store(tmp_path / "rank0.sqlite")
+    rows, held = _step(0), []
+    tracemalloc.start()
+    try:
+        for number in range(3000):
+            random.Random(number).shuffle(rows)
+            to.add_records(rows)
+            to.end_step(StepRow(number, 1 + 50 * number, 50, 0, b"", b"", b"", {}, finished=True))
+            if number % 1000 == 999:
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    to.close()
+
+    assert held[2] - held[0] < GROWTH
+
+
+def test_a_step_may_have_more_names_than_what_is_said_of_a_run(tmp_path: Path) -> None:
+    """A program without an optimizer is one step, whose names take as much as they take."""
+    to = store.Store(tmp_path / "rank0.sqlite", shrinks=False)
+    to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
+    to.add_threads(["main"])
+    to.add_sites([("forward", "", "op", "", "")])
+    to.add_arguments([f"{number}".zfill(LONGEST // 64) for number in range(65)])
+    to.add_records([(0, 1, 65, b"", b"out." * 4)])
+    to.end_step(StepRow(0, 1, 1, 0, b"", b"", b"", {}, finished=True))
+    to.finish({})
+
+    with closing(Trace(to.path)) as trace:
+        assert trace.arguments[65].lstrip("0") == "64"
+
+
+# Recordings that may take so many bytes on disk.
 
 STEPS = 150
 MB = 10**6
@@ -32,7 +192,7 @@ def _train(before_step: Callable[[int], object] = lambda _: None, steps: int = S
     return weights_trained(steps, before_step)
 
 
-def _read(folder: Path) -> Trace:
+def _trace(folder: Path) -> Trace:
     (trace,) = read_run(folder)
     return trace
 
@@ -78,7 +238,7 @@ def test_a_recording_never_takes_more_than_its_share(
     assert max(sizes) <= most
     assert _bytes_in(folder) <= most
     assert weights == _train(steps=steps)
-    trace = _read(folder)
+    trace = _trace(folder)
     for level in ("op", "module", "step"):
         rows = [row.dropped for row in trace.steps.values() if row.level == level]
         assert rows == sorted(rows, reverse=True)
@@ -99,7 +259,7 @@ def test_the_oldest_steps_in_full_are_dropped_first_and_the_last_two_at_the_end(
     with torchrepro.record(folder, max_size=most, every=every):
         _train(steps=450)
 
-    steps = {step: row for step, row in _read(folder).steps.items() if row.finished}
+    steps = {step: row for step, row in _trace(folder).steps.items() if row.finished}
     in_full = [step for step, row in steps.items() if row.level == "op" and not row.dropped]
     others = [step for step, row in steps.items() if row.level == "step"]
     dropped = [step for step, row in steps.items() if row.dropped]
@@ -131,7 +291,7 @@ def test_a_size_without_room_for_a_step_is_said(
         _train(steps=40)
     said = capsys.readouterr().err
 
-    assert all(row.dropped for row in _read(tmp_path / "run").steps.values())
+    assert all(row.dropped for row in _trace(tmp_path / "run").steps.values())
     assert len(re.findall(r"a step takes up to [\d.]+ kB: 300 kB \(its share of 600 kB", said)) == 2
     assert said.count("for 2 ranks) has room for none in full") == 2
     assert "kept in full: none" in said
@@ -149,7 +309,7 @@ def test_steps_that_grow_stay_within_the_size(tmp_path: Path) -> None:
             sizes.append(_bytes_in(folder))
 
     assert max(sizes) <= 2 * MB
-    rows = list(_read(folder).steps.values())
+    rows = list(_trace(folder).steps.values())
     assert [row.dropped for row in rows] == sorted((row.dropped for row in rows), reverse=True)
     assert any(row.dropped for row in rows)
     assert not rows[-1].dropped
@@ -163,7 +323,7 @@ def test_a_size_that_cannot_be_held_is_said_once(
         _train(steps=400)
 
     assert capsys.readouterr().err.count("more than 200 kB: no records are left") == 1
-    trace = _read(tmp_path / "run")
+    trace = _trace(tmp_path / "run")
     assert trace.ended_steps == 400
     assert all(row.dropped for row in trace.steps.values())
 
@@ -185,7 +345,7 @@ def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> N
     late = torchrepro.compare(runs["within"], runs["late"])
 
     assert same.same
-    rows = _read(runs["within"]).steps.values()
+    rows = _trace(runs["within"]).steps.values()
     left = sum(row.finished and not row.dropped for row in rows)
     state = "by parameters, gradients and losses"
     assert same.compared.by == (("op by op", left), (state, STEPS - left))
@@ -217,7 +377,7 @@ def test_a_killed_recording_is_whole_and_within_its_size(tmp_path: Path) -> None
         os.waitpid(child, 0)
 
         assert _bytes_in(folder) <= MB
-        trace = _read(folder)
+        trace = _trace(folder)
         assert trace.is_truncated
         assert trace.ended_steps == step + 1
         assert all(row.dropped or trace.records(number) for number, row in trace.steps.items())
@@ -291,7 +451,7 @@ def test_a_step_says_at_which_level_it_was_recorded(tmp_path: Path) -> None:
                 thread.start()
                 thread.join()
 
-    trace = _read(tmp_path / "run")
+    trace = _trace(tmp_path / "run")
     for step, row in trace.steps.items():
         forward = [one for one in trace.records(step) if trace.sites[one.site].phase == "forward"]
         assert (row.level == "op") == bool(forward), step
