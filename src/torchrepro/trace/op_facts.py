@@ -145,20 +145,20 @@ class OpFacts:
     name: str  # as in ``aten::add.Tensor``
     transparent: bool = False
     view: bool = False
-    rebinds: bool = False  # whether it gives a tensor other memory, which is read where it is used
+    rebinds: bool = False  # gives a tensor other memory, which is read where it is used
     overwrites: bool = False
     allocates: bool = False
     collective: bool = False
     written: tuple[int, ...] = ()  # positions of the arguments that are written in place
     written_names: tuple[str, ...] = ()  # keyword arguments that are written, such as ``out``
     scratch: tuple[int, ...] = ()  # positions of the outputs that no fingerprint is taken of
-    scratch_arguments: tuple[int, ...] = ()  # those of which none is taken as they are written
-    compiled: bool = False  # whether it runs a region that inductor has compiled
+    scratch_arguments: tuple[int, ...] = ()  # positions of those that are its own memory
+    compiled: bool = False  # runs a region that inductor has compiled
     counted: bool = True  # autograd counts what it writes: not in lists, nor what is `UNSAID`
-    keeps: bool = False  # whether it passes on values of its first input unchanged
-    writes: bool = False  # whether it writes any of its arguments
-    view_of_first: bool = False  # whether it is a view of its first argument, which is a tensor
-    single: bool = False  # whether all that it makes or writes is the one tensor that it returns
+    keeps: bool = False  # passes on values of its first input unchanged
+    writes: bool = False  # writes any of its arguments
+    view_of_first: bool = False  # a view of its first argument, which is a tensor
+    single: bool = False  # all that it makes or writes is the one tensor that it returns
     single_written: bool = False  # and it is its first argument, written in place, and counted
     fresh: bool = False  # torch passes what it makes from values of Python or numpy through it
 
