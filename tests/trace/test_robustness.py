@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 import torchrepro
 from torchrepro import TraceError
+from torchrepro.messages import shown
 from torchrepro.trace.fingerprint_cache import FingerprintCache
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.trace.reader import read_run
@@ -159,14 +161,48 @@ def test_a_second_recording_is_refused(tmp_path: Path) -> None:
     assert len(seen(read_run(tmp_path / "one")[0])) == 2
 
 
-@pytest.mark.parametrize("steps", [(5, 2), "3", (1,), (-1, 2), (0.5, 2)])
-def test_steps_that_are_none_are_refused(tmp_path: Path, steps: object) -> None:
-    """A range of steps is two whole numbers, the second no less than the first."""
-    with (
-        pytest.raises(TraceError, match="not a range of steps"),
-        torchrepro.record(tmp_path / "run", steps=steps),
-    ):
+SIZES = {
+    "as in 500MB": ("", "MB", "500X", "-5", True, "1e9", "5 apples"),
+    "not a size": ("9" * 400, 10**400, "1000TB", math.nan, math.inf),
+    "an empty trace takes up to 200 kB": (0, "0MB", "199kB"),
+    "did you mean: 10MB": (10,),
+    "did you mean: 0.5MB": (0.5,),
+    "did you mean: 1MB": ("1",),
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        *(
+            ({"steps": wrong}, ("steps = ", "not a range of steps"))
+            for wrong in ((5, 2), "3", (1,), (-1, 2), (0.5, 2))
+        ),
+        *(
+            ({"every": wrong}, (f"every = {wrong!r}: ",))
+            for wrong in (0, -2, 1.5, 2.0, True, "3", None)
+        ),
+        ({"every": 2, "level": "step"}, ("every = 2, with the level step: ",)),
+        ({"every": 10, "steps": (11, 19)}, ("every = 10: ",)),
+        *(
+            ({"max_size": wrong}, ("max_size = ", shown(wrong)[:40], said))
+            for said, each in SIZES.items()
+            for wrong in each
+        ),
+    ],
+)
+def test_what_no_recording_can_be_asked_for_is_refused(
+    tmp_path: Path, asked: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    """The error names the key, the value as it was given, and what is legal; no folder is made.
+
+    A range of steps is two whole numbers; some step is to be recorded in full; a size has room.
+    """
+    with pytest.raises(TraceError) as refused, torchrepro.record(tmp_path / "run", **asked):
         pass
+
+    assert [words for words in said if words not in str(refused.value)] == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_trace_that_was_taken_away_is_missed(net: Net, tmp_path: Path) -> None:
