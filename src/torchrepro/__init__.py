@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torchrepro.seeding.generators import unregister_generator as unregister_generator
     from torchrepro.seeding.global_seeds import register_seeder as register_seeder
     from torchrepro.seeding.global_seeds import use_mesh as use_mesh
+    from torchrepro.seeding.loader import sample_rng as sample_rng
     from torchrepro.seeding.loader_hook import dataloader_kwargs as dataloader_kwargs
     from torchrepro.seeding.loader_hook import set_epoch as set_epoch
-    from torchrepro.seeding.loader_worker import sample_rng as sample_rng
     from torchrepro.seeding.state import rng_state as rng_state
     from torchrepro.seeding.state import save_rng_state as save_rng_state
     from torchrepro.seeding.state import set_rng_state as set_rng_state
@@ -73,8 +73,8 @@ _PUBLIC = {
     "seeding.checkpoint": ("Checkpoint",),
     "seeding.generators": ("isolated_rng", "register_generator", "seeded", "unregister_generator"),
     "seeding.global_seeds": ("register_seeder", "use_mesh"),
+    "seeding.loader": ("sample_rng",),
     "seeding.loader_hook": ("dataloader_kwargs", "set_epoch"),
-    "seeding.loader_worker": ("sample_rng",),
     "seeding.state": ("rng_state", "save_rng_state", "set_rng_state"),
     "seeding.streams": ("Stream", "stream"),
     "trace.recorder": ("end_step", "record"),

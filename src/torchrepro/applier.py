@@ -27,8 +27,8 @@ from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import Report, make_report
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import note_calls, note_calls_of_new_modules, seeding_calls
+from torchrepro.seeding.source_reads import Watch, watch_unseeded
 from torchrepro.seeding.streams import world
-from torchrepro.seeding.uncontrolled import Watch, watch_unseeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

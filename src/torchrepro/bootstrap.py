@@ -156,7 +156,7 @@ def _watch_sources_if_asked() -> None:
 
     request = Request.inherited(os.environ)
     if request is not None:
-        from torchrepro.seeding.uncontrolled import watch_from_the_start
+        from torchrepro.seeding.source_reads import watch_from_the_start
 
         watch_from_the_start(request.folder, in_detail=request.detail)
 

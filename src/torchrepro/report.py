@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchrepro.console import Part
     from torchrepro.policies.policy import Effect
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.seeding.uncontrolled import SourceRead
+    from torchrepro.seeding.source_reads import SourceRead
 
 
 _WIDE = 98  # columns of a line that is easily read

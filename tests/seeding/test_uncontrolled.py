@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 import torchrepro
 from torchrepro.seeding.call_listeners import _owner
 from torchrepro.seeding.seeding_calls import note_calls
+from torchrepro.seeding.source_reads import SourceRead, Watch
 from torchrepro.seeding.uncontrolled import (
     ENTROPY,
     ENVIRONMENT,
@@ -34,8 +35,6 @@ from torchrepro.seeding.uncontrolled import (
     IF_THERE,
     UNSEEDED,
     WITHOUT_COST,
-    SourceRead,
-    Watch,
 )
 
 READS = {
@@ -214,7 +213,7 @@ print(np.random.RandomState(3).rand(), np.random.Generator(np.random.PCG64(5)).r
 """
     code = f"""
 import os
-from torchrepro.seeding.uncontrolled import WITHOUT_COST, Watch
+from torchrepro.seeding.source_reads import WITHOUT_COST, Watch
 watch = Watch(WITHOUT_COST)
 exec(compile({program!r}, "program.py", "exec"), {{"__name__": "program"}})
 assert watch.reads() == (), watch.reads()
@@ -543,7 +542,7 @@ def test_a_fork_imports_nothing_and_hears_what_its_child_imports() -> None:
     """Numpy's random numbers are imported when they are first used, and are listened to then."""
     code = """
 import os, random, sys, tempfile
-from torchrepro.seeding.uncontrolled import FORKED, WITHOUT_COST, Watch
+from torchrepro.seeding.source_reads import WITHOUT_COST, Watch
 for name in [name for name in sys.modules if name.startswith("numpy")]:
     del sys.modules[name]
 watch = Watch(WITHOUT_COST, folder=tempfile.mkdtemp())

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchrepro
-from torchrepro.seeding.loader import WORKER_SEEDERS, worker_seeder
+from torchrepro.seeding.loader_hook import WORKER_SEEDERS, worker_seeder
 
 from .loaders import AUTO, Items, Noisy
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.seeding.generators import host_states
+from torchrepro.seeding.generators import States, host_slots
 from torchrepro.trace import fingerprint_cache
 from torchrepro.trace.fingerprint_cache import GeneratorStates
 
@@ -59,7 +59,7 @@ def _states() -> dict[str, str]:
 @given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=30))
 def test_a_draw_shows_at_the_step_where_it_happened(draws: list[str]) -> None:
     """A fingerprint changes exactly with its generator, and is that of a reader without memory."""
-    before, reader = host_states(), GeneratorStates()
+    before, reader = States(host_slots().values()), GeneratorStates()
     saved.clear()
     try:
         fingerprints, states = reader.read(), _states()

@@ -21,7 +21,7 @@ from torchrepro.frameworks.hooking import Switch, in_force, log_profile, say_swi
 from torchrepro.frameworks.run_state import KEY, ranks
 from torchrepro.patching import MissingHookError, surround
 from torchrepro.seeding.loader_places import kind_of
-from torchrepro.seeding.resumed_state import forget
+from torchrepro.seeding.state import forget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -24,13 +24,16 @@ from torchrepro.seeding.loader_places import (
     resting,
     take_up,
 )
-from torchrepro.seeding.resumed_state import (
+from torchrepro.seeding.state import (
     compare_at_first_step,
     digests_of,
     expect_weights,
     forget,
+    rng_state,
+    run_begins,
+    set_generators,
+    set_rng_state,
 )
-from torchrepro.seeding.state import rng_state, run_begins, set_generators, set_rng_state
 from torchrepro.seeding.streams import World, process_group
 
 KEY = "torchrepro"  # under this name a checkpoint holds the state of its run

@@ -16,11 +16,22 @@ from zipfile import BadZipFile, ZipFile
 from torchrepro.errors import SeedingError
 from torchrepro.messages import shown, some
 from torchrepro.seeding import loader_places
-from torchrepro.seeding.loader import named_loading_of, set_epochs
-from torchrepro.seeding.loader_hook import set_epoch_of_parts
-from torchrepro.seeding.loader_places import Delivery, Resumption
-from torchrepro.seeding.resumed_state import compare_at_first_step, digests_of, forget
-from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_atomically
+from torchrepro.seeding.loader import set_epochs
+from torchrepro.seeding.loader_places import (
+    Delivery,
+    Resumption,
+    named_loading_of,
+    set_epoch_of_parts,
+)
+from torchrepro.seeding.state import (
+    compare_at_first_step,
+    digests_of,
+    forget,
+    rng_state,
+    run_begins,
+    set_rng_state,
+    write_atomically,
+)
 from torchrepro.seeding.streams import nonnegative_int, world
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from base64 import b64decode, b64encode
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
@@ -43,12 +44,10 @@ put_by_program: set[str] = set()
 
 
 def given_seeds() -> Given:
-    """Return what the program has last seeded `random` and numpy with under the present seed."""
     return _given
 
 
 def put_given_seeds(given: Given) -> None:
-    """Have samples draw as if the program had given these seeds."""
     global _given  # noqa: PLW0603 - a fact about the process
     _given = given
 
@@ -63,8 +62,6 @@ def fresh_state(name: str, seed: int) -> Any:
 
 
 class Slot(NamedTuple):
-    """One generator of this process: how to read its state, and how to set it."""
-
     read: Callable[[], Any]
     write: Callable[[Any], Any]
 
@@ -80,7 +77,6 @@ class Kind(NamedTuple):
     more: Mapping[str, Any] = {}  # what its method `read` takes
 
     def slot(self, generator: Any) -> Slot:
-        """Return how the state of `generator` is read, and how it is set."""
         if self.name == "numpy":  # it keeps its state in another object, as an attribute
             words = generator.bit_generator
             return Slot(lambda: words.state, partial(setattr, words, "state"))
@@ -155,7 +151,6 @@ def built_for() -> set[str]:
 
 
 def initialised(module: Any) -> bool:
-    """Whether the devices behind ``torch.<device>`` have been used in this process."""
     check = getattr(module, "is_initialized", None)
     return bool(check() if check else module.is_available())
 
@@ -176,14 +171,12 @@ def device_seeds(module: Any) -> set[int]:
 
 
 def device_states(module: Any) -> list[Any]:
-    """Return a copy of the state of every device's generator, as byte tensors on the CPU."""
     if hasattr(module, "get_rng_state_all"):
         return [state.clone() for state in module.get_rng_state_all()]
     return [module.get_rng_state().clone()]
 
 
 def set_device_states(module: Any, saved: list[Any]) -> None:
-    """Put back what `device_states` returned."""
     if hasattr(module, "set_rng_state_all"):
         module.set_rng_state_all(saved)
     else:
@@ -220,8 +213,6 @@ def all_slots() -> dict[str, Slot]:
 
 
 class States:
-    """The states that some generators had when this was made."""
-
     def __init__(self, slots: Iterable[Slot]) -> None:
         self._states = [(slot, slot.read()) for slot in slots]
 
@@ -236,15 +227,44 @@ class States:
 
 
 def plain_state(state: Any) -> Any:
-    """Return `state` as something that can be compared."""
     if isinstance(state, dict):
         return {key: plain_state(part) for key, part in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-def host_states() -> States:
-    """Return the states of the three generators that draw on the host; imports torch."""
-    return States(host_slots().values())
+def encoded(value: Any) -> Any:
+    import numpy as np
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return {"tensor": b64encode(value.cpu().numpy().tobytes()).decode()}
+    if isinstance(value, np.ndarray):
+        plain = np.ascontiguousarray(value)
+        content = b64encode(plain.tobytes()).decode()
+        return {"array": content, "dtype": plain.dtype.str, "shape": list(plain.shape)}
+    if isinstance(value, tuple | list):
+        return {type(value).__name__: [encoded(part) for part in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: encoded(part) for key, part in value.items()}}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def decoded(value: Any) -> Any:
+    """Return the state of a generator that `encoded` has turned into JSON values."""
+    import numpy as np
+    import torch
+
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return torch.frombuffer(bytearray(b64decode(value["tensor"])), dtype=torch.uint8)
+    if "array" in value:
+        flat = np.frombuffer(b64decode(value["array"]), value["dtype"])
+        return flat.reshape(value["shape"]).copy()
+    for kind in (tuple, list):
+        if kind.__name__ in value:
+            return kind(decoded(part) for part in value[kind.__name__])
+    return {key: decoded(part) for key, part in value["dict"].items()}
 
 
 def seed_host(source: Stream) -> None:

@@ -100,8 +100,6 @@ class HostSeed:
 
 
 class TorchSeed:
-    """torch's default CPU generator; the accelerators have rows of their own."""
-
     __slots__ = ()
 
     def read(self) -> Any:
@@ -216,8 +214,6 @@ _GYMNASIUM = "gymnasium.utils.seeding"
 
 
 class Seeder(NamedTuple):
-    """How to seed one library, once its module is loaded."""
-
     module: str
     seed: Callable[[Any], Any]
     save: Callable[[], Any] | None = None
@@ -301,8 +297,6 @@ def register_seeder(
 
 
 class LibrarySeeds:
-    """The seed that other libraries get when they are loaded."""
-
     def __init__(self) -> None:
         self.seed: int | None = None
         self.seeded: dict[str, Any] = {}  # library -> its own state before

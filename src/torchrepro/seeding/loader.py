@@ -1,4 +1,4 @@
-"""What a DataLoader's samples draw from, and how its sampler asks for them.
+"""What a DataLoader's samples draw from, how its sampler asks for them, and how they are read.
 
 Under `dataloader.seeding: auto` a loader follows torch's own protocol. Its sampler draws the order
 as ever, from the loader's generator or the global one. torch draws one base seed per iteration from
@@ -6,80 +6,401 @@ the same place (https://docs.pytorch.org/docs/stable/data.html#randomness-in-mul
 A sample draws from that base seed, its index, and the seeds that the program gave to `random` and
 numpy. A loader made with `dataloader_kwargs` has a name instead: its order and samples depend on
 (seed, name, epoch), and on nothing that anybody draws.
+
+So what is loaded draws numbers by what it is: not by which process loads it, nor by what was loaded
+before. An `IterableDataset` names no samples: a worker draws on from one stream per epoch.
 """
 
 from __future__ import annotations
 
-import sys
+import os
+import threading
+import warnings
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import index as as_index
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from torchrepro.errors import SeedingError
 from torchrepro.seeding import streams
-from torchrepro.seeding.generators import Given, generator_kind, given_seeds, host_slots
-from torchrepro.seeding.loader_worker import (
-    Position,
-    Request,
-    epoch_stream,
-    in_loader,
-    isolated_draws,
-    label,
-    seed_readers_of_worker,
-    start_from,
-    worker_stream,
+from torchrepro.seeding.generators import (
+    Given,
+    Slot,
+    States,
+    generator_kind,
+    given_seeds,
+    host_slots,
+    seed_host,
+    seed_sample,
 )
-from torchrepro.seeding.streams import Stream, derive, given_seed, nonnegative_int, world
+from torchrepro.seeding.streams import Stream, derive, nonnegative_int
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
     import torch
 
 _NOTHING: Mapping[bytes, int] = {}
 _AGAIN = "torchrepro_again"  # key in a sampler's state: how often it has yielded each index
 
 
-class WorkerSeeder(NamedTuple):
-    """A framework's `worker_init_fn`, which does nothing but seed workers."""
+@dataclass(slots=True)
+class _Draw:
+    """The stream from which the host's generators were started, and `sample_rng` on it."""
 
-    framework: str
-    module: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.function} of {self.framework}"
+    stream: Stream
+    generator: np.random.Generator | None = None
 
 
-WORKER_SEEDERS = (
-    WorkerSeeder("Lightning", "lightning.fabric.utilities.seed", "pl_worker_init_function"),
-    WorkerSeeder("Lightning", "lightning_fabric.utilities.seed", "pl_worker_init_function"),
-    WorkerSeeder("transformers", "transformers.trainer_utils", "seed_worker"),
-    WorkerSeeder("timm", "timm.data.loader", "_worker_init"),
-    WorkerSeeder("detectron2", "detectron2.data.build", "worker_init_reset_seed"),
-)
-"""Under `dataloader.seeding: auto` a loader that has one of these is seeded as if it had none.
-
-A function is known by its identity: one of the same name, or one that the program has put in its
-place, is the program's own. A framework is never imported for it.
-"""
+class _Present(threading.local):
+    draw: _Draw | None = None  # None outside of loading
+    note_first: Callable[[bool], None] | None = None  # called once: does the next sample draw?
+    unseeded: tuple[Any, np.random.Generator] | None = None  # where nothing seeds what is loaded
 
 
-def worker_seeder(init: Any) -> WorkerSeeder | None:
-    """Return the row of a loader's `worker_init_fn`; None for one of the program's own.
+_here = _Present()
 
-    A framework's function that calls one of the program's (timm's `worker_seeding`) is its own.
+
+def in_loader() -> bool:
+    return _here.draw is not None
+
+
+def sample_rng() -> np.random.Generator:
+    """Return the numpy `Generator` of the sample that is being loaded, ready to draw from.
+
+    Within one sample it goes on where the last call left it. Within `collate_fn` it is that of
+    the batch. Where no profile with a seed is in force and no seeded DataLoader loads the sample,
+    it is one generator for this process and thread, which goes on from sample to sample and derives
+    from the program's own seed, as `stream` says. Raises `SeedingError` under a profile where no
+    sample is being loaded by a seeded DataLoader.
     """
-    while isinstance(init, partial):
-        if any(map(callable, (*init.args, *init.keywords.values()))):
-            return None
-        init = init.func
-    for row in WORKER_SEEDERS:
-        module = sys.modules.get(row.module)
-        if module is not None and vars(module).get(row.function) is init:
-            return row
-    return None
+    draw = _here.draw
+    if draw is None and streams.current_plan().seed is None:
+        source = streams.stream("sample_rng")  # the program's own seed may have changed
+        key = (os.getpid(), source.key)
+        if _here.unseeded is None or _here.unseeded[0] != key:
+            _here.unseeded = (key, source.numpy())
+        return _here.unseeded[1]
+    if draw is None:
+        raise SeedingError.about(
+            "no sample is being loaded by a seeded DataLoader",
+            found="sample_rng()",
+            todo="call it in the dataset of a DataLoader made with dataloader_kwargs, or under a "
+            "profile with dataloader.seeding: auto",
+        )
+    if draw.generator is None:
+        draw.generator = draw.stream.part(b"ready").numpy()
+    return draw.generator
+
+
+def start_from(stream: Stream, given: Given | None = None) -> None:
+    """Start the host's generators and `sample_rng` from `stream`, and the `given` seeds if any."""
+    _here.draw = _Draw(stream)
+    streams.keep_program_seed()
+    if given is None:
+        seed_host(stream)
+    else:
+        seed_sample(stream, *given)
+
+
+def epoch_stream(base_seed: int) -> Stream:
+    return derive("data", base_seed, kind="data")
+
+
+def _stream_of_worker() -> Stream:
+    from torch.utils.data import get_worker_info
+
+    # torch starts worker `id` of an epoch with the seed `base seed + id`:
+    # https://docs.pytorch.org/docs/stable/data.html#randomness-in-multi-process-data-loading
+    info: Any = get_worker_info()
+    return epoch_stream(info.seed - info.id)
+
+
+def worker_stream(stream: Stream, worker: int) -> Stream:
+    return stream.part(b"worker/%d" % worker)
+
+
+class Position:
+    """A place in some generators and in `sample_rng`, from where `resumed` blocks draw on."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._note()
+
+    def _note(self) -> None:
+        self._states, self._draw = States(self._slots), _here.draw
+        self._program_seed = streams.current_plan().program_seed
+
+    def put_back(self) -> None:
+        self._states.put_back()
+        _here.draw = self._draw
+        streams.put_program_seed(self._program_seed)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        outside = Position(self._slots)
+        self.put_back()
+        try:
+            yield
+        finally:
+            self._note()
+            outside.put_back()
+
+
+@contextmanager
+def isolated_draws(slots: Iterable[Slot] = ()) -> Iterator[None]:
+    """Leave the host's generators, `sample_rng` and `slots` where they are, whatever is drawn."""
+    outside = Position([*host_slots().values(), *slots])
+    try:
+        yield
+    finally:
+        outside.put_back()
+
+
+def label(index: Any) -> bytes:  # the same in every process
+    if type(index) is int:
+        return b"%d" % index
+    if isinstance(index, list | tuple):
+        return b"(" + b",".join(map(label, index)) + b")"
+    if hasattr(index, "tolist"):  # an array or a tensor, whose text leaves out its middle
+        return label(index.tolist())
+    try:
+        return b"%d" % as_index(index)
+    except TypeError:
+        text = repr(index)
+    if " at 0x" in text:  # an address, which is another in every process
+        return f"a {type(index).__qualname__}".encode()  # and each counts as one that comes again
+    return text.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a sampler asks for; every sample of it draws from a part of a stream of its own.
+
+    `collate_fn`, and a dataset that reads complete batches, draw from the batch's part.
+    """
+
+    stream: Stream | None  # none for that of the epoch with which the worker was started
+    index: Any
+    again: Mapping[bytes, int]  # how often the epoch has had a sample of the batch before, by label
+    given: Given | None  # the program's own seeds; None for those of a named loader
+
+    def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
+        """Load the batch through `fetch`, the own method of torch's `reader`, sample by sample."""
+        from torch.utils.data import Subset
+
+        stream = self.stream or _stream_of_worker()
+        dataset, collate = reader.dataset, reader.collate_fn
+
+        def seeded_collate(samples: Any) -> Any:
+            self.start_batch(stream)
+            return collate(samples)
+
+        read = dataset
+        while isinstance(read, Subset) and type(read).__getitems__ is Subset.__getitems__:
+            read = read.dataset
+        reads_batches = bool(getattr(read, "__getitems__", None))
+        reader.dataset = (_SeededBatches if reads_batches else _SeededSamples)(
+            dataset, self, stream
+        )
+        reader.collate_fn = seeded_collate
+        try:
+            return fetch(self.index)
+        finally:
+            reader.dataset, reader.collate_fn = dataset, collate
+
+    def start_batch(self, stream: Stream) -> None:
+        times = b",".join(b"%d" % self.again[name] for name in sorted(self.again))
+        start_from(stream.part(b"batch/" + times + b"/" + label(self.index)), self.given)
+
+
+class _SeededSamples:
+    __slots__ = ("_again", "_dataset", "_request", "_stream")
+
+    def __init__(self, dataset: Any, request: Request, stream: Stream) -> None:
+        self._dataset, self._request, self._stream = dataset, request, stream
+        self._again = dict(request.again)
+
+    def __getitem__(self, index: Any) -> Any:
+        name = label(index)
+        times = self._again.get(name, 0)
+        if name in self._again:
+            self._again[name] = times + 1
+        start_from(self._stream.part(b"sample/%d/" % times + name), self._request.given)
+        note, _here.note_first = _here.note_first, None
+        if note is None:
+            return self._dataset[index]
+        before = States(host_slots().values())
+        sample = self._dataset[index]
+        note(not before.are_present())
+        return sample
+
+
+class _SeededBatches(_SeededSamples):
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        self._request.start_batch(self._stream)
+        return self._dataset.__getitems__(indices)
+
+
+def put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Have ``make(reads samples by index, original)`` make torch's readers; return the undo.
+
+    Private (``torch.utils.data._DatasetKind.create_fetcher``), because torch has no public place
+    between a sampler and a dataset. Where it is gone, seeding a loader raises.
+    """
+    from torch.utils import data
+
+    maker: Any = getattr(data, "_DatasetKind", None)
+    if not hasattr(maker, "create_fetcher"):
+        raise SeedingError.about("this torch reads datasets in a way that torchrepro does not know")
+    original = maker.create_fetcher
+    maker.create_fetcher = staticmethod(
+        lambda kind, *rest: make(kind == maker.Map, partial(original, kind, *rest))
+    )
+    return lambda: setattr(maker, "create_fetcher", staticmethod(original))
+
+
+def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | None) -> None:
+    """Have this process, data-loading worker number `worker`, seed whatever it reads.
+
+    `begun` is the epoch's stream; None for that of the epoch with which the worker was started.
+    """
+    begun = begun or _stream_of_worker()
+    # Only the first reader is made right after the worker was started. A worker that lives on makes
+    # another for every epoch.
+    streams_begun = [begun]
+
+    def make(by_index: bool, original: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
+        if not by_index:
+            return _ItemReader(original, worker, streams_begun.pop() if streams_begun else None)
+        reader = original()
+        reader.fetch = _seeded_fetch(reader)
+        return reader
+
+    put_reader_maker(make)  # for as long as the process lives
+    start_from(worker_stream(begun, worker), given)
+
+
+def _seeded_fetch(reader: Any) -> Callable[[Any], Any]:
+    original = reader.fetch
+    return lambda request: (
+        request.fetch(reader, original) if isinstance(request, Request) else original(request)
+    )
+
+
+def _index_in(request: Any) -> Any:
+    return request.index if isinstance(request, Request) else request
+
+
+def reader_of_samples(
+    reader: Any, note: Callable[[bool], None] | None, *, in_any_thread: bool
+) -> Any:
+    """Have `reader`, torch's of a map-style dataset in the main process, seed what it reads.
+
+    The program's own generators stay where they are. `note` is called with whether the first
+    sample draws. A thread beside the main one reads as without a profile, unless `in_any_thread`:
+    samples are seeded through the global generators, from which the main thread draws meanwhile.
+    """
+    unseeded, seeded = reader.fetch, _seeded_fetch(reader)
+    warned: list[bool] = []
+    _here.note_first = note
+
+    def fetch(request: Any) -> Any:
+        if in_any_thread or threading.current_thread() is threading.main_thread():
+            with isolated_draws():
+                return seeded(request)
+        if not warned:
+            warned.append(True)
+            warnings.warn(
+                "a DataLoader without workers is read outside of the main thread: "
+                "dataloader.seeding leaves its samples as their author made them; give it "
+                "num_workers=1",
+                stacklevel=2,
+            )
+        return unseeded(_index_in(request))
+
+    reader.fetch = fetch
+    return reader
+
+
+def reader_of_items(make: Callable[[], Any], epoch: Callable[[], Stream | None]) -> Any:
+    """Return a reader of an `IterableDataset` that draws from the program's own generators.
+
+    `sample_rng` draws from the stream that `epoch` returns, once there is one.
+    """
+    reader = make()
+    original = reader.fetch
+    draws: list[_Draw] = []
+
+    def fetch(request: Any) -> Any:
+        stream = epoch()
+        if not draws and stream is not None:
+            draws.append(_Draw(worker_stream(stream, 0)))
+        before, _here.draw = _here.draw, draws[0] if draws else None
+        try:
+            return original(_index_in(request))
+        finally:
+            _here.draw = before
+
+    reader.fetch = fetch
+    return reader
+
+
+def reader_of_named_items(make: Callable[[], Any], epoch: Stream) -> Any:
+    """Return a reader of an `IterableDataset` in the main process that draws from `epoch` alone.
+
+    It reads as the only worker of a loader, and leaves the program's generators where they are.
+    """
+    start_from(worker_stream(epoch, 0))  # torch has drawn from it since the epoch began
+    reader = make()
+    position, original = Position([*host_slots().values()]), reader.fetch
+
+    def fetch(request: Any) -> Any:
+        with position.resumed():
+            return original(_index_in(request))
+
+    reader.fetch = fetch
+    return reader
+
+
+class _ItemReader:
+    """The reader of an `IterableDataset` that `make` returns, drawing from one stream per epoch.
+
+    `begun` is the stream that the generators have just been started from. Where it is None, the
+    reader is made with the first request, which says what the epoch is.
+    """
+
+    def __init__(self, make: Callable[[], Any], worker: int, begun: Stream | None) -> None:
+        vars(self).update(_make=make, _worker=worker, _begun=begun, _reader=None)
+        if begun is not None:
+            self._made()
+
+    def fetch(self, request: Any) -> Any:
+        if not isinstance(request, Request):
+            return self._made().fetch(request)
+        stream = request.stream or _stream_of_worker()
+        if self._begun != stream:
+            late = self._reader is not None
+            vars(self)["_begun"] = stream
+            start_from(worker_stream(stream, self._worker), request.given)
+            if late:  # somebody asked it for something before the epoch was known
+                self._reader.dataset_iter = iter(self._reader.dataset)
+        return self._made().fetch(request.index)
+
+    def _made(self) -> Any:
+        if self._reader is None:
+            vars(self)["_reader"] = self._make()
+        return self._reader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._made(), name, value)
 
 
 class Loading:
@@ -115,7 +436,7 @@ class Loading:
             self.author_init(worker)
 
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
-        """Return what `sampler` yields, and draw the base seed where torch does not."""
+        # And draws the base seed where torch does not.
         indices: Iterator[Any] = iter(sampler)
         if self.draws_base_seed:
             import torch
@@ -172,11 +493,10 @@ class NamedLoading(Loading):
         self._resumed_seed = [program_seed]
 
     def start_order(self, generator: torch.Generator) -> None:
-        """Start the generator of the loader, from which torch draws the workers' own seeds."""
+        # From the generator of a loader torch draws the workers' own seeds.
         generator.set_state(self.order.torch().get_state())
 
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
-        """Return what `sampler` yields, which draws from a place of its own in the generators."""
         return self._from_own_place(sampler, generator, self.order)  # of the epoch that begins here
 
     @staticmethod
@@ -217,7 +537,11 @@ class NamedLoading(Loading):
         # only if every rank had given the same one when the process group was made.
         if self.name in self.plan.streams:
             return None  # it has a seed of its own, to be varied alone
-        seed, agreed, ranks = given_seed(), streams.current_plan().agreed_seed, world().size
+        seed, agreed, ranks = (
+            streams.given_seed(),
+            streams.current_plan().agreed_seed,
+            streams.world().size,
+        )
         if ranks == 1:
             return seed
         if seed not in (None, agreed):
@@ -263,19 +587,8 @@ class SeededSampler:
         )
 
 
-def seeded_sampler(loader: Any, loading: Loading, generator: Any) -> dict[str, SeededSampler]:
-    """Return what replaces the sampler of `loader`, by the name of the attribute that holds it."""
-    holder, yields = "batch_sampler", "batches"
-    if loader.batch_sampler is None:
-        holder, yields = "sampler", "samples"
-    return {holder: SeededSampler(getattr(loader, holder), loading, generator, yields)}
-
-
 class _Requests:
-    """The requests of one epoch.
-
-    They count how often each sample comes, where it may come again: it then draws other numbers.
-    """
+    """The requests of one epoch, which count samples that may come again: those draw anew."""
 
     def __init__(
         self, indices: Iterator[Any], loading: Loading, skipped: int, repeats: str
@@ -312,7 +625,7 @@ class _Requests:
 
 
 class _StatefulRequests(_Requests):
-    """The same over an iterator that keeps its place itself, as torchdata's do."""
+    # Over an iterator that keeps its place itself, as torchdata's do.
 
     def state_dict(self) -> Any:
         state = self._indices.state_dict()  # type: ignore[attr-defined]
@@ -358,20 +671,8 @@ def _may_repeat(sampler: Any) -> bool:
     return type(sampler) not in (data.SequentialSampler, data.DistributedSampler)
 
 
-def samplers_within(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler`, the one that it makes batches of or shares out, and so on."""
-    seen: list[Any] = []
-    while sampler is not None and all(sampler is not other for other in seen):
-        seen.append(sampler)
-        yield sampler
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
-
-
 @dataclass(slots=True)
 class Register:
-    """The loaders that are seeded since a seed came in force."""
-
     # Those that were not made with `dataloader_kwargs`, each with what seeds it.
     loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
     # Names of loaders in a snapshot that are still to be made, each with its next epoch.
@@ -382,8 +683,6 @@ class Register:
 
 @dataclass(slots=True)
 class Loaders:
-    """The loaders of this process that torchrepro seeds."""
-
     automatic: bool = False  # whether those that were not made with `dataloader_kwargs` are seeded
     register: Register = field(default_factory=Register)  # those of the seed in force
     # The seeding of those made with `dataloader_kwargs`, while they are alive.
@@ -394,7 +693,6 @@ loaders = Loaders()
 
 
 def set_automatic(seeded: bool) -> None:  # noqa: FBT001 - the state itself
-    """Seed loaders that were not made with `dataloader_kwargs`, or leave them alone."""
     loaders.automatic = seeded
     for loading in loaders.register.loadings.values():
         loading.active = seeded
@@ -409,55 +707,6 @@ def put_register(register: Register) -> None:
         loading.active = False
     loaders.register = register
     set_automatic(loaders.automatic)
-
-
-def named_loading_of(loader: Any) -> NamedLoading | None:
-    found = getattr(loader, "worker_init_fn", None)
-    if not isinstance(found, NamedLoading):
-        found = loaders.register.loadings.get(loader) if is_kept(loader) else None
-    return found if isinstance(found, NamedLoading) else None
-
-
-def loading_of_iteration(loader: Any) -> Loading | None:
-    """Return what seeds the iteration of `loader` that begins now; None where nothing does."""
-    named = named_loading_of(loader)
-    seeded = loaders.automatic and is_kept(loader) and not author_seeds_workers(loader)
-    # A dataset's own loader draws from what its sample draws from. A class that makes its samplers
-    # up has no place where seeding could step in.
-    if named is not None or not seeded or in_loader():
-        return named
-    if not {"sampler", "batch_sampler"} <= vars(loader).keys():
-        return None
-    loadings = loaders.register.loadings
-    if getattr(loader, "_iterator", None) is None or not loader.persistent_workers:
-        loadings[loader] = Loading()
-    elif (again := loadings.get(loader)) is not None:
-        # Another epoch with the same workers, for which torch draws no base seed.
-        again.given, again.stream, again.start = given_seeds(), None, 0
-        again.draws_base_seed = True
-    return loadings.get(loader)  # None where its workers started before the profile was in force
-
-
-def author_seeds_workers(loader: Any) -> bool:
-    """Whether `loader` has a `worker_init_fn` that is not a framework's."""
-    init = getattr(loader, "worker_init_fn", None)
-    return init is not None and worker_seeder(init) is None
-
-
-def is_kept(loader: Any) -> bool:
-    """Whether `loader` is one of torch that can be told apart from others: a list is not."""
-    from torch.utils.data import DataLoader
-
-    return isinstance(loader, DataLoader) and type(loader).__hash__ is not None
-
-
-def kind_of_dataset(dataset: Any) -> str:
-    """Return what alike datasets have in common, such as ``Pictures[50000]``."""
-    try:
-        length = str(len(dataset))
-    except Exception:  # noqa: BLE001 - a dataset without a length raises what its author likes
-        length = "?"
-    return f"{type(dataset).__name__}[{length}]"
 
 
 def epochs() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 from torchrepro.callers import program_place
@@ -21,23 +21,34 @@ from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
 from torchrepro.messages import shown
 from torchrepro.patching import surround
-from torchrepro.seeding import loader_places, loader_worker, resumed_state, streams
+from torchrepro.seeding import loader_places, streams
+from torchrepro.seeding.generators import Given, given_seeds
 from torchrepro.seeding.loader import (
     Loading,
     NamedLoading,
-    author_seeds_workers,
+    SeededSampler,
+    epoch_stream,
+    in_loader,
+    isolated_draws,
+    loaders,
+    put_reader_maker,
+    reader_of_items,
+    reader_of_named_items,
+    reader_of_samples,
+    set_automatic,
+    start_from,
+    worker_stream,
+)
+from torchrepro.seeding.loader_places import (
+    Delivery,
     is_kept,
     kind_of_dataset,
-    loaders,
-    loading_of_iteration,
     named_loading_of,
     samplers_within,
-    seeded_sampler,
-    set_automatic,
-    worker_seeder,
+    set_epoch_of_parts,
 )
-from torchrepro.seeding.loader_places import Delivery
 from torchrepro.seeding.seeding_calls import said_by_spawned
+from torchrepro.seeding.state import forget
 from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
 
 if TYPE_CHECKING:
@@ -57,10 +68,49 @@ _saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 """Loaders of torchdata that go on within an epoch, each with what its samples draw from."""
 
 
+class WorkerSeeder(NamedTuple):
+    """A framework's `worker_init_fn`, which does nothing but seed workers."""
+
+    framework: str
+    module: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} of {self.framework}"
+
+
+WORKER_SEEDERS = (
+    WorkerSeeder("Lightning", "lightning.fabric.utilities.seed", "pl_worker_init_function"),
+    WorkerSeeder("Lightning", "lightning_fabric.utilities.seed", "pl_worker_init_function"),
+    WorkerSeeder("transformers", "transformers.trainer_utils", "seed_worker"),
+    WorkerSeeder("timm", "timm.data.loader", "_worker_init"),
+    WorkerSeeder("detectron2", "detectron2.data.build", "worker_init_reset_seed"),
+)
+"""Under `dataloader.seeding: auto` a loader that has one of these is seeded as if it had none.
+
+A function is known by its identity: one of the same name, or one that the program has put in its
+place, is the program's own. A framework is never imported for it.
+"""
+
+
+def worker_seeder(init: Any) -> WorkerSeeder | None:
+    """Return the row of a loader's `worker_init_fn`; None for one of the program's own.
+
+    A framework's function that calls one of the program's (timm's `worker_seeding`) is its own.
+    """
+    while isinstance(init, partial):
+        if any(map(callable, (*init.args, *init.keywords.values()))):
+            return None
+        init = init.func
+    for row in WORKER_SEEDERS:
+        module = sys.modules.get(row.module)
+        if module is not None and vars(module).get(row.function) is init:
+            return row
+    return None
+
+
 class SeedingPolicy:
     """Whether loaders whose author seeded nothing are seeded: `auto` or `none`."""
-
-    __slots__ = ()
 
     def read(self) -> str:
         return "auto" if loaders.automatic else "none"
@@ -70,7 +120,7 @@ class SeedingPolicy:
         loader_places.watch_own_resumes(begins=value == "auto")
         if value != "auto":
             loader_places.forget_places()
-            resumed_state.forget()
+            forget()
         _settle()
 
     save = read
@@ -79,8 +129,6 @@ class SeedingPolicy:
 
 class WorkersPolicy:
     """How many workers every loader uses, whatever its author said."""
-
-    __slots__ = ()
 
     def read(self) -> int | None:
         return _forced[-1] if _forced else None
@@ -189,12 +237,6 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     set_epoch_of_parts(loader, number)
 
 
-def set_epoch_of_parts(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of the samplers and of the dataset of `loader`, where they have one."""
-    for part in loader_places.parts_with_epochs(loader):
-        part.set_epoch(epoch)
-
-
 def _settle() -> None:
     _unsettled.append(True)
     if len(_unsettled) > 1:
@@ -231,7 +273,7 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
     if (
         is_followed
         and is_kept(loader)
-        and not loader_worker.in_loader()
+        and not in_loader()
         and loader_places.delivery_of(loader) is None
     ):
         return Delivery(loader, partial(_iterate, original, loader))
@@ -279,7 +321,7 @@ def _wrapped_load_state_dict(original: Any, loader: Any, state_dict: Mapping[str
     loaded = original(loader, own)
     if own.get("_iterator_finished"):
         # torchdata first makes the finished iterator again, and draws a base seed for it.
-        with loader_worker.isolated_draws():
+        with isolated_draws():
             loader.state_dict()
     named = named_loading_of(loader)
     if named is not None and "epoch" in saved:
@@ -321,7 +363,7 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
             ahead = {"prefetch_factor": loader.prefetch_factor or 2} if _forced[-1] else {}
             forced = _with(loader, num_workers=_forced[-1], timeout=0, **ahead)
             until_begun.enter_context(forced)
-        loading = loading_of_iteration(loader)
+        loading = _loading_of_iteration(loader)
         if loaders.automatic and loader.num_workers:
             _note_seeding_of_workers(loader, loading)
         if loading is not None:
@@ -337,12 +379,38 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
             raise SeedingError.about(
                 "this torch draws the base seed of a loader in a way torchrepro does not know"
             )
-        loading.stream = loader_worker.epoch_stream(int(iterator._base_seed))  # noqa: SLF001 - see above
+        loading.stream = epoch_stream(int(iterator._base_seed))  # noqa: SLF001 - see above
     return begun
 
 
+def _loading_of_iteration(loader: Any) -> Loading | None:
+    """Return what seeds the iteration of `loader` that begins now; None where nothing does."""
+    named = named_loading_of(loader)
+    seeded = loaders.automatic and is_kept(loader) and not author_seeds_workers(loader)
+    # A dataset's own loader draws from what its sample draws from. A class that makes its samplers
+    # up has no place where seeding could step in.
+    if named is not None or not seeded or in_loader():
+        return named
+    if not {"sampler", "batch_sampler"} <= vars(loader).keys():
+        return None
+    loadings = loaders.register.loadings
+    if getattr(loader, "_iterator", None) is None or not loader.persistent_workers:
+        loadings[loader] = Loading()
+    elif (again := loadings.get(loader)) is not None:
+        # Another epoch with the same workers, for which torch draws no base seed.
+        again.given, again.stream, again.start = given_seeds(), None, 0
+        again.draws_base_seed = True
+    return loadings.get(loader)  # None where its workers started before the profile was in force
+
+
+def author_seeds_workers(loader: Any) -> bool:
+    """Whether `loader` has a `worker_init_fn` that is not a framework's."""
+    init = getattr(loader, "worker_init_fn", None)
+    return init is not None and worker_seeder(init) is None
+
+
 def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
-    if loader_worker.in_loader():
+    if in_loader():
         return
     seeder = worker_seeder(loader.worker_init_fn)
     where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
@@ -389,9 +457,9 @@ def _seed_iteration(
         delivery.seeded_by(loading)
     generator = loader.generator
     if isinstance(loading, NamedLoading) and loading.stream is not None:
-        undo.enter_context(loader_worker.isolated_draws())
+        undo.enter_context(isolated_draws())
         # In the main process an IterableDataset is read as by the only worker of a loader.
-        loader_worker.start_from(loader_worker.worker_stream(loading.stream, 0))
+        start_from(worker_stream(loading.stream, 0))
         # A loader that was made of a named one may keep the generator in a sampler alone:
         # accelerate's dispatcher does.
         within = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -401,22 +469,24 @@ def _seed_iteration(
             loading.start_order(generator)
     elif saved := _saved_streams.pop(loader, None):
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
-        loading.given = loader_places.given_from(saved["given"])
+        loading.given = Given(*map(bytes.fromhex, saved["given"]))
         loader_places.say_other_reading(loader, saved["reading"])
     epoch: Any = loading.stream
     note = None if delivery is None or is_named else partial(setattr, delivery, "samples_draw")
 
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
         if by_index:
-            return loader_worker.reader_of_samples(make(), note, in_any_thread=is_named)
+            return reader_of_samples(make(), note, in_any_thread=is_named)
         if is_named:
-            return loader_worker.reader_of_named_items(make, epoch)
-        return loader_worker.reader_of_items(make, lambda: loading.stream)
+            return reader_of_named_items(make, epoch)
+        return reader_of_items(make, lambda: loading.stream)
 
-    replaced = seeded_sampler(loader, loading, generator)
-    undo.enter_context(_with(loader, worker_init_fn=loading, **replaced))
+    of_batches = loader.batch_sampler is not None
+    holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
+    sampler = SeededSampler(getattr(loader, holder), loading, generator, yields)
+    undo.enter_context(_with(loader, worker_init_fn=loading, **{holder: sampler}))
     if not loader.num_workers:  # a worker that is forked here must find torch's own readers
-        undo.callback(loader_worker.put_reader_maker(make_reader))
+        undo.callback(put_reader_maker(make_reader))
 
 
 @contextmanager

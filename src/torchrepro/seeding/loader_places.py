@@ -18,17 +18,15 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 from torchrepro.callers import package
 from torchrepro.console import say, say_once
 from torchrepro.seeding.call_listeners import listen, stop_listening
-from torchrepro.seeding.generators import Given, Slot, generator_kind, host_slots
-from torchrepro.seeding.loader import (
-    Loading,
-    NamedLoading,
-    is_kept,
-    kind_of_dataset,
-    named_loading_of,
-    samplers_within,
-    unskipped,
+from torchrepro.seeding.generators import (
+    Given,
+    Slot,
+    decoded,
+    encoded,
+    generator_kind,
+    host_slots,
 )
-from torchrepro.seeding.state import decoded, encoded
+from torchrepro.seeding.loader import Loading, NamedLoading, loaders, unskipped
 from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
@@ -61,7 +59,6 @@ class Resumption:
     iterations: int = 0  # how many have begun since
 
     def begin(self, loader: Any) -> None:
-        """Put `loader` where it stood as the epoch began."""
         put_states(loader, self.place["start"])
         named, saved = named_loading_of(loader), self.place["named"]
         if named is not None and saved is not None:
@@ -115,8 +112,8 @@ class Delivery:
     ) -> None:
         self.loader, self._start = loader, start
         self._is_read_ahead = resumption is None  # by a framework, of which nobody knows how far
-        self._resumption = resumption or _next_resumption(loader)
-        self.skip = 0 if self._resumption is None else self._resumption.skip
+        self.resumption = resumption or _next_resumption(loader)
+        self.skip = 0 if self.resumption is None else self.resumption.skip
         self.loading: Loading | None = None
         self.number = next(_begun)
         self.is_over = False
@@ -130,7 +127,7 @@ class Delivery:
             self._begin()
 
     def _begin(self) -> None:
-        loader, resumption = self.loader, self._resumption
+        loader, resumption = self.loader, self.resumption
         known = _know(loader)
         if known is not None:
             known.epochs += 1
@@ -173,8 +170,8 @@ class Delivery:
         self.loading = loading
         self.batches += loading.start
         self.skip = max(self.skip - loading.start, 0)
-        saved = None if self._resumption is None else self._resumption.place["given"]
-        loading.given = given_from(saved) if saved is not None else loading.given
+        saved = None if self.resumption is None else self.resumption.place["given"]
+        loading.given = loading.given if saved is None else Given(*map(bytes.fromhex, saved))
 
     def __iter__(self) -> Delivery:
         return self
@@ -209,7 +206,7 @@ class Delivery:
             self._go_on()
             raise
         self.batches += 1
-        if self._resumption is not None and self.batches >= self._resumption.place["batches"]:
+        if self.resumption is not None and self.batches >= self.resumption.place["batches"]:
             self._go_on()
         return batch
 
@@ -218,7 +215,7 @@ class Delivery:
         # program's generators, whose numbers a training draws as well: in a resumed run a batch
         # that was read ahead draws the numbers of the interrupted one.
         draws_on = self._is_read_ahead and (self.loading is None or reads_items(self.loader))
-        place = _NO_PLACE if self._resumption is None else self._resumption.place
+        place = _NO_PLACE if self.resumption is None else self.resumption.place
         left = place["batches"] - self.batches
         if self._first is None:
             if place["first"] is not None:
@@ -232,16 +229,11 @@ class Delivery:
             self._last = read_states(self.loader)
 
     def _go_on(self) -> None:
-        if self._resumption is not None:
-            resumption, self._resumption = self._resumption, None
+        if self.resumption is not None:
+            resumption, self.resumption = self.resumption, None
             resumption.put_back()
 
-    def batches_to_reach(self) -> int:
-        """Return how many batches the interrupted epoch had that this one has not reached yet."""
-        return 0 if self._resumption is None else int(self._resumption.place["batches"])
-
     def place(self) -> dict[str, Any]:
-        """Return how far the program has come, as plain JSON values."""
         named = self.loading if isinstance(self.loading, NamedLoading) else None
         given = None if self.loading is None else self.loading.given
         keeps_place = hasattr(self.loader, "next_iter_state")  # it is one of torchdata's
@@ -274,8 +266,40 @@ class Delivery:
         return super().__getstate__()
 
 
+def named_loading_of(loader: Any) -> NamedLoading | None:
+    found = getattr(loader, "worker_init_fn", None)
+    if not isinstance(found, NamedLoading):
+        found = loaders.register.loadings.get(loader) if is_kept(loader) else None
+    return found if isinstance(found, NamedLoading) else None
+
+
+def is_kept(loader: Any) -> bool:
+    """Whether `loader` is one of torch that can be told apart from others: a list is not."""
+    from torch.utils.data import DataLoader
+
+    return isinstance(loader, DataLoader) and type(loader).__hash__ is not None
+
+
+def kind_of_dataset(dataset: Any) -> str:
+    """Return what alike datasets have in common, such as ``Pictures[50000]``."""
+    try:
+        length = str(len(dataset))
+    except Exception:  # noqa: BLE001 - a dataset without a length raises what its author likes
+        length = "?"
+    return f"{type(dataset).__name__}[{length}]"
+
+
+def samplers_within(sampler: Any) -> Iterator[Any]:
+    # And the one that it makes batches of or shares out, and so on.
+    seen: list[Any] = []
+    while sampler is not None and all(sampler is not other for other in seen):
+        seen.append(sampler)
+        yield sampler
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
 def delivery_of(loader: Any) -> Delivery | None:
-    """Return the iteration of `loader` that is just being begun, or None."""
     return next((each for each in _beginning if each.loader is loader), None)
 
 
@@ -397,12 +421,12 @@ def behind() -> list[str]:
     return [
         f"the place of the loader over {kind_of_dataset(each.loader.dataset)} in its epoch"
         for each in _alive()
-        if 0 < each.batches < each.batches_to_reach() - each.skip
+        if each.resumption is not None
+        and 0 < each.batches < each.resumption.place["batches"] - each.skip
     ]
 
 
 def kinds_in_use() -> set[str]:
-    """Return the kinds of the loaders that the program has batches of."""
     return {kind_of(each.loader) for each in _alive() if each.batches}
 
 
@@ -455,11 +479,6 @@ def _top_sampler(loader: Any) -> Any:
     return held.get("sampler") if batches is None else batches
 
 
-def given_from(saved: list[str]) -> Given:
-    """Return the seeds of the program that were saved as hexadecimal text."""
-    return Given(*map(bytes.fromhex, saved))
-
-
 def say_other_reading(loader: Any, saved: Mapping[str, int]) -> None:
     """Say if what `reading_of` gives for `loader` is not what it was as its run was saved."""
     now = reading_of(loader)
@@ -487,6 +506,11 @@ def reading_of(loader: Any) -> dict[str, int]:
         for name, value in _attributes(part).items()
         if type(value) is int and (name == "batch_size" or name.endswith("seed"))
     }
+
+
+def set_epoch_of_parts(loader: Any, epoch: int) -> None:
+    for part in parts_with_epochs(loader):
+        part.set_epoch(epoch)
 
 
 def parts_with_epochs(loader: Any) -> list[Any]:
@@ -552,14 +576,12 @@ def read_states(loader: Any) -> Mapping[str, Any]:
 
 
 def put_states(loader: Any, states: Mapping[str, Any]) -> None:
-    """Put the generators of `loader` where `states`, as they were saved, says."""
     slots = {**host_slots(), **_own_slots(loader)}
     for name in states.keys() & slots.keys():
         slots[name].write(decoded(states[name]))
 
 
 def encoded_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return `states` as plain JSON values."""
     return None if states is None else {name: encoded(state) for name, state in states.items()}
 
 

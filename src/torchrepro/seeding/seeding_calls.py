@@ -26,7 +26,7 @@ from torchrepro.seeding.generators import (
     put_by_program,
     put_given_seeds,
 )
-from torchrepro.seeding.loader_worker import in_loader
+from torchrepro.seeding.loader import in_loader
 from torchrepro.seeding.streams import (
     LEFT_TO_CHANCE,
     WORDS,
@@ -75,8 +75,6 @@ _MANY = 1000
 
 @dataclass(slots=True)
 class SeedingCall:
-    """A place from which the program seeded a global generator itself."""
-
     function: str
     value: str  # the seed as it was given the last time
     where: str  # ``file:line`` of the program, or of a library that no program called

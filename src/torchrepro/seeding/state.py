@@ -1,34 +1,49 @@
-"""The state of every generator as plain JSON values, and back, all of it or none."""
+"""What a run goes on from: the state of every generator, as plain JSON values.
+
+It is put back all of it or none. Whoever goes on from a checkpoint is told at the first step what
+is not as it was saved. For that a checkpoint holds digests of its optimizers: of their parameters,
+and of what they remember of each. An optimizer of the resumed run is known by their shapes.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from base64 import b64decode, b64encode
+import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+import xxhash
+
+from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.messages import shown, some
-from torchrepro.seeding import loader, streams
+from torchrepro.seeding import loader, loader_places, streams
 from torchrepro.seeding.generators import (
     Given,
     States,
     all_slots,
+    decoded,
     devices_in_use,
+    encoded,
     given_seeds,
     put_given_seeds,
     registered,
 )
 from torchrepro.seeding.streams import world
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
 
-_resumed = False
+_resumed = False  # whether the run goes on from a checkpoint, for the recordings of it
+_awaiting_step: list[Any] = []  # the hook that waits for the first step, if any
 
 
 def rng_state() -> dict[str, Any]:
@@ -113,50 +128,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def run_begins(*, resumed: bool) -> None:
-    """Note whether the run goes on from a checkpoint, for the recordings of it."""
     global _resumed  # noqa: PLW0603 - a fact about the process
     _resumed = resumed
 
 
 def is_resumed() -> bool:
-    """Whether the run goes on from a checkpoint."""
     return _resumed
-
-
-def encoded(value: Any) -> Any:
-    """Return the state of a generator as JSON values that `decoded` turns back exactly."""
-    import numpy as np
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return {"tensor": b64encode(value.cpu().numpy().tobytes()).decode()}
-    if isinstance(value, np.ndarray):
-        plain = np.ascontiguousarray(value)
-        content = b64encode(plain.tobytes()).decode()
-        return {"array": content, "dtype": plain.dtype.str, "shape": list(plain.shape)}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__: [encoded(part) for part in value]}
-    if isinstance(value, dict):
-        return {"dict": {key: encoded(part) for key, part in value.items()}}
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def decoded(value: Any) -> Any:
-    """Return the state of a generator that `encoded` has turned into JSON values."""
-    import numpy as np
-    import torch
-
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return torch.frombuffer(bytearray(b64decode(value["tensor"])), dtype=torch.uint8)
-    if "array" in value:
-        flat = np.frombuffer(b64decode(value["array"]), value["dtype"])
-        return flat.reshape(value["shape"]).copy()
-    for kind in (tuple, list):
-        if kind.__name__ in value:
-            return kind(decoded(part) for part in value[kind.__name__])
-    return {key: decoded(part) for key, part in value["dict"].items()}
 
 
 def _loaded(state: Any) -> dict[str, Any]:
@@ -267,3 +244,107 @@ def _device_names() -> dict[str, list[str]]:
         name_of = getattr(module, "get_device_name", lambda _, its=module: its.__name__)
         names[kind] = [name_of(index) for index in range(module.device_count())]
     return names
+
+
+def digests_of(optimizer: Any) -> dict[str, str]:
+    """Return digests of the parameters of `optimizer`, and of its state without its rates."""
+    parameters, state = xxhash.xxh3_64(), xxhash.xxh3_64()
+    for number, parameter in enumerate(_parameters(optimizer)):
+        _add(parameters, "", parameter)
+        its = optimizer.state.get(parameter) or {}
+        for name, value in sorted(its.items(), key=str) if isinstance(its, dict) else ():
+            _add(state, f"{number} {name} ", value)
+    return {
+        "kind": _kind(optimizer),
+        "parameters": parameters.hexdigest(),
+        "state": state.hexdigest(),
+    }
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _kind(optimizer: Any) -> str:
+    # Some keep other parameters while they train than while they are saved: `train_mode` says it.
+    shapes = [tuple(each.shape) for each in _parameters(optimizer)]
+    modes = [group.get("train_mode") for group in optimizer.param_groups]
+    return xxhash.xxh3_64(repr((shapes, modes)).encode()).hexdigest()
+
+
+def _add(digest: Any, name: str, value: Any) -> None:
+    digest.update(name.encode())
+    part = getattr(value, "to_local", lambda: value)()
+    if hasattr(part, "untyped_storage"):
+        held = part.detach().cpu().contiguous()
+        digest.update(f"{held.dtype} {tuple(held.shape)} ".encode())
+        digest.update(held.reshape(-1).view(sys.modules["torch"].uint8).numpy().data)
+    else:
+        digest.update(repr(part).encode())
+
+
+def compare_at_first_step(saved: Sequence[Mapping[str, str]], where: str) -> None:
+    """Say at the first step what is not as the checkpoint `where` has `saved` it, in one line."""
+
+    def others(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
+        found = [] if same else [f"the parameters of {name}"]
+        if state not in [each["state"] for each in same or saved]:
+            found.append(f"the state of {name}")
+        return [*found, *loader_places.behind()]
+
+    _say_at_first_step(saved, where, others)
+
+
+def expect_weights(saved: Sequence[Mapping[str, str]], loaders: Iterable[str], where: str) -> None:
+    """Say at the first step if it goes on with the weights of the checkpoint `where`, and no more.
+
+    The program has read that checkpoint by itself: for its weights alone, perhaps, to train them on
+    other data than what `loaders` read. Of that nothing is said.
+    """
+    kinds = {*loaders}
+
+    def others(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
+        if not same or not kinds.intersection(loader_places.kinds_in_use()):
+            return []
+        is_lost = state not in [each["state"] for each in same]
+        return [f"the state of {name}"] * is_lost + ["the generators", "the loaders"]
+
+    _say_at_first_step(saved, where, others)
+
+
+def _say_at_first_step(
+    saved: Sequence[Mapping[str, str]],
+    where: str,
+    others: Callable[[str, str, list[Mapping[str, str]]], list[str]],
+) -> None:
+    # At the first step of an optimizer of a saved kind. `others` is given its name, the digest of
+    # its state, and what was saved of those with the same parameters.
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    forget()
+    kinds = {each["kind"] for each in saved}
+    stepped: WeakSet[Any] = WeakSet()
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        if not kinds or optimizer in stepped:
+            return
+        stepped.add(optimizer)
+        if _kind(optimizer) not in kinds:
+            return
+        kinds.clear()  # torch is reading its hooks: this one is removed later
+        now = digests_of(optimizer)
+        same = [each for each in saved if each["parameters"] == now["parameters"]]
+        found = others(type(optimizer).__name__, now["state"], same)
+        if found and not world().rank:
+            say(
+                f"{where}: not as saved at the first step: {some(found)}; so this run is not the "
+                "uninterrupted one"
+            )
+
+    if kinds:
+        _awaiting_step.append(register_optimizer_step_pre_hook(before_step))
+
+
+def forget() -> None:
+    while _awaiting_step:
+        _awaiting_step.pop().remove()

@@ -205,8 +205,6 @@ AGREEING = frozenset({"tp", "sp", "cp", "tensor", "tensor_parallel", "sequence",
 
 
 class Mesh(NamedTuple):
-    """Where this process stands in a device mesh, by dimension."""
-
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     position: tuple[int, ...]
@@ -351,7 +349,6 @@ class SeedPlan:
         return coordinate(chosen, self.mesh)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what has to be the same for two processes to draw the same numbers."""
         ranks = dict(self.ranks) if isinstance(self.ranks, Mapping) else self.ranks
         return {"seed": self.seed, "streams": dict(self.streams), "ranks": ranks}
 

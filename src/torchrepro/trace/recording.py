@@ -26,8 +26,8 @@ from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.seeding.call_listeners import on_modules_called
 from torchrepro.seeding.loader_hook import author_worker_init
+from torchrepro.seeding.source_reads import seed_of_generator, watch_for_recording
 from torchrepro.seeding.state import is_resumed
-from torchrepro.seeding.uncontrolled import seed_of_generator, watch_for_recording
 from torchrepro.trace.buffer import RecordingState, joined
 from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
 from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OTHERS, OUTPUT, StepRow

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import address, is_library
 from torchrepro.imports import AfterImport
+from torchrepro.seeding.source_reads import Watch
 from torchrepro.seeding.uncontrolled import (
     ADDRESS,
     CLOCK,
@@ -30,7 +31,6 @@ from torchrepro.seeding.uncontrolled import (
     THREADS,
     UNWRITTEN,
     Source,
-    Watch,
 )
 from torchrepro.verification.process_perturbations import Entries
 
