@@ -4,9 +4,11 @@ import importlib
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,33 @@ def _registries() -> Iterator[None]:
         torchrepro.unregister_generator(name)
     global_seeds._registered.clear()
     global_seeds._registered.update(before)
+
+
+@pytest.fixture
+def be(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return the function that makes this process be one rank of several, as torchrun does."""
+
+    def be(rank: int, size: int = 2) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+
+    return be
+
+
+@pytest.fixture
+def full_disk() -> Callable[..., Any]:
+    """Return a context in which no file of this process grows, as on a disk that is full."""
+
+    @contextmanager
+    def full_disk() -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return full_disk
 
 
 @pytest.fixture

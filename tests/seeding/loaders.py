@@ -38,6 +38,8 @@ AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
 LENGTH = 40  # more than the 32 that RandomSampler draws at a time
 by_way = pytest.mark.parametrize("way", ["auto", "named"])
 by_workers = pytest.mark.parametrize("workers", [0, 2])
+by_life = pytest.mark.parametrize(("workers", "live_on"), [(0, False), (2, False), (2, True)])
+"""No workers, those of one epoch, and those that live on."""
 
 Make = Any
 """What `run` yields: ``make(dataset, choice, name=..., kind=..., **options)`` gives a loader."""

@@ -1,10 +1,8 @@
 """The folder of a `Checkpoint`: what is in it, who wrote it, and what cannot be read."""
 
 import random
-import resource
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,18 +19,16 @@ import torchrepro
 
 
 class Part:
-    """Something with a state: a tensor."""
+    """Something with a state of one value."""
 
-    def __init__(self, value: float = 0.0, size: int = 5) -> None:
-        self.tensor = torch.full((size,), value)
+    def __init__(self, value: Any = -1.0) -> None:
+        self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tensor": self.tensor}
+        return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["tensor"].shape != self.tensor.shape:
-            raise RuntimeError("size mismatch")
-        self.tensor = state["tensor"]
+        self.value = state["value"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,30 +41,17 @@ def _loader(name: str = "train", **options: Any) -> Any:
     return DataLoader(range(12), batch_size=2, **torchrepro.dataloader_kwargs(name), **options)
 
 
-def _save(folder: Path, *values: float, every: int = 1) -> None:
+def _save(folder: Path, *values: Any, every: int = 1) -> None:
     part = Part()
     checkpoint = torchrepro.Checkpoint(folder, part=part)
-    for value, _ in zip(values, checkpoint.batches(_loader()), strict=False):
-        part.tensor = torch.full((5,), value)
+    for part.value, _ in zip(values, checkpoint.batches(_loader()), strict=False):
         checkpoint.save(every=every)
 
 
 def _value(folder: Path) -> tuple[int, float]:
-    part = Part(-1.0)
+    part = Part()
     checkpoint = torchrepro.Checkpoint(folder, part=part)
-    assert len(set(part.tensor.tolist())) == 1
-    return checkpoint.step, part.tensor[0].item()
-
-
-@pytest.fixture
-def be(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Return the function that makes this process be one rank of several."""
-
-    def be(rank: int, size: int) -> None:
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(size))
-
-    return be
+    return checkpoint.step, part.value
 
 
 def _file(folder: Path, step: int, rank: int = 0, size: int = 1) -> Path:
@@ -119,38 +102,41 @@ def test_a_step_that_a_killed_run_began_counts_for_nothing(tmp_path: Path) -> No
     assert _file(tmp_path, 3).exists()
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\0" * 900, random.Random(3).randbytes(5000), b"PK\x03\x04nonsense"]
-)
-def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+ONES = torch.ones(5).numpy().tobytes()
+FOUND = [[1, 2], {"format": 1}, {"parts": {}, "rng": {}}, 3, {"rng": object(), "parts": {}}]
+DAMAGES: dict[str, Callable[[bytes], Any]] = {
+    "empty": lambda _: b"",
+    "zeros": lambda _: b"\0" * 900,
+    "noise": lambda _: random.Random(3).randbytes(5000),
+    "a wrong zip": lambda _: b"PK\x03\x04nonsense",
+    "a byte of a weight": lambda content: content.replace(ONES, ONES[:-1] + b"\x40"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_damaged_is_named(tmp_path: Path, damage: str) -> None:
     """Where the latest file holds something else, the error names it, and nothing changes."""
-    _save(tmp_path, 1.0, 2.0)
-    _file(tmp_path, 2).write_bytes(content)
+    _save(tmp_path, torch.zeros(5), torch.ones(5))
+    path = _file(tmp_path, 2)
+    assert path.read_bytes().count(ONES) == 1
+    path.write_bytes(content := DAMAGES[damage](path.read_bytes()))
     with pytest.raises(
         torchrepro.SeedingError, match=r"rank-0-of-1\.pt.*not a complete checkpoint"
     ):
         _value(tmp_path)
 
-    assert _file(tmp_path, 2).read_bytes() == content
+    assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    "found", [[1, 2], {"format": 1}, {"parts": {}, "rng": {}}, 3, {"rng": object(), "parts": {}}]
-)
+@pytest.mark.parametrize("found", [*FOUND, "another format"])
 def test_a_file_with_other_content_is_named(tmp_path: Path, found: Any) -> None:
-    """A file of torch's that is no checkpoint is refused, and no object of Python's is made."""
+    """A file of torch's that is no checkpoint of this format is refused, and no object is made."""
     _save(tmp_path, 1.0)
+    if found == "another format":
+        saved = torch.load(_file(tmp_path, 1), weights_only=True)
+        found = {**saved, "format": saved["format"] + 1}
     torch.save(found, _file(tmp_path, 1))
     with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
-        _value(tmp_path)
-
-
-def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
-    """A checkpoint that a later version wrote in another format is not taken for one of this."""
-    _save(tmp_path, 1.0)
-    saved = torch.load(_file(tmp_path, 1), weights_only=True)
-    torch.save({**saved, "format": saved["format"] + 1}, _file(tmp_path, 1))
-    with pytest.raises(torchrepro.SeedingError):
         _value(tmp_path)
 
 
@@ -169,26 +155,15 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path, share: float) -> None:
         _value(folder)
 
 
-def test_weights_that_changed_on_the_disk_are_not_taken(tmp_path: Path) -> None:
-    """A file in which a byte of a weight is another raises instead of giving other weights."""
-    _save(tmp_path, 1.0)
-    path = _file(tmp_path, 1)
-    content, ones = path.read_bytes(), torch.ones(5).numpy().tobytes()
-    assert content.count(ones) == 1
-    path.write_bytes(content.replace(ones, ones[:-1] + b"\x40"))
-    with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
-        torchrepro.Checkpoint(tmp_path, part=Part())
-
-
 @pytest.mark.parametrize("names", [[], ["other"], ["part", "other"]])
 def test_other_parts_are_refused(tmp_path: Path, names: list[str]) -> None:
     """A checkpoint of other parts raises, naming them, and leaves the parts given as they were."""
     _save(tmp_path, 1.0)
-    parts = {name: Part(-1.0) for name in names}
+    parts = {name: Part() for name in names}
     with pytest.raises(torchrepro.SeedingError, match="holds other parts"):
         torchrepro.Checkpoint(tmp_path, **parts)
 
-    assert all(part.tensor.tolist() == [-1.0] * 5 for part in parts.values())
+    assert all(part.value == -1.0 for part in parts.values())
 
 
 def test_a_checkpoint_under_another_seed_is_refused(tmp_path: Path) -> None:
@@ -231,7 +206,7 @@ def test_samplers_hear_the_epoch_with_a_folder_and_without(
     assert heard == [0, 1, 2]
 
 
-def test_each_rank_reads_its_own_file(tmp_path: Path, be: Callable[[int, int], None]) -> None:
+def test_each_rank_reads_its_own_file(tmp_path: Path, be: Callable[..., None]) -> None:
     """Every rank goes on from what it wrote itself."""
     for rank in (0, 1):
         be(rank, 2)
@@ -243,7 +218,7 @@ def test_each_rank_reads_its_own_file(tmp_path: Path, be: Callable[[int, int], N
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_a_step_counts_once_all_ranks_have_written_it(
-    tmp_path: Path, be: Callable[[int, int], None], ahead: int
+    tmp_path: Path, be: Callable[..., None], ahead: int
 ) -> None:
     """However far one rank is ahead of one that was killed, all go on from the last in common."""
     for rank, values in ((1, [1.0]), (0, [1.0, *[2.0] * ahead])):
@@ -256,7 +231,7 @@ def test_a_step_counts_once_all_ranks_have_written_it(
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_another_number_of_processes_is_refused(
-    tmp_path: Path, size: int, be: Callable[[int, int], None]
+    tmp_path: Path, size: int, be: Callable[..., None]
 ) -> None:
     """What two processes wrote is not resumed by one or three: the error names both numbers."""
     for rank in (0, 1):
@@ -285,28 +260,14 @@ def test_a_relative_folder_is_the_one_it_was_when_it_was_named(
     """A program that goes to another directory saves where it has loaded from."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    part = Part()
-    checkpoint = torchrepro.Checkpoint("run #1%3F", part=part)
+    checkpoint = torchrepro.Checkpoint("run #1%3F", part=Part(5.0))
     for _ in checkpoint.batches(_loader()):
         monkeypatch.chdir(tmp_path / "elsewhere")
         checkpoint.save()
         break
 
     assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert _value(tmp_path / "run #1%3F") == (1, 0.0)
-
-
-class Best:
-    """A part whose state is one value."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["best"]
+    assert _value(tmp_path / "run #1%3F") == (1, 5.0)
 
 
 def _begun(folder: Path, **parts: Any) -> torchrepro.Checkpoint:
@@ -326,7 +287,7 @@ UNKEPT = {
 @pytest.mark.parametrize("value", UNKEPT.values(), ids=UNKEPT)
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, value: Any) -> None:
     """A part whose state only pickle could keep is refused by name, and no file is written."""
-    checkpoint = _begun(tmp_path, fine=Best(1.0), tracker=Best(value))
+    checkpoint = _begun(tmp_path, fine=Part(1.0), tracker=Part(value))
     for _ in range(2):
         with pytest.raises(torchrepro.SeedingError, match="tracker"):
             checkpoint.save()
@@ -337,8 +298,8 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, value: Any)
 @pytest.mark.parametrize("value", [0.5, "best", None, (1, [2]), {"a": torch.ones(2)}])
 def test_what_is_kept_comes_back(tmp_path: Path, value: Any) -> None:
     """A state of plain values and tensors is written, and a new run finds it."""
-    _begun(tmp_path, best=Best(value)).save()
-    best = Best("nothing yet")
+    _begun(tmp_path, best=Part(value)).save()
+    best = Part("nothing yet")
     torchrepro.Checkpoint(tmp_path, best=best)
 
     assert str(best.value) == str(value)
@@ -349,42 +310,31 @@ def test_what_is_kept_comes_back(tmp_path: Path, value: Any) -> None:
 def test_a_part_without_a_state_is_refused(tmp_path: Path, part: Any, kept: bool) -> None:
     """A part that cannot be saved is refused where the checkpoint is made, folder or not."""
     with pytest.raises(torchrepro.SeedingError, match="broken"):
-        torchrepro.Checkpoint(tmp_path if kept else None, fine=Best(1), broken=part)
+        torchrepro.Checkpoint(tmp_path if kept else None, fine=Part(1), broken=part)
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_without_its_others_is_warned(
-    tmp_path: Path, be: Callable[[int, int], None]
-) -> None:
+def test_a_rank_without_its_others_is_warned(tmp_path: Path, be: Callable[..., None]) -> None:
     """A process numbered 3 that finds only its own files warns that no step is complete."""
     be(3, 4)
-    _begun(tmp_path, best=Best(1)).save()
+    _begun(tmp_path, best=Part(1)).save()
     with pytest.warns(UserWarning, match="holds no step that all 4 ranks have written"):
-        checkpoint = torchrepro.Checkpoint(tmp_path, best=Best(2))
+        checkpoint = torchrepro.Checkpoint(tmp_path, best=Part(2))
 
     assert checkpoint.step == 0
 
 
-@contextmanager
-def _full_disk() -> Iterator[None]:
-    """Have every file of this process end after 100 bytes, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_what_cannot_be_written_leaves_no_step(tmp_path: Path) -> None:
+def test_what_cannot_be_written_leaves_no_step(
+    tmp_path: Path, full_disk: Callable[..., Any]
+) -> None:
     """A write that fails raises `OSError`, leaves no empty step, and the run can save later."""
-    checkpoint = _begun(tmp_path, best=Best(1))
-    with _full_disk(), pytest.raises(OSError, match="too large"):
+    checkpoint = _begun(tmp_path, best=Part(1))
+    with full_disk(), pytest.raises(OSError, match="too large"):
         checkpoint.save()
     assert list(tmp_path.iterdir()) == []
 
     checkpoint.save()
-    best = Best(2)
+    best = Part(2)
     torchrepro.Checkpoint(tmp_path, best=best)
     assert best.value == 1

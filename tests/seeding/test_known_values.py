@@ -1,6 +1,7 @@
 """What a stream gives, by heart: a number that changes here breaks the runs of every user."""
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -70,12 +71,12 @@ def test_a_stream_gives_what_it_has_always_given(
     )
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1", "4294967295"])
-def test_another_process_gives_the_same(hash_seed: str, answer_of: Callable[..., Any]) -> None:
-    """A fresh process under any PYTHONHASHSEED gives the known values."""
+def test_another_process_gives_the_same(answer_of: Callable[..., Any]) -> None:
+    """A fresh process under another PYTHONHASHSEED gives the known values."""
+    here = os.environ.get("PYTHONHASHSEED")
     asked = json.dumps([row[:3] for row in KNOWN])
 
-    answers = answer_of(ASK, asked, PYTHONHASHSEED=hash_seed)
+    answers = answer_of(ASK, asked, PYTHONHASHSEED="1" if here != "1" else "2")
 
     assert answers == [[seed64, *numbers] for *_, seed64, numbers in KNOWN]
 

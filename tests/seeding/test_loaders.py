@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 from collections.abc import Callable
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -30,6 +32,7 @@ from .loaders import (
     fails,
     order,
     run,
+    seed_plainly,
     some,
 )
 
@@ -72,17 +75,6 @@ def test_an_epoch_is_the_same_on_any_workers_in_any_batches(
         epochs, *states = _three_epochs("plain", kind, generators, tuple)
         assert list(map(order, epochs)) == list(map(order, found[0]))
         assert states == [*found[1:]]
-
-
-def test_the_shipped_profile_seeds_numpy_in_workers_too() -> None:
-    """Under `seed-only` every sample that two workers load draws other numbers, in every epoch."""
-    with torchrepro.apply("seed-only"):
-        loader = DataLoader(Noisy(), 3, shuffle=True, num_workers=2, collate_fn=list)
-        found = [epoch(loader) for _ in range(2)]
-
-    assert order(found[0]) != order(found[1])
-    for numbers in zip(*drawn(chain(*found)), strict=True):
-        assert len(set(numbers)) == 16
 
 
 @by_way
@@ -307,6 +299,46 @@ def test_a_dataset_may_read_through_a_loader_of_its_own(way: str) -> None:
 
     assert found[0] == found[1]
     assert found[0][1] == found[2][1]
+
+
+@contextmanager
+def _put_back() -> Any:
+    """Put the generators back after the block as plain programs do."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+SCOPES: dict[str, Callable[[], Any]] = {
+    "states put back": _put_back,
+    "isolated_rng": torchrepro.isolated_rng,
+    "seeded": lambda: torchrepro.seeded("init"),
+    "a profile": lambda: torchrepro.apply({"seed": 6}),
+    "the same profile": run,
+}
+
+
+@pytest.mark.parametrize(("way", "workers"), [("auto", 0), ("auto", 2), ("named", 0)])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_seed_that_is_taken_back_leaves_no_trace(scope: str, way: str, workers: int) -> None:
+    """What is seeded within a scope that puts the generators back decides no later sample."""
+    for seeds in (True, False) if way == "named" else (True,):
+        found = []
+        for evaluates in (False, True):
+            with run(way) as make:
+                loader = make(shuffle=True, num_workers=workers)
+                if seeds:
+                    seed_plainly(1)
+                epoch(loader)
+                if evaluates:
+                    with SCOPES[scope]():
+                        seed_plainly(9)
+                        epoch(make(name="other", shuffle=True))
+                found.append(epoch(loader))
+
+        assert found[0] == found[1]
 
 
 def _kept(make: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable
-from itertools import chain, product
+from itertools import chain, cycle, product
 from typing import Any
 
 import numpy as np
@@ -30,19 +30,8 @@ from .loaders import (
     run,
 )
 
-Place = Callable[[int], None]
+Place = Callable[..., None]
 by_dataset = pytest.mark.parametrize("dataset", [Noisy, Items])
-
-
-@pytest.fixture
-def be(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Return the function that makes this process be a rank of two."""
-
-    def be(rank: int) -> None:
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "2")
-
-    return be
 
 
 def _named(dataset: Any = None, choice: str = "", seed: int = 5, **options: Any) -> list[Any]:
@@ -71,8 +60,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
 IN_ONE_ORDER = ("in order", "around")
 
 
-@pytest.mark.parametrize("kind", [*SAMPLERS, *OTHERS])
-@pytest.mark.parametrize("live_on", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "live_on"), zip([*SAMPLERS, *OTHERS], cycle([True, False]), strict=False)
+)
 def test_an_epoch_depends_on_its_number_alone(kind: str, live_on: bool) -> None:
     """Reached, named or begun with, beside other draws or on a worker, each is what it is.
 
@@ -110,8 +100,13 @@ def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
     assert reached[0] != reached[1]
 
 
-@pytest.mark.parametrize("kind", [*SAMPLERS, "items", "items begun eagerly"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *product([*SAMPLERS, "items", "items begun eagerly"], [0]),
+        *product(["shuffle", "wandering", "batches", "items", "items begun eagerly"], [1]),
+    ],
+)
 def test_loaders_that_run_at_one_time_do_not_disturb_each_other(kind: str, workers: int) -> None:
     """Two loaders, or two iterations of one, give interleaved what they give one by one."""
     own = {"items": Items(LENGTH), "items begun eagerly": Eager(LENGTH)}

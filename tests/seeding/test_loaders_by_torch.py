@@ -1,13 +1,8 @@
 """`dataloader.seeding: auto` follows torch's own protocol, as its author's program would."""
 
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +23,7 @@ from .loaders import (
     Noisy,
     WanderingBatches,
     all_draws,
+    by_life,
     by_workers,
     drawn,
     draws,
@@ -221,46 +217,7 @@ def test_what_was_seeded_before_the_profile_counts_for_nothing() -> None:
     assert found[0] == found[1]
 
 
-@contextmanager
-def _put_back() -> Any:
-    """Put the generators back after the block as plain programs do."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
-SCOPES: dict[str, Callable[[], Any]] = {
-    "states put back": _put_back,
-    "isolated_rng": torchrepro.isolated_rng,
-    "seeded": lambda: torchrepro.seeded("init"),
-    "a profile": lambda: torchrepro.apply({"seed": 6}),
-    "the same profile": run,
-}
-
-
-@by_workers
-@pytest.mark.parametrize("scope", SCOPES)
-def test_a_seed_that_is_taken_back_leaves_no_trace(scope: str, workers: int) -> None:
-    """What is seeded within a scope that puts the generators back decides no later sample."""
-    found = []
-    for evaluates in (False, True):
-        with run() as make:
-            seed_plainly(1)
-            loader = make(shuffle=True, num_workers=workers)
-            epoch(loader)
-            if evaluates:
-                with SCOPES[scope]():
-                    seed_plainly(9)
-                    epoch(make(shuffle=True))
-            found.append(epoch(loader))
-
-    assert found[0] == found[1]
-
-
-@by_workers
-@pytest.mark.parametrize("live_on", [True, False])
+@by_life
 def test_torchs_generator_put_back_repeats_the_epoch(workers: int, live_on: bool) -> None:
     """Whoever saves torch's generator before an epoch and puts it back has that epoch again."""
     with run() as make:
@@ -295,8 +252,7 @@ def test_a_batch_sampler_may_call_anything_its_batch_size(batch_size: Any) -> No
     assert found[0] == found[1]
 
 
-@by_workers
-@pytest.mark.parametrize("live_on", [True, False])
+@by_life
 def test_an_epoch_that_is_named_depends_on_its_number_alone(workers: int, live_on: bool) -> None:
     """After `set_epoch` nothing but the epoch, the seed and the dataset decides what is loaded."""
     found = []
@@ -315,27 +271,28 @@ def test_an_epoch_that_is_named_depends_on_its_number_alone(workers: int, live_o
     assert found[0][2] == found[0][0][3:]
 
 
-@pytest.mark.parametrize("options", [{"generator": torch.Generator()}, {"worker_init_fn": print}])
-def test_an_epoch_of_an_author_cannot_be_named(options: dict[str, Any]) -> None:
-    """`set_epoch` raises for a loader whose author decided the order or the workers himself."""
-    with (
-        run() as make,
-        pytest.raises(torchrepro.SeedingError, match=r"nothing.*knows epochs[\s\S]*of its own"),
-    ):
-        torchrepro.set_epoch(make(shuffle=True, **options), 3)
+def _begun(make: Any, dataset: Any) -> Any:
+    epoch(loader := make(dataset, num_workers=1, persistent_workers=True))
+    return loader
 
 
-@pytest.mark.parametrize("dataset", [Noisy(), Noisy(0), Items()], ids=["8", "none", "items"])
-def test_an_epoch_of_workers_that_live_on_cannot_be_named_once_they_are_there(
-    dataset: Any,
-) -> None:
-    """After a first epoch `set_epoch` raises: the workers have been started by torch's protocol."""
+WITHOUT_NAME: dict[str, Callable[[Any], Any]] = {
+    "its author's order": lambda make: make(shuffle=True, generator=torch.Generator()),
+    "its author's workers": lambda make: make(shuffle=True, worker_init_fn=print),
+    "workers that have begun": lambda make: _begun(make, Noisy()),
+    "workers that have begun with nothing": lambda make: _begun(make, Noisy(0)),
+    "workers that have begun with items": lambda make: _begun(make, Items()),
+}
+
+
+@pytest.mark.parametrize("loader", WITHOUT_NAME)
+def test_an_epoch_that_was_begun_or_is_of_an_author_cannot_be_named(loader: str) -> None:
+    """`set_epoch` raises, and says of an author's loader that it has something of its own."""
+    words = r"nothing in this loader knows epochs" + r"[\s\S]*of its own" * ("author" in loader)
     with run() as make:
-        loader = make(dataset, num_workers=1, persistent_workers=True)
-        epoch(loader)
-
-        with pytest.raises(torchrepro.SeedingError, match="nothing in this loader knows epochs"):
-            torchrepro.set_epoch(loader, 1)
+        made = WITHOUT_NAME[loader](make)
+        with pytest.raises(torchrepro.SeedingError, match=words):
+            torchrepro.set_epoch(made, 3)
 
 
 class MadeUp:
@@ -368,57 +325,51 @@ def test_a_dataset_may_hold_anything() -> None:
         assert list(resumed) == expected
 
 
-PROGRAM = """
-import json, sys
-import torchrepro
-if sys.argv[3] == "profile":
-    torchrepro.apply("seed-only")
-sys.path.insert(0, sys.argv[1])
-from torch.utils.data import DataLoader
-from loaders import Noisy, epoch
-if __name__ == "__main__":
-    loader = DataLoader(Noisy(), 2, shuffle=True, num_workers=int(sys.argv[2]), collate_fn=list)
-    print(json.dumps([epoch(loader) for _ in range(2)]))
-"""
+def at_the_step(saved: torch.Tensor, dataset: Any) -> None:
+    batches = iter(DataLoader(dataset, 2, collate_fn=list))
+    next(batches)
+    torch.set_rng_state(saved)
+    list(batches)
 
 
-@pytest.mark.slow
-def test_processes_load_the_same_under_a_profile_and_not_without(
-    tmp_path: Path, fork_python: Callable[..., Any]
+def at_both(saved: torch.Tensor, dataset: Any) -> None:
+    torch.set_rng_state(saved)
+    at_the_step(saved, dataset)
+
+
+def around_an_evaluation(saved: torch.Tensor, dataset: Any) -> None:
+    for _ in DataLoader(dataset, 2, collate_fn=list):
+        kept = torch.get_rng_state()
+        torch.rand(3)
+        torch.set_rng_state(kept)
+
+
+def by_fork_rng(saved: torch.Tensor, dataset: Any) -> None:
+    for _ in DataLoader(dataset, 2, collate_fn=list):
+        with torch.random.fork_rng():
+            torch.rand(3)
+
+
+@pytest.mark.parametrize(
+    ("puts_back", "drawing", "is_told"),
+    [
+        (at_the_step, True, True),
+        (at_the_step, False, False),
+        (at_both, True, False),
+        (around_an_evaluation, True, False),
+        (by_fork_rng, True, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_state_that_is_put_back_too_late_is_told(
+    puts_back: Callable[..., None],
+    drawing: bool,
+    is_told: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A program whose author did nothing loads the same in every process under a profile."""
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM, encoding="utf-8")
-    here = str(Path(__file__).parent)
-    command = [sys.executable, str(script), here, "2", "profile"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    found = [json.loads(done.stdout)]
-    found += [
-        json.loads(fork_python(script, here, *words).stdout)
-        for words in (("2", "profile"), ("0", "profile"), ("2", "-"), ("2", "-"))
-    ]
-    *seeded, free, free_too = found
+    """It is told where samples draw and the generator was put back within the epoch alone."""
+    saved = torch.get_rng_state()
+    with torchrepro.apply("seed-only"):
+        puts_back(saved, Noisy(draw=draws if drawing else tuple))
 
-    assert seeded == [seeded[0]] * 3
-    assert free != free_too
-
-
-class Thing:
-    """An index whose text has an address."""
-
-
-def test_indices_of_any_class_are_taken() -> None:
-    """What plain Python loads is loaded, and draws: objects without a text of their own."""
-
-    class Of(Noisy):
-        def __getitem__(self, index: Any) -> Any:
-            return draws()
-
-    things = [Thing() for _ in range(4)]
-    found = []
-    for _ in range(2):
-        with run() as make:
-            found.append(list(make(Of(4), sampler=things, batch_size=None, collate_fn=tuple)))
-
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 4
+    assert ("may not be those of the uninterrupted run" in capsys.readouterr().err) == is_told

@@ -54,7 +54,7 @@ for profile in profiles:
         answers[-1].append(on_every_rank(torch.Size(shape).numel(), work))
 print(json.dumps(answers))
 """
-SHAPES = [(2, 2, 1), (2, 1, 2), (1, 4, 1), (4, 2, 1), (2, 2, 2), (3, 2, 2), (2, 3, 4)]
+SHAPES = [(2, 2, 1), (1, 4, 1), (3, 2, 2)]  # tests/seeding/test_ranks.py tries any
 
 
 def _groups(shape: tuple[int, ...], numbers: list[Any], along: str) -> None:

@@ -1,9 +1,7 @@
 """A program's own `--seed` reaches what its named loaders load, under a profile and without."""
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchrepro
-from torchrepro.seeding.loader_places import place_of, take_up
 from torchrepro.seeding.streams import seed_of_rank
 
 from .loaders import AUTO, Noisy, all_draws, by_way, drawn, epoch, order, run
@@ -100,39 +97,36 @@ def test_a_loader_with_a_seed_of_its_own_is_not_reached() -> None:
     assert found[0] == found[1] == found[2]
 
 
-SCOPES: dict[str, Callable[[], Any]] = {
-    "nothing": lambda: None,
-    "fork_rng": lambda: _seed_within(torch.random.fork_rng(devices=[])),
-    "isolated_rng": lambda: _seed_within(torchrepro.isolated_rng()),
-    "seeded": lambda: _seed_within(torchrepro.seeded("init")),
-    "a profile": lambda: _seed_within(torchrepro.apply({"seed": 6})),
+def _seed_within_fork_rng() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        torch.rand(3)
+
+
+BETWEEN: dict[str, Callable[[], Any]] = {
+    "fork_rng": _seed_within_fork_rng,
     "samples that seed": lambda: epoch(DataLoader(Seeding(), collate_fn=list)),
     "a broken off epoch": lambda: next(iter(DataLoader(Seeding(), collate_fn=list))),
     "other draws": lambda: torch.rand(3),
 }
 
 
-def _seed_within(scope: Any) -> None:
-    with scope:
-        torch.manual_seed(9)
-        torch.rand(3)
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("seed", [NO_SEED, 1])
+def test_what_happens_between_two_epochs_leaves_no_trace(between: str, seed: int) -> None:
+    """Draws, seeds that torch's own scope takes back, and those of other samples change nothing."""
+    found = []
+    for happens in (False, True):
+        with torchrepro.apply(AUTO):
+            loader = _loader()
+            if seed != NO_SEED:
+                torch.manual_seed(seed)
+            epoch(loader)
+            if happens:
+                BETWEEN[between]()
+            found.append(epoch(loader))
 
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_a_seed_that_is_taken_back_leaves_no_trace(scope: str) -> None:
-    """What is seeded within a scope, or while a sample is loaded, ends with it."""
-    for seed in (NO_SEED, 1):
-        found = []
-        for between in (SCOPES["nothing"], SCOPES[scope]):
-            with torchrepro.apply(AUTO):
-                loader = _loader()
-                if seed != NO_SEED:
-                    torch.manual_seed(seed)
-                epoch(loader)
-                between()
-                found.append(epoch(loader))
-
-        assert found[0] == found[1]
+    assert found[0] == found[1]
 
 
 def test_a_seed_of_torchrepros_own_is_not_the_programs() -> None:
@@ -187,24 +181,6 @@ def test_a_resumed_run_loads_what_the_uninterrupted_one_loads(
         begun = _trained(folder, way, RESEEDED[reseed], stop)
 
         assert whole == begun + _trained(folder, way, RESEEDED[reseed], None)
-
-
-@pytest.mark.parametrize("done", [2, 4])
-def test_a_place_holds_the_seed_that_the_program_had_given(done: int) -> None:
-    """An epoch goes on as it began, whatever the program seeds torch with after its beginning."""
-    with torchrepro.apply(AUTO):
-        torch.manual_seed(1)
-        batches = iter(loader := _loader())
-        _ = list(islice(batches, done))
-        torch.manual_seed(2)
-        place = json.loads(json.dumps(place_of(loader)))
-        expected = list(chain(batches, loader))
-    with torchrepro.apply(AUTO):
-        torch.manual_seed(2)
-        resumed = _loader()
-        take_up(resumed, place, lambda: torch.manual_seed(2), skip=done)
-
-        assert expected == list(chain(resumed, resumed))
 
 
 @pytest.mark.parametrize("world", ["2", "1"])

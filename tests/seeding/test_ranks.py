@@ -16,30 +16,22 @@ from torchrepro.seeding.streams import AGREEING, Mesh, World, coordinate, seed_o
 
 LAUNCHERS = [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
 NO_NUMBERS = ("", "-1", "one", "1.0", "0x1", " 1", "\uff11")
-Place = Callable[[int, int], None]
-
-
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Return a function that makes this process one rank of several, as torchrun does."""
-
-    def place(rank: int, size: int) -> None:
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(size))
-
-    return place
+Place = Callable[..., None]
 
 
 @pytest.mark.parametrize(("rank", "size"), LAUNCHERS)
 def test_a_launcher_numbers_this_process(
-    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+    rank: str, size: str, seed_1234: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank and size are those of torchrun's or Slurm's variables; alone it is rank 0 of 1."""
+    """Rank and size, and with them a stream, are those of torchrun's or Slurm's variables."""
+    alone = torchrepro.stream("augment")
     assert world() == World(1, 0)
     monkeypatch.setenv(rank, "3")
     monkeypatch.setenv(size, "8")
 
     assert world() == World(8, 3)
+    assert torchrepro.stream("augment") == torchrepro.stream("augment", rank=3) != alone
+    assert torchrepro.stream("augment", rank=0) == alone
 
 
 def test_torchrun_is_asked_before_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,20 +86,8 @@ print(json.dumps([before, after, world().size]))
     assert answer == [[1, True], [5, True], 8]
 
 
-@given(rank=st.integers(0, 10**6), own=st.sampled_from(["distinct", None]))
-def test_a_policy_makes_ranks_differ_or_agree(rank: int, own: str | None) -> None:
-    """Without a mesh a rank's number is its rank, and under `same` everybody's is 0."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", str(rank))
-        patch.setenv("WORLD_SIZE", str(10**6 + 1))
-
-        assert coordinate(own, None) == rank
-        assert coordinate("same", None) == 0
-
-
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 POLICY = st.sampled_from(["distinct", "same"])
-POLICIES = st.sampled_from(["distinct", None])
 
 
 @given(data=st.data(), sizes=SIZES)
@@ -134,18 +114,12 @@ def test_along_a_mesh_ranks_agree_exactly_where_the_policy_says(
     assert coordinate("same", one) == 0
 
 
-def test_dimensions_without_a_mesh_are_refused(place: Place) -> None:
+def test_dimensions_without_a_mesh_are_refused(be: Place) -> None:
     """A policy by dimension needs a mesh as soon as there is more than one rank."""
     assert coordinate({"dp": "same"}, None) == 0
-    place(0, 2)
+    be(0, 2)
     with pytest.raises(torchrepro.SeedingError, match="use_mesh"):
         coordinate({"dp": "same"}, None)
-
-
-def test_a_dimension_that_the_mesh_lacks_is_refused() -> None:
-    """A policy for a dimension of another mesh is an error: a misspelt name changes no numbers."""
-    with pytest.raises(torchrepro.SeedingError, match="did you mean: dp"):
-        coordinate({"dpp": "same"}, Mesh(("dp", "tp"), (2, 2), (1, 1)))
 
 
 def _global_numbers() -> tuple[Any, ...]:
@@ -158,14 +132,14 @@ def _numbers_under(profile: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def test_distinct_ranks_start_from_seeds_of_their_own(
-    place: Place, generators: Callable[[], Any]
+    be: Place, generators: Callable[[], Any]
 ) -> None:
     """Under `ranks: distinct` rank 0 draws what a lone run draws, every other rank its own."""
     before = generators()
     plain, distinct = {"seed": 7}, {"seed": 7, "ranks": "distinct"}
     alone, drawn = _numbers_under(plain), []
     for rank in range(4):
-        place(rank, 4)
+        be(rank, 4)
         drawn.append(_numbers_under(distinct))
         assert _numbers_under({"seed": 7, "ranks": "same"}) == alone
         assert _numbers_under(plain) == alone
@@ -256,7 +230,7 @@ MOVES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_a_rank_that_learns_its_number_late_starts_what_its_program_left_alone(
-    move: str, place: Place
+    move: str, be: Place
 ) -> None:
     """What stands where the profile has put it starts from the rank's seed, and nothing else."""
     moves, moved = MOVES[move]
@@ -265,7 +239,7 @@ def test_a_rank_that_learns_its_number_late_starts_what_its_program_left_alone(
     of_rank = _global_numbers()
     with torchrepro.apply({"seed": 1, "ranks": "distinct"}):
         moves()
-        place(5, 8)
+        be(5, 8)
         seed_as_this_rank()
         drawn = zip(("python", "numpy", "torch"), _global_numbers(), of_rank, strict=True)
 
@@ -274,12 +248,12 @@ def test_a_rank_that_learns_its_number_late_starts_what_its_program_left_alone(
 
 @pytest.mark.parametrize("ranks", [None, "distinct"])
 def test_initialisation_can_be_alike_while_augmentation_differs(
-    ranks: str | None, place: Place
+    ranks: str | None, be: Place
 ) -> None:
     """`seeded("init", ranks="same")` draws the same on every rank, a stream its own on each."""
     weights, augment, usual = [], [], []
     for rank in range(4):
-        place(rank, 4)
+        be(rank, 4)
         with torchrepro.apply({"seed": 7} | ({"ranks": ranks} if ranks else {})):
             with torchrepro.seeded("init", ranks="same"):
                 weights.append(str(_global_numbers()))
@@ -291,11 +265,11 @@ def test_initialisation_can_be_alike_while_augmentation_differs(
     assert len(set(usual)) == len(set(augment)) == 4
 
 
-def test_under_same_every_rank_is_rank_0(place: Place) -> None:
+def test_under_same_every_rank_is_rank_0(be: Place) -> None:
     """Under `ranks: same` streams agree too, unless a scope or an argument says otherwise."""
     with torchrepro.apply({"seed": 7, "ranks": "same"}):
         first = torchrepro.stream("augment")
-        place(3, 4)
+        be(3, 4)
         assert torchrepro.stream("augment") == first
         assert torchrepro.stream("augment", rank=3) != first
         with torchrepro.seeded("augment", ranks="distinct") as source:

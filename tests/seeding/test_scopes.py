@@ -188,21 +188,6 @@ def test_what_is_no_generator_cannot_be_registered() -> None:
         torchrepro.unregister_generator("bad")
 
 
-def test_without_a_profile_a_scope_leaves_the_generators_as_they_were(
-    seed_1234: Any, generators: State
-) -> None:
-    """`seeded` and `isolated_rng` need no profile, and nothing has changed after them."""
-    seed_1234.restore()
-    found = generators()
-
-    with torchrepro.seeded("init"):
-        random.random()
-    with torchrepro.isolated_rng():
-        random.random()
-
-    assert found == generators()
-
-
 @pytest.mark.parametrize("bad", [{"epoch": -1}, {"step": True}, {"name": ""}, {"epoch": 1.0}])
 def test_a_bad_argument_is_refused_before_anything_is_seeded(
     bad: dict[str, Any], generators: State

@@ -11,13 +11,25 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from .loaders import Items, Noisy, all_draws, by_way, drawn, draws, epoch, order, run, seed_plainly
+from .loaders import (
+    Items,
+    Noisy,
+    all_draws,
+    by_life,
+    by_way,
+    by_workers,
+    drawn,
+    draws,
+    epoch,
+    order,
+    run,
+    seed_plainly,
+)
 
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 LENGTH, BATCHES = 14, 5
-by_workers = pytest.mark.parametrize("workers", [0, 2])
 
 
 def _stateful(make: Any, dataset: Any = None, draw: Any = all_draws, **options: Any) -> Any:
@@ -67,8 +79,7 @@ def test_a_state_at_an_epochs_end_draws_what_the_next_epoch_draws(
 
 
 @by_way
-@pytest.mark.parametrize("live_on", [True, False])
-@by_workers
+@by_life
 def test_a_stateful_loader_loads_what_a_plain_one_loads(
     way: str, live_on: bool, workers: int
 ) -> None:
@@ -88,7 +99,7 @@ def test_a_stateful_loader_loads_what_a_plain_one_loads(
 
 
 @pytest.mark.parametrize(("way", "items"), [("auto", 0), ("auto", 1), ("named", 0), ("named", 1)])
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(
     epochs=st.integers(0, 2),
     done=st.integers(0, BATCHES),

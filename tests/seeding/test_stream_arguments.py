@@ -141,21 +141,6 @@ def test_a_device_that_is_not_there_is_refused(device: Any, seed_1234: Any) -> N
     assert "no generator for this device" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("rank", "size"), [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
-)
-def test_the_rank_is_found_and_can_be_given(
-    rank: str, size: str, seed_1234: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stream is that of the rank which the launcher's variables name, unless one is given."""
-    alone = torchrepro.stream("augment")
-    monkeypatch.setenv(rank, "3")
-    monkeypatch.setenv(size, "4")
-
-    assert torchrepro.stream("augment") == torchrepro.stream("augment", rank=3) != alone
-    assert torchrepro.stream("augment", rank=0) == alone
-
-
 class Workers(Dataset[list[int]]):
     """Says who read a sample, and which seeds the streams have there."""
 
