@@ -107,41 +107,33 @@ _SAMPLE = "draw from torchrepro.sample_rng()"
 _PYTHON = 'random.Random(1234), or torchrepro.stream("name").python()'
 _HANDS_ON = ("random", "secrets", "uuid")
 
+
+def _drawn(
+    module: str, attribute: str, instead: str, through: tuple[str, ...] = (), **more: Any
+) -> Source:
+    return Source(module, attribute, ENTROPY, instead, through, in_sample=_SAMPLE, **more)
+
+
 UNSEEDED: tuple[Source, ...] = (
-    Source(
-        "numpy.random",
-        "default_rng",
-        ENTROPY,
+    _drawn(
+        *("numpy.random", "default_rng"),
         'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name").numpy()',
         applies=_without_seed(0),
-        in_sample=_SAMPLE,
     ),
-    Source(
-        "random",
-        "Random.seed",
-        ENTROPY,
-        f"pass a seed: {_PYTHON}",
-        through=("random",),
+    _drawn(
+        *("random", "Random.seed", f"pass a seed: {_PYTHON}", ("random",)),
         applies=_without_seed(1),
         known_as="random.Random",
-        in_sample=_SAMPLE,
     ),
     *(
-        Source(
-            "random",
-            f"SystemRandom.{method}",
-            ENTROPY,
-            f"draw from {_PYTHON}",
-            through=_HANDS_ON,
+        _drawn(
+            *("random", f"SystemRandom.{method}", f"draw from {_PYTHON}", _HANDS_ON),
             known_as="random.SystemRandom",
-            in_sample=_SAMPLE,
         )
         for method in ("random", "getrandbits", "randbytes")
     ),
-    Source(
-        *("os", "urandom", ENTROPY, f"draw from {_PYTHON}"), through=_HANDS_ON, in_sample=_SAMPLE
-    ),
-    Source("secrets", "randbits", ENTROPY, f"draw from {_PYTHON}", in_sample=_SAMPLE),
+    _drawn("os", "urandom", f"draw from {_PYTHON}", _HANDS_ON),
+    _drawn("secrets", "randbits", f"draw from {_PYTHON}"),
     Source(
         "uuid",
         "uuid1",
@@ -246,10 +238,8 @@ FILE_IF_THERE = Source(
 )
 
 MADE_BY_NUMPY = {
-    name: Source(
-        *("numpy.random", "randbits", ENTROPY, "pass a seed: {}(1234)"),
-        known_as=f"numpy.random.{name}",
-        in_sample=_SAMPLE,
+    name: _drawn(
+        "numpy.random", "randbits", "pass a seed: {}(1234)", known_as=f"numpy.random.{name}"
     )
     for name in ["SeedSequence", "RandomState", "PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
 }
