@@ -1,16 +1,23 @@
-"""Streams: what each gives is fixed for ever, and no two of them share anything."""
+"""Streams: what each gives is fixed for ever, no two share anything, wrong input is refused."""
 
+import json
+import math
+import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn.model_selection import train_test_split
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import torchrepro
-from torchrepro.seeding.streams import WORDS, Stream, derive
+from torchrepro.seeding import streams
+from torchrepro.seeding.streams import WORDS, Stream, derive, seed_of_rank
 
 NAMES = st.text(st.characters(exclude_categories=()), min_size=1)
 NUMBERS = st.one_of(st.integers(0, 12), st.integers(0, 2**63 - 1))
@@ -185,3 +192,235 @@ def test_a_seed_of_its_own_changes_one_stream_alone(seed: int, own: int, name: s
         assert torchrepro.stream(name) == usual
     with torchrepro.apply({"streams": {"split": own}}):
         assert torchrepro.stream("split") == elsewhere
+
+
+FAR = {"rank": 1023, "worker": 15, "epoch": 99, "step": 2**63 - 1}
+# fmt: off
+KNOWN: list[tuple[int, str, dict[str, int], int, tuple[float, float, float, float]]] = [
+    # seed, name, coordinates, seed64, first number of python, numpy, numpy_legacy, torch
+    (0, "split", {}, 16586533184977876259,
+     (0.44907535361715134, 0.11809299195312983, 0.3912281574119365, 0.17156468827386717)),
+    (1234, "split", {}, 12866239345983445672,
+     (0.8543210115460255, 0.553604734956002, 0.10589783109684991, 0.6263341391289424)),
+    (4294967295, "split", {}, 6826111622816896034,
+     (0.4998397723651511, 0.9398095752875026, 0.07081178947713274, 0.4507352634891667)),
+    (0, "init", {"rank": 1}, 12466870200353869752,
+     (0.45857772687865583, 0.6340926439588547, 0.16056399468373206, 0.6880048421596868)),
+    (1234, "init", {"rank": 1}, 1570502103634312387,
+     (0.6884813110326141, 0.17388574484033592, 0.49272213959363464, 0.7734277065353115)),
+    (1234, "augment", {"rank": 7, "worker": 0}, 1800386925479895387,
+     (0.7523858339384185, 0.357354424769327, 0.8059399926043339, 0.7778767524497538)),
+    (1234, "augment", {"rank": 7, "worker": 3}, 12081782742226279474,
+     (0.16273688518299712, 0.7681590356960964, 0.7918679830531768, 0.4162362354454717)),
+    (1234, "augment", {"epoch": 0}, 9733927128449484574,
+     (0.39475076312205715, 0.6850879727956581, 0.03701932624980242, 0.7090879513122456)),
+    (1234, "augment", {"epoch": 12, "step": 345}, 10089258933990844965,
+     (0.27250126855307466, 0.6272163578785485, 0.5756161315731305, 0.7930607806911703)),
+    (1234, "augment", FAR, 13002262869825920581,
+     (0.7378764692840016, 0.2899040031193749, 0.00017522918032486512, 0.8144438984041636)),
+    (1234, "Zufällig 乱数 🎲", {}, 8430673246421105631,
+     (0.23348466387047373, 0.8202841401055181, 0.5538610441543074, 0.7476529152739831)),
+    (20261121, "a/b None", {"step": 0}, 18274432962580697626,
+     (0.5269932134504974, 0.11030343499661499, 0.9675762620860924, 0.07182816376989154)),
+]
+# fmt: on
+ASK = """
+import json, sys, torch, torchrepro
+answers = []
+for seed, name, where in json.loads(sys.argv[1]):
+    with torchrepro.apply({"seed": seed}):
+        s = torchrepro.stream(name, **where)
+    answers.append([s.seed64, s.python().random(), s.numpy().random(),
+                    s.numpy_legacy().random_sample(),
+                    torch.rand((), dtype=torch.float64, generator=s.torch()).item()])
+print(json.dumps(answers))
+"""
+
+
+@pytest.mark.parametrize(("seed", "name", "where", "seed64", "numbers"), KNOWN)
+def test_a_stream_gives_what_it_has_always_given(
+    seed: int, name: str, where: dict[str, int], seed64: int, numbers: tuple[float, ...]
+) -> None:
+    """Seed, name and coordinates fix every number, on any machine and in any version."""
+    with torchrepro.apply({"seed": seed}):
+        stream = torchrepro.stream(name, **where)
+
+    assert (stream.seed64, stream.seed) == (seed64, seed64 % 2**32)
+    assert numbers == (
+        stream.python().random(),
+        stream.numpy().random(),
+        stream.numpy_legacy().random_sample(),
+        torch.rand((), dtype=torch.float64, generator=stream.torch()).item(),
+    )
+
+
+def test_another_process_gives_the_same(answer_of: Callable[..., Any]) -> None:
+    """A fresh process under another PYTHONHASHSEED gives the known values."""
+    here = os.environ.get("PYTHONHASHSEED")
+    asked = json.dumps([row[:3] for row in KNOWN])
+
+    answers = answer_of(ASK, asked, PYTHONHASHSEED="1" if here != "1" else "2")
+
+    assert answers == [[seed64, *numbers] for *_, seed64, numbers in KNOWN]
+
+
+def test_the_seeds_of_ranks_and_of_loaders_are_what_they_have_always_been() -> None:
+    """What the global generators of a rank and the parts of a loader derive from is fixed too."""
+    ranks = [seed_of_rank(1234, rank) for rank in (0, 1, 2, 1023)]
+    loader = [derive("train", 1234, epoch=2, kind=kind).seed for kind in ("order", "loader")]
+
+    assert ranks == [1234, 1444415726, 691450759, 2642327485]
+    assert loader == [426306760, 549255288]
+
+
+ARGUMENTS = ("rank", "worker", "epoch", "step")
+LEGAL = "a whole number, 0 to 9223372036854775807"
+BAD = {  # value, how a message shows it
+    "negative": (-1, "-1"),
+    "just too large": (2**63, "9223372036854775808"),
+    "too large to write": (10**5000, "a number of thousands of digits"),
+    "a truth": (True, "true"),
+    "a truth of numpy": (np.True_, "True"),
+    "a truth of torch": (torch.tensor(True), "tensor(True)"),
+    "a float": (1.0, "1.0"),
+    "a float of numpy": (np.float64(1), "1.0"),
+    "a float of torch": (torch.tensor(1.0), "tensor(1.)"),
+    "not a number": (math.nan, "nan"),
+    "infinite": (math.inf, "inf"),
+    "text": ("one", "one"),
+    "a long text": ("1" * 10_000, "1111"),
+    "bytes": (b"1", "b'1'"),
+    "a list": ([1], "[1]"),
+    "an array": (np.array([1, 2]), "array([1, 2])"),
+    "a tensor": (torch.tensor([1, 2]), "tensor([1, 2])"),
+    "a negative of numpy": (np.int64(-1), "-1"),
+}
+GOOD = {
+    "numpy, signed": np.int8(7),
+    "numpy, unsigned": np.uint64(7),
+    "numpy, no dimensions": np.array(7),
+    "torch": torch.tensor(7),
+    "torch, 8 bits": torch.tensor(7, dtype=torch.uint8),
+}
+NO_NAMES = {"empty": "", "null": None, "a number": 3, "bytes": b"split", "a list": ["split"]}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_coordinate_is_refused(
+    argument: str, case: str, seed_1234: Any, generators: Callable[[], Any]
+) -> None:
+    """The message names argument, value and what is legal; nothing has changed."""
+    value, words = BAD[case]
+    before = generators()
+
+    with pytest.raises(torchrepro.SeedingError) as refused:
+        torchrepro.stream("augment", **{argument: value})
+
+    message = str(refused.value)
+    assert message.startswith(f"{argument} = ")
+    assert words in message
+    assert LEGAL in message
+    assert len(message) < 200
+    assert before == generators()
+
+
+def test_a_refused_call_draws_nothing() -> None:
+    """A stream with a seed of its own counts as never drawn after a call that was refused."""
+    with torchrepro.apply({"seed": 1, "streams": {"augment": 3}}):
+        with pytest.raises(torchrepro.SeedingError):
+            torchrepro.stream("augment", rank=-1)
+        assert streams.never_drawn() == ("augment",)
+        torchrepro.stream("augment", rank=1)
+        assert streams.never_drawn() == ()
+
+
+def test_text_that_looks_like_a_number_is_told_from_a_number(seed_1234: Any) -> None:
+    """A message about the text "1" does not show it as the number 1, which would be legal."""
+    with pytest.raises(torchrepro.SeedingError) as refused:
+        torchrepro.stream("augment", rank="1")
+
+    assert "rank = 1:" not in str(refused.value)
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+@pytest.mark.parametrize("case", GOOD)
+def test_whole_numbers_of_numpy_and_torch_are_taken(
+    argument: str, case: str, seed_1234: Any
+) -> None:
+    """An integer of numpy or torch names the same stream as the same int."""
+    given = torchrepro.stream("augment", **{argument: GOOD[case]})
+
+    assert given == torchrepro.stream("augment", **{argument: 7})
+
+
+@pytest.mark.parametrize("name", NO_NAMES.values(), ids=NO_NAMES)
+def test_what_is_no_name_is_refused(name: Any, seed_1234: Any) -> None:
+    """A stream has a name: any text that is not empty."""
+    with pytest.raises(torchrepro.SeedingError, match=r"name = .*: not the name of a stream"):
+        torchrepro.stream(name)
+
+
+@pytest.mark.parametrize("profile", [None, {}, {"dropout": "keep"}, {"streams": {"split": 3}}])
+def test_without_a_seed_a_stream_is_that_of_the_programs_own(profile: Any) -> None:
+    """Where no profile gives a seed, a stream is that of a profile with torch's seed."""
+    with torchrepro.isolated_rng():
+        torch.manual_seed(77)
+        found = {torchrepro.stream("augment")}
+        if profile is not None:
+            with torchrepro.apply(profile):
+                found.add(torchrepro.stream("augment"))
+        with torchrepro.apply({"seed": 1}):
+            other = torchrepro.stream("augment")
+        found.add(torchrepro.stream("augment"))
+        with torchrepro.apply({"seed": 77}):
+            found.add(torchrepro.stream("augment"))
+
+    assert len(found) == 1
+    assert other not in found
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+@pytest.mark.parametrize("guarantee", ["seeded", "repeatable"])
+def test_the_first_and_the_last_seed_are_seeds(seed: int, guarantee: str) -> None:
+    """0 and 2**32-1 are seeds like any other, for a strict profile too."""
+    with torchrepro.apply({"seed": seed, "guarantee": guarantee}) as applied:
+        stream = torchrepro.stream("augment")
+
+    assert applied.report["seed.streams"].outcome == "applied"
+    with torchrepro.apply({"seed": 1}):
+        assert torchrepro.stream("augment") != stream
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta", [], "cpu:7:8"])
+def test_a_device_that_is_not_there_is_refused(device: Any, seed_1234: Any) -> None:
+    """No generator for a device that this torch lacks, and the message names it."""
+    with pytest.raises(torchrepro.SeedingError) as refused:
+        torchrepro.stream("augment").torch(device)
+
+    assert str(device) in str(refused.value)
+    assert "no generator for this device" in str(refused.value)
+
+
+class Workers(Dataset[list[int]]):
+    """Says who read a sample, and which seeds the streams have there."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[int]:
+        info = get_worker_info()
+        given_0 = torchrepro.stream("augment", worker=0)
+        return [info.id if info else -1, torchrepro.stream("augment").seed, given_0.seed]
+
+
+def test_the_worker_is_found_and_can_be_given(seed_1234: Any) -> None:
+    """In a data-loading worker a stream is that worker's; the main process is no worker."""
+    loader = DataLoader(Workers(), num_workers=2, multiprocessing_context="fork", batch_size=None)
+    expected = {worker: torchrepro.stream("augment", worker=worker).seed for worker in (0, 1)}
+    first = expected[0]
+
+    for worker, found, given_0 in loader:
+        assert (found, given_0) == (expected[worker], first)
+    assert Workers()[0] == [-1, torchrepro.stream("augment").seed, first]
+    assert torchrepro.stream("augment").seed not in expected.values()
