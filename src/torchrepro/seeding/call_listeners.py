@@ -126,7 +126,6 @@ def _tell(
     kwargs: Mapping[str, Any],
     done: Any,
 ) -> Any:
-    """Tell the listeners of a call that gave `done`; return what its caller gets."""
     caller = sys._getframe(1).f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if caller is None:
         return done  # a thread has begun with the function: no line of the program called it

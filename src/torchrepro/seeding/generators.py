@@ -53,7 +53,6 @@ def put_given_seeds(given: Given) -> None:
 
 
 def fresh_state(name: str, seed: int) -> Any:
-    """Return the state of the global generator `python` or `numpy` just after it was seeded."""
     if name == "python":
         return random.Random(seed).getstate()  # noqa: S311 - compared only
     from numpy.random import RandomState  # by its own name: numpy may be loading just now
@@ -156,7 +155,6 @@ def initialised(module: Any) -> bool:
 
 
 def devices_in_use() -> dict[str, Any]:
-    """Return the module of every accelerator in use in this process, by its name."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -203,7 +201,6 @@ def host_slots() -> dict[str, Slot]:
 
 
 def all_slots() -> dict[str, Slot]:
-    """Return the slot of every generator of this process; imports torch, initialises no device."""
     slots = host_slots()
     for name, module in devices_in_use().items():
         slots[name] = Slot(partial(device_states, module), partial(set_device_states, module))
@@ -250,7 +247,6 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Return the state of a generator that `encoded` has turned into JSON values."""
     import numpy as np
     import torch
 

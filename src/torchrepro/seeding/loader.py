@@ -190,7 +190,6 @@ class Request:
     given: Given | None  # the program's own seeds; None for those of a named loader
 
     def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
-        """Load the batch through `fetch`, the own method of torch's `reader`, sample by sample."""
         from torch.utils.data import Subset
 
         stream = self.stream or _stream_of_worker()
@@ -424,7 +423,6 @@ class Loading:
         self.given = given_seeds()
 
     def __call__(self, worker: int) -> None:
-        """Seed worker number `worker`: torch calls this in the worker when it starts."""
         from torch.utils.data import get_worker_info
 
         if get_worker_info() is not None:
@@ -484,7 +482,6 @@ class NamedLoading(Loading):
         self.start, self.next_start = self.next_start, 0
 
     def go_to(self, epoch: int, start: int = 0) -> None:
-        """Have the next iteration be the epoch `epoch`, without its first `start` batches."""
         self.next_epoch, self.next_start = epoch, start
 
     def resume(self, epoch: int, program_seed: int | None) -> None:
@@ -710,7 +707,6 @@ def put_register(register: Register) -> None:
 
 
 def epochs() -> dict[str, Any]:
-    """Return how far every named loader has come, as plain JSON values."""
     named = {loading.name: loading.next_epoch for loading in loaders.explicit}
     return {"named": {**loaders.register.named, **named}}
 

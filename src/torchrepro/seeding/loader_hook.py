@@ -384,7 +384,6 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
 
 
 def _loading_of_iteration(loader: Any) -> Loading | None:
-    """Return what seeds the iteration of `loader` that begins now; None where nothing does."""
     named = named_loading_of(loader)
     seeded = loaders.automatic and is_kept(loader) and not author_seeds_workers(loader)
     # A dataset's own loader draws from what its sample draws from. A class that makes its samplers

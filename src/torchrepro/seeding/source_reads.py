@@ -192,7 +192,6 @@ class FileUses:
         stop_listening(self._note)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a trace says of the files, and since when they were noted."""
         return {"files": [asdict(each) for each in self._files.values()], "began": self.began}
 
     def if_there(self) -> list[FileUse]:

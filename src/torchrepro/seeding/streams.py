@@ -216,7 +216,6 @@ class World(NamedTuple):
 
 
 def process_group() -> World | None:
-    """Return the place of this process in the group of torch.distributed; None without one."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return None
@@ -408,7 +407,6 @@ def is_given(seed: int) -> bool:
 
 
 def never_drawn() -> tuple[str, ...]:
-    """Return the streams that have a seed of their own and that nobody has asked for."""
     return tuple(sorted(set(_plan.streams) - drawn))
 
 
