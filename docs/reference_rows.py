@@ -25,19 +25,23 @@ if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
     from torchrepro.profile.needs import Need
 
-_TARGETS = {
+_HEADINGS = {
     "env": "Environment variables",
     "torch": "torch",
     "cuda": "CUDA",
     "cudnn": "cuDNN",
     "cpu": "CPU (oneDNN and threads)",
     "npu": "Ascend NPU",
-    "policy": "Policies",
-    "seed plan": "Seed plan",
+    "": "Policies",
+    "streams": "Seed plan",
+    "seed": "Generators",
 }
-"""The heading of the knobs of each target; the other targets are generators."""
+"""A part of the names of knobs, and their heading; a last part goes before a first one."""
 
-_GENERATORS = "Generators"
+_ELSEWHERE = {
+    **dict.fromkeys(("ranks", "seed.streams"), "streams"),
+    **dict.fromkeys(("seed.libraries", "seed.calls"), "torch"),
+}
 _LABELS = (
     ("values", "Values"),
     ("latches", "Latches"),
@@ -59,10 +63,11 @@ def knobs() -> str:
     """Return every row of the catalogue, by whose state it is."""
     profiles = shipped()
     lines: list[str] = []
-    for heading in (*_TARGETS.values(), _GENERATORS):
+    for part, heading in _HEADINGS.items():
         lines.append(f"## {heading}")
         for knob in CATALOGUE:
-            if _TARGETS.get(knob.target, _GENERATORS) == heading:
+            name = _ELSEWHERE.get(knob.name, knob.name)
+            if part == next((p for p in reversed(name.split(".")) if p in _HEADINGS), ""):
                 lines += _knob(knob, profiles)
     return "\n\n".join(lines)
 

@@ -129,7 +129,7 @@ def in_force(report: Report) -> dict[str, str]:
     from torchrepro.manifest.environment import versions  # one process alone never asks
 
     knobs = knobs_by_name()
-    shared = (row for row in report if row.knob not in knobs or not knobs[row.knob].per_rank)
+    shared = (row for row in report if row.knob not in knobs or knobs[row.knob].key != "seed")
     found = {row.knob: shown(row.state) for row in shared}
     found |= {f"seed plan: {key}": shown(v) for key, v in streams.current_plan().to_json().items()}
     return found | {f"version of {name}": text for name, text in versions().items()}

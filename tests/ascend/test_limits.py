@@ -155,24 +155,6 @@ def test_without_a_device_nothing_of_ours_raises(rig: Any) -> None:
     assert ran.said == ["unsupported", [0, False], True]
 
 
-REFUSED = """
-for seed in (2**64, -1, 2**32):
-    try:
-        torchrepro.apply({"seed": seed})
-    except torchrepro.ProfileError:
-        say("refused")
-torch.npu.init()
-say(torch.npu.is_initialized())
-"""
-
-
-def test_a_seed_out_of_range_never_waits_for_a_device(rig: Any) -> None:
-    """A profile's seed is validated before torch_npu can queue it: the device initialises."""
-    ran = rig.run(REFUSED)
-
-    assert ran.said == ["refused", "refused", "refused", True], ran.stderr
-
-
 DOOMED = """
 try:
     torch.manual_seed(2**64)
@@ -247,26 +229,6 @@ def test_a_variable_that_torch_npu_has_read_is_too_late(
     ran = rig.run(LATE.format(used=used))
 
     assert ran.said == [outcomes, holds], ran.stderr
-
-
-DOCTOR = [
-    ("debug-strict", 2, OLD, "below 8.5"),
-    ("debug-strict", 0, OLD, "below 8.5"),
-    ("debug-strict backends.npu.jit_compile=true", 2, NEW, "jit_compile"),
-    ("debug-strict backends.npu.jit_compile=true", 0, NEW, "jit_compile"),
-]
-
-
-@pytest.mark.parametrize(("request_", "devices", "cann", "words"), DOCTOR)
-def test_doctor_finds_what_the_device_would_not_hear(
-    rig: Any, request_: str, devices: int, cann: str, words: str
-) -> None:
-    """doctor ends with 1 and says once why determinism would not reach an NPU."""
-    ran = rig.command("doctor", *request_.split(), "--json", devices=devices, cann=cann)
-    findings = json.loads("\n".join(ran.printed))["findings"]
-
-    assert ran.status == 1
-    assert [words in found["what"] for found in findings if found["serious"]].count(True) == 1
 
 
 @pytest.mark.parametrize(("devices", "no_device"), [(0, 1), (2, 0)])

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torchrepro
 from torchrepro.policies import policy
@@ -63,22 +62,10 @@ class ByHand(Model):
         return self.last(found["hidden"].to(x.device))
 
 
-class Recomputing(Model):
-    """The same model with the suspect run again in backward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Keep nothing of the suspect for backward."""
-        hidden = checkpoint(self._run, self.first(x), use_reentrant=False)
-        return self.last(hidden)
-
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.suspect(x, scale=self.scale)["hidden"]
-
-
-def _train(model: nn.Module, device: str = "npu", steps: int = 3) -> tuple[State, State]:
+def _train(model: nn.Module, device: str) -> tuple[State, State]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     numbers = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    for _ in range(3):
         batch = torch.randn(16, 8, generator=numbers).to(device)
         targets = torch.randint(0, 3, (16,), generator=numbers).to(device)
         optimizer.zero_grad()
@@ -88,29 +75,19 @@ def _train(model: nn.Module, device: str = "npu", steps: int = 3) -> tuple[State
     return grads, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
-def _made(kind: type[Model], device: str = "npu") -> Model:
+def _made(kind: type[Model], device: str) -> Model:
     torch.manual_seed(0)
     return kind().to(device)
 
 
-def _by_hand(device: str = "npu") -> tuple[State, State]:
-    model = _made(ByHand, device)
-    model.suspect.cpu()
-    return _train(model, device)
-
-
-def _placed(
-    kind: type[Model] = Model, pattern: str = "suspect", device: str = "npu"
-) -> tuple[State, State]:
-    with torchrepro.apply({"device": {"modules": {pattern: "cpu"}}}):
-        return _train(_made(kind, device), device)
-
-
 def _placed_and_by_hand(pattern: str, device: str) -> bool:
-    pairs = zip(_placed(pattern=pattern, device=device), _by_hand(device), strict=True)
+    with torchrepro.apply({"device": {"modules": {pattern: "cpu"}}}):
+        placed = _train(_made(Model, device), device)
+    by_hand = _made(ByHand, device)
+    by_hand.suspect.cpu()
     return all(
         one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-        for one, two in pairs
+        for one, two in zip(placed, _train(by_hand, device), strict=True)
     )
 
 
@@ -124,9 +101,9 @@ def _ops_on_the_device(placed: dict[str, str]) -> dict[str, int]:
     from simulated_npu import log
 
     with torchrepro.apply({"device": {"modules": placed}}):
-        model = _made(Model)
+        model = _made(Model, "npu")
         log.clear()
-        _train(model)
+        _train(model, "npu")
     return {op: log.counts[op] for op in ITS_OPS}
 
 
@@ -137,9 +114,9 @@ def test_no_op_of_the_part_reaches_the_device(on_npu: OnNpu) -> None:
 
 
 def _devices() -> list[str]:
-    model = _made(Model)
+    model = _made(Model, "npu")
     with torchrepro.apply({"device": {"modules": {"suspect": "cpu"}}}):
-        _train(model)
+        _train(model, "npu")
         seen = [model.seen, str(model.suspect.latest.device)]
     model(torch.randn(4, 8).to("npu"))
     everything = [*model.state_dict().values(), *(weight.grad for weight in model.parameters())]
@@ -149,17 +126,6 @@ def _devices() -> list[str]:
 def test_parameters_stay_where_they_are(on_npu: OnNpu) -> None:
     """The part sees the CPU; what it keeps, parameters and gradients stay; undo brings it back."""
     assert on_npu(_devices) == ["cpu", "npu:0", "npu:0", "npu"]
-
-
-def _recomputed() -> bool:
-    grads, _ = _placed(Recomputing)
-    expected, _ = _by_hand()
-    return all(torch.equal(grads[name], expected[name]) for name in grads)
-
-
-def test_a_part_that_is_recomputed_in_backward_runs_there_again(on_npu: OnNpu) -> None:
-    """Under activation checkpointing the gradients are those of a model with explicit moves."""
-    assert on_npu(_recomputed)
 
 
 def _seen_and_returned(home: str, there: str) -> tuple[str, str]:
@@ -270,15 +236,3 @@ def _dtypes() -> list[str]:
 def test_autocast_goes_along(on_npu: OnNpu) -> None:
     """Under the device's autocast a placed part casts as well, under the CPU's own it does not."""
     assert on_npu(_dtypes) == ["torch.bfloat16", "torch.float32"]
-
-
-def _in_place() -> tuple[list[float], str]:
-    x = torch.tensor([-1.0, 2.0]).to("npu")
-    with torchrepro.apply({"device": {"modules": {"0": "cpu"}}}):
-        result = nn.Sequential(nn.ReLU(inplace=True))(x)
-    return x.tolist(), "same" if result is x else "other"
-
-
-def test_a_part_that_writes_to_its_input_does(on_npu: OnNpu) -> None:
-    """An in-place part changes the caller's tensor and returns that very tensor."""
-    assert on_npu(_in_place) == ([0.0, 2.0], "same")

@@ -19,7 +19,7 @@ import torch, torch_npu, torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE
 if {initialise} and torch.npu.is_available():
     torch.npu.init()
-rows = [k for k in CATALOGUE if k.target == "npu" and not k.variable]
+rows = [k for k in CATALOGUE if "npu" in k.name.split(".")]
 read = lambda: {{k.name: k.access.read() for k in rows}}
 before = read(), torch.get_deterministic_debug_mode()
 with torchrepro.apply("npu-align") as applied:

@@ -22,6 +22,10 @@ DOORS = ("cuda", "communicator", "npu", "torch_npu", "transformer_engine")
 pytestmark = pytest.mark.usefixtures("clean_process")
 
 
+def _section(knob):
+    return next((kind for kind in KINDS if kind in knob.name.split(".")), "")
+
+
 def _difference(*overrides):
     """Return in what a profile with these overrides differs from it without them, by key."""
     base = {"seed": 1, "backends": {"torch": {"deterministic_algorithms": "error"}}}
@@ -59,9 +63,9 @@ def test_a_default_that_is_spelt_out_is_no_difference():
 def test_what_hardware_reads_that_is_not_here_is_said_to_be_read_by_nothing():
     """A setting of a back end changes nothing here exactly where its kind of device is absent."""
     flags = {
-        name: (knob.target, not now)
+        name: (_section(knob), not now)
         for name, (knob, now) in _settings()
-        if knob.target in KINDS and isinstance(now, bool)
+        if _section(knob) in KINDS and isinstance(now, bool)
     }
     found = _difference(*(f"{name}={shown(value)}" for name, (_, value) in flags.items()))
 
@@ -74,7 +78,7 @@ def test_what_hardware_reads_that_is_not_here_is_said_to_be_read_by_nothing():
 def test_each_knob_of_an_accelerator_says_what_it_is_for():
     """Whatever only an accelerator's libraries read names its hardware, and no name is idle."""
     for knob in CATALOGUE:
-        if (knob.variable and knob.door in DOORS) or knob.target in KINDS:
+        if (knob.variable and knob.door in DOORS) or _section(knob) in KINDS:
             assert knob.hardware, knob.name
     assert {knob.hardware for knob in CATALOGUE} == {"", *HARDWARE}
 

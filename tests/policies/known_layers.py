@@ -233,22 +233,13 @@ def _modeling(name: str) -> Any:
 
 def _small(folder: str, prefix: str, kind: str, options: Any, config: str = "Config") -> nn.Module:
     configuration = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    kinds = ("", "encoder_", "decoder_")
     sizes = {
-        "hidden_size": WIDTH,
-        "d_model": WIDTH,
-        "num_hidden_layers": 3,
-        "encoder_layers": 3,
-        "decoder_layers": 3,
-        "num_attention_heads": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "intermediate_size": 16,
-        "ffn_dim": 16,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "activation_dropout": 0.0,
+        **dict.fromkeys(("hidden_size", "d_model"), WIDTH),
+        **dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers"), 3),
+        **{f"{kind or 'num_'}attention_heads": 2 for kind in kinds},
+        **dict.fromkeys(("intermediate_size", *(f"{kind}ffn_dim" for kind in kinds)), 16),
+        **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0),
     }
     made = getattr(configuration, prefix + config)(**{**sizes, **options})
     layer: nn.Module = getattr(_modeling(folder), prefix + kind)(made)

@@ -1,6 +1,5 @@
 """Layers that draw a dropout mask of their own do not drop while `dropout.zero_masks` holds."""
 
-import importlib.util
 import json
 import os
 import py_compile
@@ -9,25 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from torchrepro.imports import AfterImport
 
+from . import known_layers
+
 HERE = Path(__file__).parent
 
-
-def _import_beside(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-known_layers = _import_beside("known_layers")
 
 DROPS = {"drops": True, "result": False, "gradient": False}
 NEVER_DROPS = {"drops": False, "result": True, "gradient": True}

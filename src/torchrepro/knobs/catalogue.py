@@ -93,13 +93,12 @@ def _policy(
     source: str = f"{DOCS}/library.html",
     **more: Any,
 ) -> Knob:
-    columns = {"target": "policy", "library": "torch", "warn_if_unsupported": True, **more}
-    return Knob(name, columns.pop("target"), legal, access, summary, cost, source, **columns)
+    columns = {"library": "torch", "warn_if_unsupported": True, **more}
+    return Knob(name, legal, access, summary, cost, source, **columns)
 
 
 _SEED_PLAN: dict[str, Any] = {
     "source": RANDOMNESS,
-    "target": "seed plan",
     "library": "",
     "set_on_import": "",
     "warn_if_unsupported": False,
@@ -212,13 +211,12 @@ POLICIES = (
     ),
 )
 
-_seed = partial(Knob, key="seed", legal=SEED, moves_on=True, guarded=False, per_rank=True)
+_seed = partial(Knob, key="seed", legal=SEED, moves_on=True, guarded=False)
 
 
 def _accelerator(device: str, hardware: str, source: str, since: str) -> Knob:
     return _seed(
         name=f"seed.{device}",
-        target=device,
         hardware=hardware,
         access=LazyAccess(f"seeding.global_seeds:{device}_seed"),
         library="torch",
@@ -233,7 +231,6 @@ def _accelerator(device: str, hardware: str, source: str, since: str) -> Knob:
 SEEDS = (
     _seed(
         name="seed.streams",
-        target="seed plan",
         set_on_import="",
         access=LazyAccess("seeding.global_seeds:root_seed"),
         summary="Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",
@@ -242,7 +239,6 @@ SEEDS = (
     ),
     _seed(
         name="seed.libraries",
-        target="torch",
         access=LazyAccess("seeding.global_seeds:library_seeds"),
         library="torch",
         summary="Seed of other libraries that draw numbers (cupy, tensorflow, gymnasium, "
@@ -252,7 +248,6 @@ SEEDS = (
     ),
     _seed(
         name="seed.python",
-        target="python",
         set_on_import="random",
         access=LazyAccess("seeding.global_seeds:python_seed"),
         summary="Seed of the generator behind the functions of Python's `random`.",
@@ -262,7 +257,6 @@ SEEDS = (
     ),
     _seed(
         name="seed.numpy",
-        target="numpy",
         set_on_import="numpy.random",
         access=LazyAccess("seeding.global_seeds:numpy_seed"),
         library="numpy",
@@ -273,7 +267,6 @@ SEEDS = (
     ),
     _seed(
         name="seed.torch",
-        target="torch",
         access=LazyAccess("seeding.global_seeds:torch_seed"),
         library="torch",
         summary="Seed of torch's default CPU generator, of which only the low 32 bits count.",
@@ -283,7 +276,6 @@ SEEDS = (
     ),
     _seed(
         name="seed.calls",
-        target="torch",
         access=LazyAccess("seeding.global_seeds:seeding_calls"),
         library="torch",
         summary="Later calls of the program that seed a generator are honoured and recorded, each "

@@ -290,6 +290,20 @@ class Phase(StrEnum):
     ANY_TIME = "any time"
 
 
+_PHASES = {
+    "": Phase.ANY_TIME,
+    "interpreter": Phase.INTERPRETER_START,
+    "openmp": Phase.LIBRARY_LOAD,
+    "torch": Phase.LIBRARY_LOAD,
+    "torch_npu": Phase.LIBRARY_LOAD,
+    "cuda": Phase.DEVICE_INIT,
+    "npu": Phase.DEVICE_INIT,
+    "communicator": Phase.COMMUNICATOR,
+    "transformer_engine": Phase.MODULE_CONSTRUCTION,
+}
+"""The door that closes a phase -> the phase; without a door it never ends."""
+
+
 class Scope(StrEnum):
     """What a write reaches."""
 
@@ -349,13 +363,11 @@ class Knob:
     """One piece of process state: a row of the catalogue."""
 
     name: str  # dotted name; also the key of the profile, unless `key` says otherwise
-    target: str  # whose state it is: python, numpy, torch, cuda, cudnn, cpu, npu, distributed, env
     legal: Legal
     access: Access
     summary: str
     cost: str
     source: str  # address of the documentation, paper or issue that says so
-    phase: Phase = Phase.ANY_TIME
     door: str = ""  # the name of the one-way door (see `process_state.DOORS`) that closes the phase
     set_on_import: str = "torch"
     """The module with whose import `torchrepro run` sets the knob; empty: before all others."""
@@ -399,12 +411,15 @@ class Knob:
     """
 
     guarded: bool = True  # whether the drift guard reads the knob again
-    per_rank: bool = False  # whether each rank of a distributed run may have a value of its own
     hardware: str = ""
     """The hardware without which nothing acts on the knob, a key of `process_state.HARDWARE`."""
 
     warn_if_unsupported: bool = False
     """Whether a user is told each time that the knob cannot be set here, not only how many."""
+
+    @property
+    def phase(self) -> Phase:
+        return _PHASES[self.door]
 
     @property
     def profile_key(self) -> str:
@@ -594,7 +609,6 @@ def variable(name: str) -> Knob:
     """Return a row for a variable outside the catalogue, as `env_extra` names it."""
     return Knob(
         name=f"env_extra.{name}",
-        target="env",
         legal=ANY_TEXT,
         access=Variable(name),
         variable=name,

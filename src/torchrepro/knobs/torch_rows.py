@@ -38,10 +38,10 @@ RANDOMNESS = f"{DOCS}/notes/randomness.html"
 TORCH_NPU = "https://pypi.org/project/torch-npu/"
 
 
-_torch = partial(Knob, target="torch", library="torch")
-_cuda = partial(Knob, target="cuda", library="torch", hardware="CUDA")
-_cudnn = partial(Knob, target="cudnn", library="torch", hardware="CUDA")
-_cpu = partial(Knob, target="cpu", library="torch")
+_torch = partial(Knob, library="torch")
+_cuda = partial(Knob, library="torch", hardware="CUDA")
+_cudnn = partial(Knob, library="torch", hardware="CUDA")
+_cpu = partial(Knob, library="torch")
 
 
 def _flag(section: partial[Knob], name: str, access: Attribute, **columns: Any) -> Knob:
@@ -313,7 +313,7 @@ CPU = (
     ),
 )
 
-_npu = partial(Knob, target="npu", library="torch", source=TORCH_NPU, hardware="Ascend")
+_npu = partial(Knob, library="torch", source=TORCH_NPU, hardware="Ascend")
 
 
 def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: str) -> Knob:

@@ -30,7 +30,6 @@ from torchrepro.knobs.knob import (
     Knob,
     Legal,
     MissingState,
-    Phase,
     Scope,
     Text,
     Variable,
@@ -44,18 +43,6 @@ if TYPE_CHECKING:
 ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
 """Back end of torch.distributed -> the variables that fix in which order it adds up; gloo's order
 follows from sizes alone."""
-
-PHASES = {
-    "": Phase.ANY_TIME,
-    "interpreter": Phase.INTERPRETER_START,
-    "openmp": Phase.LIBRARY_LOAD,
-    "torch": Phase.LIBRARY_LOAD,
-    "torch_npu": Phase.LIBRARY_LOAD,
-    "cuda": Phase.DEVICE_INIT,
-    "npu": Phase.DEVICE_INIT,
-    "communicator": Phase.COMMUNICATOR,
-    "transformer_engine": Phase.MODULE_CONSTRUCTION,
-}
 
 
 def _any_case(*words: str) -> Text:
@@ -324,7 +311,7 @@ def _legal(values: Any) -> Any:
 
 
 def _knob(row: Mapping[str, Any]) -> Knob:
-    name, door = row["name"], row.get("door", "")
+    name = row["name"]
     access: Variable | InductorVariable = Variable(name)
     effect = EFFECTS[row["effect"]] if "effect" in row else None
     if "inductor" in row:
@@ -332,15 +319,13 @@ def _knob(row: Mapping[str, Any]) -> Knob:
         effect = _inductor_option(access)
     return Knob(
         name=f"env.{name}",
-        target="env",
         legal=_legal(row["legal"]),
         access=access,
         variable=name,
         summary=row["does"],
         cost=row.get("cost", "none"),
         source=row["source"],
-        phase=PHASES[door],
-        door=door,
+        door=row.get("door", ""),
         scope=Scope.PROCESS_AND_CHILDREN,
         aliases=tuple(row.get("aliases", ())),
         enough=ENOUGH[row["enough"]] if "enough" in row else None,

@@ -22,12 +22,10 @@ def _index(device: torch.device | str | int | None) -> int:
 
 
 def is_available() -> bool:
-    """Whether there is a device."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether the devices are in use: from the start, nothing is queued."""
     return True
 
 
@@ -40,22 +38,18 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of devices."""
     return COUNT
 
 
 def current_device() -> int:
-    """Return the number of the device that "npu" means."""
     return _current[0]
 
 
 def set_device(device: torch.device | str | int) -> None:
-    """Let "npu" mean `device`."""
     _current[0] = _index(device)
 
 
 def get_device_name(device: torch.device | str | int | None = None) -> str:
-    """Return what `device` is called."""
     return f"simulated npu {_index(device)}"
 
 
@@ -65,7 +59,6 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the types that autocast may be asked for."""
     return [torch.float16, torch.bfloat16]
 
 
@@ -84,7 +77,6 @@ class device:  # noqa: N801 - the name that torch asks for
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the current device."""
     GENERATORS[current_device()].manual_seed(int(seed))
 
 
@@ -95,7 +87,6 @@ def manual_seed_all(seed: int) -> None:
 
 
 def seed() -> None:
-    """Seed the current device with a number from the operating system."""
     GENERATORS[current_device()].seed()
 
 
@@ -105,26 +96,21 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    """Return the seed of the current device."""
     return GENERATORS[current_device()].initial_seed()
 
 
 def get_rng_state(device: torch.device | str | int = "npu") -> torch.Tensor:
-    """Return the state of one device's generator."""
     return GENERATORS[_index(device)].get_state()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """Return the state of every device's generator."""
     return [generator.get_state() for generator in GENERATORS]
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = "npu") -> None:
-    """Put one device's generator where `new_state` was taken."""
     GENERATORS[_index(device)].set_state(new_state)
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Put every device's generator where its state was taken."""
     for generator, state in zip(GENERATORS, new_states, strict=True):
         generator.set_state(state)

@@ -25,30 +25,24 @@ class Generator:
 
     @property
     def device(self) -> torch.device:
-        """The device whose numbers these are."""
         return torch.device("npu", self._index)
 
     def manual_seed(self, seed: int) -> "Generator":
-        """Start again at `seed`; raises `ValueError` where that is no 64-bit number."""
         if not -(2**63) <= seed < 2**64:
             raise ValueError("Overflow when unpacking long long")
         self._seed, self._offset = seed % 2**64, 0
         return self
 
     def seed(self) -> int:
-        """Start again at a seed from the operating system, and return it."""
         return self.manual_seed(torch.Generator().seed()).initial_seed()
 
     def initial_seed(self) -> int:
-        """Return the seed."""
         return self._seed
 
     def get_state(self) -> torch.Tensor:
-        """Return seed and offset as 16 bytes on the host."""
         return torch.frombuffer(bytearray(self._packed()), dtype=torch.uint8)
 
     def set_state(self, state: torch.Tensor) -> "Generator":
-        """Go on where `state` was taken; raises `RuntimeError` where it is no such state."""
         if state.device.type != "cpu" or state.dtype != torch.uint8 or len(state) != _STATE.size:
             raise RuntimeError(f"RNG state must be a CPU byte tensor of size {_STATE.size}")
         self._seed, self._offset = _STATE.unpack(bytes(state.tolist()))

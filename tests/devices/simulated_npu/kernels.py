@@ -22,7 +22,6 @@ class Log(list[str]):
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each op ran."""
         return Counter(self)
 
     @property
@@ -31,7 +30,6 @@ class Log(list[str]):
         return sum(count for name, count in self.counts.items() if _launches(name))
 
     def clear(self) -> None:
-        """Forget everything."""
         super().clear()
         self.to_host = 0
 
@@ -76,14 +74,11 @@ def run(op: torch._ops.OpOverload, /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Loan:
-    """The tensors of one call while they are on the host, and the way back to their device."""
-
     def __init__(self, index: int) -> None:
         self.index = index
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def to_host(self, value: Any) -> Any:
-        """Return `value`, some arguments, for the host."""
         return _changed(self._lend, value)
 
     def to_host_empty(self, output: torch.Tensor) -> torch.Tensor:

@@ -34,19 +34,16 @@ def _renamed(tensor: torch.Tensor, kind: int, index: int) -> torch.Tensor:
 
 
 def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Return a tensor on device `index` with the memory of `tensor`, which is on the host."""
     return _renamed(tensor, DEVICE_KIND, index)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host with the memory of `tensor`, which is on a device."""
     host = _renamed(tensor, HOST_KIND, 0)
     host = host.conj() if tensor.is_conj() else host  # DLPack knows no such views
     return torch._neg_view(host) if tensor.is_neg() else host
 
 
 def is_on_device(value: object) -> bool:
-    """Whether `value` is a tensor of the simulated device."""
     return isinstance(value, torch.Tensor) and value.device.type == DEVICE
 
 
@@ -69,7 +66,6 @@ def _is_number_for_tensor(for_tensor: bool, value: Any) -> bool:
 
 
 def give_memory(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    """Let `tensor`, which is on a device, stand for the memory and the shape of `host`."""
     source = on_device(host, tensor.device.index)
     set_ = on_cpu_kernel(torch.ops.aten.set_.source_Storage_storage_offset)
     set_(tensor, source.untyped_storage(), 0, source.shape, source.stride())
