@@ -155,29 +155,6 @@ def test_without_a_device_nothing_of_ours_raises(rig: Any) -> None:
     assert ran.said == ["unsupported", [0, False], True]
 
 
-DOOMED = """
-try:
-    torch.manual_seed(2**64)
-except ValueError:
-    pass
-with torchrepro.apply({"seed": 1}) as applied:
-    say([str(applied.report["seed.npu"].outcome), applied.report["seed.npu"].why])
-try:
-    torch.npu.init()
-except NameError:
-    say("torch_npu cannot initialise")
-"""
-
-
-def test_a_seed_of_the_program_that_will_fail_is_reported(rig: Any) -> None:
-    """Where the program itself left a seed that no device takes, seed.npu is ineffective."""
-    ran = rig.run(DOOMED)
-    outcome, why = ran.said[0]
-
-    assert (outcome, str(2**64) in why) == ("ineffective", True)
-    assert ran.said[1] == "torch_npu cannot initialise"
-
-
 VARIABLES = """
 from torchrepro.knobs.variables import ENV
 from torchrepro.process_state import closed_doors

@@ -78,7 +78,7 @@ def test_a_child_that_is_spoiled_or_lost_is_said_and_replaced(on_npu: OnNpu) -> 
             child.call(_hang, timeout=0.5)
         with pytest.raises(ChildError, match=r"a profile in force.*deterministic_algorithms: none"):
             child.call(_leave_a_profile)
-        with pytest.raises(ChildError, match="the child ended with -6"):
+        with pytest.raises(ChildError, match="terminated abruptly"):
             child.call(_abort)
         assert child.call(_process) != first
     finally:

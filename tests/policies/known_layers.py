@@ -61,15 +61,16 @@ def package_folder(package: str) -> Path | None:
 class Layer:
     """One way to call a known layer, and what it does where nothing is dropped."""
 
-    make: Callable[[], Call]
+    make: Callable[[], Any]
     shape: tuple[int, ...] = (32, WIDTH)
-    undropped: Callable[[Call], Call] = lambda _: lambda x: x
+    undropped: Callable[[Any], Call] = lambda _: lambda x: x
+    dropping: Callable[[Any], Call] = lambda made: made
 
-    def observe(self, call: Call) -> dict[str, bool]:
-        """Say whether `call` drops, and whether its result and gradient are the undropped ones."""
+    def observe(self, made: Any) -> dict[str, bool]:
+        """Say whether `made` drops, and whether its result and gradient are the undropped ones."""
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(1)).abs()
-        expected = _with_gradient(self.undropped(call), x)
-        seen = [_seeded(call, x, seed) for seed in SEEDS]
+        expected = _with_gradient(self.undropped(made), x)
+        seen = [_seeded(self.dropping(made), x, seed) for seed in SEEDS]
         return {
             "drops": any(not torch.equal(result, seen[0][0]) for result, _ in seen),
             "result": all(torch.equal(result, expected[0]) for result, _ in seen),
@@ -91,28 +92,14 @@ def _with_gradient(call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
     return result.detach(), gradient
 
 
-@dataclass(frozen=True)
-class Module:
-    """Calls a module; without dropout it does what it does in evaluation."""
-
-    module: nn.Module
-    call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.call(self.module.train(), x)
-
-    def evaluated(self) -> Call:
-        """Return the call in evaluation mode."""
-        return lambda x: self.call(self.module.eval(), x)
-
-
 def module(
     make: Callable[[], nn.Module],
     shape: tuple[int, ...],
     call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
 ) -> Layer:
     """Return the layer that `make` makes, which is undropped in evaluation."""
-    return Layer(lambda: Module(make(), call), shape, lambda made: made.evaluated())
+    in_mode = [lambda made, on=on: lambda x: call(made.train(on), x) for on in (False, True)]
+    return Layer(make, shape, *in_mode)
 
 
 def _of(module_name: str, name: str) -> Any:

@@ -1,7 +1,5 @@
 """Implementations of torchrepro's own: what a plain loop over the elements would leave behind."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,13 +16,6 @@ PROFILE = {
 }
 SIZES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 KINDS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
-
-
-@contextmanager
-def falling_back() -> Iterator[None]:
-    """Put the policy in force for the length of the block."""
-    with torchrepro.apply(PROFILE):
-        yield
 
 
 def _numbers(size: tuple[int, ...], kind: torch.dtype, first: int) -> torch.Tensor:
@@ -51,7 +42,7 @@ def test_put_leaves_what_a_loop_leaves(case: tuple[torch.Tensor, ...]) -> None:
     expected = target.clone().flatten()
     for place, value in zip(places.tolist(), values, strict=True):
         expected[place] = value
-    with falling_back():
+    with torchrepro.apply(PROFILE):
         result = target.put_(places, values)
 
     assert result is target
@@ -63,7 +54,7 @@ def test_put_of_a_copy_leaves_the_original_alone(case: tuple[torch.Tensor, ...])
     """`put` gives what `put_` gives, in another tensor."""
     target, places, values = case
     before = target.clone()
-    with falling_back():
+    with torchrepro.apply(PROFILE):
         result = target.put(places, values)
         in_place = target.clone().put_(places, values)
 
@@ -113,7 +104,7 @@ def _call_unpool(values: torch.Tensor, indices: torch.Tensor, output: Any) -> to
 def test_unpooling_leaves_what_a_loop_leaves(case: tuple[Any, ...]) -> None:
     """In each plane the last value for a place stays, and all other places are zero."""
     values, indices, output = case
-    with falling_back():
+    with torchrepro.apply(PROFILE):
         first, second = _call_unpool(*case), _call_unpool(*case)
 
     assert torch.equal(_unpooled(values, indices, output), first)
@@ -133,7 +124,7 @@ def test_pooling_and_unpooling_is_what_torch_computes_without_the_flag(dims: int
         return y.detach(), gradient
 
     expected = run()
-    with falling_back():
+    with torchrepro.apply(PROFILE):
         result = run()
 
     assert all(map(torch.equal, expected, result))
@@ -144,7 +135,7 @@ def test_an_output_given_by_the_caller_is_filled() -> None:
     """`out=` is resized and filled as torch does it."""
     values, indices = torch.ones(1, 2, 2), torch.tensor([[[0, 5], [5, 9]]])
     output = torch.empty(0)
-    with falling_back():
+    with torchrepro.apply(PROFILE):
         result = torch.ops.aten.max_unpool2d.out(values, indices, [4, 4], out=output)
 
     assert result is output
@@ -184,7 +175,7 @@ def test_what_torch_refuses_is_refused(name: str) -> None:
     """Arguments that do not fit raise the kind of error that torch raises for them."""
     with pytest.raises((RuntimeError, IndexError)) as without:
         WRONG[name]()
-    with falling_back(), pytest.raises((RuntimeError, IndexError)) as within:
+    with torchrepro.apply(PROFILE), pytest.raises((RuntimeError, IndexError)) as within:
         WRONG[name]()
 
     assert type(without.value) is type(within.value)

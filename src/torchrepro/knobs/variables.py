@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -254,16 +254,6 @@ def _capability() -> str:
     return {"NO AVX": "DEFAULT"}.get(found, found)  # as older torch calls it
 
 
-def _inductor_option(access: InductorVariable) -> Effect:
-    def read() -> bool:
-        option = access.present()
-        if option is None:
-            raise MissingState("inductor is not loaded")
-        return option
-
-    return Effect(read, lambda text: text == "1", f"inductor's {access.option} is {{}}")
-
-
 EFFECTS: Mapping[str, Effect] = {
     "hashes": Effect(_hash_secret, _secret_of, "its hashes are not those of this seed"),
     "openmp_threads": Effect(_threads, int, "OpenMP has {} threads for torch"),
@@ -310,13 +300,21 @@ def _legal(values: Any) -> Any:
     return Text("|".join(words), ", ".join(words), ignore_case=values.startswith("~"))
 
 
+def _option_of(access: InductorVariable) -> bool:
+    option = access.present()
+    if option is None:
+        raise MissingState("inductor is not loaded")
+    return option
+
+
 def _knob(row: Mapping[str, Any]) -> Knob:
     name = row["name"]
     access: Variable | InductorVariable = Variable(name)
     effect = EFFECTS[row["effect"]] if "effect" in row else None
     if "inductor" in row:
         access = InductorVariable(name, row["inductor"])
-        effect = _inductor_option(access)
+        words = f"inductor's {access.option} is {{}}"
+        effect = Effect(partial(_option_of, access), lambda text: text == "1", words)
     return Knob(
         name=f"env.{name}",
         legal=_legal(row["legal"]),

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-SENTENCE = "does not have a deterministic implementation"
-"""What torch's message says of a kernel; see `is_alert`."""
-
-
 class NondeterministicOp(NamedTuple):
     """An op, all of its overloads included."""
 
@@ -143,7 +139,7 @@ def is_alert(error: RuntimeError) -> bool:
     Told by its text, as it has no type of its own. Should torch word it another way, then nothing
     falls back: each op raises as it does without this policy, and none varies unseen.
     """
-    return SENTENCE in str(error)
+    return "does not have a deterministic implementation" in str(error)
 
 
 def row_of(packet: str) -> NondeterministicOp | None:

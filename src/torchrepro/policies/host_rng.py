@@ -155,27 +155,23 @@ def _compose_fused_ops(undo: ExitStack) -> None:
     """
     if not hasattr(import_module("torch").library, "get_kernel"):
         return
-    stand_ins = {"aten::scaled_dot_product_attention": _attention}
-    for name, stand_in in (stand_ins | dict.fromkeys(_RECURRENT, _recurrent)).items():
-        for op in ops_named(name):
-            schema = op._schema.arguments  # noqa: SLF001 - the schema has no public reader
-            names = [argument.name for argument in schema]
-            undo.callback(override(op, _COMPOSITE, partial(stand_in, names)))
+    for op in ops_named("aten::scaled_dot_product_attention", *_RECURRENT):
+        arguments = op._schema.arguments  # noqa: SLF001 - the schema has no public reader
+        names = [argument.name for argument in arguments]
+        undo.callback(override(op, _COMPOSITE, partial(_composed, names)))
 
 
-def _attention(names: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    drops = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
+def _composed(names: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    torch = import_module("torch")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    drops = given.get("dropout_p") or (given.get("dropout") and given.get("train"))
     if args[0].device.type == "cpu" or not drops:
         return original(*args, **kwargs)
-    composed = import_module("torch").ops.aten._scaled_dot_product_attention_math  # noqa: SLF001 - an op of torch's
-    return composed(*args, **kwargs)[0]
-
-
-def _recurrent(names: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    cudnn = import_module("torch").backends.cudnn
-    drops = given.get("dropout") and given.get("train")
-    if args[0].device.type == "cpu" or not drops or not cudnn.enabled:
+    if "dropout_p" in given:  # attention
+        math = torch.ops.aten._scaled_dot_product_attention_math  # noqa: SLF001 - an op of torch's
+        return math(*args, **kwargs)[0]
+    cudnn = torch.backends.cudnn
+    if not cudnn.enabled:
         return original(*args, **kwargs)
     cudnn.enabled = False
     try:
