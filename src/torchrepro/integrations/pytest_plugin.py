@@ -89,11 +89,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--repro-set needs a profile: --repro=PROFILE, or the ini's `repro`"
         )
-    if profile:
-        _begin(early_config, profile, overrides)
-
-
-def _begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None:
+    if not profile:
+        return
     from torchrepro.applier import apply_resolved
     from torchrepro.bootstrap import agreeing_run
     from torchrepro.errors import TorchreproError
@@ -101,13 +98,13 @@ def _begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> Non
     from torchrepro.profile.load import resolve
     from torchrepro.redaction import shareable
 
-    early = list(_imported_early(config))
+    early = list(_imported_early(early_config))
     try:
         resolved = resolve(profile, overrides)
         applied = agreeing_run(resolved, "--repro")
         if applied is None:
             applied = apply_resolved(resolved, _OBSTACLE)
-            config.add_cleanup(applied.restore)
+            early_config.add_cleanup(applied.restore)
     except TorchreproError as error:
         raise pytest.UsageError(f"torchrepro: {error}") from None
     secrets = secrets_here(resolved)
@@ -115,7 +112,8 @@ def _begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> Non
     command = shlex.join(shareable(words, secrets))
     run = shlex.join(shareable(["torchrepro", "run", profile, *overrides], secrets))
     lines = tuple(header_lines(applied.report, early, run))
-    config.stash[_SESSION], config.stash[_NAMED] = _Session(applied, command, lines), True
+    early_config.stash[_SESSION] = _Session(applied, command, lines)
+    early_config.stash[_NAMED] = True
 
 
 def _imported_early(config: pytest.Config) -> Iterator[str]:
@@ -125,22 +123,17 @@ def _imported_early(config: pytest.Config) -> Iterator[str]:
     complete after what it imports, so the first plugin behind the library has imported it.
     CPython's importlib works so but does not promise it. The line therefore says how it is known.
     """
-    order = list(sys.modules)
-    plugins = [plugin for _, plugin in config.pluginmanager.list_name_plugin()]
-    names = [str(getattr(plugin, "__name__", "")) for plugin in plugins]
-    of_others = {
-        name: plugin
-        for name, plugin in zip(names, plugins, strict=True)
-        if sys.modules.get(name) is plugin and not name.startswith(f"{__package__}.")
-    }
+    order, plugins = list(sys.modules), {*map(id, config.pluginmanager.get_plugins())}
     for library in (library for library in LIBRARIES if library in sys.modules):
         behind = order[order.index(library) :]
-        importer = next((name for name in behind if name in of_others), "")
+        of_others = (
+            name for name in behind if id(sys.modules[name]) in plugins and name != __name__
+        )
         by = "by a pytest plugin after its own import"
         if "pytest" in behind:
             by = "before pytest itself"
-        elif importer:
-            file = getattr(of_others[importer], "__file__", None) or "built in"
+        elif importer := next(of_others, ""):
+            file = getattr(sys.modules[importer], "__file__", None) or "built in"
             by = f"by the pytest plugin {importer} ({file}), as the order of imports tells"
         yield f"imported too early: {library}, {by}"
 
