@@ -15,8 +15,15 @@ from torchrepro.knobs.catalogue import explanations
 from torchrepro.profile.load import load
 from torchrepro.seeding import uncontrolled
 from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.diagnosis import advice, evidence_of, open_fixes
-from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE, RULES
+from torchrepro.verdict.diagnosis import (
+    DRAWING,
+    DROPPING,
+    DROPPING_INSIDE,
+    RULES,
+    advice,
+    evidence_of,
+    open_fixes,
+)
 from torchrepro.verdict.value import (
     BOTH_CUT,
     Advice,

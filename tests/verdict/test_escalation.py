@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 import torchrepro
 from torchrepro.profile.load import load
-from torchrepro.verdict.diagnosis import levels_above
-from torchrepro.verdict.evidence import DROPOUT, ESCALATION, LOADER, WORKERS
+from torchrepro.verdict.diagnosis import DROPOUT, ESCALATION, LOADER, WORKERS, levels_above
 from torchrepro.verdict.value import Kind, Program
 
 from .verdicts import divergence

@@ -10,8 +10,7 @@ from torchrepro.relations.observations import noted
 from torchrepro.relations.related import Side
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
-from torchrepro.verdict.evidence import short
-from torchrepro.verdict.render import counted
+from torchrepro.verdict.render import counted, short
 from torchrepro.verdict.value import Advice, Compared, Divergence, Kind, Verdict
 from torchrepro.verification.perturbations import RunEnvironment
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.relations.observations import noted
 from torchrepro.relations.related import NotRestored
-from torchrepro.verdict.evidence import short
+from torchrepro.verdict.render import short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

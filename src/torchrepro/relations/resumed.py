@@ -19,7 +19,7 @@ from torchrepro.messages import size as in_units
 from torchrepro.relations.checkpoint_watch import settles
 from torchrepro.relations.lost_state import State, began_anew, not_restored, step_restored
 from torchrepro.relations.related import Side, words_of
-from torchrepro.verdict.lined_up import compare_from
+from torchrepro.verdict.comparison import compare_from
 from torchrepro.verdict.value import Advice, Divergence, Kind
 from torchrepro.verification.copies import (
     Copy,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torchrepro.profile.load import resolve
 from torchrepro.relations.related import Side
 from torchrepro.trace.reader import read_run
-from torchrepro.verdict.evidence import short
 from torchrepro.verdict.program_text import module_of
+from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice, Kind, Verdict
 from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.process_perturbations import WORKERS

@@ -7,15 +7,16 @@ the digests that a step has of its losses, gradients and parameters are.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
 from torchrepro.messages import printable
 from torchrepro.trace.format import OPTIMIZER_STEP
-from torchrepro.verdict.columns import ANY_STEP, NAMES, Pair
-from torchrepro.verdict.evidence import NO_VALUE
+from torchrepro.verdict.diagnosis import NO_VALUE
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed, Divergence, Kind, Side
 
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torchrepro.trace.format import Loss
+    from torchrepro.trace.reader import Trace
 
+ANY_STEP = -1  # stands for the step of what other threads do: in which one it falls is an accident
+
+NAMES = ("A", "B")
+"""What sentences call the two runs. Their folders have long names, which are often alike."""
 
 RERECORD = (
     "record both again with --statistics, or under a profile whose guarantee is aligned, "
@@ -38,6 +44,79 @@ it through many steps; another random number, a skipped op or a lost sample does
 rounds by 0.004 and needs ``rtol`` 0.016: https://docs.pytorch.org/docs/stable/testing.html.
 ``atol``, for values near zero, is what the same page has for float32.
 """
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The traces of one process in both runs."""
+
+    left: Trace
+    right: Trace
+    runs: tuple[str, str]  # the folders, as they were named
+
+    @cached_property
+    def steps(self) -> Sequence[int]:
+        """The steps that both have."""
+        return [step for step in self.left.steps if step in self.right.steps]
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the main thread ends all steps: what belongs to which of them is no accident."""
+        return not any(row.thread for trace in self.traces for row in trace.steps.values())
+
+    @cached_property
+    def losses(self) -> tuple[Mapping[int, Sequence[Loss]], ...]:
+        """The losses of each step in both; those of no step in particular are under `ANY_STEP`.
+
+        These are the losses of other threads than the main one, and all where these end steps.
+        """
+        found = []
+        for trace in self.traces:
+            sides: dict[int, list[Loss]] = defaultdict(list)
+            for loss in trace.losses:
+                sides[ANY_STEP if loss.thread or not self.in_order else loss.step].append(loss)
+            if ANY_STEP in sides:
+                sides[ANY_STEP].sort(
+                    key=lambda loss: (not loss.is_finite or loss.value, loss.fingerprint)
+                )
+            found.append(sides)
+        return tuple(found)
+
+    @cached_property
+    def misses_steps(self) -> bool:
+        """Whether one recording has the ops of steps of which the other has none.
+
+        What a full step knows of tensors that were made before it is then not the same.
+        """
+        left, right = (trace.meta.get("every") or 1 for trace in self.traces)
+        return bool(left != right)
+
+    @property
+    def traces(self) -> tuple[Trace, Trace]:
+        """Both traces."""
+        return self.left, self.right
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The level of detail at which each was recorded."""
+        return tuple(str(trace.meta.get("level", "op")) for trace in self.traces)
+
+    @cached_property
+    def ended_steps(self) -> Sequence[int]:
+        return [
+            step for step in self.steps if all(trace.steps[step].finished for trace in self.traces)
+        ]
+
+    def is_after_last(self, number: int) -> bool:
+        """Whether what has this number comes after the last step of both runs.
+
+        A run that was cut off does not show which step was its last: the other one has to.
+        """
+        rows = (trace.steps.get(number) for trace in self.traces)
+        return not any(row is not None and row.finished for row in rows) and any(
+            trace.ends_before(number) for trace in self.traces
+        )
+
 
 Statistics = tuple[int, float | None, float | None, float | None, float | None]
 """Count, mean, norm, low and high of an output."""

@@ -22,8 +22,8 @@ from torchrepro.trace.format import (
     SAMPLE,
     UNINITIALISED,
 )
-from torchrepro.verdict.columns import INPUTLESS, NAMES, Pair
-from torchrepro.verdict.evidence import DATALOADER, DRAWING, OVERWRITING, PLAIN, op_name
+from torchrepro.verdict.criteria import NAMES, Pair
+from torchrepro.verdict.diagnosis import DATALOADER, DRAWING, OVERWRITING, PLAIN, op_name
 from torchrepro.verdict.render import counted, moment
 from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
 
@@ -43,6 +43,12 @@ MADE_OUTSIDE = {
     NEW_TENSOR: "the program made this tensor from other values",
 }
 """Ops whose records are data that torch did not compute, and what it means if they differ."""
+
+INPUTLESS = frozenset({"parameter", "gradient", "module"})
+"""Ops whose records name a value, but not what it was computed from.
+
+A record of a collective names only this rank's contribution.
+"""
 
 _FEW_OPTIONS = 3
 

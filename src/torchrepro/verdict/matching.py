@@ -14,17 +14,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from torchrepro.verdict.columns import Array, mixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    Pairs = tuple[Array, Array]
-    """Of the left run and of the right one: records, or places of those that belong together."""
+Array = Any  # an array of numpy
+Pairs = tuple[Array, Array]
+"""Of the left run and of the right one: records, or places of those that belong together."""
 
 FREE, CUT_OFF, FED = -1, -2, -3  # in place of a partner: there is none, or none is expected
 
@@ -38,6 +37,10 @@ UNREACHED = 1 << 61
 
 CUT_OFF_STEPS = 1
 """Ends of steps that records at an end of a thread may span and still count as cut off."""
+
+
+_MIX, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
+"""An odd number whose multiples of 64 bits look random: D. Knuth, TAOCP 3, 6.4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,15 @@ def match(left: Array, right: Array, rounds: Sequence[Sequence[str]]) -> Matchin
                 for anchors, some in each
             )
         )
+    return found
+
+
+def mixed(columns: Sequence[Array]) -> Array:
+    """Return a hash of 64 bits for each row of some columns."""
+    found = np.zeros(len(columns[0]), "uint64")
+    for column in columns:
+        found = (found ^ column.astype("uint64")) * _MIX
+        found ^= found >> _SHIFT
     return found
 
 

@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
     from jinja2 import Template
 
+    Curve = list[tuple[float, float | None]]
+    Tick = tuple[float, str]  # where a mark on an axis is, and its text
+    LossRow = tuple[int, float | None, float | None, float | None]
+    """A step, the loss of A and of B, and what lies between them."""
 
 _FOLDER = Path(__file__).with_name("page_template")
 _CURVES, _DIFFERENCE = 250.0, 130.0  # heights of the two charts
 _MODULES, _TOTALS = 16, 200  # modules that are listed where some differ, and where none does
+_OF_EACH = ("Answer", "Recording", "Date")  # facts in the table even where those of all are equal
 
 WIDTH = 720.0
 POINTS = 720
 """More points than this do not show; of each group of steps the lowest and highest are kept."""
 
 APART = 45.0  # about how far the marks of the upward axis are from each other
-
 COLUMNS, ROWS = 240, 64  # cells of a map at most
-
 SHADES = 5  # 0 for the same; the others for a growing share of differing records
 
 _LARGEST, _SMALLEST = 1e300, 1e-300  # beyond them a range cannot be computed with
-
-Curve = list[tuple[float, float | None]]
-Tick = tuple[float, str]  # where a mark on an axis is, and its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,15 @@ def page(verdict: Verdict) -> str:
 
 
 def page_of(answer: Answer) -> str:
+    # What the runs have in common is said once, above their table.
+    names = dict.fromkeys(chain.from_iterable(run.facts for run in answer.runs))
+    values = {name: {run.facts.get(name, "") for run in answer.runs} for name in names}
+    columns = [name for name, found in values.items() if len(found) > 1 or name in _OF_EACH]
+    common = [(name, *found) for name, found in values.items() if name not in columns]
+    common = [(name, text) for name, text in common if text]
     return _template().render(
         answer=answer,
-        runs=_table(answer.runs),
+        runs={"common": common, "columns": columns, "rows": answer.runs},
         comparisons=[_contents(each) for each in answer.comparisons],
         words=render,
     )
@@ -105,23 +111,6 @@ def facts_of(facts: RunFacts | None) -> dict[str, str]:
         "torch": facts.torch,
         "Commit": facts.commit,
         "Profile": facts.profile,
-    }
-
-
-_OF_EACH = ("Answer", "Recording", "Date")
-"""Facts that each run has of its own, even where two happen to be equal."""
-
-
-def _table(runs: Sequence[RunRow]) -> dict[str, Any]:
-    # What the runs have in common is said once, above the table.
-    names = dict.fromkeys(chain.from_iterable(run.facts for run in runs))
-    values = {name: {run.facts.get(name, "") for run in runs} for name in names}
-    columns = [name for name, found in values.items() if len(found) > 1 or name in _OF_EACH]
-    common = [(name, *found) for name, found in values.items() if name not in columns]
-    return {
-        "common": [(name, text) for name, text in common if text],
-        "columns": columns,
-        "rows": runs,
     }
 
 
@@ -170,8 +159,8 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
 def _modules(verdict: Verdict, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     since: dict[str, int] = {}
     for cell in cells:
-        if cell.differing and cell.step < since.get(cell.module, cell.step + 1):
-            since[cell.module] = cell.step
+        if cell.differing:
+            since[cell.module] = min(cell.step, since.get(cell.module, cell.step))
     last = max((cell.step for cell in cells), default=0)
     most = max((number for _, number in verdict.by_module), default=1) or 1
     rows = []
@@ -180,9 +169,8 @@ def _modules(verdict: Verdict, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         step = since.get(name)
         after = verdict.compared.after_last and step == last
         when = "" if step is None else render.step_name(step, after_last=after)
-        rows.append(
-            {"name": name, "differing": number, "since": when, "share": 100 * number / most}
-        )
+        share = 100 * number / most
+        rows.append({"name": name, "differing": number, "since": when, "share": share})
     return rows
 
 
@@ -202,8 +190,8 @@ def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
     return [(label, text) for label, text in found if text]
 
 
-LossRow = tuple[int, float | None, float | None, float | None]
-"""A step, the loss of A and of B, and what lies between them."""
+def _has_ended(verdict: Verdict) -> bool:
+    return verdict.first is not None and verdict.first.kind is Kind.ENDED
 
 
 def _losses(verdict: Verdict) -> dict[str, Any]:
@@ -260,10 +248,6 @@ def _losses_in_words(losses: Sequence[LossRow], count: int) -> str:
     if largest[3] is None or largest[0] == step:
         return text
     return f"{text} They are furthest apart at step {largest[0]}, by {abs(largest[3]):.3g}."
-
-
-def _has_ended(verdict: Verdict) -> bool:
-    return verdict.first is not None and verdict.first.kind is Kind.ENDED
 
 
 def _alike(left: float | None, right: float | None) -> bool:
@@ -351,25 +335,12 @@ def _thinned(curve: Curve) -> Curve:
 class AgreementMap:
     """Counts of records by groups of steps (columns) and of modules (rows)."""
 
-    columns: tuple[tuple[int, int], ...]  # first and last step of each column
-    rows: tuple[str, ...]
-    """Names of modules, in the order in which they first ran; ``layers.*`` is a group."""
-
-    counts: Sequence[Sequence[Sequence[int]]]
-    """Records that are the same and that differ, by row and column."""
-
-    marked: tuple[int, int] | None = None  # column and row of the first divergence
-    after: int | None = None
-    """The number of what comes after the last step, if there is a cell of it."""
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        """What the first column is called, and the last one."""
-        first, last = self.columns[0][0], self.columns[-1][1]
-        one, other = (
-            render.step_name(step, after_last=step == self.after) for step in (first, last)
-        )
-        return one, "" if first == last else other
+    columns: Sequence[tuple[int, int]]  # first and last step of each column
+    ends: tuple[str, str]  # what the first column is called, and the last one if it is another
+    rows: Sequence[str]  # modules, in the order in which they first ran; ``layers.*`` is a group
+    counts: Sequence[Sequence[Sequence[int]]]  # the same and differing ones, by row and column
+    marked: tuple[int, int] | None  # column and row of the first divergence
+    after: int | None  # the number of what comes after the last step, if there is a cell of it
 
     def outlines(self) -> list[list[tuple[int, str]]]:
         """Return for each row its shades, each with an SVG path one unit wide and high per cell."""
@@ -386,16 +357,13 @@ class AgreementMap:
         return found
 
     def flat_counts(self) -> list[int]:
-        """Return all counts in one list: same and differing, cell by cell, row by row."""
         return [number for row in self.counts for cell in row for number in cell]
 
 
 def agreement_map(
     cells: Sequence[Cell], first: Divergence | None = None, *, after_last: bool = False
-) -> AgreementMap | None:
-    """Return the map of `cells`, the last of which may be after all steps; None without cells."""
-    if not cells:
-        return None
+) -> AgreementMap:
+    """Return the map of `cells`, of which there are some; the last may be after all steps."""
     groups = _grouped(list(dict.fromkeys(cell.module for cell in cells)))
     steps = sorted({cell.step for cell in cells})
     each = -(-len(steps) // COLUMNS)
@@ -411,12 +379,12 @@ def agreement_map(
     marked = None
     if first and first.step in column_of and first.module in row_of:
         marked = column_of[first.step], row_of[first.module]
+    after = steps[-1] if after_last else None
+    begins, ends = (render.step_name(at, after_last=at == after) for at in (steps[0], steps[-1]))
     return AgreementMap(
-        tuple((some[0], some[-1]) for some in columns),
-        tuple(rows),
-        counts,
-        marked,
-        steps[-1] if after_last else None,
+        [(some[0], some[-1]) for some in columns],
+        (begins, ends if steps[1:] else ""),
+        *(rows, counts, marked, after),
     )
 
 
@@ -427,18 +395,17 @@ def _shade(same: int, differing: int) -> int | None:
 
 
 def _grouped(names: Sequence[str]) -> dict[str, str]:
-    if len(names) <= ROWS:
-        return {name: name for name in names}
-    rows: dict[str, str] = {}
-    for depth in range(max(name.count(".") for name in names), 0, -1):
+    rows = {name: name for name in names}
+    deepest = max(name.count(".") for name in names)
+    for depth in range(deepest, 0, -1):
+        if len(set(rows.values())) <= ROWS:
+            return rows
         rows = {
             name: f"{'.'.join(name.split('.')[:depth])}.*" if name.count(".") >= depth else name
             for name in names
         }
-        if len(set(rows.values())) <= ROWS:
-            return rows
-    rows = rows or {name: name for name in names}
-    kept = set(list(dict.fromkeys(rows.values()))[: ROWS - 1])
+    distinct = list(dict.fromkeys(rows.values()))
+    kept = distinct if len(distinct) <= ROWS else distinct[: ROWS - 1]
     return {name: row if row in kept else "(other modules)" for name, row in rows.items()}
 
 
@@ -465,16 +432,10 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style, script = (
-        (_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
-    )
-    environment.globals.update(
-        style=Markup(style),  # noqa: S704 - a file of this package, not data
-        script=Markup(script),  # noqa: S704
-        # As a content security policy names them: https://www.w3.org/TR/CSP3/
-        **{
-            name: f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
-            for name, text in (("style_hash", style), ("script_hash", script))
-        },
-    )
+    for name, file in (("style", "page.css"), ("script", "page.js")):
+        text = (_FOLDER / file).read_text(encoding="utf-8")
+        # As a content security policy names it: https://www.w3.org/TR/CSP3/
+        digest = f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+        environment.globals[f"{name}_hash"] = digest
+        environment.globals[name] = Markup(text)  # noqa: S704 - a file of this package, not data
     return environment.get_template("page.html")

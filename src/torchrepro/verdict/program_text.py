@@ -34,8 +34,7 @@ from torchrepro.seeding.uncontrolled import (
     THREADS,
     UNWRITTEN,
 )
-from torchrepro.verdict.evidence import short
-from torchrepro.verdict.render import source_line
+from torchrepro.verdict.render import short, source_line
 from torchrepro.verdict.value import Edit, SeedSource, UncontrolledRead
 
 if TYPE_CHECKING:

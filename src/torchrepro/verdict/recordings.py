@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.messages import printable, size
 from torchrepro.seeding.uncontrolled import row_of_read
 from torchrepro.trace.format import MAIN, StepRow
-from torchrepro.verdict.columns import ANY_STEP, NAMES, Pair
-from torchrepro.verdict.criteria import at_step, unequal_generators
-from torchrepro.verdict.evidence import (
+from torchrepro.verdict.criteria import ANY_STEP, NAMES, Pair, at_step, unequal_generators
+from torchrepro.verdict.diagnosis import (
     FEATURES,
     LOADER,
     NOT_ALIKE,
     RESUMED,
     WORKERS,
     accelerator,
-    is_at,
-    short,
 )
 from torchrepro.verdict.program_text import with_source
-from torchrepro.verdict.render import are, counted
+from torchrepro.verdict.records import is_at
+from torchrepro.verdict.render import are, counted, short
 from torchrepro.verdict.value import (
     BOTH_CUT,
     Divergence,

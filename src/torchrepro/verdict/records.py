@@ -1,33 +1,223 @@
-"""Compares two traces record by record, the main thread step by step and the others at once."""
+"""Compares two traces record by record, the main thread step by step and the others at once.
+
+Records are read as arrays, whose numbers mean the same in both traces.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrepro.trace.format import INPUT, MAIN, NEW_TENSOR
-from torchrepro.verdict.columns import NAMES, OF_SITE, VIEW, Reader, added, count_by, joined
-from torchrepro.verdict.criteria import Criteria, Statistics, excess
-from torchrepro.verdict.evidence import is_at
-from torchrepro.verdict.first_difference import FirstDifference, describe
-from torchrepro.verdict.matching import CUT_OFF, FED, Matching, match, match_threads
-from torchrepro.verdict.render import counted
+from torchrepro.trace.format import INPUT, MAIN, NEW_TENSOR, OUTPUT, PARTLY, Outline
+from torchrepro.verdict.criteria import NAMES, Criteria, Pair, Statistics, excess
+from torchrepro.verdict.first_difference import INPUTLESS, FirstDifference, describe
+from torchrepro.verdict.matching import CUT_OFF, FED, Matching, match, match_threads, mixed
+from torchrepro.verdict.render import counted, short
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
-    from torchrepro.verdict.columns import Array, Pair
+    from torchrepro.verdict.matching import Array
     from torchrepro.verdict.value import Divergence
 
     Sides = tuple[Array, Array]  # records of the left run, and of the right one
+
+VIEW = b""  # stands for all views of what ignored records wrote
+
+CACHED = 1 << 17
+"""Records whose outlines stay translated. A program has few outlines, and they may be long."""
+
+OF_SITE = ("key", "shape", "size", "spot", "algorithm", "effect", "module", "line")
+RECORD = np.dtype(
+    [
+        ("id", "i8"),
+        ("step", "i4"),
+        ("thread", "i4"),
+        ("thread_name", "i4"),
+        ("key", "i4"),  # phase, module and op
+        ("shape", "i4"),  # dtypes and shapes of the outputs
+        ("size", "i4"),  # shapes of the outputs alone
+        ("spot", "i4"),  # phase and module
+        ("algorithm", "i4"),  # how the fingerprints of the outputs were taken
+        ("effect", "?"),  # whether the record cannot show that a difference began with it
+        ("module", "i4"),
+        ("line", "i4"),  # an edit shifts the lines of alike records
+        ("argument", "i4"),
+        ("inputs", "u8"),  # a hash of the fingerprints
+        ("outputs", "u8"),
+        ("partly", "?"),  # whether a fingerprint is of what was written, not of the bytes
+    ]
+)
+"""A record, whose numbers mean the same in both traces; thread, id and step are of its own."""
+
+_SITE = np.dtype([*((name, RECORD[name]) for name in OF_SITE), ("compared", "?")])
+
+_DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
+_SIZE = re.compile(r"\[[^]]*\]")
+
+
+class _Digests:
+    """Where the digests of each record are among those of all, in words of 8 bytes."""
+
+    def __init__(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
+        self.ends, size = (np.asarray(each, "int64") // 8 for each in (ends, lengths))
+        self.begins = self.ends - size
+        # A number for the place of each word within its record.
+        self.salt = mixed([np.arange(size.sum()) - np.repeat(self.begins, size) + 1])
+
+    def hashes(self, digests: bytes) -> Array:
+        """Return a hash of the digests of each record: a sum over its words, 0 without any."""
+        sums = np.zeros(len(self.salt) + 1, "u8")
+        np.cumsum(mixed([self.salt, np.frombuffer(digests, "<u8")]), out=sums[1:])
+        return sums[self.ends] - sums[self.begins]
+
+
+class Reader:
+    """Reads the records of a trace step by step, without those of some sites.
+
+    `shared` numbers what sites, arguments and threads stand for, in both traces alike. What
+    records of the sites `ignored` wrote is in `from_ignored`, once they have been passed over.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        shared: defaultdict[Any, int],
+        left_out: Collection[int] = (),
+        ignored: Collection[int] = (),
+    ) -> None:
+        self.trace = trace
+        self.ignored = frozenset(ignored)
+        self.from_ignored = set[bytes]()
+        self.sites = np.zeros(len(trace.sites) + 1, _SITE)
+        """What each site stands for; sites are numbered from 1."""
+        for number, site in trace.sites.items():
+            self.sites[number] = (
+                shared[site.key],
+                shared[_DEVICE.sub("", site.outputs)],
+                shared[tuple(_SIZE.findall(site.outputs))],
+                shared[site.phase, site.module],
+                shared[self.algorithms(site.outputs)],
+                site.op in INPUTLESS or site.phase == "collective",
+                shared[site.module],
+                shared[short(site.source)],
+                number not in left_out and number not in self.ignored,
+            )
+        self.arguments = np.array([shared[text] for text in trace.arguments.values()])
+        self._threads = np.array([shared[name] for name in trace.threads.values()] or [-1])
+        self.modules = {shared[site.module]: site.module for site in trace.sites.values()}
+        self._known: dict[Outline, tuple[Array, _Digests, _Digests]] = {}
+        self._counted = lru_cache(maxsize=32)(self._count)
+
+    def algorithms(self, outputs: str) -> frozenset[str]:
+        """Return how the fingerprints of outputs were taken, by what their devices are."""
+        known: Mapping[str, str] = self.trace.meta.get("algorithm") or {}
+        devices = _DEVICE.findall(outputs)
+        devices += ["cpu"] * (len(_SIZE.findall(outputs)) > len(devices))
+        return frozenset(known.get(device, known.get("others", device)) for device in devices)
+
+    def parts(self, step: int, *, on_main: bool) -> Iterator[Array]:
+        """Yield the records of a step, on the main thread or on the others, in parts."""
+        for part in self.trace.parts(step):
+            outline = part.outline
+            if outline not in self._known:
+                if sum(map(len, self._known)) > CACHED:
+                    self._known.clear()
+                self._known[outline] = self._translated(outline)
+            records, inputs, outputs = self._known[outline]
+            if self.ignored:
+                for number, site in zip(part.ids, outline.sites, strict=True):
+                    if site in self.ignored:
+                        self.take_in(number)
+            chosen = self.sites["compared"][np.asarray(outline.sites)]
+            chosen &= (records["thread"] == MAIN) == on_main
+            if not chosen.any():
+                continue
+            records = records.copy()
+            records["id"] = part.ids
+            records["step"] = step
+            records["inputs"] = inputs.hashes(part.inputs)
+            records["outputs"] = outputs.hashes(part.outputs)
+            if PARTLY in part.outputs:
+                each = zip(outline.output_ends, outline.output_lengths, strict=True)
+                records["partly"] = [
+                    any(part.outputs.startswith(PARTLY, at) for at in range(end - n, end, OUTPUT))
+                    for end, n in each
+                ]
+            yield records if chosen.all() else records[chosen]
+
+    def take_in(self, number: int) -> None:
+        """Note what an ignored record wrote, or what one that it fed did."""
+        record = self.trace.record(number)
+        outputs = record.outputs
+        self.from_ignored.update(outputs[at : at + INPUT] for at in range(0, len(outputs), OUTPUT))
+        if not outputs and record.inputs and self.trace.sites[record.site].outputs:
+            self.from_ignored.add(VIEW)  # its digest comes from its base's, and is in no record
+
+    def _translated(self, outline: Outline) -> tuple[Array, _Digests, _Digests]:
+        records = np.zeros(len(outline), RECORD)
+        records["thread"] = outline.threads
+        records["thread_name"] = self._threads[np.asarray(outline.threads)]
+        records["argument"] = self.arguments[np.asarray(outline.arguments)]
+        sites = self.sites[np.asarray(outline.sites)]
+        for name in OF_SITE:
+            records[name] = sites[name]
+        return (
+            records,
+            _Digests(outline.input_ends, outline.input_lengths),
+            _Digests(outline.output_ends, outline.output_lengths),
+        )
+
+    def totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
+        """Return how many records each module has in a step, on all threads or the main one."""
+        total: Mapping[str, int] = {}
+        for outline in self.trace.outlines(step):
+            total = added(total, self._counted(outline, on_main))
+        return total
+
+    def _count(self, outline: Outline, on_main: bool) -> Mapping[str, int]:  # noqa: FBT001 - cached
+        modules = self.sites["module"][np.asarray(outline.sites)]
+        chosen = np.asarray(outline.threads) == MAIN if on_main else slice(None)
+        return count_by(modules[chosen], self.modules)
+
+
+def count_by(numbers: Array, names: Mapping[int, str]) -> dict[str, int]:
+    """Return how often each of some numbers is there, by its name, in the order of the first."""
+    found, first, often = np.unique(numbers, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    each = zip(found[order].tolist(), often[order].tolist(), strict=True)
+    return {names[number]: many for number, many in each}
+
+
+def added(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the sum of two counts, neither of which may be changed: steps share them."""
+    if not left or not right:
+        return left or right
+    total = dict(left)
+    for name, number in right.items():
+        total[name] = total.get(name, 0) + number
+    return total
+
+
+def joined(parts: Iterable[Array]) -> Array:
+    """Return parts of records as one."""
+    return np.concatenate([np.zeros(0, RECORD), *parts])
+
+
+def is_at(site: Site, where: str) -> bool:
+    """Whether a site is at a line, which may be named without some of its folders."""
+    return site.source == where or site.source.endswith(f"/{where.removeprefix('./')}")
+
 
 PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
 """How a record differs: its inputs differ too, they are equal, or it has no partner."""

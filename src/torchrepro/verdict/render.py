@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.console import Line, Part, Verbosity, listing, verbosity
 from torchrepro.messages import printable, shortened, shown, size
 from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.evidence import short
-from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Element, Kind, Verdict
+from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Kind, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    Rows = list[tuple[str, str]]
 
 _NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(never written)"
 _WIDE = 72  # characters of a line of source, of shapes or arguments that are shown
@@ -24,10 +24,12 @@ _LONG = 180  # characters of a sentence that are shown
 _LEAST = 20  # characters of a line of code
 LINE = 86  # and where it has one line beside its label
 _HEX = 8  # digits of a fingerprint that are shown
+_ELEMENTS, _MODULES = 2, 4  # how many of each are shown
+_SETTINGS, _NOTES = 1, 2  # and in a few lines
+LINES = 15  # the lines that an answer takes at most, unless it is asked for in full
+
 SAME_FOR_B = "the same for B, then `torchrepro compare` the two folders"
-
 OUTSIDE = "outside of any step"  # where all is that a program without an optimizer does
-
 _PHASES = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
@@ -35,16 +37,6 @@ _PHASES = {
     "data": "in the data",
     "collective": "in a collective",
 }
-
-_ELEMENTS, _MODULES = 2, 4  # how many of each are shown
-_SETTINGS, _NOTES = 1, 2  # and in a few lines
-
-LINES = 15  # the lines that an answer takes at most, unless it is asked for in full
-
-Rows = list[tuple[str, str]]
-
-_GAP = ("", "")
-
 _COPIED = ("where", "edit", "becomes", "try")
 
 
@@ -52,40 +44,49 @@ def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
     """Return the lines and tables that show a verdict: in a few lines, or all of it if verbose."""
     if verbosity() is Verbosity.VERBOSE:
         return _in_full(verdict)
-    rows: Rows = [("reaches", text)] if (text := reach(verdict)) else []
+    rows = [("reaches", text)] if (text := reach(verdict)) else []
     rows += _where_in_short(verdict.first) if verdict.first else []
-    rows += [("agreed", text)] if (text := agreement(verdict)) else []
+    rows += _agreed(verdict)
     found = verdict.advice
     commands: list[Part] = []
     if found:
         rows += [("cause", found.cause)]
         if found.edit:
-            rows += [("edit", f"{from_here(found.edit.where)}   {printable(found.edit.before)}")]
-            rows += [("becomes", printable(found.edit.after))]
+            rows += [
+                ("edit", f"{from_here(found.edit.where)}   {found.edit.before}"),
+                ("becomes", found.edit.after),
+            ]
         if found.command:
             commands = ["  try", f"    {found.command}"]
         elif found.closer:
             commands = ["  look closer", f"    {found.closer}"]
-        tried = _table([("tried", found.tried)] if found.tried else [])
-        commands += tried
+        commands += _table([("tried", found.tried)] if found.tried else [])
     # What was tried says more than what merely differs.
     many, notes = (0, 0) if found and found.tried else (_SETTINGS, _NOTES)
-    about = _about(verdict, many, notes)
-    return (headline(verdict), *_table(rows), *commands, *_table(about))
+    return (headline(verdict), *_table(rows), *commands, *_table(_about(verdict, many, notes)))
 
 
 def _where_in_short(first: Divergence) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
-        return [("what", shortened(first.what, LINE))] if first.what else []
+        return _ending(first)
     what = f"{first.op}: {first.kind}" if first.op else str(first.kind)
     if first.what and first.what != arguments(first):
         what = f"{what}; {first.what}"
-    rows: Rows = []
+    rows = [("what", shortened(what, LINE))]
     if first.source:
         where = f"{from_here(first.source)}   "
         code = shortened(source_line(first.source), max(LINE - len(where), _LEAST))
-        rows.append(("where", where + code))
-    return [*rows, ("what", shortened(what, LINE))]
+        rows.insert(0, ("where", where + code))
+    return rows
+
+
+def _ending(first: Divergence) -> Rows:
+    return [("what", shortened(first.what, LINE))] if first.what else []
+
+
+def short(where: str) -> str:
+    """Return ``file:line`` without the folders: the same program may run in another one."""
+    return where.replace("\\", "/").rpartition("/")[2]
 
 
 def from_here(where: str) -> str:
@@ -94,22 +95,35 @@ def from_here(where: str) -> str:
 
 
 def _in_full(verdict: Verdict) -> tuple[Part, ...]:
-    first = verdict.first
-    where = _where(first) if first else []
-    where += [("agreed", text)] if (text := agreement(verdict)) else []
+    first, found = verdict.first, verdict.advice
+    where = [*(_where(first) if first else []), *_agreed(verdict)]
     if first and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
         names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
         where += [("afterwards", f"{aftermath(verdict)}{names}")]
+    advice = [("cause", found.cause)] if found else []
+    if found and found.edit:
+        advice += [("edit", f"{found.edit.where}   {found.edit.before}")]
+        advice += [("becomes", found.edit.after)]
+    if found:
+        advice += [("try", found.command)] if found.command else []
+        advice += [("tried", found.tried)] if found.tried else []
+        advice += [("look closer", found.closer), ("", SAME_FOR_B)] if found.closer else []
     compared = [] if verdict.same else [("compared", certainty(verdict))]
-    about = _about(verdict, len(verdict.settings), len(verdict.notes))
-    groups = where, _advice(verdict), [*compared, *about]
-    text = headline(verdict)
-    if nowhere := reach(verdict):
-        text += f"\n  {nowhere}"
+    about = [*compared, *_about(verdict, len(verdict.settings), len(verdict.notes))]
+    lines = [headline(verdict)]
+    lines += [f"  {nowhere}"] if (nowhere := reach(verdict)) else []
     if not verdict.same:
-        text += f"\n  {_runs(verdict)}"
-    rows = [row for group in groups if group for row in (_GAP, *group)][verdict.same :]
-    return (text, *_table(rows))
+        # A and B stand for two folders: the one that both are in is named once if it is long.
+        left, right = printable(verdict.left), printable(verdict.right)
+        folder, other = (text.rpartition("/")[0] for text in (left, right))
+        runs = f"A = {left}, B = {right}"
+        if len(runs) > _WIDE and folder == other != "":
+            one, two = (text.removeprefix(f"{folder}/") for text in (left, right))
+            runs = f"A = {one}, B = {two}, both in {folder}"
+        lines += [f"  {runs}"]
+    # A line without anything parts the groups.
+    groups = [[("", ""), *group] for group in (where, advice, about) if group]
+    return ("\n".join(lines), *_table([row for group in groups for row in group][verdict.same :]))
 
 
 def _table(rows: Rows) -> list[Part]:
@@ -120,17 +134,6 @@ def _table(rows: Rows) -> list[Part]:
     return [listing(cells, style="bold")] if rows else []
 
 
-def _runs(verdict: Verdict) -> str:
-    # What A and B stand for: two folders, with the one that both are in named once if it is long.
-    left, right = printable(verdict.left), printable(verdict.right)
-    line = f"A = {left}, B = {right}"
-    place, other = (text.rpartition("/")[0] for text in (left, right))
-    if len(line) <= _WIDE or not place or place != other:
-        return line
-    names = (text.removeprefix(f"{place}/") for text in (left, right))
-    return "A = {}, B = {}".format(*names) + f", both in {place}"
-
-
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as plain JSON values."""
     return verdict.to_json()
@@ -138,17 +141,22 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 def _where(first: Divergence) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
-        return [("what", shortened(first.what, LINE))] if first.what else []
+        return _ending(first)
     what = "" if first.what == arguments(first) else first.what
     source = f"{first.source}   {source_line(first.source)}"
-    return [
-        ("op", f"{first.op}: {first.kind}" if first.op else str(first.kind)),
-        *([("what", shortened(what, _LONG))] if what else []),
-        *([("source", source.rstrip())] if first.source else []),
-        *_both_sides(first),
-        *[("element", element(each)) for each in first.elements[:_ELEMENTS]],
-        *[("distance", text) for text in distances(first)[:1]],
-    ]
+    rows = [("op", f"{first.op}: {first.kind}" if first.op else str(first.kind))]
+    rows += [("what", shortened(what, _LONG))] if what else []
+    rows += [("source", source.rstrip())] if first.source else []
+    rows += _both_sides(first)
+    for each in first.elements[:_ELEMENTS]:
+        index = f"[{', '.join(map(str, each.index))}]"
+        rows.append(("element", f"{each.tensor} {index}: A {each.left}, B {each.right}"))
+    for its in first.distances[:1]:
+        apart = f"at most {number(its.max_abs)} apart, relative {number(its.max_rel)}"
+        apart += "" if its.max_ulp is None else f", {its.max_ulp:,} ulp"
+        apart += "" if its.cosine is None else f", cosine {its.cosine:.9g}"
+        rows.append(("distance", f"{its.tensor}: {apart}"))
+    return rows
 
 
 def arguments(first: Divergence) -> str:
@@ -178,8 +186,8 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
         unequal = [(position, *texts) for position, texts in both if len(set(texts)) > 1]
         more = f", and {len(unequal) - 1:,} more" if len(unequal) > 1 else ""
         for position, *texts in unequal[:1]:
-            short = (text if text == NEVER_WRITTEN else text[:_HEX] for text in texts)
-            yield label, f"tensor {position}: {pair(*short)}{more}"
+            begins = (text if text == NEVER_WRITTEN else text[:_HEX] for text in texts)
+            yield label, f"tensor {position}: {pair(*begins)}{more}"
         if len(a) != len(b):
             yield label, f"A {counted(len(a), 'tensor')}   B {len(b):,}"
 
@@ -195,19 +203,8 @@ def agreement(verdict: Verdict) -> str:
     return f"{text}; step {agreed.in_full} is the last one compared in full"
 
 
-def _advice(verdict: Verdict) -> Rows:
-    found = verdict.advice
-    if found is None:
-        return []
-    rows: Rows = [("cause", found.cause)]
-    if found.edit:
-        rows += [
-            ("edit", f"{found.edit.where}   {found.edit.before}"),
-            ("becomes", found.edit.after),
-        ]
-    rows += [("try", found.command)] if found.command else []
-    rows += [("tried", found.tried)] if found.tried else []
-    return [*rows, ("look closer", found.closer), ("", SAME_FOR_B)] if found.closer else rows
+def _agreed(verdict: Verdict) -> Rows:
+    return [("agreed", text)] if (text := agreement(verdict)) else []
 
 
 def _about(verdict: Verdict, many: int, notes: int) -> Rows:
@@ -281,11 +278,6 @@ def step_name(step: int, *, after_last: bool) -> str:
     return (moment(step, after_last=after_last) or OUTSIDE).removeprefix("at ")
 
 
-def certainty(verdict: Verdict) -> str:
-    """Return how much was compared, and how exactly."""
-    return f"{amount(verdict.compared)}, {exactness(verdict)}"
-
-
 def exactness(verdict: Verdict) -> str:
     """Return how exactly the runs were compared."""
     if verdict.tolerance is None:
@@ -294,8 +286,9 @@ def exactness(verdict: Verdict) -> str:
     return f"within rtol={rtol:g}, atol={atol:g} by mean, norm and range of each tensor"
 
 
-def amount(compared: Compared) -> str:
-    """Return how much was compared."""
+def certainty(verdict: Verdict) -> str:
+    """Return how much was compared, and how exactly."""
+    compared = verdict.compared
     ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
     level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
     what = "op" if compared.level == "op" else "record"
@@ -303,7 +296,7 @@ def amount(compared: Compared) -> str:
     where = "" if steps or not compared.ops else f" {OUTSIDE}"
     ops = [f"{counted(compared.ops, what)}{where}"] if compared.ops or not steps else []
     read = [f"{size(compared.bytes)} of tensors read"] if compared.bytes or not steps else []
-    return ", ".join([*ranks, *steps, *ops, *read]) + level
+    return f"{', '.join([*ranks, *steps, *ops, *read])}{level}, {exactness(verdict)}"
 
 
 def modes(compared: Compared) -> str:
@@ -344,31 +337,14 @@ def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(NEVER_WRITTEN if text == _NOT_WRITTEN else text for text in texts)
 
 
-def element(each: Element) -> str:
-    """Return an element that differs."""
-    index = f"[{', '.join(map(str, each.index))}]"
-    return f"{each.tensor} {index}: A {each.left}, B {each.right}"
-
-
-def distances(first: Divergence) -> list[str]:
-    """Return one sentence on the distance of each tensor."""
-    return [
-        f"{each.tensor}: at most {number(each.max_abs)} apart, relative {number(each.max_rel)}"
-        + (f", {each.max_ulp:,} ulp" if each.max_ulp is not None else "")
-        + (f", cosine {each.cosine:.9g}" if each.cosine is not None else "")
-        for each in first.distances
-    ]
-
-
 def number(value: float | None) -> str:
     """Return a distance as it is shown."""
     return "unknown" if value is None else f"{value:.3g}"
 
 
-def pair(left: Sequence[str] | str | None, right: Sequence[str] | str | None) -> str:
+def pair(left: str, right: str) -> str:
     """Return what both runs have, once if it is equal; ``-`` for a run that lacks it."""
-    joined = (text if isinstance(text, str) else " ".join(text or ()) for text in (left, right))
-    one, two = (printable(text) if text else "-" for text in joined)
+    one, two = (printable(text) if text else "-" for text in (left, right))
     if one == two:
         return shortened(one, _WIDE)
     alike = takewhile(lambda both: both[0] == both[1], zip(one, two, strict=False))

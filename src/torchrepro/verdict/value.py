@@ -36,24 +36,19 @@ class Kind(StrEnum):
 class Side:
     """What one of two runs has at the place where they diverge."""
 
-    run: str
-    """The folder of the recording."""
+    run: str  #: The folder of the recording.
     source: str
-    outputs: str
-    """Dtype and shape of each output, as in ``float32[32, 64], int64[]``."""
-    argument: str
-    """The arguments that are not tensors, as Python writes them."""
+    outputs: str  #: Dtype and shape of each output, as in ``float32[32, 64], int64[]``.
+    argument: str  #: The arguments that are not tensors, as Python writes them.
     input_fingerprints: tuple[str, ...]
-    output_fingerprints: tuple[str, ...]
-    """In hexadecimal."""
+    output_fingerprints: tuple[str, ...]  #: In hexadecimal.
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
     """An element in which kept tensors differ."""
 
-    tensor: str
-    """``output 0`` or ``input 1``."""
+    tensor: str  #: ``output 0`` or ``input 1``.
     index: tuple[int, ...]
     left: str
     right: str
@@ -68,8 +63,7 @@ class Distance:
     tensor: str
     max_abs: float | None
     max_rel: float | None
-    cosine: float | None
-    """Cosine similarity; None where only statistics were recorded."""
+    cosine: float | None  #: Cosine similarity; None where only statistics were recorded.
     max_ulp: int | None = None
     differing: int | None = None
     """How many elements differ, of how many; None where only statistics were recorded."""
@@ -82,26 +76,21 @@ class Divergence:
 
     rank: int
     step: int
-    phase: str
-    """``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``."""
+    phase: str  #: ``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``.
     module: str
     op: str
-    source: str
-    """``file:line`` of the user's code, in the run that has it."""
+    source: str  #: ``file:line`` of the user's code, in the run that has it.
     kind: Kind
     thread: str
     left: Side | None
-    right: Side | None
-    """None for the run that does not have the op at all."""
-    elements: tuple[Element, ...] = ()
-    """The first wrong elements, where tensors were kept."""
+    right: Side | None  #: None for the run that does not have the op at all.
+    elements: tuple[Element, ...] = ()  #: The first wrong elements, where tensors were kept.
     distances: tuple[Distance, ...] = ()
     what: str = ""
     """One more sentence, where there is more to say: which input, which generator."""
     writers: tuple[str, ...] = ()
     """The threads that wrote the input in which the runs differ, where they are known."""
-    record: int = 0
-    """How many records had been taken before it."""
+    record: int = 0  #: How many records had been taken before it.
     after_last: bool = False
     """Whether it comes after the last step of both runs; `step` is then the number of their steps.
 
@@ -145,15 +134,11 @@ class Compared:
     """How much was compared."""
 
     ranks: int
-    steps: int
-    """Steps that ended in both runs; 0 where all is outside of any step."""
-    ops: int
-    """Records that were compared, at `level`."""
+    steps: int  #: Steps that ended in both runs; 0 where all is outside of any step.
+    ops: int  #: Records that were compared, at `level`.
     bytes: int
-    level: str
-    """``step``, ``module`` or ``op``, the coarser of the two recordings."""
-    after_last: bool = False
-    """Whether what comes after the last step was compared as well."""
+    level: str  #: ``step``, ``module`` or ``op``, the coarser of the two recordings.
+    after_last: bool = False  #: Whether what comes after the last step was compared as well.
     by: tuple[tuple[str, int], ...] = ()
     """How many of the steps were compared in each mode, as in ``op by op``, the finest first."""
     in_order: bool = True
@@ -170,10 +155,8 @@ class Compared:
 class Agreed:
     """Up to which step two runs are known to agree that then diverge."""
 
-    step: int
-    """The last step before the divergence in which all agrees that both runs recorded."""
-    by: str
-    """How it was compared, as in ``by parameters and losses``."""
+    step: int  #: The last step before the divergence in which all agrees that both runs recorded.
+    by: str  #: How it was compared, as in ``by parameters and losses``.
     in_full: int | None
     """The last one of which all that it computed was compared; None if there is none."""
     then_in_full: bool = False
@@ -194,8 +177,7 @@ class Cell:
 class LeftOut:
     """A line whose records were not compared, because somebody asked for that."""
 
-    where: str
-    """``file:line``, as it was asked for."""
+    where: str  #: ``file:line``, as it was asked for.
     records: int
     near: tuple[str, ...] = ()
     """Lines of the same file that have records, the nearest first, where this one has none."""
@@ -214,47 +196,36 @@ class Setting:
 class Loader:
     """A loader of data that a program iterates."""
 
-    where: str
-    """``file:line`` of the loop."""
+    where: str  #: ``file:line`` of the loop.
     workers: int
     dataset: str
-    worker_init_fn: str
-    """The program's own, as ``name at file:line``; empty if it has none."""
+    worker_init_fn: str  #: The program's own, as ``name at file:line``; empty if it has none.
 
 
 @dataclass(frozen=True, slots=True)
 class SeedSource:
     """What a seed was made from that differs in each run."""
 
-    name: str
-    """What the program calls, as in ``time.time``."""
-    what: str
-    """One of the words of `seeding.uncontrolled`, as in ``the clock``."""
+    name: str  #: What the program calls, as in ``time.time``.
+    what: str  #: One of the words of `seeding.uncontrolled`, as in ``the clock``.
     where: str
-    is_sure: bool
-    """Whether the line says so, and not only the order of reading."""
+    is_sure: bool  #: Whether the line says so, and not only the order of reading.
 
 
 @dataclass(frozen=True, slots=True)
 class UncontrolledRead:
     """A place where a program reads what no seed decides, or gives a generator a seed."""
 
-    name: str
-    """The function, as in ``time.time_ns``."""
-    what: str
-    """What it gives, as in ``the clock``."""
+    name: str  #: The function, as in ``time.time_ns``.
+    what: str  #: What it gives, as in ``the clock``.
     where: str
-    instead: str
-    """What to write instead."""
-    step: int
-    """The step that was running at the first read; -1 before torch was imported."""
-    record: int = 0
-    """How many records had been taken by then."""
+    instead: str  #: What to write instead.
+    step: int  #: The step that was running at the first read; -1 before torch was imported.
+    record: int = 0  #: How many records had been taken by then.
     left: str = ""
     right: str = ""
     """The seed that each run gave; empty where none was given."""
-    source: SeedSource | None = None
-    """Where a seed that differs comes from, if that is known."""
+    source: SeedSource | None = None  #: Where a seed that differs comes from, if that is known.
     in_sample: bool = False
     """Whether it was read while a sample was loaded, for which a generator is at hand."""
 
@@ -268,13 +239,10 @@ class UncontrolledRead:
 class UnwrittenRead:
     """A read of memory that nothing had written."""
 
-    allocated: str
-    """``file:line`` of what allocated it, as ``torch.empty`` does."""
-    read: str
-    """``file:line`` of the op that read it."""
+    allocated: str  #: ``file:line`` of what allocated it, as ``torch.empty`` does.
+    read: str  #: ``file:line`` of the op that read it.
     op: str
-    is_nan: bool
-    """Whether the result was NaN because of it."""
+    is_nan: bool  #: Whether the result was NaN because of it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +250,8 @@ class NotFinite:
     """The first loss that is no finite number."""
 
     step: int
-    value: str
-    """``nan``, ``inf`` or ``-inf``."""
-    on: bool
-    """Whether none after it is finite."""
+    value: str  #: ``nan``, ``inf`` or ``-inf``.
+    on: bool  #: Whether none after it is finite.
 
 
 @dataclass(frozen=True)
@@ -293,22 +259,18 @@ class Program:
     """What a program has that may explain why its runs diverge."""
 
     features: tuple[str, ...] | None = None
-    """Those of `evidence.FEATURES` that it uses, or may use; None where nothing is known."""
+    """Those of `diagnosis.FEATURES` that it uses, or may use; None where nothing is known."""
     accelerator: str = ""
     """The type of device that computed besides the CPU, as in ``cuda``; empty if none did."""
     loaders: tuple[Loader, ...] = ()
-    reads: tuple[UncontrolledRead, ...] = ()
-    """In the order of reading."""
-    threads: tuple[str, ...] = ()
-    """Threads beside the main one that computed something."""
+    reads: tuple[UncontrolledRead, ...] = ()  #: In the order of reading.
+    threads: tuple[str, ...] = ()  #: Threads beside the main one that computed something.
     unwritten: tuple[UnwrittenRead, ...] = ()
     """Reads of unwritten memory that made a loss NaN, or in which the runs diverge."""
     models: tuple[tuple[str, str], ...] = ()
     """What the recording calls each model and what the program does, where it has several."""
-    files: tuple[str, ...] = ()
-    """The files of its modules, as far as the recordings name them."""
-    began: float | None = None
-    """When the earlier of the runs began, in seconds since 1970."""
+    files: tuple[str, ...] = ()  #: The files of its modules, as far as the recordings name them.
+    began: float | None = None  #: When the earlier of the runs began, in seconds since 1970.
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
@@ -327,22 +289,19 @@ UNKNOWN_PROGRAM = Program()
 class RunFacts:
     """When, where and from what a run was recorded; a fact that is not known is empty."""
 
-    date: str
-    """When its first step was written, in UTC."""
+    date: str  #: When its first step was written, in UTC.
     host: str
     torch: str
     commit: str
     """Of the program's repository, with the number of files changed since; or why there is none."""
-    profile: str
-    """With its guarantee."""
+    profile: str  #: With its guarantee.
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
     """A line of the program as it is, and as it should be."""
 
-    where: str
-    """``file:line``."""
+    where: str  #: ``file:line``.
     before: str
     after: str
 
@@ -351,10 +310,8 @@ class Edit:
 class Advice:
     """The cause of a divergence and what to do about it."""
 
-    cause: str
-    """In words."""
-    edit: Edit | None = None
-    """The line to change; None if no line is known that helps."""
+    cause: str  #: In words.
+    edit: Edit | None = None  #: The line to change; None if no line is known that helps.
     command: str = ""
     """The command line that repeats itself, as a shell takes it; empty if none was found."""
     tried: str = ""
@@ -374,8 +331,7 @@ class Verdict(Displayed):
 
     same: bool
     left: str
-    right: str
-    """The folders of the two recordings."""
+    right: str  #: The folders of the two recordings.
     compared: Compared
     first: Divergence | None = None
     reaches: bool = True
@@ -383,8 +339,7 @@ class Verdict(Displayed):
     have; True as well where the recordings do not tell."""
     tolerance: tuple[float, float] | None = None
     """rtol and atol, where statistics were compared and not bits."""
-    propagated: int = 0
-    """Later records that differ because their inputs do."""
+    propagated: int = 0  #: Later records that differ because their inputs do.
     independent: int = 0
     """Later records that differ although their inputs are the same: more than one cause."""
     by_module: tuple[tuple[str, int], ...] = ()
@@ -398,8 +353,7 @@ class Verdict(Displayed):
     notes: tuple[str, ...] = ()
     """What a reader has to know of the comparison itself, one sentence each."""
     advice: Advice | None = None
-    program: Program = UNKNOWN_PROGRAM
-    """What the program has, as far as the recordings tell."""
+    program: Program = UNKNOWN_PROGRAM  #: What the program has, as far as the recordings tell.
     about: tuple[RunFacts, ...] = ()
     """The facts of the left run and of the right one; none where a run was not recorded."""
     not_finite: tuple[NotFinite | None, ...] = (None, None)

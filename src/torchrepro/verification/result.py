@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.console import Displayed, Verbosity, listing, parts, verbosity
 from torchrepro.messages import printable, shortened, some
 from torchrepro.seeding.uncontrolled import IF_THERE, SUSPECTS
-from torchrepro.verdict.evidence import short
 from torchrepro.verdict.page import Answer, Comparison, RunRow, facts_of, page_of
-from torchrepro.verdict.render import LINE, counted, headline, verdict_json, verdict_parts
+from torchrepro.verdict.render import (
+    LINE,
+    counted,
+    headline,
+    short,
+    verdict_json,
+    verdict_parts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -37,7 +37,6 @@ from torchrepro.verdict.diagnosis import (
     open_fixes,
     prime_suspect,
 )
-from torchrepro.verdict.evidence import short
 from torchrepro.verdict.program_text import (
     TIES,
     edit_of,
@@ -46,7 +45,7 @@ from torchrepro.verdict.program_text import (
     scan,
     varying_seeds,
 )
-from torchrepro.verdict.render import counted, from_here, headline
+from torchrepro.verdict.render import counted, from_here, headline, short
 from torchrepro.verdict.value import Advice, Kind, SeedSource
 from torchrepro.verification.copies import CopyError, edited_copy
 from torchrepro.verification.held_sources import HELD_AT_ONCE
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.verdict.diagnosis import Suspect
-    from torchrepro.verdict.evidence import Evidence
+    from torchrepro.verdict.diagnosis import Evidence, Suspect
     from torchrepro.verdict.value import Edit, UncontrolledRead, Verdict
     from torchrepro.verification.carried_files import CarriedFile
     from torchrepro.verification.runner import Runner
