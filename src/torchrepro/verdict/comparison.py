@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
@@ -28,6 +28,7 @@ from torchrepro.verdict.criteria import (
     FIELDS,
     LOSS,
     NAMES,
+    PHASE_OF,
     RERECORD,
     Criteria,
     Mode,
@@ -37,7 +38,6 @@ from torchrepro.verdict.criteria import (
     criteria_for,
     digest,
     mode_of,
-    refuse_unequal_algorithms,
     unequal_digest,
     unequal_end,
     unequal_generators,
@@ -75,13 +75,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from torchrepro.verdict.value import Divergence, LeftOut
+    from torchrepro.verdict.recordings import Traces
+    from torchrepro.verdict.value import Divergence
 
-    Traces = Mapping[tuple[int, int], Trace]  # by rank, and by number within it
 
-
-UNWRITTEN = (Kind.OUTPUTS, Kind.DATA, Kind.INPUT)
-"""How runs may diverge that read memory which nothing had written."""
+UNWRITTEN = (Kind.OUTPUTS, Kind.DATA, Kind.INPUT)  # how runs diverge that read unwritten memory
 
 
 def compare(
@@ -102,12 +100,13 @@ def compare(
     """
     refuse_no_line(ignore)
     tolerance = tolerance_of(rtol, atol)
-    with _opened(run_a, run_b) as sides:
+    runs = str(run_a), str(run_b)
+    with _opened(runs) as sides:
         if tolerance is None and not ignore:
-            found = compare_resumed((str(run_a), str(run_b)), *(side.values() for side in sides))
+            found = compare_resumed(runs, *(side.values() for side in sides))
             if found is not None:
                 return found
-        verdict = _within((str(run_a), str(run_b)), sides, tolerance, ignore)
+        verdict = _verdict(runs, sides, tolerance, ignore)
     refuse_unknown_lines(verdict)
     return verdict
 
@@ -150,18 +149,15 @@ def compare_within(
     one_program: bool = False,
 ) -> Verdict:
     """Compare two runs by the criteria that `criteria_for` chooses."""
-    with _opened(run_a, run_b) as sides:
-        return _within((str(run_a), str(run_b)), sides, tolerance, ignore, one_program=one_program)
+    runs = str(run_a), str(run_b)
+    with _opened(runs) as sides:
+        return _verdict(runs, sides, tolerance, ignore, one_program=one_program)
 
 
 @contextmanager
-def _opened(run_a: Path | str, run_b: Path | str) -> Iterator[tuple[Traces, Traces]]:
-    """Open the traces of two runs, by rank and by number of the process within its rank.
-
-    They are sorted by names: the order in which the processes of a rank began is an accident.
-    """
-
+def _opened(runs: tuple[str, str]) -> Iterator[Sequence[Traces]]:
     def order(trace: Trace) -> tuple[int, bool, str, str, int]:
+        # By names: the order in which the processes of a rank began is an accident.
         name, meta = str(trace.meta.get("process", "")), trace.meta
         program, ordinal = str(meta.get("program", "")), int(meta.get("ordinal", 0))
         return trace.rank, name != "MainProcess", name, program, ordinal
@@ -171,32 +167,17 @@ def _opened(run_a: Path | str, run_b: Path | str) -> Iterator[tuple[Traces, Trac
             gc.disable()
             stack.callback(gc.enable)
         sides: list[Traces] = []
-        for run in (run_a, run_b):
+        for run in runs:
             traces = read_run(run)
             for trace in traces:
                 stack.callback(trace.close)
             ranks = groupby(sorted(traces, key=order), key=attrgetter("rank"))
             sides.append({(rank, n): its for rank, group in ranks for n, its in enumerate(group)})
         try:
-            yield sides[0], sides[1]
+            yield sides
         except sqlite3.Error as error:
             what = f"has changed since it was opened: {error}"
-            raise TraceError.about(what, found=f"{run_a} or {run_b}") from None
-
-
-def _within(
-    runs: tuple[str, str],
-    sides: tuple[Traces, Traces],
-    tolerance: tuple[float, float] | None,
-    ignore: Sequence[str],
-    *,
-    one_program: bool = False,
-) -> Verdict:
-    left, right = sides
-    pairs = [Pair(left[each], right[each], runs) for each in sorted(left) if each in right]
-    criteria = criteria_for(pairs, tolerance, one_program=one_program)
-    verdict = _verdict(runs, sides, pairs, criteria, ignore)
-    return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
+            raise TraceError.about(what, found=" or ".join(runs)) from None
 
 
 @dataclass(frozen=True)
@@ -211,20 +192,15 @@ class PairComparison:
     notes: Sequence[str]
     fed: int  # how many records differ by what was left out alone
 
-    @property
-    def order(self) -> tuple[int, bool, int, int]:
-        """Sorts divergences: within a step, what a rank computed comes before what it received.
 
-        Of the values that a step left behind, losses come before gradients, which ranks add up.
-        """
-        first = self.first
-        if first is None:
-            raise ValueError("the traces do not diverge")
-        sent = first.phase == "collective" and first.kind is Kind.OUTPUTS
-        late = first.kind in (Kind.ENDED, Kind.INCOMPARABLE)
-        made = [phase for phase, _ in FIELDS]
-        after = made.index(first.phase) if first.is_at_the_latest and first.phase in made else 0
-        return first.step, sent or late, after, first.rank
+def _order(first: Divergence) -> tuple[int, bool, int, int]:
+    # Within a step, what a rank computed comes before what it received. Of the values that a step
+    # left behind, losses come before gradients, which ranks add up.
+    sent = first.phase == "collective" and first.kind is Kind.OUTPUTS
+    late = first.kind in (Kind.ENDED, Kind.INCOMPARABLE)
+    made = [PHASE_OF[name] for name in FIELDS]
+    after = made.index(first.phase) if first.is_at_the_latest and first.phase in made else 0
+    return first.step, sent or late, after, first.rank
 
 
 def _compare_pair(pair: Pair, criteria: Criteria, ignore: Sequence[str]) -> PairComparison:
@@ -234,7 +210,7 @@ def _compare_pair(pair: Pair, criteria: Criteria, ignore: Sequence[str]) -> Pair
     in_full = [step for step in modes if not modes[step].fields]
     records = Records(pair, criteria, in_full, ignore)
     if not within and (records.steps or not modes):
-        refuse_unequal_algorithms(records.algorithms)
+        records.refuse_unequal_algorithms()
     steps: dict[int, StepComparison] = {}
     first: Divergence | None = None
     sort = ""
@@ -251,7 +227,7 @@ def _compare_pair(pair: Pair, criteria: Criteria, ignore: Sequence[str]) -> Pair
             first, sort = records.describe(difference), difference.sort
         if first is not None and first.kind is Kind.VALUES and first.phase != "forward":
             # It is known by values alone that the step left behind: what led to them says more.
-            of_loss = (unequal_digest(pair, at, FIELDS[:1]) for at in (number, ANY_STEP))
+            of_loss = (unequal_digest(pair, at, [LOSS]) for at in (number, ANY_STEP))
             loss = next(filter(None, of_loss), None)
             first, sort = (first, sort) if loss is None else (loss, "")
     if first is None:
@@ -271,7 +247,7 @@ def _besides_records(records: Records, modes: Mapping[int, Mode]) -> Divergence 
         found = (unequal_loss(pair, step, tolerance) for step in (*steps, ANY_STEP))
         return next(filter(None, found), None)
     if records.incomparable:
-        what = f"{_incomparable(records)}; {RERECORD}"
+        what = f"{records.incomparable}; {RERECORD}"
         return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
     fields = {step: mode.fields or FIELDS for step, mode in modes.items()}
     fields[ANY_STEP] = min(fields.values(), key=len, default=FIELDS)
@@ -279,17 +255,8 @@ def _besides_records(records: Records, modes: Mapping[int, Mode]) -> Divergence 
     return next(filter(None, digests), None) or unequal_seeded_generator(pair)
 
 
-def _incomparable(records: Records) -> str:
-    return (
-        f"{counted(records.incomparable, 'op')} ran on another kind of device in the other run, "
-        "where fingerprints are taken in another way: no outputs of such an op were compared"
-    )
-
-
 def _notes_on(records: Records, modes: Mapping[int, Mode]) -> list[str]:
-    found: list[str] = []
-    if records.incomparable:
-        found.append(_incomparable(records))
+    found = [records.incomparable] if records.incomparable else []
     if records.unmatched and not records.criteria.needs_partner:
         have = "has" if records.unmatched == 1 else "have"
         ops = counted(records.unmatched, "op")
@@ -308,11 +275,15 @@ def _notes_on(records: Records, modes: Mapping[int, Mode]) -> list[str]:
 
 def _verdict(
     runs: tuple[str, str],
-    traces: tuple[Traces, Traces],
-    pairs: Sequence[Pair],
-    criteria: Criteria,
+    sides: Sequence[Traces],
+    tolerance: tuple[float, float] | None,
     ignore: Sequence[str],
+    *,
+    one_program: bool = False,
 ) -> Verdict:
+    left, right = sides
+    pairs = [Pair(left[each], right[each], runs) for each in sorted(left) if each in right]
+    criteria = criteria_for(pairs, tolerance, one_program=one_program)
     all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
     if pairs and all_have_steps and not any(pair.steps for pair in pairs):
         raise TraceError.about(
@@ -321,9 +292,9 @@ def _verdict(
             todo="record the same steps of both",
         )
     found = [_compare_pair(pair, criteria, ignore) for pair in pairs]
-    missing = missing_processes(*traces)
-    diverged = [one for one in found if one.first is not None]
-    earliest = min(diverged, key=attrgetter("order"), default=None)
+    missing = [*missing_processes(left, right)]
+    diverged = [(_order(one.first), one) for one in found if one.first is not None]
+    earliest = min(diverged, key=itemgetter(0))[1] if diverged else None
     tally, by_module = Counter[str](), Counter[str]()
     for each in (step for one in found for step in one.steps.values()):
         tally.update(each.tally)
@@ -341,7 +312,6 @@ def _verdict(
     for step in sorted({step for one in found for step in one.modes}):
         modes[step] = max((one.modes.get(step, Mode.OPS) for one in found), key=[*Mode].index)
     compared = _compared(found, modes)
-    agreed = agreed_before(modes, first.step) if earliest and first and compared.in_order else None
     uses = UNKNOWN_PROGRAM
     if pairs:
         diverges = earliest.pair if earliest else pairs[0]
@@ -355,16 +325,42 @@ def _verdict(
         for each in uses.unwritten
         if (each.is_nan and any(unfinite)) or (each.read, each.op) == at
     )
-    uses = replace(uses, unwritten=unwritten)
     left_out = tuple(line_left_out(pairs, where) for where in ignore)
     fed = sum(one.fed for one in found)
-    return Verdict(
+    said = [*words_of_not_finite(unfinite, unwritten)]
+    if left_out:
+        lines = ", ".join(f"{counted(each.records, 'record')} of {each.where}" for each in left_out)
+        said.append(f"left out: {lines}{f' and {fed:,} that only they feed' if fed else ''}")
+    if left_out and first and first.op in COARSE:
+        said.append(
+            "what was left out may be why: without --ignore the first op that differs is named"
+        )
+    said += criteria.notes
+    in_full = AT_ONE_LEVEL[compared.level]
+    if compared.by and compared.level != LEVELS[0] and in_full not in dict(compared.by):
+        said.append(
+            f"no step was compared {in_full}: what shows in no parameter, gradient or loss "
+            "(such as a running mean) is not seen"
+        )
+    said += [criteria.note_if_different] if first and criteria.note_if_different else []
+    ranks = [f"rank {pair.left.rank}: " if len(pairs) > 1 else "" for pair in pairs]
+    of_pairs = [
+        f"{rank}{note}"
+        for rank, one in zip(ranks, found, strict=True)
+        for note in (*notes(one.pair), *one.notes)
+    ]
+    of_pairs += [divergence.what for divergence in missing]
+    if tally[ALONE]:
+        more = counted(tally[ALONE], "more op")
+        of_pairs.append(f"{more} {are(tally[ALONE])} in one of the runs only")
+    is_known = earliest is not None and compared.in_order
+    verdict = Verdict(
         same=first is None,
         left=runs[0],
         right=runs[1],
         compared=compared,
         first=first,
-        reaches=first is not None and (bool(missing) or not found or any(map(_reaches, found))),
+        reaches=first is not None and (bool(missing) or not found or any(map(_reaches, pairs))),
         tolerance=criteria.tolerance,
         propagated=tally[PROPAGATED],
         independent=tally[INDEPENDENT],
@@ -372,30 +368,23 @@ def _verdict(
         map=tuple(_cells(found)),
         losses=losses(pairs[0]) if pairs else (),
         settings=settings(pairs[0]) if pairs else (),
-        program=uses,
+        program=replace(uses, unwritten=unwritten),
         about=tuple(map(facts, pairs[0].traces)) if pairs else (),
-        agreed=agreed,
+        agreed=agreed_before(modes, first.step) if first and is_known else None,
         not_finite=unfinite,
         left_out=left_out,
         fed=fed,
         across_ranks=tuple(
             sentence
-            for name, side in zip(NAMES, traces, strict=True)
+            for name, side in zip(NAMES, sides, strict=True)
             for sentence in unequal_replicas(name, list(side.values()))
         ),
-        notes=(
-            *words_of_not_finite(unfinite, unwritten),
-            *_words_of(left_out, fed, first),
-            *criteria.notes,
-            *_unseen(compared),
-            *([criteria.note_if_different] if first and criteria.note_if_different else []),
-            *dict.fromkeys(_notes(found, missing, tally[ALONE])),
-        ),
+        notes=(*said, *dict.fromkeys(of_pairs)),
     )
+    return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
 
 
-def _reaches(one: PairComparison) -> bool:
-    pair = one.pair
+def _reaches(pair: Pair) -> bool:
     ended = [[n for n, row in trace.steps.items() if row.finished] for trace in pair.traces]
     if not ended[0] or ended[0] != ended[1] or any(trace.is_truncated for trace in pair.traces):
         return True
@@ -413,7 +402,7 @@ def _has_anything(one: PairComparison) -> bool:
         any(
             all(digest(pair, side, at, name) for side in (0, 1))
             for at in (step, ANY_STEP)
-            for _, name in mode.fields
+            for name in mode.fields
         )
         if mode.fields
         else any(trace.steps[step].records for trace in pair.traces)
@@ -461,39 +450,9 @@ def _compared(found: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Com
     )
 
 
-def _words_of(left_out: Sequence[LeftOut], fed: int, first: Divergence | None) -> Iterator[str]:
-    lines = [f"{counted(each.records, 'record')} of {each.where}" for each in left_out]
-    if lines:
-        more = f" and {fed:,} that only they feed" if fed else ""
-        yield f"left out: {', '.join(lines)}{more}"
-    if lines and first is not None and first.op in COARSE:
-        yield "what was left out may be why: without --ignore the first op that differs is named"
-
-
-def _unseen(compared: Compared) -> Iterator[str]:
-    modes = [words for words, _ in compared.by]
-    in_full = AT_ONE_LEVEL[compared.level]
-    if modes and compared.level != LEVELS[0] and in_full not in modes:
-        yield (
-            f"no step was compared {in_full}: what shows in no parameter, gradient or loss "
-            "(such as a running mean) is not seen"
-        )
-
-
-def _notes(
-    found: Sequence[PairComparison], missing: Sequence[Divergence], alone: int
-) -> Iterator[str]:
-    for one in found:
-        rank = f"rank {one.pair.left.rank}: " if len(found) > 1 else ""
-        yield from (f"{rank}{note}" for note in (*notes(one.pair), *one.notes))
-    yield from (divergence.what for divergence in missing)
-    if alone:
-        yield f"{counted(alone, 'more op')} {are(alone)} in one of the runs only"
-
-
-_ALLOCATES = "aten::empty"
+# What comes before a digest, by its phase, besides the phases of `FIELDS` before it.
 _LOADING = {"forward": (), "backward": ("data",), "optimizer": ("data", "collective")}
-"""Phases besides those of `FIELDS` that come before the one of a digest."""
+_ALLOCATES = "aten::empty"
 
 
 def compare_resumed(
@@ -570,63 +529,47 @@ def compare_from(whole: str, resumed: str, shift: int) -> Verdict:
     They are compared by losses, gradients and parameters: what a program does to begin, and what it
     logs, may differ. The first op is named that computed something else, where it is known.
     """
-    with _opened(whole, resumed) as sides:
+    runs = whole, resumed
+    with _opened(runs) as sides:
         left, right = (_trained(side.values()) for side in sides)
-        return _compared_from((whole, resumed), left, right, shift)[0]
+        return _compared_from(runs, left, right, shift)[0]
 
 
 def _compared_from(
     runs: tuple[str, str], whole: Iterable[Trace], resumed: Iterable[Trace], shift: int
 ) -> tuple[Verdict, Pair]:
-    pairs = [
-        Pair(left, _shifted(right, shift), runs)
-        for left, right in zip(whole, resumed, strict=False)
+    pairs = []
+    for left, right in zip(whole, resumed, strict=False):
+        # From here on its steps are numbered as those of the run that it goes on.
+        right.steps = {n + shift: replace(row, step=n + shift) for n, row in right.steps.items()}
+        right.losses = [replace(loss, step=loss.step + shift) for loss in right.losses]
+        pairs.append(Pair(left, right, runs))
+    found = [(first, pair) for pair in pairs if (first := _first_from(pair)) is not None]
+    first, pair = min(
+        found, key=lambda each: (each[0].step, each[0].rank), default=(None, pairs[0])
+    )
+    steps = [
+        step
+        for step in pairs[0].ended_steps
+        if any(all(digest(pairs[0], side, step, name) for side in (0, 1)) for name in FIELDS)
     ]
-    found = [(pair, _first_from(pair)) for pair in pairs]
-    differing = [(pair, first) for pair, first in found if first is not None]
-    pair, first = min(
-        differing, key=lambda each: (each[1].step, each[1].rank), default=(pairs[0], None)
+    compared = Compared(
+        ranks=len(pairs),
+        steps=len(steps),
+        ops=0,
+        bytes=sum(pairs[0].right.steps[step].bytes for step in steps),
+        level=pairs[0].levels[1],
+        by=((AT_ONE_LEVEL["step"], len(steps)),),
     )
-    steps = [step for step in pairs[0].ended_steps if _is_compared_from(pairs[0], step)]
-    verdict = Verdict(
-        first is None and bool(steps),
-        *runs,
-        Compared(
-            ranks=len(pairs),
-            steps=len(steps),
-            ops=0,
-            bytes=sum(pairs[0].right.steps[step].bytes for step in steps),
-            level=pairs[0].levels[1],
-            by=((AT_ONE_LEVEL["step"], len(steps)),),
-        ),
-        first,
-        losses=losses(pair),
-        program=program(pair, [each for each in pairs if each is not pair]),
-    )
-    return verdict, pair
+    uses = program(pair, [each for each in pairs if each is not pair])
+    same = first is None and bool(steps)
+    return Verdict(same, *runs, compared, first, losses=losses(pair), program=uses), pair
 
 
 def _trained(traces: Iterable[Trace]) -> Sequence[Trace]:
     """Return the trace of the process of each rank that made most steps."""
-    found: dict[int, Trace] = {}
-    for trace in traces:
-        best = found.get(trace.rank)
-        if best is None or trace.ended_steps > best.ended_steps:
-            found[trace.rank] = trace
-    return [found[rank] for rank in sorted(found)]
-
-
-def _shifted(trace: Trace, shift: int) -> Trace:
-    """Have the steps of a trace numbered as those of the run that it goes on."""
-    trace.steps = {
-        number + shift: replace(row, step=number + shift) for number, row in trace.steps.items()
-    }
-    trace.losses = [replace(loss, step=loss.step + shift) for loss in trace.losses]
-    return trace
-
-
-def _is_compared_from(pair: Pair, step: int) -> bool:
-    return any(all(digest(pair, side, step, name) for side in (0, 1)) for _, name in FIELDS)
+    by_rank = groupby(traces, key=attrgetter("rank"))
+    return [max(its, key=attrgetter("ended_steps")) for _, its in by_rank]
 
 
 def _first_from(pair: Pair) -> Divergence | None:
@@ -634,36 +577,26 @@ def _first_from(pair: Pair) -> Divergence | None:
         first = unequal_digest(pair, step, FIELDS)
         if first is not None:
             return _first_op(pair, step, first.phase) or first
-    ends = [
+    left, right = (
         max((number for number, row in trace.steps.items() if row.finished), default=-1)
         for trace in pair.traces
-    ]
+    )
     cut = [CUT if trace.is_truncated else "" for trace in pair.traces]
-    if ends[0] != ends[1] or any(cut):
+    if left != right or any(cut):
         what = (
-            f"the whole run ends after step {ends[0]}{cut[0]}, "
-            f"the resumed one after step {ends[1]}{cut[1]}"
+            f"the whole run ends after step {left}{cut[0]}, "
+            f"the resumed one after step {right}{cut[1]}"
         )
-        return at_step(pair, min(ends) + 1, Kind.ENDED, what)
-    return _unequal_end_from(pair)
-
-
-def _unequal_end_from(pair: Pair) -> Divergence | None:
-    """Return what both hold as they end whose value is not there in the resumed run.
-
-    Names count optimizers and models as they come, which is from another step on there.
-    """
-    left, right = (trace.meta.get("end") or {} for trace in pair.traces)
+        return at_step(pair, min(left, right) + 1, Kind.ENDED, what)
+    # What both hold as they end whose value is not there in the resumed run: names count optimizers
+    # and models as they come, which is from another step on there.
+    mine, theirs = (trace.meta.get("end") or {} for trace in pair.traces)
     for kind in ("optimizers", "buffers"):
-        its = right.get(kind) or {}
-        names = [
-            name
-            for name, digest in (left.get(kind) or {}).items()
-            if name in its and name != OTHERS and digest not in its.values()
-        ]
-        if names:
-            what = f"not the same when the runs end: {printable(names[0])}"
-            return at_step(pair, pair.steps[-1], Kind.VALUES, what)
+        its = theirs.get(kind) or {}
+        for name, held in (mine.get(kind) or {}).items():
+            if name in its and name != OTHERS and held not in its.values():
+                what = f"not the same when the runs end: {printable(name)}"
+                return at_step(pair, pair.steps[-1], Kind.VALUES, what)
     return None
 
 
@@ -674,12 +607,12 @@ def _first_op(pair: Pair, step: int, phase: str) -> Divergence | None:
     """
     if any(trace.steps[step].level in COARSE for trace in pair.traces):
         return None
-    phases = [name for name, _ in FIELDS]
+    phases = [PHASE_OF[name] for name in FIELDS]
+    agree = (*phases[: phases.index(phase)], *_LOADING[phase])
     records = Records(pair, Criteria(needs_partner=False), [step])
     for reader in records.readers:
         for number, site in reader.trace.sites.items():
-            before = site.phase in phases[: phases.index(phase)] or site.phase in _LOADING[phase]
-            if before or site.op.startswith(_ALLOCATES):
+            if site.phase in agree or site.op.startswith(_ALLOCATES):
                 reader.sites["compared"][number] = False
     found = records.step(step).first
     return None if found is None else records.describe(found)

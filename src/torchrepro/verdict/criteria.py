@@ -13,7 +13,6 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import TraceError
 from torchrepro.messages import printable
 from torchrepro.trace.format import OPTIMIZER_STEP
 from torchrepro.verdict.diagnosis import NO_VALUE
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
 ANY_STEP = -1  # stands for the step of what other threads do: in which one it falls is an accident
 
-NAMES = ("A", "B")
-"""What sentences call the two runs. Their folders have long names, which are often alike."""
+NAMES = ("A", "B")  # of the runs, in sentences: their folders have long names, often alike
 
 RERECORD = (
     "record both again with --statistics, or under a profile whose guarantee is aligned, "
@@ -93,12 +91,10 @@ class Pair:
 
     @property
     def traces(self) -> tuple[Trace, Trace]:
-        """Both traces."""
         return self.left, self.right
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The level of detail at which each was recorded."""
         return tuple(str(trace.meta.get("level", "op")) for trace in self.traces)
 
     @cached_property
@@ -121,38 +117,17 @@ class Pair:
 Statistics = tuple[int, float | None, float | None, float | None, float | None]
 """Count, mean, norm, low and high of an output."""
 
-BY_BITS = (
-    ("key", "argument", "shape", "inputs", "outputs"),
-    ("key", "argument", "shape", "inputs"),
-    ("key", "argument", "shape"),
-    ("key",),
-)
-BY_STATISTICS = (
-    ("key", "argument", "size"),
-    ("key", "size"),
-    ("key",),
-    ("spot", "size"),  # devices have ops of their own for the same module
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Criteria:
     """What it takes for two runs to count as the same."""
 
-    tolerance: tuple[float, float] | None = None
-    """rtol and atol, where statistics are compared and not bits."""
+    tolerance: tuple[float, float] | None = None  # where statistics are compared and not bits
+    # Whether a record that only one run has is a difference. Across devices and precisions it is
+    # none: each may have ops of its own.
     needs_partner: bool = True
-    """Whether a record that only one run has is a difference.
-
-    Across devices and precisions it is none: each may have ops of its own.
-    """
     notes: tuple[str, ...] = ()  # why these criteria were chosen, where nobody named them
     note_if_different: str = ""  # what else is to be said if the runs differ
-
-    @property
-    def matched_by(self) -> Sequence[Sequence[str]]:
-        """The columns by which records are matched, the finest first."""
-        return BY_BITS if self.tolerance is None else BY_STATISTICS
 
 
 def criteria_for(
@@ -197,26 +172,16 @@ def _lacks_statistics(pair: Pair) -> str:
     return f"{' and '.join(lacking)} {have} no statistics of tensors; {RERECORD}"
 
 
-def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> None:
-    """Raise `TraceError` if the bits of two runs cannot be compared at all."""
-    if used[0] and used[1] and used[0] != used[1]:
-        raise TraceError.about(
-            "the two runs computed on other kinds of device, whose fingerprints differ",
-            found=" and ".join(", ".join(sorted(names)) for names in used),
-            todo=RERECORD,
-        )
+LOSS, ARGUMENTS = "loss", "arguments"
+FIELDS = (LOSS, "gradients", "parameters")
+"""The digests of a step, in the order in which a step makes them.
 
+There are those of the `ARGUMENTS` of optimizers as well; where records are compared, they say more.
+"""
 
-LOSS = "loss"
-FIELDS = (
-    ("forward", LOSS),
-    ("backward", "gradients"),
-    ("optimizer", "parameters"),
-)
-"""Phase and name of each digest of a step, in the order in which a step makes them."""
-
-ARGUMENTS = "optimizer", "arguments"
-"""The same of what optimizers were given. Where records are compared, these say more."""
+PHASE_OF = dict(zip(FIELDS, ("forward", "backward", "optimizer"), strict=True)) | {
+    ARGUMENTS: "optimizer"
+}
 
 
 class Mode(Enum):
@@ -225,16 +190,14 @@ class Mode(Enum):
     OPS = AT_ONE_LEVEL["op"], ()
     MODULES = AT_ONE_LEVEL["module"], ()
     STATE = AT_ONE_LEVEL["step"], ()
-    DIGESTS = (
-        AT_ONE_LEVEL["step"],
-        (*FIELDS[:2], ARGUMENTS, FIELDS[2]),
-    )  # one of the runs no longer has the records of the step
+    # One of the runs no longer has the records of the step.
+    DIGESTS = AT_ONE_LEVEL["step"], (LOSS, "gradients", ARGUMENTS, "parameters")
     # Of a gradient in memory that was unset ops are recorded, and not what it holds: levels do not
     # take it in alike.
-    DIGESTS_OF_UNEQUAL_LEVELS = "by parameters and losses", (FIELDS[0], ARGUMENTS, FIELDS[2])
-    LOSSES = "by losses", FIELDS[:1]  # within a tolerance, where there are no statistics
+    DIGESTS_OF_UNEQUAL_LEVELS = "by parameters and losses", (LOSS, ARGUMENTS, "parameters")
+    LOSSES = "by losses", (LOSS,)  # within a tolerance, where there are no statistics
 
-    def __init__(self, words: str, fields: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, words: str, fields: tuple[str, ...]) -> None:
         self.words = words  # as it stands after a number of steps
         self.fields = fields  # the digests that are compared; none where records are
 
@@ -260,7 +223,6 @@ learnt, and one that records some steps in full learns more of them.
 
 
 def mode_of(pair: Pair, step: int, *, within_tolerance: bool) -> Mode:
-    """Return how a step that both runs have is compared."""
     left, right = (trace.steps[step] for trace in pair.traces)
     one, other = (trace.meta for trace in pair.traces)
     if left.level != right.level:
@@ -288,19 +250,12 @@ def agreed_before(modes: Mapping[int, Mode], step: int) -> Agreed | None:
 
 
 def at_step(
-    pair: Pair,
-    number: int,
-    kind: Kind,
-    what: str,
-    phase: str = "",
-    op: str = "",
-    sides: tuple[Side | None, ...] = (None, None),
+    pair: Pair, number: int, kind: Kind, what: str, phase: str = "", op: str = ""
 ) -> Divergence:
     """Return a divergence of a step without a record that shows it."""
-    left, right = sides
     after_last = pair.is_after_last(number)
     found = Divergence.without_op(pair.left.rank, number, kind, what, after_last=after_last)
-    return replace(found, phase=phase, op=op, left=left, right=right)
+    return replace(found, phase=phase, op=op)
 
 
 def digest(pair: Pair, side: int, number: int, name: str) -> bytes:
@@ -317,41 +272,39 @@ def digest(pair: Pair, side: int, number: int, name: str) -> bytes:
     return b"".join(sorted(getattr(rows[step], name) for step in steps))
 
 
-def unequal_digest(pair: Pair, number: int, fields: Sequence[tuple[str, str]]) -> Divergence | None:
+def unequal_digest(pair: Pair, number: int, fields: Sequence[str]) -> Divergence | None:
     """Return the first digest of a step, or of `ANY_STEP`, that differs, if one does."""
-    for phase, name in fields:
+    for name in fields:
         digests = [digest(pair, side, number, name) for side in (0, 1)]
         if not all(digests) or digests[0] == digests[1]:
             continue
-        sides = tuple(
-            Side(run, "", "", "", (), (each.hex(),))
-            for run, each in zip(pair.runs, digests, strict=True)
-        )
-        if name == LOSS:
-            found = _unequal_losses(
-                pair, number, lambda one, other: one.fingerprint != other.fingerprint
-            )
-            if found is not None:
-                return replace(found, left=sides[0], right=sides[1])
-        shown = max(number, 0)
+        phase, shown = PHASE_OF[name], number
         if number == ANY_STEP and name != LOSS:
             one, other = (trace.steps for trace in pair.traces)
             its = {getattr(other[at], name) for at in pair.steps}
             shown = next(at for at in pair.steps if getattr(one[at], name) not in its)
-        if (phase, name) == ARGUMENTS:
-            op = f"optimizer{OPTIMIZER_STEP}"
-            return at_step(pair, shown, Kind.ARGUMENT, "not recorded which", phase, op, sides)
-        return at_step(pair, shown, Kind.VALUES, "", phase, name, sides)
+        if name == LOSS:
+            found = _unequal_losses(pair, number, lambda a, b: a.fingerprint != b.fingerprint)
+        elif name == ARGUMENTS:
+            what, op = "not recorded which", f"optimizer{OPTIMIZER_STEP}"
+            found = at_step(pair, shown, Kind.ARGUMENT, what, phase, op)
+        else:
+            found = at_step(pair, shown, Kind.VALUES, "", phase, name)
+        left, right = (
+            Side(run, "", "", "", (), (each.hex(),))
+            for run, each in zip(pair.runs, digests, strict=True)
+        )
+        return found and replace(found, left=left, right=right)
     return None
 
 
 def unequal_loss(pair: Pair, step: int, tolerance: tuple[float, float]) -> Divergence | None:
     rtol, atol = tolerance
-    return _unequal_losses(
-        pair,
-        step,
-        lambda one, other: not _near(one.value, other.value, atol + rtol * abs(other.value or 0.0)),
-    )
+
+    def differ(one: Loss, other: Loss) -> bool:
+        return not _near(one.value, other.value, atol + rtol * abs(other.value or 0.0))
+
+    return _unequal_losses(pair, step, differ)
 
 
 def _unequal_losses(
@@ -369,7 +322,7 @@ def _unequal_losses(
         thread = pair.left.threads.get(shown.thread, "") if shown.thread else ""
         its = f"a loss of thread {thread}" if thread else "its loss"
         what = f"{its} differs: {' and '.join(texts)}"
-    found = at_step(pair, shown.step, Kind.VALUES, what, *FIELDS[0])
+    found = at_step(pair, shown.step, Kind.VALUES, what, PHASE_OF[LOSS], LOSS)
     return replace(found, source=shown.source)
 
 

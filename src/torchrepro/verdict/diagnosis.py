@@ -85,7 +85,6 @@ class Fix:
     needs: str = ""  # the feature without which the program cannot feel it (see `FEATURES`)
 
     def is_met_by(self, value: str | None) -> bool:
-        """Whether `value` is one that helps."""
         return value is not None and (self.enough == ("*",) or value in (self.value, *self.enough))
 
 
@@ -211,7 +210,6 @@ class Evidence:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """The sides of the runs that have the op."""
         return tuple(side for side in (self.first.left, self.first.right) if side is not None)
 
     @property
@@ -277,7 +275,6 @@ class Evidence:
         return bool(PREDICATES[name](self)) == (name == predicate)
 
     def fits(self, rule: Rule) -> bool:
-        """Whether a rule may say why the runs diverge."""
         device = accelerator(self.meta)
         return (
             self.first.kind.name in rule.kinds
@@ -425,7 +422,6 @@ def advice(
 
 
 def rule_of(evidence: Evidence) -> Rule:
-    """Return the first rule of the table that may say why the runs diverge."""
     return next(row for row in RULES if evidence.fits(row))
 
 

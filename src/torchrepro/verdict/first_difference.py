@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
 
-MOST = 8
-"""Inputs whose origin is searched for. Each may cost a pass over a trace."""
-
+MOST = 8  # inputs whose origin is searched for: each may cost a pass over a trace
 LOOK_BACK = 3  # steps within which an optimizer has written a parameter that it trains
+_FEW_OPTIONS = 3
+SHOWN = 5  # elements that a divergence has
 
 MADE_OUTSIDE = {
     DATALOADER: "the batches differ as they enter the main process",
@@ -50,12 +50,8 @@ INPUTLESS = frozenset({"parameter", "gradient", "module"})
 A record of a collective names only this rank's contribution.
 """
 
-_FEW_OPTIONS = 3
-
 KeptTensor = tuple[str, int, str, str, bytes]
 """``input`` or ``output``, its position, dtype, shape and memory."""
-
-SHOWN = 5  # elements that a divergence has
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +63,7 @@ class FirstDifference:
     sort: str  # how it differs
     place: float  # where it is in the left run: the id of a record, or between two ids
     instead: int | None = None  # the id of what the run without the record did at its place
-    read: Sequence[tuple[int, int]] = ()
-    """Pairs of records shortly before that differ only in what they read."""
+    read: Sequence[tuple[int, int]] = ()  # pairs shortly before that only read something else
 
 
 class Explanation(NamedTuple):
@@ -94,7 +89,6 @@ class RecordView(NamedTuple):
 
     @classmethod
     def read(cls, trace: Trace, number: int) -> RecordView:
-        """Return a record by its id."""
         its = trace.record(number)
         return cls(
             *(trace, number, trace.step_of(number), trace.sites[its.site]),
@@ -107,12 +101,10 @@ class RecordView(NamedTuple):
 
     @property
     def is_optimizer_step(self) -> bool:
-        """Whether it is of the arguments of an optimizer."""
         return self.site.phase == "optimizer" and self.site.op.endswith(OPTIMIZER_STEP)
 
     @property
     def op(self) -> str:
-        """The op, with the module that it ran in."""
         return f"{self.site.op}{f' in {self.site.module}' if self.site.module else ''}"
 
 
@@ -292,12 +284,10 @@ class Input(NamedTuple):
 
     @property
     def values(self) -> tuple[bytes, bytes]:
-        """Its fingerprint in both runs."""
         return self.left.inputs[self.place], self.right.inputs[self.place]
 
     @property
     def name(self) -> str:
-        """What a sentence calls it."""
         return f"input {self.place} of {self.left.site.op}"
 
 
@@ -511,14 +501,6 @@ SIGNED_MAGNITUDES: Mapping[str, str] = {
 """Integers as wide as a type of which the next larger magnitude is the next larger integer."""
 
 
-def _unlike(left: Any, right: Any) -> Any:
-    if left.dtype != right.dtype:
-        return (left != right) & ~((left != left) & (right != right))  # noqa: PLR0124 - NaN
-    size = left.dtype.itemsize
-    one, other = (np.ascontiguousarray(each).view("uint8") for each in (left, right))
-    return (one.reshape(-1, size) != other.reshape(-1, size)).any(axis=1)
-
-
 def _ulps(dtype: str, left: bytes, right: bytes) -> Any:
     code = SIGNED_MAGNITUDES.get(dtype)
     if code is None:
@@ -533,7 +515,12 @@ def _difference(
     name: str, shape: tuple[int, ...], left: Any, right: Any, ulps: Any
 ) -> tuple[Distance, Iterator[Element]]:
     wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
-    unequal = _unlike(left, right)
+    if left.dtype != right.dtype:
+        unequal = (left != right) & ~((left != left) & (right != right))  # noqa: PLR0124 - NaN
+    else:  # byte by byte
+        one, other = (np.ascontiguousarray(each).view("uint8") for each in (left, right))
+        size = -1, left.dtype.itemsize
+        unequal = (one.reshape(size) != other.reshape(size)).any(axis=1)
     finite = np.isfinite(left) & np.isfinite(right)
     elements = (
         Element(

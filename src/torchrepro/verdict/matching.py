@@ -28,12 +28,14 @@ Pairs = tuple[Array, Array]
 FREE, CUT_OFF, FED = -1, -2, -3  # in place of a partner: there is none, or none is expected
 
 CELLS, CELLS_PER_RECORD = 1 << 22, 16
-"""How much is looked at for the fewest records left over; beyond it, unique records are anchors."""
+"""How much is looked at for the fewest records left over; beyond it, equal ones are paired that are
+there as often in both runs."""
 
 NEVER = 1 << 40
 """The cost of a pair that must not be. A matching of other pairs costs less."""
 
 UNREACHED = 1 << 61
+_NO_PAIRS = (np.zeros(0, int), np.zeros(0, int))
 
 CUT_OFF_STEPS = 1
 """Ends of steps that records at an end of a thread may span and still count as cut off."""
@@ -52,7 +54,6 @@ class Matching:
 
     @classmethod
     def none(cls, left: Array, right: Array) -> Matching:
-        """Return the matching without pairs."""
         return cls(np.full(len(left), FREE), np.full(len(right), FREE))
 
     @property
@@ -70,17 +71,11 @@ class Matching:
         rising = _rising(right.tolist())
         return left[rising], right[rising]
 
-    @property
-    def number_free(self) -> int:
-        """How many records lack a partner that they should have."""
-        return sum(int((partners == FREE).sum()) for partners in (self.of_left, self.of_right))
-
     def free(self, side: int) -> Array:
         """Return the places of the records of one run that have no partner."""
         return np.flatnonzero((self.of_left, self.of_right)[side] == FREE)
 
     def join(self, pairs: Pairs) -> None:
-        """Note that the records of each pair belong together."""
         left, right = pairs
         self.of_left[left] = right
         self.of_right[right] = left
@@ -187,7 +182,7 @@ def _in_order(runs: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs
     if by_op is not None and len(by_op[0]) == shorter:
         return by_op, False
     if by_line is None or not _lines_do_the_same(runs, between):
-        return by_op or _anchors(*_tokens(between, finest)), False
+        return by_op or _NO_PAIRS, False
     found = [by_line]
     ends = (
         [-1, *places.tolist(), len(side)] for places, side in zip(by_line, between, strict=True)
@@ -195,13 +190,10 @@ def _in_order(runs: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs
     for (here, here_next), (there, there_next) in zip(*map(pairwise, ends), strict=True):
         if here_next - here > 1 and there_next - there > 1:
             gap = between[0][here + 1 : here_next], between[1][there + 1 : there_next]
-            one, other = _by_op(gap, columns) or (_NONE, _NONE)
+            one, other = _by_op(gap, columns) or _NO_PAIRS
             found.append((one + here + 1, other + there + 1))
     one, other = (np.concatenate(places) for places in zip(*found, strict=True))
     return (one, other), True
-
-
-_NONE = np.zeros(0, int)
 
 
 def _by_op(sides: Pairs, columns: Sequence[str]) -> Pairs | None:
@@ -299,17 +291,8 @@ def _within(
             gaps, diagonal, place = gaps - 1, diagonal + 1, place - 1
         elif diagonal or gaps:
             diagonal -= 1
-    mine, theirs = zip(*[(_NONE, _NONE), *stretches[::-1]], strict=True)
+    mine, theirs = zip(*[_NO_PAIRS, *stretches[::-1]], strict=True)
     return np.concatenate(mine), np.concatenate(theirs)
-
-
-def _anchors(left: Array, right: Array) -> Pairs:
-    unique = [np.unique(side, return_index=True, return_counts=True) for side in (left, right)]
-    one, other = (dict(zip(t[n == 1], at[n == 1], strict=True)) for t, at, n in unique)
-    both = sorted((place, other[token]) for token, place in one.items() if token in other)
-    places = np.array(both, int).reshape(-1, 2)
-    places = places[_rising(places[:, 1].tolist())]
-    return places[:, 0], places[:, 1]
 
 
 def _rising(numbers: Sequence[int]) -> Array:
@@ -347,7 +330,7 @@ def match_threads(
     found = Matching.none(left, right)
     for names in (("thread_name", *rounds[0]), rounds[0]):
         found.join_equal(*_tokens(sides, names))
-    if found.number_free:
+    if len(found.free(0)) or len(found.free(1)):
         lanes = [_lanes(side) for side in sides]
         for name in {*left["thread_name"].tolist(), *right["thread_name"].tolist()}:
             of_name = [

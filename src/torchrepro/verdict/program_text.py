@@ -108,10 +108,8 @@ class Module:
         self.text = text
         self.lines = text.split("\n")
         self.nodes = list(ast.walk(ast.parse(text)))
-        self.of_line: dict[int, list[ast.AST]] = {}
-        """The nodes that begin on each line."""
-        self.imported: dict[str, str] = {}
-        """What is imported, by the name that it has in the module."""
+        self.of_line: dict[int, list[ast.AST]] = {}  # the nodes that begin on each
+        self.imported: dict[str, str] = {}  # what is, by the name that it has in the module
         for node in self.nodes:
             self.of_line.setdefault(getattr(node, "lineno", 0), []).append(node)
             if isinstance(node, ast.Import):
@@ -393,12 +391,12 @@ class _Line:
         if replacement is None:
             return None
         node, text = replacement
-        if node.end_lineno != node.lineno or node.end_col_offset is None:
+        if node.end_lineno != node.lineno:
             return None
         before = self._module.lines[node.lineno - 1]
-        line = before.encode()
-        after = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
-        where, new = f"{self._file}:{node.lineno}", after.decode()
+        line = before.encode()  # columns are counted in bytes
+        new = (line[: node.col_offset] + text.encode() + line[node.end_col_offset :]).decode()
+        where = f"{self._file}:{node.lineno}"
         return None if new == before else Edit(where, before.strip(), new.strip())
 
     def calls(self, *functions: str) -> list[ast.Call]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrepro.messages import printable, size
 from torchrepro.seeding.uncontrolled import row_of_read
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from torchrepro.trace.reader import Trace
 
+    Traces = Mapping[tuple[int, int], Trace]  # by rank, and by number of the process within it
 
 CUT = " (killed, ended by os._exit, or still running)"
 
@@ -93,11 +94,8 @@ def _is_not_of(row: StepRow, other: Trace) -> bool:
 
 
 def _last_step(trace: Trace, other: Trace) -> int:
-    """Return the number of the last step, or -1.
-
-    A trailing unfinished step without records of the main thread is excluded, and one that has no
-    place in the other recording.
-    """
+    # What comes after the last step is left out where it has no place in the other recording, or no
+    # record of the main thread.
     steps = list(trace.steps.values())
     if steps and _is_not_of(steps[-1], other):
         steps.pop()
@@ -107,26 +105,15 @@ def _last_step(trace: Trace, other: Trace) -> int:
     return steps[-1].step if steps else -1
 
 
-def missing_processes(
-    left: Mapping[tuple[int, int], Trace],
-    right: Mapping[tuple[int, int], Trace],
-) -> list[Divergence]:
-    """Return the processes that only one of two runs has."""
-    return [
-        Divergence.without_op(
-            rank,
-            0,
-            Kind.ENDED,
-            f"only {NAMES[(rank, ordinal) not in left]} has "
-            f"{f'process {ordinal}' if ordinal else 'a recording'} of rank {rank}",
-        )
-        for rank, ordinal in sorted(left.keys() ^ right.keys())
-    ]
+def missing_processes(left: Traces, right: Traces) -> Iterator[Divergence]:
+    for rank, ordinal in sorted(left.keys() ^ right.keys()):
+        which = f"process {ordinal}" if ordinal else "a recording"
+        what = f"only {NAMES[(rank, ordinal) not in left]} has {which} of rank {rank}"
+        yield Divergence.without_op(rank, 0, Kind.ENDED, what)
 
 
+# What holds settings in a trace's meta: sections, with the prefix of their names, and single keys.
 SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
-"""Sections of a trace's meta that hold settings, each with the prefix of their names."""
-
 SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", *NOT_ALIKE)
 
 
@@ -135,14 +122,15 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
 
     Traces of killed runs do not tell whether they are alike.
     """
-    sides: list[dict[str, str]] = []
-    for meta in (trace.meta for trace in pair.traces):
-        found = {name: str(meta[name]) for name in SINGLE if meta.get(name) is not None}
-        for section, called in SECTIONS.items():
-            its = meta.get(section) or {}
-            found |= {f"{called}{name}": str(value) for name, value in its.items()}
-        sides.append(found)
-    left, right = sides
+    left, right = (
+        {name: str(meta[name]) for name in SINGLE if meta.get(name) is not None}
+        | {
+            f"{called}{name}": str(value)
+            for section, called in SECTIONS.items()
+            for name, value in (meta.get(section) or {}).items()
+        }
+        for meta in (trace.meta for trace in pair.traces)
+    )
     return tuple(
         Setting(name, left.get(name), right.get(name))
         for name in {**left, **right}
@@ -158,14 +146,9 @@ def program(pair: Pair, others: Sequence[Pair] = ()) -> Program:
     """
     metas = left, right = [trace.meta for trace in pair.traces]
     loaders = [
-        Loader(
-            where=each["where"],
-            workers=each["workers"],
-            dataset=each["dataset"],
-            worker_init_fn=each.get("worker_init_fn") or "",
-        )
+        Loader(its["where"], its["workers"], its["dataset"], its.get("worker_init_fn") or "")
         for meta in metas
-        for each in meta.get("loaders") or ()
+        for its in meta.get("loaders") or ()
     ]
     # Loaders are recorded at every level, other features by their ops alone.
     unseen = any(meta.get("level", "op") != "op" for meta in metas)
@@ -212,41 +195,32 @@ def program(pair: Pair, others: Sequence[Pair] = ()) -> Program:
 def _reads(pairs: Sequence[Pair]) -> tuple[UncontrolledRead, ...]:
     found: dict[tuple[str, str, str], UncontrolledRead] = {}
     for pair in pairs:
-        for key, read in _reads_of([trace.meta.get("sources") or () for trace in pair.traces]):
+        left, right = (
+            {(its["name"], its["what"], short(its["where"])): its for its in sources or ()}
+            for sources in (trace.meta.get("sources") for trace in pair.traces)
+        )
+        for key, its in (right | left).items():
+            name = printable(its["name"])
+            row = row_of_read(its["name"], its["what"])
+            if row is None:
+                continue
+            read = UncontrolledRead(
+                name,
+                what=row.what,
+                where=its["where"],
+                instead=row.edit(name, in_sample=its.get("in_sample") is True),
+                in_sample=bool(row.in_sample and its.get("in_sample")),
+                step=its["step"],
+                record=its["record"],
+                left=left.get(key, {}).get("value") or "",
+                right=right.get(key, {}).get("value") or "",
+            )
             if key not in found or (read.is_other_seed and not found[key].is_other_seed):
                 found[key] = read
     reads = tuple(found.values())
     began = [trace.meta.get("began") for pair in pairs for trace in pair.traces]
     until = min((each for each in began if each is not None), default=None)
     return tuple(with_source(read, reads, until) if read.is_other_seed else read for read in reads)
-
-
-def _reads_of(
-    sources: Sequence[Sequence[Any]],
-) -> Iterator[tuple[tuple[str, str, str], UncontrolledRead]]:
-    sides = [
-        {(each["name"], each["what"], short(each["where"])): each for each in side}
-        for side in sources
-    ]
-    for key, read in (sides[1] | sides[0]).items():
-        name, what, _ = key
-        row = row_of_read(name, what)
-        if row is not None:
-            seeds = [side.get(key, {}).get("value") or "" for side in sides]
-            yield (
-                key,
-                UncontrolledRead(
-                    name=printable(name),
-                    what=row.what,
-                    where=read["where"],
-                    instead=row.edit(printable(name), in_sample=read.get("in_sample") is True),
-                    in_sample=bool(row.in_sample and read.get("in_sample")),
-                    step=read["step"],
-                    record=read["record"],
-                    left=seeds[0],
-                    right=seeds[1],
-                ),
-            )
 
 
 _NEAR = 3  # lines that are named instead
@@ -275,7 +249,6 @@ COMMIT = 12  # digits of a commit that are shown
 
 
 def facts(trace: Trace) -> RunFacts:
-    """Return when, where and from what a run was recorded."""
     meta = trace.meta
     repository = meta.get("repository") or {}
     changed = repository.get("changed_files")
@@ -309,7 +282,6 @@ def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
 
 
 def not_finite(trace: Trace) -> NotFinite | None:
-    """Return the first loss of a run that is no finite number."""
     known = [loss for loss in trace.losses if loss.value is not None]
     first = next((place for place, loss in enumerate(known) if not loss.is_finite), None)
     if first is None:
@@ -348,7 +320,18 @@ def notes(pair: Pair) -> Iterator[str]:
         lines = ", ".join(map(printable, sorted(hidden)))
         yield f"ops that {lines} hides from all modes of torch were not recorded, nor compared"
     if any(each.name == RESUMED for each in settings(pair)):
-        yield from _ends_of_resumed(pair)
+        rows = [
+            [row for row in trace.steps.values() if row.finished and row.parameters]
+            for trace in pair.traces
+        ]
+        if all(rows):
+            one, other = (its[-1] for its in rows)
+            equal = one.parameters == other.parameters
+            yield (
+                f"the parameters after the last step of each, {one.step} in {NAMES[0]} and "
+                f"{other.step} in {NAMES[1]}, are "
+                f"{'the same, bit for bit' if equal else 'unequal'}"
+            )
     for name, trace in both:
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
@@ -391,19 +374,6 @@ def notes(pair: Pair) -> Iterator[str]:
             "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
         )
         yield f"the states of {generators} differ {end}"
-
-
-def _ends_of_resumed(pair: Pair) -> Iterator[str]:
-    left, right = (
-        [row for row in trace.steps.values() if row.finished and row.parameters][-1:]
-        for trace in pair.traces
-    )
-    if left and right:
-        equal = left[0].parameters == right[0].parameters
-        yield (
-            f"the parameters after the last step of each, {left[0].step} in {NAMES[0]} and "
-            f"{right[0].step} in {NAMES[1]}, are {'the same, bit for bit' if equal else 'unequal'}"
-        )
 
 
 _SPANS = 4  # ranges of steps that a note names

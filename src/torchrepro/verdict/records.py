@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchrepro.errors import TraceError
 from torchrepro.trace.format import INPUT, MAIN, NEW_TENSOR, OUTPUT, PARTLY, Outline
-from torchrepro.verdict.criteria import NAMES, Criteria, Pair, Statistics, excess
+from torchrepro.verdict.criteria import NAMES, RERECORD, Criteria, Pair, Statistics, excess
 from torchrepro.verdict.first_difference import INPUTLESS, FirstDifference, describe
 from torchrepro.verdict.matching import CUT_OFF, FED, Matching, match, match_threads, mixed
 from torchrepro.verdict.render import counted, short
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
@@ -60,6 +61,22 @@ RECORD = np.dtype(
 )
 """A record, whose numbers mean the same in both traces; thread, id and step are of its own."""
 
+NOTHING = np.zeros(0, RECORD)
+
+BY_BITS = (
+    ("key", "argument", "shape", "inputs", "outputs"),
+    ("key", "argument", "shape", "inputs"),
+    ("key", "argument", "shape"),
+    ("key",),
+)
+BY_STATISTICS = (
+    ("key", "argument", "size"),
+    ("key", "size"),
+    ("key",),
+    ("spot", "size"),  # devices have ops of their own for the same module
+)
+"""The columns by which records are matched, the finest first."""
+
 _SITE = np.dtype([*((name, RECORD[name]) for name in OF_SITE), ("compared", "?")])
 
 _DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
@@ -86,22 +103,25 @@ class Reader:
     """Reads the records of a trace step by step, without those of some sites.
 
     `shared` numbers what sites, arguments and threads stand for, in both traces alike. What
-    records of the sites `ignored` wrote is in `from_ignored`, once they have been passed over.
+    records of the lines to `ignore` wrote is in `from_ignored`, once they have been passed over.
     """
 
     def __init__(
         self,
         trace: Trace,
         shared: defaultdict[Any, int],
-        left_out: Collection[int] = (),
-        ignored: Collection[int] = (),
+        ignore: Sequence[str],
+        *,
+        misses_steps: bool,
     ) -> None:
         self.trace = trace
-        self.ignored = frozenset(ignored)
-        self.from_ignored = set[bytes]()
-        self.sites = np.zeros(len(trace.sites) + 1, _SITE)
-        """What each site stands for; sites are numbered from 1."""
+        self.ignored, self.from_ignored = set[int](), set[bytes]()
+        self.sites = np.zeros(len(trace.sites) + 1, _SITE)  # sites are numbered from 1
         for number, site in trace.sites.items():
+            if any(is_at(site, where) for where in ignore):
+                self.ignored.add(number)
+            # What a full step knows of tensors that were made before it is not the same.
+            is_unknown = misses_steps and site.op == NEW_TENSOR
             self.sites[number] = (
                 shared[site.key],
                 shared[_DEVICE.sub("", site.outputs)],
@@ -111,7 +131,7 @@ class Reader:
                 site.op in INPUTLESS or site.phase == "collective",
                 shared[site.module],
                 shared[short(site.source)],
-                number not in left_out and number not in self.ignored,
+                number not in self.ignored and not is_unknown,
             )
         self.arguments = np.array([shared[text] for text in trace.arguments.values()])
         self._threads = np.array([shared[name] for name in trace.threads.values()] or [-1])
@@ -203,15 +223,7 @@ def added(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int
     """Return the sum of two counts, neither of which may be changed: steps share them."""
     if not left or not right:
         return left or right
-    total = dict(left)
-    for name, number in right.items():
-        total[name] = total.get(name, 0) + number
-    return total
-
-
-def joined(parts: Iterable[Array]) -> Array:
-    """Return parts of records as one."""
-    return np.concatenate([np.zeros(0, RECORD), *parts])
+    return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
 
 
 def is_at(site: Site, where: str) -> bool:
@@ -222,6 +234,10 @@ def is_at(site: Site, where: str) -> bool:
 PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
 """How a record differs: its inputs differ too, they are equal, or it has no partner."""
 
+_ELSEWHERE = (
+    "ran on another kind of device in the other run, where fingerprints are taken in another way: "
+    "no outputs of such an op were compared"
+)
 FEW = 16  # records before the first difference that read something else: they may show its origin
 
 VALUES = ("argument", "shape", "inputs", "outputs")
@@ -253,20 +269,14 @@ class Records:
         self, pair: Pair, criteria: Criteria, steps: Sequence[int], ignore: Sequence[str] = ()
     ) -> None:
         self.pair, self.criteria, self.steps = pair, criteria, steps
+        self._rounds = BY_BITS if criteria.tolerance is None else BY_STATISTICS
         self.fed = 0  # records that differ only by what ignored ones wrote
-        self.incomparable = 0  # pairs whose fingerprints were not taken in the same way
+        self._incomparable = 0  # pairs whose fingerprints were not taken in the same way
         self.unmatched = 0  # records without a partner
         self.thread_notes: list[str] = []
         shared = defaultdict[object, int](count().__next__)
         left, right = (
-            Reader(
-                trace,
-                shared,
-                # What a full step knows of tensors that were made before it is not the same.
-                [n for n, its in trace.sites.items() if its.op == NEW_TENSOR and pair.misses_steps],
-                [n for n, site in trace.sites.items() if any(is_at(site, at) for at in ignore)],
-            )
-            for trace in pair.traces
+            Reader(trace, shared, ignore, misses_steps=pair.misses_steps) for trace in pair.traces
         )
         self.readers = left, right
         self._ignores = bool(left.ignored or right.ignored)
@@ -275,17 +285,25 @@ class Records:
         self._diverged = False
         self._last: tuple[Sides, Matching] | None = None
 
-    @property
-    def algorithms(self) -> tuple[frozenset[str], frozenset[str]]:
-        """How the fingerprints of each run were taken. A meta tensor has no bytes, and so none."""
-        left, right = (
-            frozenset[str]().union(
-                *(reader.algorithms(site.outputs) for site in reader.trace.sites.values())
+    def refuse_unequal_algorithms(self) -> None:
+        """Raise `TraceError` if the bits of the two runs cannot be compared at all."""
+        used = [
+            {name for site in its.trace.sites.values() for name in its.algorithms(site.outputs)}
+            - {"meta"}  # such a tensor has no bytes, and so no fingerprint
+            for its in self.readers
+        ]
+        if used[0] and used[1] and used[0] != used[1]:
+            raise TraceError.about(
+                "the two runs computed on other kinds of device, whose fingerprints differ",
+                found=" and ".join(", ".join(sorted(names)) for names in used),
+                todo=RERECORD,
             )
-            - {"meta"}
-            for reader in self.readers
-        )
-        return left, right
+
+    @property
+    def incomparable(self) -> str:
+        """Says what could not be compared; empty if all could."""
+        many = counted(self._incomparable, "op")
+        return f"{many} {_ELSEWHERE}" if self._incomparable else ""
 
     @cached_property
     def _unequal_steps(self) -> frozenset[int]:
@@ -331,18 +349,14 @@ class Records:
         return found
 
     def describe(self, difference: FirstDifference) -> Divergence:
-        """Return a first difference with its kind and what is known of its origin."""
-        has_both = difference.left is not None and difference.right is not None
-        text = self._excess.get(difference.left or 0) if has_both else None
-        return describe(self.pair, difference, text)
+        return describe(self.pair, difference, self._excess.get(difference.left or 0))
 
     def _compare_main(self, number: int, found: StepComparison) -> None:
         left, right = (reader.parts(number, on_main=True) for reader in self.readers)
-        nothing = joined([])
         while True:
-            one, other = next(left, nothing), next(right, nothing)
+            one, other = next(left, NOTHING), next(right, NOTHING)
             if not np.array_equal(one["key"], other["key"]):
-                one, other = joined([one, *left]), joined([other, *right])
+                one, other = np.concatenate([one, *left]), np.concatenate([other, *right])
             if not len(one) and not len(other):
                 return
             names = "key", *VALUES
@@ -354,12 +368,9 @@ class Records:
             if self._last is not None and all(map(np.array_equal, self._last[0], ops)):
                 matching = self._last[1]
             else:
-                matching = match(one, other, self.criteria.matched_by)
+                matching = match(one, other, self._rounds)
                 self._last = (ops, matching) if self._diverged and not self._ignores else None
-            self._leave_out_fed((one, other), matching)
-            here, there = matching.pairs
-            pairs = one[here], other[there]
-            lone = self._lone((one[matching.free(0)], other[matching.free(1)]))
+            pairs, lone = self._matched((one, other), matching)
             part, differs = self._compare(pairs, lone)
             part.totals = self._count(pairs[0], *lone)
             if not self._diverged:
@@ -367,14 +378,23 @@ class Records:
                 self._diverged = part.first is not None
             found.add(part)
 
+    def _matched(self, sides: Sides, matching: Matching) -> tuple[Sides, Sides]:
+        """Return the pairs, and what lacks a partner that it should have."""
+        if self._ignores:
+            self._leave_out_fed(sides, matching)
+        (left, right), (here, there) = sides, matching.pairs
+        free, other = matching.free(0), matching.free(1)
+        self.unmatched += len(free) + len(other)
+        if not self.criteria.needs_partner:
+            free, other = free[:0], other[:0]
+        return (left[here], right[there]), (left[free], right[other])
+
     def _leave_out_fed(self, sides: Sides, matching: Matching) -> None:
         """Expect no partner for records whose differing inputs all come from ignored ones.
 
         A difference begins in a record with equal inputs, or without a partner, which stays. So
         what an ignored line has brought in can hide none.
         """
-        if not self._ignores:
-            return
         left, right = sides
         here, there = matching.pairs
         unequal = left["inputs"][here] != right["inputs"][there]
@@ -411,19 +431,12 @@ class Records:
                 if place is not None:
                     partners[place] = FED
 
-    def _lone(self, records: Sides) -> Sides:
-        self.unmatched += sum(map(len, records))
-        return records if self.criteria.needs_partner else (records[0][:0], records[1][:0])
-
     def _compare(self, pairs: Sides, lone: Sides) -> tuple[StepComparison, Array]:
         left, right = pairs
         differs = self._unequal(left, right)
         total, dependent = int(differs.sum()), int((differs & _depends(pairs)).sum())
-        tally = {
-            PROPAGATED: dependent,
-            INDEPENDENT: total - dependent,
-            ALONE: sum(map(len, lone)),
-        }
+        alone = sum(map(len, lone))
+        tally = {PROPAGATED: dependent, INDEPENDENT: total - dependent, ALONE: alone}
         differing = self._count(left[differs], *lone)
         return StepComparison(Counter(tally), differing=differing), differs
 
@@ -443,7 +456,7 @@ class Records:
         if self.pair.misses_steps:
             differs &= ~(left["partly"] | right["partly"])
         alike = left["algorithm"] == right["algorithm"]
-        self.incomparable += int((~alike).sum())
+        self._incomparable += int((~alike).sum())
         differs &= alike
         return differs | (left["argument"] != right["argument"]) | (left["shape"] != right["shape"])
 
@@ -466,21 +479,18 @@ class Records:
 
     def _all_steps(self, *, on_main: bool) -> Mapping[int, StepComparison]:
         left, right = (
-            joined(part for number in self.steps for part in reader.parts(number, on_main=on_main))
-            for reader in self.readers
+            np.concatenate(
+                [NOTHING, *(part for n in self.steps for part in its.parts(n, on_main=on_main))]
+            )
+            for its in self.readers
         )
-        rounds = self.criteria.matched_by
         if on_main:
-            matching = match(left, right, rounds)
+            matching = match(left, right, self._rounds)
         else:
-            matching = match_threads(left, right, rounds, partial=self.steps[0] > 0)
-        for name, trace, records, partners in zip(
-            NAMES,
-            self.pair.traces,
-            (left, right),
-            (matching.of_left, matching.of_right),
-            strict=True,
-        ):
+            matching = match_threads(left, right, self._rounds, partial=self.steps[0] > 0)
+        partners_of = matching.of_left, matching.of_right
+        each = zip(NAMES, self.pair.traces, (left, right), partners_of, strict=True)
+        for name, trace, records, partners in each:
             cut_off = Counter(records["thread"][partners == CUT_OFF].tolist())
             self.thread_notes += [
                 f"{name} has {counted(number, 'more op')} at an end of thread "
@@ -488,10 +498,7 @@ class Records:
                 "not compared"
                 for thread, number in cut_off.items()
             ]
-        self._leave_out_fed((left, right), matching)
-        here, there = matching.pairs
-        pairs = left[here], right[there]
-        lone = self._lone((left[matching.free(0)], right[matching.free(1)]))
+        pairs, lone = self._matched((left, right), matching)
         unequal = np.any([pairs[0][name] != pairs[1][name] for name in VALUES], axis=0)
         by_step = [_by_step(records) for records in (pairs[0], *lone)]
         found: dict[int, StepComparison] = {}
@@ -536,34 +543,29 @@ def _first(
 ) -> FirstDifference | None:
     """Return the first difference of the main thread, in the order of the left run.
 
-    A record that only the right run has comes after the last pair before it. A pair that moved
-    says nothing about the place of its neighbours.
+    A record that only the right run has comes after the last pair before it, and before what the
+    left run goes on with. A pair that moved says nothing about the place of its neighbours.
     """
     here, there = (side["id"] for side in parts)
     kept = matching.in_order
-    places = [math.inf] * 3
+    found: list[tuple[float, FirstDifference]] = []
     if differs.any():
-        places[0] = matching.pairs[0][int(np.argmax(differs))]
+        found.append((matching.pairs[0][int(np.argmax(differs))], _first_pair(pairs, differs)))
     if len(lone[0]):
         left = int(matching.free(0)[0])
-        places[1] = left
+        before = int(np.searchsorted(kept[0], left))
+        instead = _at(there, int(kept[1][before - 1]) + 1 if before else 0)
+        number = int(here[left])
+        found.append((left - 0.5, FirstDifference(number, None, ALONE, number, instead)))
     if len(lone[1]):
         right = int(matching.free(1)[0])
         before = int(np.searchsorted(kept[1], right))
-        instead = int(kept[0][before - 1]) + 1 if before else 0
-        places[2] = instead - 0.5
-    earliest = min(places)
-    if earliest == math.inf:
-        return None
-    if places[0] == earliest:
-        return _first_pair(pairs, differs)
-    if places[1] <= earliest + 0.5:
-        before = int(np.searchsorted(kept[0], left))
-        other = int(kept[1][before - 1]) + 1 if before else 0
-        number = int(here[left])
-        return FirstDifference(number, None, ALONE, number, _at(there, other))
-    at = _at(here, instead)
-    return FirstDifference(None, int(there[right]), ALONE, math.inf if at is None else at - 0.5, at)
+        place = int(kept[0][before - 1]) + 1 if before else 0
+        instead = _at(here, place)
+        at = math.inf if instead is None else instead - 0.5
+        alone = FirstDifference(None, int(there[right]), ALONE, at, instead)
+        found.append((place - 0.5, alone))
+    return min(found, key=itemgetter(0), default=(0, None))[1]
 
 
 def _at(ids: Array, place: int) -> int | None:

@@ -135,7 +135,6 @@ def _table(rows: Rows) -> list[Part]:
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as plain JSON values."""
     return verdict.to_json()
 
 
@@ -225,7 +224,6 @@ def _about(verdict: Verdict, many: int, notes: int) -> Rows:
 
 
 def headline(verdict: Verdict) -> str:
-    """Return the answer in one line."""
     if verdict.same:
         return f"the same: {certainty(verdict)}"
     if verdict.first is None:
@@ -279,7 +277,6 @@ def step_name(step: int, *, after_last: bool) -> str:
 
 
 def exactness(verdict: Verdict) -> str:
-    """Return how exactly the runs were compared."""
     if verdict.tolerance is None:
         return "bit for bit"
     rtol, atol = verdict.tolerance
@@ -287,7 +284,6 @@ def exactness(verdict: Verdict) -> str:
 
 
 def certainty(verdict: Verdict) -> str:
-    """Return how much was compared, and how exactly."""
     compared = verdict.compared
     ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
     level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
@@ -311,7 +307,6 @@ def counted(number: int, thing: str) -> str:
 
 
 def are(number: int) -> str:
-    """Return the verb for a number of things."""
     return "is" if number == 1 else "are"
 
 
@@ -338,7 +333,6 @@ def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def number(value: float | None) -> str:
-    """Return a distance as it is shown."""
     return "unknown" if value is None else f"{value:.3g}"
 
 
