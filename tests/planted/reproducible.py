@@ -6,13 +6,7 @@ from functools import partial
 from inspect import isfunction
 from typing import Any
 
-from . import (
-    reproducible_loading,
-    reproducible_sources,
-    reproducible_tensors,
-    reproducible_threads,
-    reproducible_training,
-)
+from . import reproducible_loading, reproducible_tensors, reproducible_training
 from .programs import Training, conv_net, transformer
 from .small_models import Tensors
 
@@ -37,13 +31,7 @@ PROGRAMS: dict[str, Callable[[], Tensors]] = {
     "convolutions, SGD foreach": partial(_of, conv_net(foreach=True)),
 } | {
     name.replace("_", " "): program
-    for module in (
-        reproducible_training,
-        reproducible_tensors,
-        reproducible_loading,
-        reproducible_threads,
-        reproducible_sources,
-    )
+    for module in (reproducible_training, reproducible_tensors, reproducible_loading)
     for name, program in vars(module).items()
     if isfunction(program) and program.__module__ == module.__name__ and name[0] != "_"
 }

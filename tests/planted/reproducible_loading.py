@@ -1,12 +1,19 @@
-"""Programs that load data in ways that could look unequal, and that train the same weights."""
+"""Programs that read data, entropy, clocks or sets in ways that could look unequal."""
 
+import os
 import random
+import secrets
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import (
     BatchSampler,
@@ -19,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from .small_models import Tensors, items_of, perceptron
+from .small_models import STEPS, Tensors, items_of, perceptron, trained
 
 ITEMS = 16
 
@@ -121,12 +128,6 @@ def workers_that_stay() -> Tensors:
     return _fitted(batch for _epoch in range(2) for batch in loader)
 
 
-def shuffled_by_a_generator() -> Tensors:
-    generator = torch.Generator().manual_seed(4)
-    loader = DataLoader(_pairs(), batch_size=5, shuffle=True, drop_last=True, generator=generator)
-    return _fitted(batch for _epoch in range(2) for batch in loader)
-
-
 def sampled_in_a_way_of_its_own() -> Tensors:
     batches = BatchSampler(Rotated(), 4, drop_last=False)
     loader = DataLoader(_pairs(), batch_sampler=batches)
@@ -153,3 +154,100 @@ def nested_batches() -> Tensors:
             yield batch["views"]["plain"] + turned, lengths.expand(-1, 3)
 
     return _fitted(pairs())
+
+
+WORDS = [
+    *("the", "model", "reads", "the", "words", "and", "the", "words"),
+    *("are", "the", "model"),
+]
+
+
+def names_of_runs() -> Tensors:
+    model = perceptron()
+    trained(model, lambda step: model(items_of(step)).mean())
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, f"{uuid4()}-{time.time()}-{os.getpid()}")
+        torch.save(model.state_dict(), place)
+        return list(torch.load(place).values())
+
+
+def clocks_in_tensors_that_no_op_reads() -> Tensors:
+    model, seen = perceptron(), []
+
+    def loss(step: int) -> torch.Tensor:
+        seen.append(torch.tensor([time.time(), time.monotonic()], dtype=torch.float64))
+        seen.append(torch.from_numpy(np.array([time.time_ns()])))
+        return model(items_of(step)).square().mean()
+
+    return trained(model, loss)
+
+
+def notes_in_groups_of_optimizers() -> Tensors:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def note(_step: int) -> None:
+        optimizer.param_groups[0].update(since=time.time(), run=uuid4().hex)
+
+    return trained(model, optimizer=optimizer, after_step=note)
+
+
+def files_of_secret_names() -> Tensors:
+    model = perceptron()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, secrets.token_hex(8))
+        held = np.memmap(place, np.float32, "w+", shape=(STEPS, 8, 6))
+        for step in range(STEPS):
+            held[step] = items_of(step).numpy()
+        return trained(model, lambda step: model(torch.from_numpy(held[step])).mean())
+
+
+def sorted_vocabulary() -> Tensors:
+    numbers = {word: number for number, word in enumerate(sorted(set(WORDS)))}
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Embedding(len(numbers), 6), nn.Linear(6, 3))
+    ids = torch.tensor([numbers[word] for word in WORDS])
+    return trained(model, lambda step: model(ids[step:]).square().mean())
+
+
+def generators_with_seeds() -> Tensors:
+    generator, chance = np.random.default_rng(3), random.Random(3)
+    older, own = np.random.RandomState(3), torch.Generator().manual_seed(3)
+    model = perceptron()
+
+    def loss(step: int) -> torch.Tensor:
+        noise = torch.from_numpy(generator.standard_normal((8, 6), np.float32))
+        noise = noise * chance.uniform(0.5, 1) + torch.as_tensor(older.rand(8, 6)).float()
+        return model(noise + torch.rand(8, 6, generator=own)).square().mean()
+
+    return trained(model, loss)
+
+
+def files_of_listdir() -> Tensors:
+    model = perceptron()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number in random.SystemRandom().sample(range(STEPS), STEPS):
+            np.save(folder / f"{number}.npy", items_of(number).numpy())
+        files = [folder / each for each in sorted(os.listdir(folder))]  # noqa: PTH208 - on purpose
+        return trained(model, lambda step: model(torch.from_numpy(np.load(files[step]))).mean())
+
+
+def caches_by_address() -> Tensors:
+    model = perceptron()
+    scales = {id(layer): 1 / (place + 1) for place, layer in enumerate(model)}
+
+    def loss(step: int) -> torch.Tensor:
+        hidden = items_of(step)
+        for layer in model:
+            hidden = layer(hidden) * scales[id(layer)]
+        return hidden.square().mean()
+
+    return trained(model, loss)
+
+
+def hashes_of_numbers() -> Tensors:
+    parts = [hash((number, number * 7)) % 4 for number in range(24)]
+    parts += [hash(number) % 4 for number in range(-6, 24)]
+    found = torch.zeros(4, 6)
+    return [found.index_add_(0, torch.tensor(parts), items_of(0, len(parts), 6))]

@@ -2,17 +2,14 @@
 
 import contextlib
 import pickle
-from collections.abc import Callable
 from copy import deepcopy
 from io import BytesIO
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 from .small_models import STEPS, Tensors, items_of, perceptron, trained, training
 
@@ -33,19 +30,6 @@ def half_nan(model: nn.Sequential, step: int) -> torch.Tensor:
 def dropout() -> Tensors:
     model = perceptron(nn.Dropout(0.5), nn.GELU(), nn.AlphaDropout(0.2))
     return trained(model)
-
-
-def workers() -> Tensors:
-    model = perceptron()
-    torch.manual_seed(8)
-    data = TensorDataset(items_of(0, 32, 6), items_of(1, 32, 3))
-    batches = iter(DataLoader(data, batch_size=8, shuffle=True, num_workers=2))
-
-    def loss(_step: int) -> torch.Tensor:
-        items, wanted = next(batches)
-        return functional.mse_loss(model(items), wanted)
-
-    return trained(model, loss)
 
 
 @training()
@@ -200,21 +184,6 @@ def two_models_in_turns() -> Tensors:
     return [*one.parameters(), *other.parameters()]
 
 
-def _scheduled(schedule_of: Callable[[torch.optim.Optimizer], LRScheduler]) -> Tensors:
-    model = perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    schedule = schedule_of(optimizer)
-    return trained(model, optimizer=optimizer, after_step=lambda _step: schedule.step())
-
-
-def learning_rate_by_a_function() -> Tensors:
-    return _scheduled(lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step))
-
-
-def learning_rate_in_one_cycle() -> Tensors:
-    return _scheduled(lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=STEPS + 1))
-
-
 def learning_rate_on_a_plateau() -> Tensors:
     model, losses = perceptron(), []
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
@@ -240,34 +209,6 @@ def groups_changed_by_step() -> Tensors:
             optimizer.add_param_group({"params": model[2].parameters(), "weight_decay": 0.1})
 
     return trained(model, optimizer=optimizer, after_step=change)
-
-
-def gradients_added_up() -> Tensors:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for number in range(3 * STEPS):
-        (model(items_of(number)).square().mean() / 3).backward()
-        if number % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return list(model.parameters())
-
-
-def adversaries() -> Tensors:
-    torch.manual_seed(7)
-    generator, critic = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in (generator, critic)]
-    says = nn.BCEWithLogitsLoss()
-    real, made_up = torch.ones(8, 1), torch.zeros(8, 1)
-    for step in range(STEPS):
-        made = generator(torch.randn(8, 4))
-        optimizers[1].zero_grad()
-        (says(critic(items_of(step)), real) + says(critic(made.detach()), made_up)).backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        says(critic(made), real).backward()
-        optimizers[0].step()
-    return [*generator.parameters(), *critic.parameters()]
 
 
 def without_an_optimizer() -> Tensors:
@@ -302,18 +243,6 @@ smoothed.register_autograd(_smoothed_backward, setup_context=_keep_items)
 def ops_of_its_own() -> Tensors:
     model = perceptron()
     return trained(model, lambda step: smoothed(model(items_of(step))).square().mean())
-
-
-def caches_by_shape() -> Tensors:
-    model, masks = perceptron(), {}
-
-    def loss(step: int) -> torch.Tensor:
-        items = items_of(step, 4 + step % 2, 6)
-        if items.shape not in masks:
-            masks[items.shape] = torch.ones(items.shape).tril_()
-        return model(items * masks[items.shape]).square().mean()
-
-    return trained(model, loss)
 
 
 def branches_by_results() -> Tensors:

@@ -20,7 +20,7 @@ from .small_models import STEPS, Tensors, memory_that_is_dirty
 
 RUNS = 3
 RECORDED_IN_EVERY_WAY = (
-    *("transformer, AdamW fused", "becomes nan", "workers", "sparse", "attention"),
+    *("transformer, AdamW fused", "becomes nan", "sparse", "attention"),
     *("augmented in workers", "workers that stay", "mapped in order", "loaded ahead"),
     *("refilled every step", "clocks in tensors that no op reads", "files of listdir", "nested"),
 )

@@ -1,21 +1,265 @@
-"""Ops that one run does more are found, whatever they resemble and whatever they write."""
+"""Records of two runs find each other again, and ops that one run does more are found."""
 
-from collections.abc import Iterable, Iterator
+import math
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrepro
+from torchrepro.trace.op_facts import facts_of
+from torchrepro.trace.reader import read_run
+from torchrepro.verdict.matching import fewest_left_over
 from torchrepro.verdict.render import counted
-from torchrepro.verdict.value import Kind
+from torchrepro.verdict.value import Kind, Verdict
 
-from .extra_ops import ExtraOps, Program, first_of
+from .traces import Op, Step, compared, diverged, value
+
+Tensors = list[torch.Tensor]
+
+NAMES = ("x", "y", "z", "w")  # tensors that a program begins with, each of six elements
+MOST = 5  # statements that one run may do more
+
+VALUES = (
+    *("{a}.exp()", "{a}.relu()", "{a}.neg()", "{a} + {b}", "{a} * {b}", "{a} / 0", "{a} * 0"),
+    *("{a} - {a}", "{a}.nan_to_num()", "{a}.nan_to_num() + {b}", "torch.zeros_like({a})"),
+    *("{a} * {a}.nan_to_num().sum().item()", "{a}.cumsum(0)"),
+)
+"""What makes a tensor of six elements. Some results are the same whatever they are made from."""
+
+LOOKS = (
+    *("{a}.view(-1)", "{a}.reshape(2, 3).t()", "{a}.reshape(-1).view(torch.uint8)"),
+    *("{a}.view(torch.int32)[-1:]", "{a}.sum()", "{a}.max().item()", "{a}[{a} > 0].sum()"),
+    *("{a}.reshape(3, 2).mean(0)", "{a}.exp()", "{a} / 0"),
+)
+"""What only looks at a tensor."""
+
+WRITES = (
+    *("{a}.add_(1)", "{a}.mul_({b})", "{a}.copy_({b})", "{a}.zero_()", "{a}.nan_to_num_()"),
+    "{a}.view(torch.int32)[-1:].bitwise_xor_(1)",
+    "{a}.reshape(-1).view(torch.int32)[-1:].bitwise_xor_(1)",
+    *("{a}[:3].mul_(2)", "{a}.reshape(2, 3)[0].zero_()"),
+)
+"""What writes a tensor in place, some of it through a view."""
+
+HEAD = """
+def run(extra, mark, in_turn, end_step):
+    torch.manual_seed({seed})
+    x, y = torch.randn(6), torch.randn(6)
+    z, w = x.clone(), torch.zeros(6)
+    for step in range({steps}):
+"""
+INDENT = " " * 8
+
+Facts = tuple[object, ...]  # of a record: step, op, line; arguments, shapes, inputs, outputs
+SAME = slice(0, 3)  # what two records have in common that belong together
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, of which one run does some statements more."""
+
+    seed: int
+    head: str
+    extra: Sequence[str]  # the lines that only one run has; empty where a flag decides
+    tail: str
+
+    @classmethod
+    def of(cls, seed: int, *, edited: bool = False) -> "Program":
+        """Return the program of a seed; `edited` ones have the extra lines in one text only."""
+        chance = random.Random(seed)
+        lines = list(_statements(chance))
+        more = [_alike(chance, lines) for _ in range(chance.randint(1, MOST))]
+        steps = chance.choice((1, 1, 3))
+        head = HEAD.format(seed=seed, steps=steps)
+        place = chance.randint(0, len(lines))
+        before, after = lines[:place], lines[place:]
+        when = f"step == {steps - 1 and chance.randint(0, steps - 1)}"
+        if edited:
+            block = [f"if {when}:", *(f"    {line}" for line in ("mark()", *more, "mark()"))]
+        else:
+            block = []
+            before += _guarded(chance, f"extra and {when}", more)
+        after.append("end_step()")
+        return cls(
+            seed,
+            "\n".join([head, *(INDENT + line for line in before)]),
+            [INDENT + line for line in block],
+            "\n".join(INDENT + line for line in after),
+        )
+
+    @classmethod
+    def of_lines(cls, extra: Sequence[str], tail: Sequence[str]) -> "Program":
+        """Return the program that does the lines of `tail`, and before them, in one run, more."""
+        block = ["if extra:", *(f"    {line}" for line in ("mark()", *extra, "mark()"))]
+        head = [HEAD.format(seed=0, steps=1), *(INDENT + line for line in (block if extra else ()))]
+        return cls(0, "\n".join(head), (), "\n".join(INDENT + line for line in tail))
+
+    def __str__(self) -> str:
+        return "\n".join([self.head, *self.extra, self.tail])
+
+    def record(self, folder: Path, *, extra: bool) -> Path:
+        """Record a run, which does the statements more if `extra` is set."""
+        with torchrepro.record(folder):
+            self._run(lambda: None, extra=extra)
+        return folder
+
+    def extra_places(self) -> range:
+        """Return which of the ops of a run with the statements more are those of the statements."""
+        marks: list[int] = []
+        with OpCount() as ops:
+            self._run(lambda: marks.append(ops.count), extra=True)
+        return range(*marks)
+
+    def _run(self, mark: Callable[[], None], *, extra: bool) -> None:
+        def in_turn(before: Tensors, more: Tensors, after: Tensors) -> Iterator[torch.Tensor]:
+            yield from before
+            if more:
+                mark()
+                yield from more
+                mark()
+            yield from after
+
+        text = str(self) if extra else f"{self.head}\n{self.tail}"
+        scope: dict[str, Any] = {"torch": torch}
+        exec(compile(text, f"/program-{self.seed}.py", "exec"), scope)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some views are resized on purpose
+            scope["run"](extra, mark, in_turn, torchrepro.end_step)
+
+
+class OpCount(TorchDispatchMode):
+    """Counts the ops that compute something."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not facts_of(func).transparent
+        return func(*args, **(kwargs or {}))
+
+
+def _statements(chance: random.Random) -> Iterator[str]:
+    for _ in range(chance.randint(2, 9)):
+        yield _statement(chance)
+
+
+def _statement(chance: random.Random) -> str:
+    a, b, c, d = (chance.choice(NAMES) for _ in range(4))
+    kind = chance.random()
+    if kind < 0.4:
+        return f"{c} = {chance.choice(VALUES).format(a=a, b=b)}"
+    if kind < 0.7:
+        return chance.choice(LOOKS).format(a=a)
+    if kind < 0.85:
+        return chance.choice(WRITES).format(a=a, b=b)
+    return f"for t in ({a}, {b}, {c}, {d}): {chance.choice(LOOKS + WRITES).format(a='t', b=b)}"
+
+
+def _alike(chance: random.Random, lines: Sequence[str]) -> str:
+    found = chance.choice(lines)
+    if " = " in found:
+        found = found.partition(" = ")[2]
+    if chance.random() < 0.3:
+        found = chance.choice(WRITES).format(a=chance.choice(NAMES), b=chance.choice(NAMES))
+    if chance.random() < 0.3 and not found.startswith("for"):
+        found = re.sub(rf"\b{chance.choice(NAMES)}\b", chance.choice(NAMES), found)
+    return found
+
+
+def _guarded(chance: random.Random, when: str, more: list[str]) -> list[str]:
+    """Return statements that only a run with more does: lines of their own, or turns of a loop."""
+    if chance.random() < 0.7:
+        return [f"if {when}:", *(f"    {line}" for line in ("mark()", *more, "mark()"))]
+    a, b, c, *more = (chance.choice(NAMES) for _ in range(3 + len(more)))
+    body = chance.choice(LOOKS + WRITES).format(a="t", b=b)
+    turns = f"in_turn([{a}, {b}], [{', '.join(more)}] if {when} else [], [{c}, {a}])"
+    return [f"for t in {turns}: {body}"]
+
+
+def _answers(
+    longer: Sequence[Facts], shorter: Sequence[Facts], places: range, *, lines: bool
+) -> list[Facts]:
+    """Return the records each of which is as good an answer as the first extra one.
+
+    The other run is the longer one without some records, of which the answer is the first. The
+    records at `places` are those that really are more. Records that belong together agree in step
+    and op, and with `lines` in line. In all else they differ in no more facts than if exactly the
+    extra records are left out.
+    """
+    same = SAME if lines else slice(0, 2)
+
+    def cost(one: Facts, other: Facts) -> float:
+        if one[same] != other[same]:
+            return math.inf
+        return sum(a != b for a, b in zip(one[3:], other[3:], strict=True))
+
+    rest = [one for place, one in enumerate(longer) if place not in places]
+    least = sum(map(cost, rest, shorter))
+    assert least < math.inf
+    size, other = len(longer), len(shorter)
+    after = {(size, other): 0.0}  # what it costs at least to match the ends, by where they begin
+    for there in range(other, -1, -1):
+        for here in range(there + size - other, there - 1, -1):
+            left_out = after.get((here + 1, there), math.inf)
+            paired = after.get((here + 1, there + 1), math.inf)
+            if here < size and there < other and paired < math.inf:
+                paired += cost(longer[here], shorter[there])
+            if (here, there) != (size, other):
+                after[here, there] = min(left_out, paired)
+    found, before = [], 0.0
+    for place, one in enumerate(longer[: other + 1]):
+        if before + after.get((place + 1, place), math.inf) <= least:
+            found.append(one)
+        if place < other:
+            before += cost(one, shorter[place])
+    return found
+
+
+def records_of(folder: Path) -> list[Facts]:
+    """Return what each record of a run says."""
+    (trace,) = read_run(folder)
+    try:
+        return [
+            (
+                *(step, trace.sites[one.site].op, trace.sites[one.site].source),
+                *(trace.arguments[one.argument], trace.sites[one.site].outputs),
+                *(one.inputs, one.outputs),
+            )
+            for step in trace.steps
+            for one in trace.records(step)
+        ]
+    finally:
+        trace.close()
+
+
+def first_of(verdict: Verdict) -> Facts:
+    """Return what the record says that a verdict names as the one that only one run has."""
+    first = verdict.first
+    assert first is not None
+    side = first.left or first.right
+    assert side is not None
+    texts = ("".join(texts) for texts in (side.input_fingerprints, side.output_fingerprints))
+    facts = (side.argument, side.outputs, *map(bytes.fromhex, texts))
+    return (first.step, first.op, side.source, *facts)
+
 
 FEW, MANY = 100, 1000
-MEMORY = Path("/dev/shm")
-"""Where small files are quick: to write a trace waits for the disk."""
+MEMORY = Path("/dev/shm")  # where small files are quick: to write a trace waits for the disk
 
 ONE_BIT = "x.reshape(-1).view(torch.int32)[-1:].bitwise_xor_(1)"
 CASES = {
@@ -55,14 +299,15 @@ def _wrong(program: Program, *, more_in_left: bool, same_lines: bool = True) -> 
         plain = program.record(folder / "plain", extra=False)
         more = program.record(folder / "more", extra=True)
         verdict = torchrepro.compare(*((more, plain) if more_in_left else (plain, more)))
-        truth = ExtraOps.of(more, plain, program.extra_places(), lines=same_lines)
-    first, others = verdict.first, len(truth.places) - 1
+        places = program.extra_places()
+        right = _answers(records_of(more), records_of(plain), places, lines=same_lines)
+    first, others = verdict.first, len(places) - 1
     if first is None:
         return "it says the same"
     has = "A" if more_in_left else "B"
     if first.kind is not Kind.ONLY_ONE or not first.what.startswith(f"only {has} has it"):
         return f"it says {first.kind}: {first.what}, at {first.op} {first.source}"
-    if first_of(verdict) not in truth.answers.values():
+    if first_of(verdict) not in right:
         return f"it names {first.op} {first.source}"
     if others and not any(
         one.startswith(f"{counted(others, 'more op')} ") for one in verdict.notes
@@ -127,3 +372,93 @@ def test_programs_that_do_the_same_are_the_same() -> None:
             runs = [program.record(folder / name, extra=True) for name in "ab"]
 
             assert torchrepro.compare(*runs).same, program
+
+
+LETTERS = st.lists(st.sampled_from(range(3)), max_size=9)
+UNIQUE = st.lists(st.integers(), unique=True, min_size=1, max_size=40)
+
+
+def _op(name: str, number: object) -> Op:
+    return Op(f"aten::{name}", outputs=(value(number),))
+
+
+@given(UNIQUE, st.data())
+def test_what_moved_is_found_again(items: list[int], data: st.DataObject) -> None:
+    """Ops with names of their own go with their like wherever they went: the runs are the same."""
+    left = [_op(f"op{item}", item) for item in items]
+    start = data.draw(st.integers(0, len(left)))
+    end = data.draw(st.integers(start, len(left)))
+    rest = left[:start] + left[end:]
+    place = data.draw(st.integers(0, len(rest)))
+
+    assert compared([Step((*left,))], [Step((*rest[:place], *left[start:end], *rest[place:]))]).same
+
+
+def test_an_op_left_out_is_not_the_one_of_its_name_that_was_added_elsewhere() -> None:
+    """An op that has a namesake beyond ops that both runs have is one that only one run has."""
+    left = [_op("x", 1), _op("a", 1), _op("b", 1), _op("c", 1)]
+    first = diverged([Step((*left,))], [Step((*left[1:], _op("x", 2)))])
+
+    assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::x")
+    assert first.right is None
+
+
+def test_the_first_of_a_longer_run_of_alike_ops_is_the_one_more() -> None:
+    """An op that was added before one of its name is named, though all after it differs."""
+    left = [Step((_op("a", 1), _op("b", 1), _op("c", 1)))]
+    first = diverged(left, [Step((_op("a", 1), _op("b", 2), _op("b", 3), _op("c", 2)))])
+
+    assert first.kind is Kind.ONLY_ONE
+    assert first.right is not None
+    assert first.right.output_fingerprints == (value(2).hex(),)
+
+
+@given(LETTERS, LETTERS, st.randoms(use_true_random=False))
+def test_fewest_records_are_left_over_and_then_pairs_cost_least(
+    one: list[int], other: list[int], chance: Random
+) -> None:
+    """No matching in order leaves fewer records, and none that leaves as few has cheaper pairs."""
+    left, right = np.array(one, int), np.array(other, int)
+    facts = [
+        np.array([chance.randint(0, 1) for _ in side], int) for _ in "ab" for side in (one, other)
+    ]
+    prices = [(facts[0], facts[1], 2), (facts[2], facts[3], 1)]
+
+    found = fewest_left_over(left, right, prices)
+
+    assert found is not None
+    pairs = list(zip(*(places.tolist() for places in found), strict=True))
+    costs = {
+        (i, j): sum(int(a[i] != b[j]) * price for a, b, price in prices)
+        for i in range(len(one))
+        for j in range(len(other))
+    }
+    assert all(one[i] == other[j] for i, j in pairs)
+    assert all(i < k and j < n for (i, j), (k, n) in pairwise(pairs))
+    assert (-len(pairs), sum(costs[pair] for pair in pairs)) == _best(one, other, costs)
+
+
+def _best(one: list[int], other: list[int], prices: dict[tuple[int, int], int]) -> tuple[int, int]:
+
+    @cache
+    def rest(i: int, j: int) -> tuple[int, int]:
+        if i == len(one) or j == len(other):
+            return 0, 0
+        found = [rest(i + 1, j), rest(i, j + 1)]
+        if one[i] == other[j]:
+            pairs, price = rest(i + 1, j + 1)
+            found.append((pairs - 1, price + prices[i, j]))
+        return min(found)
+
+    return rest(0, 0)
+
+
+def test_sequences_with_little_in_common_end_the_search_soon() -> None:
+    """What is too much work is not sought; a few records more among thousands are found."""
+    chance = np.random.default_rng(0)
+    left, right = (chance.integers(0, 300, 20_000) for _ in "ab")
+
+    assert fewest_left_over(left, right) is None
+    found = fewest_left_over(left, np.concatenate([left[:5000], right[:9], left[5000:]]))
+    assert found is not None
+    assert len(found[0]) == len(left)

@@ -1,23 +1,36 @@
-"""What a recording cannot hear is found in the program's text, and where a seed comes from."""
+"""What the text of a program says of what may vary, where a seed comes from, which line to edit."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrepro.seeding.uncontrolled import (
     ADDRESS,
     CLOCK,
     ENTROPY,
+    FILES,
+    FORKED,
     GIVEN_SEED,
+    HASH,
     OWN_GENERATOR,
     PROCESS,
     SET_ORDER,
     THREADS,
     UNWRITTEN,
 )
-from torchrepro.verdict.program_text import scan, varying_seeds, with_source
-from torchrepro.verdict.value import UncontrolledRead
+from torchrepro.verdict.program_text import (
+    edit_of,
+    edit_of_sample,
+    edits_elsewhere,
+    scan,
+    varying_seeds,
+    with_source,
+)
+from torchrepro.verdict.value import Edit, UncontrolledRead
 
 HEAD = """
 import datetime as dt, time, numpy as np, torch
@@ -160,3 +173,219 @@ def test_a_seed_that_no_recording_hears_is_known_by_its_line(tmp_path: Path) -> 
         for name in ("RandomState", "PCG64")
         for at, source in ((first, "time.perf_counter"), (first + 1, "os.getpid"))
     }
+
+
+IMPORTS = "import random, os, time, torch; import numpy as np; from glob import glob as find\n"
+AT = "{}:2"
+
+CASES = {
+    "a seed from the clock": (
+        (CLOCK, "time.time"),
+        "torch.manual_seed(int(time.time() * 1000) % 2**31)",
+        "torch.manual_seed(1234)",
+    ),
+    "a private generator": (
+        (CLOCK, "time.time_ns"),
+        "g = torch.Generator().manual_seed(time.time_ns())",
+        "g = torch.Generator().manual_seed(1234)",
+    ),
+    "a seed beside a name": (
+        (PROCESS, "os.getpid"),
+        "np.random.seed(os.getpid() + worker)",
+        "np.random.seed(1234 + worker)",
+    ),
+    "a clock that measures": ((CLOCK, "time.time"), "begun = time.time()", None),
+    "no seed": ((ENTROPY, "numpy.random.default_rng"), "rng = np.random.default_rng()", "(1234)"),
+    "torch.seed": ((ENTROPY, "torch.seed"), "torch.seed()", "torch.manual_seed(1234)"),
+    "entropy": ((ENTROPY, "os.urandom"), "x = os.urandom(n)", "random.Random(1234).randbytes(n)"),
+    "SystemRandom": ((ENTROPY, "random.SystemRandom"), "random.SystemRandom()", "random.Random("),
+    "a list of files": (
+        (FILES, "os.listdir"),
+        "for name in os.listdir(folder):",
+        "for name in sorted(os.listdir(folder)):",
+    ),
+    "under another name": ((FILES, "glob.glob"), "x = find('*.pt')", "x = sorted(find('*.pt'))"),
+    "sorted already": ((FILES, "os.listdir"), "x = sorted(os.listdir(folder))", None),
+    "scandir": ((FILES, "os.scandir"), "x = os.scandir(f)", ", key=lambda entry: entry.name)"),
+    "a seed by a name": ((GIVEN_SEED, "torch.manual_seed"), "torch.manual_seed(s)", "seed(1234)"),
+    "a constant seed": ((GIVEN_SEED, "torch.manual_seed"), "torch.manual_seed(7)", None),
+    "threads at once": ((THREADS, "threading.Thread.start"), "t.start()", "t.start(); t.join()"),
+    "started elsewhere": ((THREADS, "threading.Thread.start"), "[t.start() for t in ts]", None),
+    "a draw of a task": (
+        (FORKED, "random.random"),
+        "def task(x, y): return random.random()",
+        "def task(x, y): random.seed(repr([x, y])); return random.random()",
+    ),
+    "as they come": (
+        (THREADS, "submit"),
+        "for job in as_completed(jobs):",
+        "for job in jobs:",
+    ),
+    "imap": ((THREADS, "submit"), "x = list(pool.imap_unordered(f, y))", "pool.imap(f, y)"),
+    "another call": ((FILES, "os.listdir"), "x = folder", None),
+    "a hash": ((HASH, "builtins.hash"), "x = hash(word) % 7", None),
+}
+
+
+def written(folder: Path, line: str) -> str:
+    """Write a program whose second line is `line`; return where it is."""
+    body = "    pass\n" if line.endswith(":") else ""
+    file = folder / f"program{len(list(folder.iterdir()))}.py"  # a file is read once
+    file.write_text(f"{IMPORTS}{line}\n{body}", encoding="utf-8")
+    return AT.format(file)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_edit_replaces_what_the_line_has(name: str, tmp_path: Path) -> None:
+    """The line as it is stands in it, and the line as it should be, or there is no edit."""
+    (what, function), line, expected = CASES[name]
+    where = written(tmp_path, line)
+    edit = edit_of(what, function, where)
+
+    if expected is None:
+        assert edit is None
+        return
+    assert edit is not None
+    assert (edit.where, edit.before) == (where, line)
+    assert expected in edit.after
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        ("with ThreadPoolExecutor(n) as pool:", "with ThreadPoolExecutor(1) as pool:"),
+        ("pool = Pool(processes=n)", "pool = Pool(processes=1)"),
+        ("pool = get_context('fork').Pool()", "pool = get_context('fork').Pool(1)"),
+        ("pool = f.ProcessPoolExecutor(initializer=g)", "f.ProcessPoolExecutor(1, initializer=g)"),
+        ("pool = ThreadPool(1)", None),
+    ],
+)
+def test_a_pool_is_left_with_one_worker(line: str, after: str | None, tmp_path: Path) -> None:
+    """The number of its workers becomes 1, where it is another."""
+    file = written(tmp_path, line).rpartition(":")[0]
+
+    edits = [edit.after for edit in edits_elsewhere(THREADS, [file], 3)]
+    assert [after in each for each in edits] == [True] * bool(after)
+
+
+def test_the_lines_of_a_large_program_are_each_looked_at_once(tmp_path: Path) -> None:
+    """6,000 lines are searched in seconds; each line searched in all of the file takes a minute."""
+    program = tmp_path / "train.py"
+    body = "def f(a, b):\n    x = [a + b for a in range(10)]\n    return x, a, b\n"
+    program.write_text(body * 2000 + "p = Pool()\n")
+    began = time.process_time()
+    (edit,) = edits_elsewhere(THREADS, [str(program)], 1)
+
+    assert edit.after == "p = Pool(1)"
+    assert time.process_time() - began < 15
+
+
+def test_a_limit_of_time_becomes_one_of_steps(tmp_path: Path) -> None:
+    """A trainer that ends by the clock ends after as many steps as it made."""
+    file = written(tmp_path, "t = Trainer(max_time='00:00:00:03')").rpartition(":")[0]
+
+    (edit,) = edits_elsewhere(CLOCK, [file], 40)
+    assert edit.after == "t = Trainer(max_steps=40)"
+
+
+def test_a_value_becomes_a_constant_only_where_it_became_a_seed(tmp_path: Path) -> None:
+    """A clock on a line of its own is edited if a seed was made from it, and not otherwise."""
+    where = written(tmp_path, "seed = int(time.time())")
+
+    assert edit_of(CLOCK, "time.time", where) is None
+    edit = edit_of(CLOCK, "time.time", where, is_seed=True)
+    assert edit == Edit(where, "seed = int(time.time())", "seed = 1234")
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        ("names = list(set(words))", "names = list(dict.fromkeys(words))"),
+        ("for p in {*a, *b}:", "for p in dict.fromkeys([*a, *b]):"),
+        ("x = [w for w in {f(y) for y in z}]", "x = [w for w in dict.fromkeys(f(y) for y in z)]"),
+        ("x = sorted(set(words))", None),
+        ("x = len(set(words))", None),
+    ],
+)
+def test_a_set_that_is_iterated_keeps_its_order(
+    line: str, after: str | None, tmp_path: Path
+) -> None:
+    """A set whose order counts becomes a dict, which keeps the order of its making."""
+    edit = edit_of(SET_ORDER, "set", written(tmp_path, line))
+
+    assert (edit and edit.after) == after
+
+
+ELSEWHERE = {
+    "a set with a name": (
+        (SET_ORDER, "set"),
+        ("class A:", "  def f(self, net):", "    self.all = set(net)", "    x = list(self.all)"),
+        ("program.py:3", "self.all = dict.fromkeys(net)"),
+    ),
+    "a difference of sets": (
+        (SET_ORDER, "set"),
+        ("some = set(net) - frozen", "for p in some:", "    p.step()"),
+        (
+            "program.py:1",
+            "some = dict.fromkeys(each for each in net if each not in frozen)",
+        ),
+    ),
+    "a set to which more is added": (
+        (SET_ORDER, "set"),
+        ("some = set(net)", "some.add(1)", "x = list(some)"),
+        None,
+    ),
+    "a set of text": (
+        (HASH, "set"),
+        ("some = a.keys() & b.keys()", "x = [a[name] for name in some]"),
+        ("program.py:2", "x = [a[name] for name in sorted(some)]"),
+    ),
+    "entries of a folder": (
+        (FILES, "scandir"),
+        ("with os.scandir(folder) as entries:", "    for entry in entries:", "        pass"),
+        ("program.py:2", "for entry in sorted(entries, key=lambda entry: entry.name):"),
+    ),
+    "entries that nothing loops over": (
+        (FILES, "scandir"),
+        ("with os.scandir(folder) as entries:", "    use(entries)"),
+        None,
+    ),
+}
+"""What is read, the lines of a program, and the edit: its place and the line as it should be."""
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_an_edit_stands_where_it_helps(name: str, tmp_path: Path) -> None:
+    """Of a name that stands for what varies, the edit is at the line that makes or takes it."""
+    (what, function), lines, expected = ELSEWHERE[name]
+    file = tmp_path / "program.py"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    each = (edit_of(what, function, f"{file}:{number + 1}") for number in range(len(lines)))
+    found = {(edit.where.rpartition("/")[2], edit.after) for edit in each if edit}
+
+    assert found == ({expected} if expected else set())
+
+
+def test_memory_and_a_sample(tmp_path: Path) -> None:
+    """Fresh memory becomes zeros, and a draw the sample's own."""
+    memory = edit_of(UNWRITTEN, "torch.empty", written(tmp_path, "x = torch.empty(3, 4)"))
+    sample = edit_of_sample(
+        "numpy.random.default_rng", written(tmp_path, "rng = np.random.default_rng()")
+    )
+
+    assert memory is not None
+    assert sample is not None
+    assert memory.after == "x = torch.zeros(3, 4)"
+    assert sample.after == "import torchrepro; rng = torchrepro.sample_rng()"
+
+
+@given(text=st.text(max_size=60), what=st.sampled_from([CLOCK, ENTROPY, FILES, THREADS]))
+def test_any_text_has_an_edit_or_none(
+    text: str, what: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A line that is no Python, or gone, raises nothing."""
+    where = written(tmp_path_factory.mktemp("any"), text.replace("\n", " "))
+
+    edit_of(what, "time.time", where, is_seed=True)
+    edit_of(SET_ORDER, "set", where)
+    assert edit_of(what, "time.time", "gone.py:3") is None

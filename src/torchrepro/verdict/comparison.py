@@ -22,6 +22,7 @@ from torchrepro.messages import printable
 from torchrepro.trace.format import OPTIMIZER_STEP, OTHERS
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.request import LEVELS
+from torchrepro.verdict import recordings
 from torchrepro.verdict.criteria import (
     ANY_STEP,
     AT_LEVEL,
@@ -45,20 +46,6 @@ from torchrepro.verdict.criteria import (
     unequal_seeded_generator,
 )
 from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
-from torchrepro.verdict.recordings import (
-    CUT,
-    facts,
-    line_left_out,
-    losses,
-    missing_processes,
-    not_finite,
-    notes,
-    program,
-    settings,
-    truncation,
-    unequal_replicas,
-    words_of_not_finite,
-)
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
 from torchrepro.verdict.render import are, counted
 from torchrepro.verdict.value import (
@@ -231,7 +218,7 @@ def _compare_pair(pair: Pair, criteria: Criteria, ignore: Sequence[str]) -> Pair
             loss = next(filter(None, of_loss), None)
             first, sort = (first, sort) if loss is None else (loss, "")
     if first is None:
-        first = _besides_records(records, modes) or truncation(pair)
+        first = _besides_records(records, modes) or recordings.truncation(pair)
         if first is None and not (within or ignore):
             first = unequal_end(pair)
     return PairComparison(pair, modes, steps, first, sort, _notes_on(records, modes), records.fed)
@@ -292,7 +279,7 @@ def _verdict(
             todo="record the same steps of both",
         )
     found = [_compare_pair(pair, criteria, ignore) for pair in pairs]
-    missing = [*missing_processes(left, right)]
+    missing = [*recordings.missing_processes(left, right)]
     diverged = [(_order(one.first), one) for one in found if one.first is not None]
     earliest = min(diverged, key=itemgetter(0))[1] if diverged else None
     tally, by_module = Counter[str](), Counter[str]()
@@ -315,19 +302,20 @@ def _verdict(
     uses = UNKNOWN_PROGRAM
     if pairs:
         diverges = earliest.pair if earliest else pairs[0]
-        uses = program(diverges, [pair for pair in pairs if pair is not diverges])
+        uses = recordings.program(diverges, [pair for pair in pairs if pair is not diverges])
     if first is not None and uses.name_of(first.module) != first.module:
         first = replace(first, called=uses.name_of(first.module))
-    unfinite = tuple(not_finite(trace) for trace in pairs[0].traces) if pairs else (None, None)
+    shown = [trace for pair in pairs[:1] for trace in pair.traces]
+    unfinite = tuple(map(recordings.not_finite, shown)) or (None, None)
     at = (first.source, first.op) if first and first.kind in UNWRITTEN else None
     unwritten = tuple(
         each
         for each in uses.unwritten
         if (each.is_nan and any(unfinite)) or (each.read, each.op) == at
     )
-    left_out = tuple(line_left_out(pairs, where) for where in ignore)
+    left_out = tuple(recordings.line_left_out(pairs, where) for where in ignore)
     fed = sum(one.fed for one in found)
-    said = [*words_of_not_finite(unfinite, unwritten)]
+    said = [*recordings.words_of_not_finite(unfinite, unwritten)]
     if left_out:
         lines = ", ".join(f"{counted(each.records, 'record')} of {each.where}" for each in left_out)
         said.append(f"left out: {lines}{f' and {fed:,} that only they feed' if fed else ''}")
@@ -347,7 +335,7 @@ def _verdict(
     of_pairs = [
         f"{rank}{note}"
         for rank, one in zip(ranks, found, strict=True)
-        for note in (*notes(one.pair), *one.notes)
+        for note in (*recordings.notes(one.pair), *one.notes)
     ]
     of_pairs += [divergence.what for divergence in missing]
     if tally[ALONE]:
@@ -366,10 +354,10 @@ def _verdict(
         independent=tally[INDEPENDENT],
         by_module=tuple(by_module.items()),
         map=tuple(_cells(found)),
-        losses=losses(pairs[0]) if pairs else (),
-        settings=settings(pairs[0]) if pairs else (),
+        losses=recordings.losses(pairs[0]) if pairs else (),
+        settings=recordings.settings(pairs[0]) if pairs else (),
         program=replace(uses, unwritten=unwritten),
-        about=tuple(map(facts, pairs[0].traces)) if pairs else (),
+        about=tuple(map(recordings.facts, shown)),
         agreed=agreed_before(modes, first.step) if first and is_known else None,
         not_finite=unfinite,
         left_out=left_out,
@@ -377,7 +365,7 @@ def _verdict(
         across_ranks=tuple(
             sentence
             for name, side in zip(NAMES, sides, strict=True)
-            for sentence in unequal_replicas(name, list(side.values()))
+            for sentence in recordings.unequal_replicas(name, list(side.values()))
         ),
         notes=(*said, *dict.fromkeys(of_pairs)),
     )
@@ -472,8 +460,8 @@ def compare_resumed(
     found, pair = _compared_from(runs, left, right, shift)
     found = replace(
         found,
-        settings=tuple(each for each in settings(pair) if each.name != RESUMED),
-        about=tuple(map(facts, pair.traces)),
+        settings=tuple(each for each in recordings.settings(pair) if each.name != RESUMED),
+        about=tuple(map(recordings.facts, pair.traces)),
         notes=(f"B goes on from A: its step 0 is step {shift} of A",),
     )
     likely = advice(found, pair.left.meta)
@@ -561,9 +549,9 @@ def _compared_from(
         level=pairs[0].levels[1],
         by=((AT_ONE_LEVEL["step"], len(steps)),),
     )
-    uses = program(pair, [each for each in pairs if each is not pair])
+    uses = recordings.program(pair, [each for each in pairs if each is not pair])
     same = first is None and bool(steps)
-    return Verdict(same, *runs, compared, first, losses=losses(pair), program=uses), pair
+    return Verdict(same, *runs, compared, first, losses=recordings.losses(pair), program=uses), pair
 
 
 def _trained(traces: Iterable[Trace]) -> Sequence[Trace]:
@@ -581,7 +569,7 @@ def _first_from(pair: Pair) -> Divergence | None:
         max((number for number, row in trace.steps.items() if row.finished), default=-1)
         for trace in pair.traces
     )
-    cut = [CUT if trace.is_truncated else "" for trace in pair.traces]
+    cut = [recordings.CUT if trace.is_truncated else "" for trace in pair.traces]
     if left != right or any(cut):
         what = (
             f"the whole run ends after step {left}{cut[0]}, "
