@@ -240,23 +240,6 @@ def _slopes(number: int) -> torch.Tensor:
     return (items.t() @ items.tanh()).softmax(1)
 
 
-def added_up_in_order() -> Tensors:
-    parts: list[torch.Tensor] = [torch.empty(6, 6) for _ in range(THREADS)]
-
-    def work(number: int) -> None:
-        parts[number].copy_(_slopes(number))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    total = torch.zeros(6, 6)
-    for part in parts:
-        total += part
-    return [total]
-
-
 def mapped_in_order() -> Tensors:
     model = perceptron()
     with ThreadPoolExecutor(THREADS) as pool:
@@ -318,26 +301,6 @@ def loaded_ahead() -> Tensors:
     thread.start()
     model = perceptron()
     found = trained(model, lambda _step: model(batches.get()).square().mean())
-    thread.join()
-    return found
-
-
-def watched_by_a_thread() -> Tensors:
-    model, steps, over = perceptron(), [0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.001):
-            steps.append(steps[0])
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-
-    def loss(step: int) -> torch.Tensor:
-        steps[0] = step
-        return model(items_of(step)).square().mean()
-
-    found = trained(model, loss)
-    over.set()
     thread.join()
     return found
 

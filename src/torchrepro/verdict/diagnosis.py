@@ -27,7 +27,7 @@ from torchrepro.trace.format import (
     RETURNED,
     UNINITIALISED,
 )
-from torchrepro.verdict.program_text import VaryingLine, edit_of
+from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         Verdict,
     )
 
-Suspect: TypeAlias = "UncontrolledRead | SeedSource | VaryingLine"
+Suspect: TypeAlias = "UncontrolledRead | SeedSource"
 """A line that may be why runs differ: what was heard of it, or what its text says."""
 
 _TABLE: Mapping[str, Any] = yaml.load(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from stat import S_ISREG
@@ -149,24 +149,14 @@ def _parsed(file: str, _changed: int) -> Module:
         return Module(source.read())
 
 
-@dataclass(frozen=True, slots=True)
-class VaryingLine:
-    """A line that may give another result in each run."""
+def scan(files: Iterable[str], before: float | None = None) -> tuple[SeedSource, ...]:
+    """Return the lines of Python files that may vary, in their order, each with what it calls.
 
-    name: str
-    """What it calls, as in ``datetime.datetime.now``; ``set`` for all that reads a set in order."""
-    what: str  # one of the words of `seeding.uncontrolled`
-    where: str
-    code: str
-
-
-def scan(files: Iterable[str], before: float | None = None) -> tuple[VaryingLine, ...]:
-    """Return the lines of Python files that may vary, in their order.
-
-    A file that is gone, too large or no Python has none. Neither has one that was changed after
-    `before`, in seconds since 1970: the program that ran was another.
+    All that reads a set in order is called ``set``. A file that is gone, too large or no Python has
+    none. Neither has one that was changed after `before`, in seconds since 1970: the program that
+    ran was another.
     """
-    found: list[VaryingLine] = []
+    found: list[SeedSource] = []
     for file in dict.fromkeys(files):
         module = module_of(file, before)
         try:
@@ -174,8 +164,8 @@ def scan(files: Iterable[str], before: float | None = None) -> tuple[VaryingLine
         except (RecursionError, MemoryError):
             continue
         for number, what, name in said:
-            code = printable(module.lines[number - 1].strip()) if module is not None else ""
-            found.append(VaryingLine(printable(name), what, f"{printable(file)}:{number}", code))
+            where = f"{printable(file)}:{number}"
+            found.append(SeedSource(printable(name), what, where, is_sure=True))
     return tuple(found)
 
 
@@ -292,18 +282,14 @@ def _method(node: ast.Call) -> str:
 
 
 def varying_seeds(
-    lines: Sequence[VaryingLine], reads: Sequence[UncontrolledRead]
-) -> tuple[tuple[VaryingLine, SeedSource], ...]:
+    lines: Sequence[SeedSource], reads: Sequence[UncontrolledRead]
+) -> tuple[tuple[SeedSource, SeedSource], ...]:
     """Return the lines of `scan` that seed a generator from what varies, each with that source.
 
     So are seeds known that no recording hears, as of ``numpy.random.RandomState``.
     """
-    both: list[VaryingLine | UncontrolledRead] = [*lines, *reads]
-    sources = {
-        each.where: SeedSource(each.name, each.what, each.where, is_sure=True)
-        for each in both
-        if each.what not in _NO_SOURCE
-    }
+    heard = [SeedSource(each.name, each.what, each.where, is_sure=True) for each in reads]
+    sources = {each.where: each for each in (*lines, *heard) if each.what not in _NO_SOURCE}
     seeds = (each for each in lines if each.what == GIVEN_SEED and each.where in sources)
     return tuple((each, sources[each.where]) for each in seeds)
 
@@ -319,13 +305,14 @@ def with_source(
     reads = [read for read in reads if read.what not in _NO_SOURCE]
     lines = scan([seed.where.rpartition(":")[0]], before)
     if seed.name == OWN_GENERATOR:
-        seeding = [each for each in lines if ".manual_seed(" in each.code or ".seed(" in each.code]
+        seeded_at = {each.where for each in lines if each.name.endswith((".manual_seed", ".seed"))}
+        seeding = [each for each in lines if each.where in seeded_at]
         read_at = {read.where for read in reads}
         likely = [each for each in seeding if each.what == ENTROPY or each.where in read_at]
         places = {each.where for each in likely or seeding}
         seed = replace(seed, where=places.pop()) if len(places) == 1 else seed
     earlier = [read for read in reads if (read.step, read.record) <= (seed.step, seed.record)]
-    sure: list[UncontrolledRead | VaryingLine] = [
+    sure: list[UncontrolledRead | SeedSource] = [
         *[each for each in earlier if "seed" in source_line(each.where).lower()],
         *[each for each in lines if each.where == seed.where and each.what not in _NO_SOURCE],
         *[each for each in earlier if short(each.where) == short(seed.where)],

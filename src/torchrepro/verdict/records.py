@@ -135,9 +135,7 @@ class Reader:
             )
         self.arguments = np.array([shared[text] for text in trace.arguments.values()])
         self._threads = np.array([shared[name] for name in trace.threads.values()] or [-1])
-        self.modules = {shared[site.module]: site.module for site in trace.sites.values()}
         self._known: dict[Outline, tuple[Array, _Digests, _Digests]] = {}
-        self._counted = lru_cache(maxsize=32)(self._count)
 
     def algorithms(self, outputs: str) -> frozenset[str]:
         """Return how the fingerprints of outputs were taken, by what their devices are."""
@@ -198,26 +196,6 @@ class Reader:
             _Digests(outline.output_ends, outline.output_lengths),
         )
 
-    def totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
-        """Return how many records each module has in a step, on all threads or the main one."""
-        total: Mapping[str, int] = {}
-        for outline in self.trace.outlines(step):
-            total = added(total, self._counted(outline, on_main))
-        return total
-
-    def _count(self, outline: Outline, on_main: bool) -> Mapping[str, int]:  # noqa: FBT001 - cached
-        modules = self.sites["module"][np.asarray(outline.sites)]
-        chosen = np.asarray(outline.threads) == MAIN if on_main else slice(None)
-        return count_by(modules[chosen], self.modules)
-
-
-def count_by(numbers: Array, names: Mapping[int, str]) -> dict[str, int]:
-    """Return how often each of some numbers is there, by its name, in the order of the first."""
-    found, first, often = np.unique(numbers, return_index=True, return_counts=True)
-    order = np.argsort(first)
-    each = zip(found[order].tolist(), often[order].tolist(), strict=True)
-    return {names[number]: many for number, many in each}
-
 
 def added(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
     """Return the sum of two counts, neither of which may be changed: steps share them."""
@@ -274,13 +252,14 @@ class Records:
         self._incomparable = 0  # pairs whose fingerprints were not taken in the same way
         self.unmatched = 0  # records without a partner
         self.thread_notes: list[str] = []
-        shared = defaultdict[object, int](count().__next__)
+        shared = defaultdict[Any, int](count().__next__)
         left, right = (
             Reader(trace, shared, ignore, misses_steps=pair.misses_steps) for trace in pair.traces
         )
         self.readers = left, right
         self._ignores = bool(left.ignored or right.ignored)
-        self._modules = {**left.modules, **right.modules}
+        self._names = {number: name for name, number in shared.items()}
+        self._counted = lru_cache(maxsize=32)(self._count_outline)
         self._excess: dict[int, str] = {}
         self._diverged = False
         self._last: tuple[Sides, Matching] | None = None
@@ -337,12 +316,12 @@ class Records:
     def step(self, number: int) -> StepComparison:
         """Compare the records of the main thread in a step, and of other threads meanwhile."""
         if not self._unequal_steps:
-            return StepComparison(totals=self.readers[0].totals(number, on_main=False))
+            return StepComparison(totals=self._totals(number, on_main=False))
         found = StepComparison()
         if not self.pair.in_order:
             found.add(self._over_the_run[True].get(number, StepComparison()))
         elif number not in self._unequal_steps:
-            found.totals = self.readers[0].totals(number, on_main=True)
+            found.totals = self._totals(number, on_main=True)
         else:
             self._compare_main(number, found)
         found.add(self._over_the_run[False].get(number, StepComparison()))
@@ -461,7 +440,23 @@ class Records:
         return differs | (left["argument"] != right["argument"]) | (left["shape"] != right["shape"])
 
     def _count(self, *records: Array) -> Mapping[str, int]:
-        return count_by(np.concatenate([each["module"] for each in records]), self._modules)
+        """Return how often each module is there, in the order in which it first is."""
+        modules = np.concatenate([each["module"] for each in records])
+        found, first, often = np.unique(modules, return_index=True, return_counts=True)
+        order = np.argsort(first)
+        each = zip(found[order].tolist(), often[order].tolist(), strict=True)
+        return {self._names[number]: many for number, many in each}
+
+    def _totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
+        """Return how many records each module has, on all threads or the main one."""
+        total: Mapping[str, int] = {}
+        for outline in self.pair.left.outlines(step):
+            total = added(total, self._counted(outline, on_main))
+        return total
+
+    def _count_outline(self, outline: Outline, on_main: bool) -> Mapping[str, int]:  # noqa: FBT001
+        records = self.readers[0].sites[np.asarray(outline.sites)]
+        return self._count(records[np.asarray(outline.threads) == MAIN] if on_main else records)
 
     @cached_property
     def _over_the_run(self) -> Mapping[bool, Mapping[int, StepComparison]]:

@@ -319,12 +319,11 @@ def source_line(source: str) -> str:
 
 def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
     """Return the lines around ``file:line`` with their numbers, if they can be read."""
-    file, _, number = source.rpartition(":")
-    if not file or not number.isdecimal():
+    if not source_line(source):
         return []
+    file, _, number = source.rpartition(":")
     near = range(max(1, int(number) - around), int(number) + around + 1)
-    lines = [(at, getline(file, at).rstrip("\n")) for at in near]
-    return lines if source_line(source) else []
+    return [(at, getline(file, at).rstrip("\n")) for at in near]
 
 
 def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:

@@ -204,7 +204,7 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class SeedSource:
-    """What a seed was made from that differs in each run."""
+    """What may give another result in each run, as what a seed was made from that differs."""
 
     name: str  #: What the program calls, as in ``time.time``.
     what: str  #: One of the words of `seeding.uncontrolled`, as in ``the clock``.
