@@ -212,7 +212,6 @@ def test_a_thousand_steps_of_two_hundred_modules_stay_a_small_page() -> None:
     assert seconds < 2
     assert len(text) < 400_000
     found = agreement_map(verdict.map, verdict.first)
-    assert found is not None
     assert len(found.columns) <= COLUMNS
     assert len(found.rows) <= ROWS
     assert found.marked is not None
@@ -235,7 +234,6 @@ def test_the_map_counts_every_record_once(
 
     found = agreement_map(cells)
 
-    assert found is not None
     assert len(found.columns) <= COLUMNS
     assert len(found.rows) <= ROWS
     flat = found.flat_counts()

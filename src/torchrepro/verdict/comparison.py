@@ -12,7 +12,7 @@ import math
 import sqlite3
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
@@ -35,15 +35,8 @@ from torchrepro.verdict.criteria import (
     Mode,
     Pair,
     agreed_before,
-    at_step,
     criteria_for,
-    digest,
     mode_of,
-    unequal_digest,
-    unequal_end,
-    unequal_generators,
-    unequal_loss,
-    unequal_seeded_generator,
 )
 from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
@@ -167,17 +160,90 @@ def _opened(runs: tuple[str, str]) -> Iterator[Sequence[Traces]]:
             raise TraceError.about(what, found=" or ".join(runs)) from None
 
 
-@dataclass(frozen=True)
 class PairComparison:
-    """What the comparison of two traces found."""
+    """Compares two traces, each step in the finest mode that both recordings allow."""
 
-    pair: Pair
-    modes: Mapping[int, Mode]  # how each step was compared
-    steps: Mapping[int, StepComparison]
-    first: Divergence | None
-    sort: str  # how the first record differs; empty where a digest or an end differs
-    notes: Sequence[str]
-    fed: int  # how many records differ by what was left out alone
+    def __init__(self, pair: Pair, criteria: Criteria, ignore: Sequence[str]) -> None:
+        self.pair, self.tolerance = pair, criteria.tolerance
+        within = self.tolerance is not None
+        self.modes = {step: mode_of(pair, step, within_tolerance=within) for step in pair.steps}
+        in_full = [step for step, mode in self.modes.items() if not mode.fields]
+        self.records = Records(pair, criteria, in_full, ignore)
+        if not within and (in_full or not self.modes):
+            self.records.refuse_unequal_algorithms()
+        self.steps: dict[int, StepComparison] = {}
+        first: Divergence | None = None
+        self.sort = ""  # how the first record differs; empty where a digest or an end differs
+        for number, mode in self.modes.items():
+            found = StepComparison() if mode.fields else self.records.step(number)
+            self.steps[number] = found
+            if first is not None:
+                continue
+            if mode is Mode.LOSSES and self.tolerance is not None:
+                first = pair.unequal_loss(number, self.tolerance)
+            elif mode.fields:
+                first = pair.unequal_digest(number, mode.fields)
+            elif found.first is not None:
+                first, self.sort = self.records.describe(found.first), found.first.sort
+            if first is not None and first.kind is Kind.VALUES and first.phase != "forward":
+                # It is known by values alone that the step left behind: what led to them says more.
+                of_loss = (pair.unequal_digest(at, [LOSS]) for at in (number, ANY_STEP))
+                loss = next(filter(None, of_loss), None)
+                first, self.sort = (first, self.sort) if loss is None else (loss, "")
+        if first is None:
+            first = self._besides_records() or recordings.truncation(pair)
+            if first is None and not (within or ignore):
+                first = pair.unequal_end()
+        self.first = first
+
+    def _besides_records(self) -> Divergence | None:
+        pair, records, steps = self.pair, self.records, self.records.steps
+        if self.tolerance is not None:
+            compared = sum(trace.steps[step].records for trace in pair.traces for step in steps)
+            if compared and records.unmatched >= compared:
+                what = "no op of one run has a counterpart in the other: nothing was compared"
+                return pair.at_step(steps[0], Kind.INCOMPARABLE, what)
+            found = (pair.unequal_loss(step, self.tolerance) for step in (*steps, ANY_STEP))
+            return next(filter(None, found), None)
+        if records.incomparable:
+            what = f"{records.incomparable}; {RERECORD}"
+            return pair.at_step(steps[0], Kind.INCOMPARABLE, what)
+        fields = {step: mode.fields or FIELDS for step, mode in self.modes.items()}
+        fields[ANY_STEP] = min(fields.values(), key=len, default=FIELDS)
+        digests = (pair.unequal_digest(step, its) for step, its in fields.items())
+        return next(filter(None, digests), None) or pair.unequal_seeded_generator()
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader has to know of the comparison."""
+        if self.records.incomparable:
+            yield self.records.incomparable
+        unmatched = self.records.unmatched
+        if unmatched and not self.records.criteria.needs_partner:
+            have = "has" if unmatched == 1 else "have"
+            yield (
+                f"{counted(unmatched, 'op')} {have} no counterpart in the other run: not compared"
+            )
+        yield from self.records.thread_notes
+        modes = self.modes.values()
+        without = sum(mode is Mode.LOSSES for mode in modes)
+        if without:
+            yield f"{without:,} steps have no statistics of tensors: their losses were compared"
+        if set(modes) == {Mode.DIGESTS_OF_UNEQUAL_LEVELS}:
+            yield (
+                f"recorded at the levels {' and '.join(self.pair.levels)}: compared by the loss "
+                "and the parameters of each step, not op by op"
+            )
+
+    @property
+    def has_anything(self) -> bool:
+        """Whether both recordings hold anything that could be compared."""
+        pair = self.pair
+        return any(
+            any(all(pair.digests(at, name)) for at in (step, ANY_STEP) for name in mode.fields)
+            if mode.fields
+            else any(trace.steps[step].records for trace in pair.traces)
+            for step, mode in self.modes.items()
+        )
 
 
 def _order(first: Divergence) -> tuple[int, bool, int, int]:
@@ -188,76 +254,6 @@ def _order(first: Divergence) -> tuple[int, bool, int, int]:
     made = [PHASE_OF[name] for name in FIELDS]
     after = made.index(first.phase) if first.is_at_the_latest and first.phase in made else 0
     return first.step, sent or late, after, first.rank
-
-
-def _compare_pair(pair: Pair, criteria: Criteria, ignore: Sequence[str]) -> PairComparison:
-    tolerance = criteria.tolerance
-    within = tolerance is not None
-    modes = {step: mode_of(pair, step, within_tolerance=within) for step in pair.steps}
-    in_full = [step for step in modes if not modes[step].fields]
-    records = Records(pair, criteria, in_full, ignore)
-    if not within and (records.steps or not modes):
-        records.refuse_unequal_algorithms()
-    steps: dict[int, StepComparison] = {}
-    first: Divergence | None = None
-    sort = ""
-    for number, mode in modes.items():
-        steps[number] = StepComparison() if mode.fields else records.step(number)
-        difference = steps[number].first
-        if first is not None:
-            continue
-        if mode is Mode.LOSSES and tolerance is not None:
-            first = unequal_loss(pair, number, tolerance)
-        elif mode.fields:
-            first = unequal_digest(pair, number, mode.fields)
-        elif difference is not None:
-            first, sort = records.describe(difference), difference.sort
-        if first is not None and first.kind is Kind.VALUES and first.phase != "forward":
-            # It is known by values alone that the step left behind: what led to them says more.
-            of_loss = (unequal_digest(pair, at, [LOSS]) for at in (number, ANY_STEP))
-            loss = next(filter(None, of_loss), None)
-            first, sort = (first, sort) if loss is None else (loss, "")
-    if first is None:
-        first = _besides_records(records, modes) or recordings.truncation(pair)
-        if first is None and not (within or ignore):
-            first = unequal_end(pair)
-    return PairComparison(pair, modes, steps, first, sort, _notes_on(records, modes), records.fed)
-
-
-def _besides_records(records: Records, modes: Mapping[int, Mode]) -> Divergence | None:
-    pair, steps, tolerance = records.pair, records.steps, records.criteria.tolerance
-    if tolerance is not None:
-        compared = sum(trace.steps[step].records for trace in pair.traces for step in steps)
-        if compared and records.unmatched >= compared:
-            what = "no op of one run has a counterpart in the other: nothing was compared"
-            return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
-        found = (unequal_loss(pair, step, tolerance) for step in (*steps, ANY_STEP))
-        return next(filter(None, found), None)
-    if records.incomparable:
-        what = f"{records.incomparable}; {RERECORD}"
-        return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
-    fields = {step: mode.fields or FIELDS for step, mode in modes.items()}
-    fields[ANY_STEP] = min(fields.values(), key=len, default=FIELDS)
-    digests = (unequal_digest(pair, step, its) for step, its in fields.items())
-    return next(filter(None, digests), None) or unequal_seeded_generator(pair)
-
-
-def _notes_on(records: Records, modes: Mapping[int, Mode]) -> list[str]:
-    found = [records.incomparable] if records.incomparable else []
-    if records.unmatched and not records.criteria.needs_partner:
-        have = "has" if records.unmatched == 1 else "have"
-        ops = counted(records.unmatched, "op")
-        found.append(f"{ops} {have} no counterpart in the other run: not compared")
-    found += records.thread_notes
-    without = sum(mode is Mode.LOSSES for mode in modes.values())
-    if without:
-        found.append(f"{without:,} steps have no statistics of tensors: their losses were compared")
-    if set(modes.values()) == {Mode.DIGESTS_OF_UNEQUAL_LEVELS}:
-        found.append(
-            f"recorded at the levels {' and '.join(records.pair.levels)}: compared by the loss "
-            "and the parameters of each step, not op by op"
-        )
-    return found
 
 
 def _verdict(
@@ -278,7 +274,7 @@ def _verdict(
             found=" and ".join(runs),
             todo="record the same steps of both",
         )
-    found = [_compare_pair(pair, criteria, ignore) for pair in pairs]
+    found = [PairComparison(pair, criteria, ignore) for pair in pairs]
     missing = [*recordings.missing_processes(left, right)]
     diverged = [(_order(one.first), one) for one in found if one.first is not None]
     earliest = min(diverged, key=itemgetter(0))[1] if diverged else None
@@ -289,7 +285,7 @@ def _verdict(
     if earliest is not None and tally[earliest.sort]:
         tally[earliest.sort] -= 1  # the first one; where digests differ, no record is counted
     first = earliest.first if earliest else next(iter(missing), None)
-    if first is None and not any(map(_has_anything, found)):
+    if first is None and not any(one.has_anything for one in found):
         raise TraceError.about(
             "nothing was recorded that could be compared",
             found=" and ".join(runs),
@@ -314,7 +310,7 @@ def _verdict(
         if (each.is_nan and any(unfinite)) or (each.read, each.op) == at
     )
     left_out = tuple(recordings.line_left_out(pairs, where) for where in ignore)
-    fed = sum(one.fed for one in found)
+    fed = sum(one.records.fed for one in found)
     said = [*recordings.words_of_not_finite(unfinite, unwritten)]
     if left_out:
         lines = ", ".join(f"{counted(each.records, 'record')} of {each.where}" for each in left_out)
@@ -335,7 +331,7 @@ def _verdict(
     of_pairs = [
         f"{rank}{note}"
         for rank, one in zip(ranks, found, strict=True)
-        for note in (*recordings.notes(one.pair), *one.notes)
+        for note in (*recordings.notes(one.pair), *one.notes())
     ]
     of_pairs += [divergence.what for divergence in missing]
     if tally[ALONE]:
@@ -376,26 +372,9 @@ def _reaches(pair: Pair) -> bool:
     ended = [[n for n, row in trace.steps.items() if row.finished] for trace in pair.traces]
     if not ended[0] or ended[0] != ended[1] or any(trace.is_truncated for trace in pair.traces):
         return True
-    held = [
-        [digest(pair, side, step, name) for step in (*pair.steps, ANY_STEP)]
-        for name in (LOSS, "parameters")
-        for side in (0, 1)
-    ]
-    return held[0::2] != held[1::2] or not any(held[2])
-
-
-def _has_anything(one: PairComparison) -> bool:
-    pair = one.pair
-    return any(
-        any(
-            all(digest(pair, side, at, name) for side in (0, 1))
-            for at in (step, ANY_STEP)
-            for name in mode.fields
-        )
-        if mode.fields
-        else any(trace.steps[step].records for trace in pair.traces)
-        for step, mode in one.modes.items()
-    )
+    steps = *pair.steps, ANY_STEP
+    losses, parameters = ([pair.digests(at, name) for at in steps] for name in (LOSS, "parameters"))
+    return any(a != b for a, b in (*losses, *parameters)) or not any(its[0] for its in parameters)
 
 
 def _cells(found: Sequence[PairComparison]) -> Iterator[Cell]:
@@ -496,7 +475,7 @@ def _not_restored(pair: Pair, first: Divergence) -> str:
     before = left[first.step - 1].random if first.step - 1 in left else {}
     drew = [
         name
-        for name in unequal_generators(pair, first.step)
+        for name in pair.unequal_generators(first.step)
         if left[first.step].random[name] != before.get(name)
     ]
     if first.phase == "optimizer":
@@ -539,7 +518,7 @@ def _compared_from(
     steps = [
         step
         for step in pairs[0].ended_steps
-        if any(all(digest(pairs[0], side, step, name) for side in (0, 1)) for name in FIELDS)
+        if any(all(pairs[0].digests(step, name)) for name in FIELDS)
     ]
     compared = Compared(
         ranks=len(pairs),
@@ -562,7 +541,7 @@ def _trained(traces: Iterable[Trace]) -> Sequence[Trace]:
 
 def _first_from(pair: Pair) -> Divergence | None:
     for step in pair.ended_steps:
-        first = unequal_digest(pair, step, FIELDS)
+        first = pair.unequal_digest(step, FIELDS)
         if first is not None:
             return _first_op(pair, step, first.phase) or first
     left, right = (
@@ -575,7 +554,7 @@ def _first_from(pair: Pair) -> Divergence | None:
             f"the whole run ends after step {left}{cut[0]}, "
             f"the resumed one after step {right}{cut[1]}"
         )
-        return at_step(pair, min(left, right) + 1, Kind.ENDED, what)
+        return pair.at_step(min(left, right) + 1, Kind.ENDED, what)
     # What both hold as they end whose value is not there in the resumed run: names count optimizers
     # and models as they come, which is from another step on there.
     mine, theirs = (trace.meta.get("end") or {} for trace in pair.traces)
@@ -584,7 +563,7 @@ def _first_from(pair: Pair) -> Divergence | None:
         for name, held in (mine.get(kind) or {}).items():
             if name in its and name != OTHERS and held not in its.values():
                 what = f"not the same when the runs end: {printable(name)}"
-                return at_step(pair, pair.steps[-1], Kind.VALUES, what)
+                return pair.at_step(pair.steps[-1], Kind.VALUES, what)
     return None
 
 

@@ -44,6 +44,78 @@ rounds by 0.004 and needs ``rtol`` 0.016: https://docs.pytorch.org/docs/stable/t
 """
 
 
+Statistics = tuple[int, float | None, float | None, float | None, float | None]
+"""Count, mean, norm, low and high of an output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Criteria:
+    """What it takes for two runs to count as the same."""
+
+    tolerance: tuple[float, float] | None = None  # where statistics are compared and not bits
+    # Whether a record that only one run has is a difference. Across devices and precisions it is
+    # none: each may have ops of its own.
+    needs_partner: bool = True
+    notes: tuple[str, ...] = ()  # why these criteria were chosen, where nobody named them
+    note_if_different: str = ""  # what else is to be said if the runs differ
+
+
+def criteria_for(
+    pairs: Sequence[Pair], given: tuple[float, float] | None, *, one_program: bool = False
+) -> Criteria:
+    """Return the criteria for the traces of two runs; `given` are rtol and atol.
+
+    Without them the criterion is the same bits, unless both runs were recorded under the guarantee
+    `aligned`, which has a tolerance of its own. Equal bits are within any tolerance, so bits are
+    compared where the recordings have no statistics in common. `one_program` says that both runs
+    are of one command on one machine.
+    """
+    notes: tuple[str, ...] = ()
+    metas = [trace.meta for pair in pairs for trace in pair.traces]
+    if given is None and metas and all(meta.get("guarantee") == "aligned" for meta in metas):
+        given = ALIGNED
+        notes = (
+            "the tolerance is that of the guarantee `aligned`, under which both were recorded",
+        )
+    if given is None:
+        return Criteria()
+    obstacle = next(filter(None, map(_lacks_statistics, pairs)), "")
+    if obstacle:
+        within = f"whether they agree within rtol={given[0]:g}, atol={given[1]:g} cannot be told"
+        return Criteria(note_if_different=f"{within}: {obstacle}")
+    return Criteria(given, one_program, notes)
+
+
+def _lacks_statistics(pair: Pair) -> str:
+    left, right = pair.levels
+    if left != right:
+        return (
+            f"the levels {left} and {right} have no statistics in common; record both at one level"
+        )
+    if left != "op":
+        return f"the level {left} has no statistics of tensors; record both at the level op"
+    both = zip(NAMES, pair.traces, strict=True)
+    lacking = [name for name, trace in both if not trace.meta.get("statistics")]
+    if not lacking:
+        return ""
+    have = "has" if len(lacking) == 1 else "have"
+    return f"{' and '.join(lacking)} {have} no statistics of tensors; {RERECORD}"
+
+
+LOSS, ARGUMENTS = "loss", "arguments"
+FIELDS = (LOSS, "gradients", "parameters")
+"""The digests of a step, in the order in which a step makes them.
+
+There are those of the `ARGUMENTS` of optimizers as well; where records are compared, they say more.
+"""
+
+_WRITTEN_OUTSIDE = "No op that was recorded wrote it: numpy, `.data` or an assignment did"
+
+PHASE_OF = dict(zip(FIELDS, ("forward", "backward", "optimizer"), strict=True)) | {
+    ARGUMENTS: "optimizer"
+}
+
+
 @dataclass(frozen=True)
 class Pair:
     """The traces of one process in both runs."""
@@ -113,75 +185,122 @@ class Pair:
             trace.ends_before(number) for trace in self.traces
         )
 
+    def at_step(
+        self, number: int, kind: Kind, what: str, phase: str = "", op: str = ""
+    ) -> Divergence:
+        """Return a divergence of a step without a record that shows it."""
+        after_last = self.is_after_last(number)
+        found = Divergence.without_op(self.left.rank, number, kind, what, after_last=after_last)
+        return replace(found, phase=phase, op=op)
 
-Statistics = tuple[int, float | None, float | None, float | None, float | None]
-"""Count, mean, norm, low and high of an output."""
+    def digests(self, number: int, name: str) -> Sequence[bytes]:
+        """Return a digest of a step in both runs; nothing for one that has none.
 
+        Of `ANY_STEP` it is one of all steps, in whatever order, where other threads end them.
+        """
+        if name == LOSS:
+            each = (losses.get(number, ()) for losses in self.losses)
+            return [b"".join(loss.fingerprint for loss in losses) for losses in each]
+        if self.in_order != (number != ANY_STEP):
+            return b"", b""
+        steps = [number] if self.in_order else self.steps
+        rows = ([trace.steps[step] for step in steps] for trace in self.traces)
+        return [b"".join(sorted(getattr(row, name) for row in its)) for its in rows]
 
-@dataclass(frozen=True, slots=True)
-class Criteria:
-    """What it takes for two runs to count as the same."""
+    def unequal_digest(self, number: int, fields: Sequence[str]) -> Divergence | None:
+        """Return the first digest of a step, or of `ANY_STEP`, that differs, if one does."""
+        for name in fields:
+            digests = self.digests(number, name)
+            if not all(digests) or digests[0] == digests[1]:
+                continue
+            phase, shown = PHASE_OF[name], number
+            if number == ANY_STEP and name != LOSS:
+                one, other = (trace.steps for trace in self.traces)
+                its = {getattr(other[at], name) for at in self.steps}
+                shown = next(at for at in self.steps if getattr(one[at], name) not in its)
+            if name == LOSS:
+                found = self._unequal_losses(number, lambda a, b: a.fingerprint != b.fingerprint)
+            elif name == ARGUMENTS:
+                what, op = "not recorded which", f"optimizer{OPTIMIZER_STEP}"
+                found = self.at_step(shown, Kind.ARGUMENT, what, phase, op)
+            else:
+                found = self.at_step(shown, Kind.VALUES, "", phase, name)
+            left, right = (
+                Side(run, "", "", "", (), (each.hex(),))
+                for run, each in zip(self.runs, digests, strict=True)
+            )
+            return found and replace(found, left=left, right=right)
+        return None
 
-    tolerance: tuple[float, float] | None = None  # where statistics are compared and not bits
-    # Whether a record that only one run has is a difference. Across devices and precisions it is
-    # none: each may have ops of its own.
-    needs_partner: bool = True
-    notes: tuple[str, ...] = ()  # why these criteria were chosen, where nobody named them
-    note_if_different: str = ""  # what else is to be said if the runs differ
+    def unequal_loss(self, step: int, tolerance: tuple[float, float]) -> Divergence | None:
+        rtol, atol = tolerance
 
+        def differ(one: Loss, other: Loss) -> bool:
+            return not _near(one.value, other.value, atol + rtol * abs(other.value or 0.0))
 
-def criteria_for(
-    pairs: Sequence[Pair], given: tuple[float, float] | None, *, one_program: bool = False
-) -> Criteria:
-    """Return the criteria for the traces of two runs; `given` are rtol and atol.
+        return self._unequal_losses(step, differ)
 
-    Without them the criterion is the same bits, unless both runs were recorded under the guarantee
-    `aligned`, which has a tolerance of its own. Equal bits are within any tolerance, so bits are
-    compared where the recordings have no statistics in common. `one_program` says that both runs
-    are of one command on one machine.
-    """
-    notes: tuple[str, ...] = ()
-    metas = [trace.meta for pair in pairs for trace in pair.traces]
-    if given is None and metas and all(meta.get("guarantee") == "aligned" for meta in metas):
-        given = ALIGNED
-        notes = (
-            "the tolerance is that of the guarantee `aligned`, under which both were recorded",
-        )
-    if given is None:
-        return Criteria()
-    obstacle = next(filter(None, map(_lacks_statistics, pairs)), "")
-    if obstacle:
-        within = f"whether they agree within rtol={given[0]:g}, atol={given[1]:g} cannot be told"
-        return Criteria(note_if_different=f"{within}: {obstacle}")
-    return Criteria(given, one_program, notes)
+    def _unequal_losses(self, step: int, differ: Callable[[Loss, Loss], bool]) -> Divergence | None:
+        left, right = (side.get(step, []) for side in self.losses)
+        both = next((both for both in zip(left, right, strict=False) if differ(*both)), None)
+        if both is None and len(left) == len(right):
+            return None
+        shown = both[0] if both else (left or right)[0]
+        if both is None or len(left) != len(right):
+            what = f"{counted(len(left), 'loss')} and {len(right)}"
+        else:
+            texts = ["none" if loss.value is None else f"{loss.value:.9g}" for loss in both]
+            thread = self.left.threads.get(shown.thread, "") if shown.thread else ""
+            its = f"a loss of thread {thread}" if thread else "its loss"
+            what = f"{its} differs: {' and '.join(texts)}"
+        found = self.at_step(shown.step, Kind.VALUES, what, PHASE_OF[LOSS], LOSS)
+        return replace(found, source=shown.source)
 
+    def unequal_generators(self, number: int) -> list[str]:
+        """Return the random generators whose states differ at the end of a step."""
+        rows = [trace.steps[number] for trace in self.traces]
+        if rows[0].finished != rows[1].finished:
+            return []  # one of the runs ended there
+        if not self.in_order and number != self.steps[-1]:
+            return []  # whichever thread came first
+        left, right = (row.random for row in rows)
+        return [name for name in left if name in right and left[name] != right[name]]
 
-def _lacks_statistics(pair: Pair) -> str:
-    left, right = pair.levels
-    if left != right:
-        return (
-            f"the levels {left} and {right} have no statistics in common; record both at one level"
-        )
-    if left != "op":
-        return f"the level {left} has no statistics of tensors; record both at the level op"
-    both = zip(NAMES, pair.traces, strict=True)
-    lacking = [name for name, trace in both if not trace.meta.get("statistics")]
-    if not lacking:
-        return ""
-    have = "has" if len(lacking) == 1 else "have"
-    return f"{' and '.join(lacking)} {have} no statistics of tensors; {RERECORD}"
+    def unequal_seeded_generator(self) -> Divergence | None:
+        """Return where a generator that the profiles of both runs seed has another state.
 
+        A generator that nobody seeded has another state in every run. What is drawn from it and
+        used shows in what is computed.
+        """
+        knobs = [trace.meta.get("knobs") or {} for trace in self.traces]
+        for number in self.steps:
+            names = [
+                name
+                for name in self.unequal_generators(number)
+                if all(its.get(f"seed.{name.partition(':')[0]}") not in NO_VALUE for its in knobs)
+            ]
+            if names:
+                end = "the runs end" if self.is_after_last(number) else "the step ends"
+                what = f"the states of {', '.join(names)} differ when {end}"
+                return self.at_step(number, Kind.RANDOM, what)
+        return None
 
-LOSS, ARGUMENTS = "loss", "arguments"
-FIELDS = (LOSS, "gradients", "parameters")
-"""The digests of a step, in the order in which a step makes them.
+    def unequal_end(self) -> Divergence | None:
+        """Return what a program still held as both recordings ended, and is not the same in both.
 
-There are those of the `ARGUMENTS` of optimizers as well; where records are compared, they say more.
-"""
-
-PHASE_OF = dict(zip(FIELDS, ("forward", "backward", "optimizer"), strict=True)) | {
-    ARGUMENTS: "optimizer"
-}
+        All that ops computed was the same: something else wrote it, after the last op that read it.
+        """
+        sides = [trace.meta.get("end") or {} for trace in self.traces]
+        for kind in ("optimizers", "parameters", "buffers"):
+            left, right = (side.get(kind) or {} for side in sides)
+            names = [name for name in left if name in right and left[name] != right[name]]
+            if names:
+                more = f", and {len(names) - 1:,} more" if names[1:] else ""
+                what = f"not the same when the recordings end: {printable(names[0])}{more}"
+                if {*self.levels} == {"op"}:
+                    what += f". {_WRITTEN_OUTSIDE}"
+                return self.at_step(self.steps[-1], Kind.INPUT, what)
+        return None
 
 
 class Mode(Enum):
@@ -247,132 +366,6 @@ def agreed_before(modes: Mapping[int, Mode], step: int) -> Agreed | None:
     in_full = [number for number, mode in before.items() if mode.is_in_full]
     then_in_full = step in modes and modes[step].is_in_full
     return Agreed(last, before[last].words, max(in_full, default=None), then_in_full)
-
-
-def at_step(
-    pair: Pair, number: int, kind: Kind, what: str, phase: str = "", op: str = ""
-) -> Divergence:
-    """Return a divergence of a step without a record that shows it."""
-    after_last = pair.is_after_last(number)
-    found = Divergence.without_op(pair.left.rank, number, kind, what, after_last=after_last)
-    return replace(found, phase=phase, op=op)
-
-
-def digest(pair: Pair, side: int, number: int, name: str) -> bytes:
-    """Return a digest of a step in one of two runs; nothing if it has none.
-
-    Of `ANY_STEP` it is one of all steps, in whatever order, where other threads end them.
-    """
-    if name == LOSS:
-        return b"".join(loss.fingerprint for loss in pair.losses[side].get(number, ()))
-    rows = pair.traces[side].steps
-    if pair.in_order != (number != ANY_STEP):
-        return b""
-    steps = [number] if pair.in_order else pair.steps
-    return b"".join(sorted(getattr(rows[step], name) for step in steps))
-
-
-def unequal_digest(pair: Pair, number: int, fields: Sequence[str]) -> Divergence | None:
-    """Return the first digest of a step, or of `ANY_STEP`, that differs, if one does."""
-    for name in fields:
-        digests = [digest(pair, side, number, name) for side in (0, 1)]
-        if not all(digests) or digests[0] == digests[1]:
-            continue
-        phase, shown = PHASE_OF[name], number
-        if number == ANY_STEP and name != LOSS:
-            one, other = (trace.steps for trace in pair.traces)
-            its = {getattr(other[at], name) for at in pair.steps}
-            shown = next(at for at in pair.steps if getattr(one[at], name) not in its)
-        if name == LOSS:
-            found = _unequal_losses(pair, number, lambda a, b: a.fingerprint != b.fingerprint)
-        elif name == ARGUMENTS:
-            what, op = "not recorded which", f"optimizer{OPTIMIZER_STEP}"
-            found = at_step(pair, shown, Kind.ARGUMENT, what, phase, op)
-        else:
-            found = at_step(pair, shown, Kind.VALUES, "", phase, name)
-        left, right = (
-            Side(run, "", "", "", (), (each.hex(),))
-            for run, each in zip(pair.runs, digests, strict=True)
-        )
-        return found and replace(found, left=left, right=right)
-    return None
-
-
-def unequal_loss(pair: Pair, step: int, tolerance: tuple[float, float]) -> Divergence | None:
-    rtol, atol = tolerance
-
-    def differ(one: Loss, other: Loss) -> bool:
-        return not _near(one.value, other.value, atol + rtol * abs(other.value or 0.0))
-
-    return _unequal_losses(pair, step, differ)
-
-
-def _unequal_losses(
-    pair: Pair, step: int, differ: Callable[[Loss, Loss], bool]
-) -> Divergence | None:
-    left, right = (side.get(step, []) for side in pair.losses)
-    both = next((both for both in zip(left, right, strict=False) if differ(*both)), None)
-    if both is None and len(left) == len(right):
-        return None
-    shown = both[0] if both else (left or right)[0]
-    if both is None or len(left) != len(right):
-        what = f"{counted(len(left), 'loss')} and {len(right)}"
-    else:
-        texts = ["none" if loss.value is None else f"{loss.value:.9g}" for loss in both]
-        thread = pair.left.threads.get(shown.thread, "") if shown.thread else ""
-        its = f"a loss of thread {thread}" if thread else "its loss"
-        what = f"{its} differs: {' and '.join(texts)}"
-    found = at_step(pair, shown.step, Kind.VALUES, what, PHASE_OF[LOSS], LOSS)
-    return replace(found, source=shown.source)
-
-
-def unequal_generators(pair: Pair, number: int) -> list[str]:
-    """Return the random generators whose states differ at the end of a step."""
-    rows = [trace.steps[number] for trace in pair.traces]
-    if rows[0].finished != rows[1].finished:
-        return []  # one of the runs ended there
-    if not pair.in_order and number != pair.steps[-1]:
-        return []  # whichever thread came first
-    left, right = (row.random for row in rows)
-    return [name for name in left if name in right and left[name] != right[name]]
-
-
-def unequal_seeded_generator(pair: Pair) -> Divergence | None:
-    """Return where a generator that the profiles of both runs seed has another state.
-
-    A generator that nobody seeded has another state in every run. What is drawn from it and used
-    shows in what is computed.
-    """
-    knobs = [trace.meta.get("knobs") or {} for trace in pair.traces]
-    for number in pair.steps:
-        names = [
-            name
-            for name in unequal_generators(pair, number)
-            if all(its.get(f"seed.{name.partition(':')[0]}") not in NO_VALUE for its in knobs)
-        ]
-        if names:
-            end = "the runs end" if pair.is_after_last(number) else "the step ends"
-            what = f"the states of {', '.join(names)} differ when {end}"
-            return at_step(pair, number, Kind.RANDOM, what)
-    return None
-
-
-def unequal_end(pair: Pair) -> Divergence | None:
-    """Return what a program still held as both recordings ended, and is not the same in both.
-
-    All that ops computed was the same: something else wrote it, after the last op that read it.
-    """
-    sides = [trace.meta.get("end") or {} for trace in pair.traces]
-    for kind in ("optimizers", "parameters", "buffers"):
-        left, right = (side.get(kind) or {} for side in sides)
-        names = [name for name in left if name in right and left[name] != right[name]]
-        if names:
-            more = f", and {len(names) - 1:,} more" if names[1:] else ""
-            what = f"not the same when the recordings end: {printable(names[0])}{more}"
-            if {*pair.levels} == {"op"}:
-                what += ". No op that was recorded wrote it: numpy, `.data` or an assignment did"
-            return at_step(pair, pair.steps[-1], Kind.INPUT, what)
-    return None
 
 
 def excess(

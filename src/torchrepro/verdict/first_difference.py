@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -119,31 +119,27 @@ def describe(
     shown = left or right
     if shown is None:
         raise ValueError("a divergence has a record in one of the runs")
-    elements: tuple[Element, ...] = ()
-    distances: tuple[Distance, ...] = ()
     if left is None or right is None:
         found = _explain_lone(pair, shown, difference.instead, only_left=right is None)
+    elif out_of_tolerance is not None:
+        kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
+        found = Explanation(kind, out_of_tolerance)
     else:
-        if out_of_tolerance is not None:
-            kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
-            found = Explanation(kind, out_of_tolerance)
-        else:
-            earlier = [
-                (RecordView.read(pair.left, one), RecordView.read(pair.right, other))
-                for one, other in difference.read
-            ]
-            # An op that read what something other than torch had changed may by chance have
-            # written the same, so that it is not itself a difference.
-            for one, other in earlier:
-                inputs = [Input(one, other, place) for place in _unequal(one, other)]
-                if one.outputs and inputs and _explain_inputs(pair, inputs).kind is Kind.INPUT:
-                    left = shown = one
-                    right = other
-                    break
-            found = _explain(pair, left, right, earlier)
-        kept = [one.trace.tensors(one.id) for one in (left, right)]
-        if all(kept):
-            elements, distances = differences(*kept)
+        earlier = [
+            (RecordView.read(pair.left, one), RecordView.read(pair.right, other))
+            for one, other in difference.read
+        ]
+        # An op that read what something other than torch had changed may by chance have written the
+        # same, so that it is not itself a difference.
+        for one, other in earlier:
+            inputs = _unequal(one, other)
+            if one.outputs and inputs and _explain_inputs(pair, inputs).kind is Kind.INPUT:
+                left = shown = one
+                right = other
+                break
+        found = _explain(pair, left, right, earlier)
+    kept = [one.trace.tensors(one.id) if one else [] for one in (left, right)]
+    elements, distances = differences(*kept)
     sides = [
         Side(
             run=run,
@@ -216,12 +212,8 @@ def _explain(
         return Explanation(Kind.ARGUMENT, what)
     # Then, what they read.
     if _unequal(left, right):
-        inputs = [
-            Input(one, other, place)
-            for one, other in [(left, right), *reversed(earlier)]
-            for place in _unequal(one, other)
-        ]
-        return _explain_inputs(pair, inputs)
+        before = chain.from_iterable(_unequal(*both) for both in reversed(earlier))
+        return _explain_inputs(pair, [*_unequal(left, right), *before])
     if op in INPUTLESS:
         return Explanation(Kind.VALUES)
     if op_name(op) in OVERWRITING | DRAWING or op.endswith("out"):
@@ -270,11 +262,6 @@ def _unequal_options(left: RecordView, right: RecordView) -> str:
     return "; ".join(found[:_FEW_OPTIONS]) or "an argument that is a tensor"
 
 
-def _unequal(left: RecordView, right: RecordView) -> list[int]:
-    pairs = enumerate(zip(left.inputs, right.inputs, strict=False))
-    return [place for place, (one, other) in pairs if one != other]
-
-
 class Input(NamedTuple):
     """An input in which two records differ."""
 
@@ -289,6 +276,11 @@ class Input(NamedTuple):
     @property
     def name(self) -> str:
         return f"input {self.place} of {self.left.site.op}"
+
+
+def _unequal(left: RecordView, right: RecordView) -> list[Input]:
+    pairs = enumerate(zip(left.inputs, right.inputs, strict=False))
+    return [Input(left, right, place) for place, (one, other) in pairs if one != other]
 
 
 def _explain_inputs(pair: Pair, inputs: Sequence[Input]) -> Explanation:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchrepro.messages import printable, size
 from torchrepro.seeding.uncontrolled import row_of_read
 from torchrepro.trace.format import MAIN, StepRow
-from torchrepro.verdict.criteria import ANY_STEP, NAMES, Pair, at_step, unequal_generators
+from torchrepro.verdict.criteria import ANY_STEP, NAMES, Pair
 from torchrepro.verdict.diagnosis import (
     FEATURES,
     LOADER,
@@ -56,7 +56,7 @@ def truncation(pair: Pair) -> Divergence | None:
         what = "no step was recorded in both runs"
         if empty:
             what = f"nothing was recorded in {' and '.join(empty)}"
-        return at_step(pair, max(min(last), 0), Kind.ENDED, what)
+        return pair.at_step(max(min(last), 0), Kind.ENDED, what)
     cut = [side for side, trace in enumerate(pair.traces) if trace.is_truncated]
     ended, other = last.index(min(last)), last.index(max(last))
     asked = pair.traces[ended].meta.get("steps")
@@ -68,7 +68,7 @@ def truncation(pair: Pair) -> Divergence | None:
     step = last[ended] if is_shorter else min(last[side] for side in cut)
     if len(cut) == len(NAMES):
         ends = [f"{name} after step {each}" for name, each in zip(NAMES, last, strict=True)]
-        return at_step(pair, step + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {' and '.join(ends)}")
+        return pair.at_step(step + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {' and '.join(ends)}")
     row = pair.traces[ended].steps.get(step)
     what = f"{NAMES[ended]} ended before its first step"
     if row is not None:
@@ -78,7 +78,7 @@ def truncation(pair: Pair) -> Divergence | None:
         final = pair.traces[other].steps[max(last)]
         until = final.step if final.finished else final.step - 1
         what += f"; {NAMES[other]} goes on {f'to step {until}' if until > step else 'after it'}"
-    return at_step(pair, step + 1, Kind.ENDED, what)
+    return pair.at_step(step + 1, Kind.ENDED, what)
 
 
 def _is_not_of(row: StepRow, other: Trace) -> bool:
@@ -367,9 +367,9 @@ def notes(pair: Pair) -> Iterator[str]:
             yield f"{steps_are} recorded in {name} only: {_in_words(ended)}"
         if len(left_out) > len(ended):
             yield f"what comes after the last step is recorded in {name} only"
-    first = next((step for step in pair.steps if unequal_generators(pair, step)), None)
+    first = next((step for step in pair.steps if pair.unequal_generators(step)), None)
     if first is not None:
-        generators = ", ".join(unequal_generators(pair, first))
+        generators = ", ".join(pair.unequal_generators(first))
         end = (
             "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
         )
