@@ -16,7 +16,7 @@ from torchrepro.verification.perturbations import EVERYTHING
 from torchrepro.verification.verifier import verify
 
 from .reproducible import PROGRAMS
-from .small_models import STEPS, Tensors, memory_that_is_dirty
+from .small_models import Tensors, items_of, memory_that_is_dirty, perceptron, trained
 
 RUNS = 3
 RECORDED_IN_EVERY_WAY = (
@@ -66,15 +66,9 @@ def test_a_reproducible_program_is_found_to_be_one(name: str, tmp_path: Path) ->
 
 def _compiled() -> Tensors:
     torch.compiler.reset()
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model = perceptron(nn.GELU(), nn.Dropout(0.2))
     compiled = torch.compile(model)
-    for _ in range(STEPS):
-        compiled(torch.ones(4, 6)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return list(model.parameters())
+    return trained(model, lambda step: compiled(items_of(step)).square().mean())
 
 
 @pytest.mark.slow

@@ -505,23 +505,6 @@ def _listed(settings: Sequence[Setting]) -> str:
     return "; ".join([*shown[:_FEW], *rest])
 
 
-def steps_to_record(verdict: Verdict) -> tuple[int, int]:
-    """Return the first and the last step that show a divergence if they are recorded in full.
-
-    They begin with a step in which the runs agree: what it leaves behind tells a change between
-    two steps from one within a step. They end with the step after the divergence.
-    """
-    first, agreed = verdict.first, verdict.agreed
-    if first is None:
-        raise ValueError("the runs do not diverge")
-    begins = max(first.step - 1, 0)
-    if agreed is not None and first.kind is Kind.UNSEEN:
-        begins = agreed.in_full or 0
-    elif agreed is not None and first.op in COARSE:
-        begins = agreed.step
-    return begins, first.step + 1
-
-
 def _rerecord_command(
     verdict: Verdict, meta: Mapping[str, Any], command: str, *, detail: bool
 ) -> str:
@@ -543,7 +526,14 @@ def _rerecord_command(
         keep = "" if kept else first.module
         if not (keep or detail):
             return ""
-    folder, steps = verdict.left.rstrip("/") + "-closer", steps_to_record(verdict)
+    # They begin with a step in which the runs agree: what it leaves behind tells a change between
+    # two steps from one within a step.
+    begins = max(first.step - 1, 0)
+    if agreed is not None and first.kind is Kind.UNSEEN:
+        begins = agreed.in_full or 0
+    elif agreed is not None and first.op in COARSE:
+        begins = agreed.step
+    folder, steps = verdict.left.rstrip("/") + "-closer", (begins, first.step + 1)
     if meta.get("recorded_by") == BY_PROGRAM and not command:
         more = f", keep={[keep]!r}" if keep else ""
         return f"torchrepro.record({folder!r}, steps={steps}{more}{', detail=True' * detail})"
@@ -570,21 +560,18 @@ class EscalationLevel(NamedTuple):
 
 
 def levels_above(
-    profile_values: Mapping[str, Any],
-    divergence: Divergence | None = None,
-    program: Program = UNKNOWN_PROGRAM,
+    profile_values: Mapping[str, Any], divergence: Divergence, program: Program = UNKNOWN_PROGRAM
 ) -> Iterator[EscalationLevel]:
     """Yield the levels above a profile from the lowest, each with the overrides of those below."""
     values = flatten(profile_values)
     overrides: tuple[str, ...] = ()
-    may_be_any = divergence and (divergence.op in COARSE or divergence.kind is Kind.ENDED)
+    may_be_any = divergence.op in COARSE or divergence.kind is Kind.ENDED
     for row in ESCALATION:
-        if not uses(program, row.needs):
-            continue
-        if not (divergence is None or may_be_any or Evidence(divergence).holds(row.helps)):
+        helps = may_be_any or Evidence(divergence).holds(row.helps)
+        if not (helps and uses(program, row.needs)):
             continue
         if row.of_module:
-            missing = _module_override(row.fixes[0], values, divergence)
+            missing = _module_override(row.fixes[0], values, divergence.module)
         else:
             felt = (fix for fix in row.fixes if uses(program, fix.needs))
             missing = tuple(f"{fix.key}={fix.value}" for fix in felt if not _is_set(fix, values))
@@ -593,10 +580,7 @@ def levels_above(
             yield EscalationLevel(row.name, overrides)
 
 
-def _module_override(
-    fix: Fix, values: Mapping[str, Any], divergence: Divergence | None
-) -> tuple[str, ...]:
-    module = divergence.module if divergence else ""
+def _module_override(fix: Fix, values: Mapping[str, Any], module: str) -> tuple[str, ...]:
     if not module or ("." not in module and module[0].isupper()):
         return ()
     # As a key of `device.modules` it is a pattern, in which ? is any character.

@@ -180,7 +180,7 @@ class Trials:
         """Return the verdict with the first command, by ever stricter settings, that repeats."""
         its = evidence_of(self.verdict, self.meta)
         base = self.resolved or resolve("seed-only")
-        levels = levels_above(base.values, self.verdict.first, self.verdict.program)
+        levels = levels_above(base.values, its.first, self.verdict.program)
         steps = [
             *self._settings(its),
             *((self.profile or "seed-only", (*self.overrides, *each.overrides)) for each in levels),
