@@ -53,6 +53,7 @@ RECORD = np.dtype(
         ("effect", "?"),  # whether the record cannot show that a difference began with it
         ("module", "i4"),
         ("line", "i4"),  # an edit shifts the lines of alike records
+        ("compared", "?"),  # whether records of the site are
         ("argument", "i4"),
         ("inputs", "u8"),  # a hash of the fingerprints
         ("outputs", "u8"),
@@ -76,8 +77,6 @@ BY_STATISTICS = (
     ("spot", "size"),  # devices have ops of their own for the same module
 )
 """The columns by which records are matched, the finest first."""
-
-_SITE = np.dtype([*((name, RECORD[name]) for name in OF_SITE), ("compared", "?")])
 
 _DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
 _SIZE = re.compile(r"\[[^]]*\]")
@@ -116,13 +115,14 @@ class Reader:
     ) -> None:
         self.trace = trace
         self.ignored, self.from_ignored = set[int](), set[bytes]()
-        self.sites = np.zeros(len(trace.sites) + 1, _SITE)  # sites are numbered from 1
+        self.sites = np.zeros(len(trace.sites) + 1, RECORD)  # sites are numbered from 1
+        columns = self.sites[[*OF_SITE, "compared"]]
         for number, site in trace.sites.items():
             if any(is_at(site, where) for where in ignore):
                 self.ignored.add(number)
             # What a full step knows of tensors that were made before it is not the same.
             is_unknown = misses_steps and site.op == NEW_TENSOR
-            self.sites[number] = (
+            columns[number] = (
                 shared[site.key],
                 shared[_DEVICE.sub("", site.outputs)],
                 shared[tuple(_SIZE.findall(site.outputs))],
@@ -157,8 +157,7 @@ class Reader:
                 for number, site in zip(part.ids, outline.sites, strict=True):
                     if site in self.ignored:
                         self.take_in(number)
-            chosen = self.sites["compared"][np.asarray(outline.sites)]
-            chosen &= (records["thread"] == MAIN) == on_main
+            chosen = records["compared"] & ((records["thread"] == MAIN) == on_main)
             if not chosen.any():
                 continue
             records = records.copy()
@@ -183,13 +182,10 @@ class Reader:
             self.from_ignored.add(VIEW)  # its digest comes from its base's, and is in no record
 
     def _translated(self, outline: Outline) -> tuple[Array, _Digests, _Digests]:
-        records = np.zeros(len(outline), RECORD)
+        records = self.sites[np.asarray(outline.sites)]
         records["thread"] = outline.threads
         records["thread_name"] = self._threads[np.asarray(outline.threads)]
         records["argument"] = self.arguments[np.asarray(outline.arguments)]
-        sites = self.sites[np.asarray(outline.sites)]
-        for name in OF_SITE:
-            records[name] = sites[name]
         return (
             records,
             _Digests(outline.input_ends, outline.input_lengths),
