@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 _KINDS = {str: "text", bool: "true or false", int: "number", float: "number", type(None): "null"}
 _REPORT = {
     "": "torchrepro.report:Report",
-    "guarantee": "torchrepro.guarantee:Guarantee",
-    "guarantee.lowered[]": "torchrepro.guarantee:Lowered",
+    "guarantee": "torchrepro.outcomes:Guarantee",
+    "guarantee.lowered[]": "torchrepro.outcomes:Lowered",
     "knobs[]": "torchrepro.outcomes:Row",
     "drift[]": "torchrepro.outcomes:Change",
     "as_good[]": "torchrepro.outcomes:Change",

@@ -10,13 +10,13 @@ from reference_markdown import attribute_docs, code, linked, prose, records
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
 from torchrepro.knobs.knob import Phase
 from torchrepro.knobs.variables import WITHOUT_EFFECT, allowed
+from torchrepro.launch import IMPOSSIBLE, IN_DOUBT
 from torchrepro.outcomes import STOPPING, Outcome
 from torchrepro.profile.load import resolve
 from torchrepro.profile.needs import NEEDS, WEAKER
 from torchrepro.profile.resolved import EXTRA, flatten
 from torchrepro.profile.schema import json_schema
 from torchrepro.profile.search_path import SHIPPED, Folder
-from torchrepro.relaunch import IMPOSSIBLE, IN_DOUBT
 from torchrepro.trace.format import FORMAT, SCHEMA
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchrepro.errors import SeedingError as SeedingError
     from torchrepro.errors import TorchreproError as TorchreproError
     from torchrepro.errors import TraceError as TraceError
-    from torchrepro.frameworks.accelerate import attach as attach
+    from torchrepro.frameworks.huggingface import attach as attach
     from torchrepro.integrations.logging_profile import Logged as Logged
     from torchrepro.integrations.logging_profile import log_to as log_to
     from torchrepro.outcomes import Outcome as Outcome
@@ -61,7 +61,7 @@ _PUBLIC = {
         *("ApplyError", "DriftError", "LateError", "ProfileError", "SeedingError"),
         *("TorchreproError", "TraceError"),
     ),
-    "frameworks.accelerate": ("attach",),
+    "frameworks.huggingface": ("attach",),
     "integrations.logging_profile": ("Logged", "log_to"),
     "planner": ("Plan", "plan"),
     "policies.fallback": ("register_replacement", "unregister_replacement"),

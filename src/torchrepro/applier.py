@@ -13,17 +13,15 @@ from torchrepro.errors import ApplyError, LateError, TorchreproError
 from torchrepro.fork_safety import applying
 from torchrepro.frameworks.hooking import InForce
 from torchrepro.frameworks.known_frameworks import hook_frameworks
-from torchrepro.guarantee import process_facts
 from torchrepro.guard import Guard, check, drift_behind, final_check, moved_from_now, set_baseline
 from torchrepro.imports import put_off
 from torchrepro.knobs.knob import MissingState, unfrozen
-from torchrepro.outcomes import STOPPING, Outcome, Row
+from torchrepro.outcomes import STOPPING, Outcome, Row, process_facts
 from torchrepro.planner import Plan, Step, decide, executed, lateness, make_plan, refusal
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
 from torchrepro.process_state import original_profile, other_than_started
 from torchrepro.profile.load import resolve
 from torchrepro.ray_workers import reach_workers
-from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import Report, make_report
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import note_calls, note_calls_of_new_modules, seeding_calls
@@ -183,8 +181,7 @@ class Applied:
         from torchrepro.rank_agreement import Agreement
 
         self._agreement = Agreement(lambda: self.report, self._refuse)
-        self._agreement.watch()
-        self._undo.callback(self._agreement.unwatch)
+        self._undo.callback(self._agreement.close)
 
     def _abandon(self) -> None:
         try:
@@ -308,6 +305,8 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
         return ""
     why = ""
     if on_late != "error":
+        from torchrepro.launch import obstacle_to_relaunch, relaunch
+
         earlier = "a profile was applied before in this process" if _past else ""
         why = obstacle or earlier or obstacle_to_relaunch(insists=on_late == "relaunch")
         if not why:

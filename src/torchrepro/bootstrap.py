@@ -174,11 +174,10 @@ def _record_if_asked() -> None:
 def _tell_of_the_end(announced: Report, process: int) -> None:
     if os.getpid() != process:
         return  # a copy of the process, of whose end nobody asked
-    from torchrepro.report import announce_effects, announce_end, announce_random_numbers
+    from torchrepro.report import announce_effects, announce_end
 
     report = _applied().report
     announce_effects(report)
-    announce_random_numbers(report)
     announce_end(report, announced)
 
 

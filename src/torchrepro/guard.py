@@ -83,8 +83,6 @@ class BaselineEntry:
     """The only thread in which the knob can be read, or 0 for any."""
 
     last: LastWrite
-    judged: tuple[Any, str] = (None, "")
-    """Another value that the knob has read, and why it is equivalent, if it is."""
 
     @classmethod
     def of(cls, knob: Knob) -> BaselineEntry:
@@ -103,12 +101,6 @@ class BaselineEntry:
         """Whether what the present thread reads is what is held."""
         return self.thread in (0, threading.get_ident())
 
-    def why_equivalent(self, now: Any) -> str:
-        """Return in words why `now`, another value than what is held, is equivalent, if it is."""
-        if now != self.judged[0]:
-            self.judged = now, why_equivalent(self.knob, now)
-        return self.judged[1]
-
     def note_write(self, now: Any, writer: Writer) -> None:
         """Take note that `writer` has made the knob read `now`."""
         was, this = self.last, (now, writer)
@@ -118,15 +110,15 @@ class BaselineEntry:
         # Whoever writes once it has been moved changes nothing about who moved it first.
         was_held = was.value == self.value
         change = this if was_held else was.first_change
-        if self.why_equivalent(now):
+        if why_equivalent(self.knob, now):
             self.last = LastWrite(now, change)
         else:
-            unbroken = was_held or self.why_equivalent(was.value)
+            unbroken = was_held or why_equivalent(self.knob, was.value)
             self.last = LastWrite(now, change, this if unbroken else was.first_break)
 
     def change(self, now: Any, when: str) -> Change:
         """Return the knob's change to `now`, which has a reason if `now` is equivalent."""
-        name, was, why = self.knob.name, self.value, self.why_equivalent(now)
+        name, was, why = self.knob.name, self.value, why_equivalent(self.knob, now)
         value, writer = self.last.first_change if why else self.last.first_break
         if self.last.value != now or (why and value != now):
             writer = UNSEEN
@@ -182,8 +174,6 @@ guards: list[Guard] = []
 _watched: list[tuple[BaselineEntry, Guard]] = []
 """For every knob the entry to which it is held: that of the innermost profile that names it."""
 
-_noting: list[bool] = []  # non-empty while the writers of knobs are wrapped
-
 
 def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
     """Hold `knobs` to what they read now.
@@ -211,9 +201,10 @@ def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
                 at_exit = partial(_at_exit, os.getpid())  # its own, to be unregistered alone
                 atexit.register(at_exit, ExitStatus())
                 undo.callback(atexit.unregister, at_exit)
+                undo.enter_context(watch_writers(_note_writer))
+                undo.callback(_forget_writers)
             guard.at_steps = True
             undo.callback(setattr, guard, "at_steps", False)  # noqa: FBT003 - as it was
-            undo.enter_context(_noting_writers())
         return undo.pop_all()
 
 
@@ -450,23 +441,9 @@ Nothing depends on a row but the name: what a switch writes is judged as any oth
 """
 
 
-@contextmanager
-def _noting_writers() -> Iterator[None]:
-    """Remember within the block which line wrote last to the knobs that count.
-
-    A block within another one does nothing.
-    """
-    if _noting:
-        yield
-        return
-    with watch_writers(_note_writer):
-        _noting.append(True)
-        try:
-            yield
-        finally:
-            _noting.clear()
-            for each, _ in tuple(_watched):  # the next write may go unseen
-                each.last = LastWrite(each.last.value)
+def _forget_writers() -> None:
+    for each, _ in tuple(_watched):  # the next write may go unseen
+        each.last = LastWrite(each.last.value)
 
 
 def _note_writer() -> None:

@@ -120,18 +120,13 @@ class AfterImport:
             return None
         # Only those behind this one: two that wait for one module would ask each other forever.
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
-        specs = (_spec(finder, fullname, path, target) for finder in behind)
+        finders = (each for each in behind if hasattr(each, "find_spec"))
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             loader: Any = _Announcing(spec.loader, lambda: self.call(fullname))
             spec.loader = loader
         return spec
-
-
-def _spec(finder: Any, name: str, path: Any, target: Any) -> ModuleSpec | None:
-    find = getattr(finder, "find_spec", None)
-    found: ModuleSpec | None = find(name, path, target) if find else None
-    return found
 
 
 class _Announcing:
@@ -141,10 +136,6 @@ class _Announcing:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
 
     def exec_module(self, module: ModuleType) -> None:
         # The module keeps its own loader: code that reads resources through it must not notice.

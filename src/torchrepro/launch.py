@@ -1,4 +1,8 @@
-"""Start a command with a profile in force from before it begins."""
+"""Start a command with a profile in force from before it begins, or this process anew.
+
+By itself, the latter happens to a plain program only: `python script` or `python -m module`, in its
+main process, before it has started anything, with nobody else in charge. When in doubt it does not.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,34 @@ import re
 import select
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrepro.console import say
 from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.manifest.contents import COMMAND
+from torchrepro.patching import variables_put_back
 from torchrepro.planner import Plan, make_plan
-from torchrepro.process_state import PROFILE, outer_run
+from torchrepro.process_state import (
+    PROFILE,
+    closed_doors,
+    interpreter_line,
+    is_interactive,
+    launcher,
+    outer_run,
+    same_file,
+)
 from torchrepro.redaction import secret_values, shareable
-from torchrepro.relaunch import interpreter_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrepro.profile.resolved import ResolvedProfile
 
@@ -38,6 +53,9 @@ reading that takes half a second, which a program that never imports torch must 
 
 UNTAKEN = "TORCHREPRO_UNTAKEN"
 """Variable that names an empty folder, which the first Python that finds `BOOT` removes."""
+
+RELAUNCHED = "TORCHREPRO_RELAUNCHED"
+"""Variable that marks a process as relaunched: its id, which exec keeps."""
 
 BOOT = Path(__file__).parent / "boot"
 """Folder whose sitecustomize puts the profile in force as a Python process starts."""
@@ -70,8 +88,8 @@ sys.stdout.write({_ANSWERED!r} + answer)
 _PATIENCE = 20.0  # seconds that a Python has to answer; one that does not is started all the same
 
 
-def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` with all that puts the plan's profile in force in a process below.
+def environment_for(plan: Plan) -> dict[str, str]:
+    """Return the environment with all that puts the plan's profile in force in a process below.
 
     Variables that the user exported are kept where the plan keeps them. Raises `ApplyError` if
     a strict profile meets one that contradicts it.
@@ -79,17 +97,17 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     plan.refuse_if_stopping()
     seed, ranks = plan.resolved.values.get("seed"), plan.resolved.values.get("ranks", "same")
     return {
-        **environment,
+        **os.environ,
         **plan.variables,
-        "PYTHONPATH": _python_path(environment),
+        "PYTHONPATH": _python_path(),
         PROFILE: json.dumps(plan.resolved.to_json(), sort_keys=True),
         SEED: "" if seed is None else str(seed) if ranks == "same" else "by rank",
         FIRST: str(os.getpid()),
     }
 
 
-def _python_path(environment: Mapping[str, str]) -> str:
-    return os.pathsep.join(filter(None, [str(BOOT), environment.get("PYTHONPATH", "")]))
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(BOOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def start(resolved: ResolvedProfile, command: Sequence[str], more: Mapping[str, str]) -> NoReturn:
@@ -170,7 +188,7 @@ def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, di
     if barrier:
         raise ApplyError(f"the profile cannot reach `{_shown(command)}`: {barrier}")
     before_python_starts = make_plan(resolved, closed={})
-    return program, environment_for(before_python_starts, os.environ)
+    return program, environment_for(before_python_starts)
 
 
 def prepared_as_it_is(command: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -183,7 +201,7 @@ def prepared_as_it_is(command: Sequence[str]) -> tuple[str, dict[str, str]]:
     barrier = unreachable(program, command)
     if barrier:
         raise TraceError.about(f"`{_shown(command)}` cannot be recorded: {barrier}")
-    return program, {**os.environ, "PYTHONPATH": _python_path(os.environ)}
+    return program, {**os.environ, "PYTHONPATH": _python_path()}
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -277,3 +295,158 @@ def _shebang(program: Path) -> list[str]:
     except OSError:
         return []
     return line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
+
+
+# Starting this process anew.
+
+
+def relaunch(variables: Mapping[str, str]) -> None:
+    """Replace this process by the same command line with `variables` set; does not return.
+
+    The process id stays, and marks the environment so that it never happens twice. What was
+    printed and is still buffered is dropped: the program prints it again.
+    """
+    environment = {**os.environ, **variables, RELAUNCHED: str(os.getpid())}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Put variables and usable CPUs back to what they are now when the block ends.
+
+    Libraries that torch loads may export variables, and OpenMP binds the thread that loads it if
+    OMP_PROC_BIND says so: a command started in this process's place would inherit both.
+    https://www.openmp.org/spec-html/5.2/openmpse57.html
+    """
+    get = getattr(os, "sched_getaffinity", None)
+    cpus = get(0) if get else None
+    try:
+        with variables_put_back():
+            yield
+    finally:
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+
+
+def obstacle_to_relaunch(*, insists: bool) -> str:
+    """Return why this process does not start its command line again, or an empty string.
+
+    `insists` says that the profile asks for it by name: only what makes it impossible counts there.
+    """
+    obstacles = IMPOSSIBLE if insists else (*IMPOSSIBLE, *IN_DOUBT)
+    return next((words for is_there, words in obstacles if is_there()), "")
+
+
+def _in_pytest() -> bool:
+    # The variables alone are inherited by every process that a test starts.
+    return "_pytest" in sys.modules and bool(
+        {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
+    )
+
+
+def _is_worker() -> bool:
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is None:
+        return "--multiprocessing-fork" in sys.orig_argv
+    return multiprocessing.parent_process() is not None
+
+
+def _main_file() -> Path | None:
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file) if file else None
+
+
+def _script_read_once() -> bool:
+    """Whether the script came from where it can be read only once: `- < FILE`, `<(COMMAND)`."""
+    if sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]:
+        return True
+    script = _main_file() or Path(os.devnull)
+    return script.is_fifo() or script.is_socket()
+
+
+def _script_out_of_reach() -> bool:
+    """Whether the path of the script, as the command line has it, no longer leads to it."""
+    script = _main_file()
+    named = [word for word in sys.orig_argv[1:] if script and Path(word).name == script.name]
+    return bool(named) and not any(Path(word).exists() for word in named)
+
+
+def _is_plain() -> bool:
+    """Whether the command line, begun here, begins the script or module that runs.
+
+    A tool that runs a program for somebody replaces `__main__` or `sys.argv`; a program that has
+    changed its folder would begin elsewhere.
+    """
+    _, program = interpreter_line(sys.orig_argv[1:])
+    file = _main_file()
+    if not program or program[0] == "-c" or file is None:
+        return False
+
+    def names_it(word: str) -> bool:  # a folder or an archive with a __main__.py is named itself
+        return any(same_file(Path(word), here) for here in (file, file.parent))
+
+    if not names_it(sys.argv[0]):
+        return False
+    if program[0] != "-m":
+        return names_it(program[0])
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or spec.name.removesuffix(".__main__") != program[1]:
+        return False
+    # A new Python that begins here has to look for the module in the same folder.
+    folder = file.absolute().parents[spec.name.count(".")]
+    entries = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(":")))]
+    installed = any(folder.is_relative_to(root) for root in (sys.prefix, sys.base_prefix))
+    return installed or any(same_file(entry, folder) for entry in entries)
+
+
+def _is_watched() -> bool:
+    monitoring: Any = getattr(sys, "monitoring", None)  # since Python 3.12, for six tools
+    tools = (monitoring.get_tool(number) for number in range(6)) if monitoring else ()
+    debuggers = sys.modules.keys() & {"pydevd", "debugpy", "_pydevd_bundle"}
+    followed = sys.gettrace() is not None or sys.getprofile() is not None or bool(debuggers)
+    return followed or any(tool is not None for tool in tools)
+
+
+def _stdin_may_be_used_up() -> bool:
+    """Whether standard input may hold less than at the start; of a pipe nobody knows."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False  # it is closed
+    if stat.S_ISREG(mode):
+        return os.lseek(0, 0, os.SEEK_CUR) > 0
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)  # else a terminal, or the null device
+
+
+def _has_begun() -> bool:
+    children = getattr(sys.modules.get("multiprocessing"), "active_children", list)
+    used = {"cuda", "npu", "communicator"} & closed_doors().keys()
+    return bool(used) or threading.active_count() > 1 or bool(children())
+
+
+IMPOSSIBLE: tuple[tuple[Callable[[], bool], str], ...] = (
+    (lambda: os.environ.get(RELAUNCHED) == str(os.getpid()), "it was relaunched once already"),
+    (_in_pytest, "it runs under pytest"),
+    (is_interactive, "it is interactive or a notebook"),
+    (_is_worker, "it is a worker of another process"),
+    (_script_read_once, "its script came on standard input or by a pipe"),
+    (_script_out_of_reach, "it has left the folder in which its script was named"),
+    (lambda: not sys.executable, "its Python cannot be started again"),
+)
+"""What stops a relaunch that the profile insists on, too; the first that applies is shown."""
+
+IN_DOUBT: tuple[tuple[Callable[[], bool], str], ...] = (
+    (lambda: bool(sys.flags.ignore_environment), "its Python ignores variables (-E or -I)"),
+    (_is_watched, "a debugger, a profiler, coverage or another tracer follows it"),
+    (lambda: bool(launcher()), "a launcher such as MPI, Slurm or torchrun has started it"),
+    (
+        lambda: not _is_plain(),
+        "it was not started here as a plain `python script` or `python -m module`",
+    ),
+    (
+        _stdin_may_be_used_up,
+        "standard input is a pipe or was read (start it with `< /dev/null`)",
+    ),
+    (_has_begun, "it has used a device, made a communicator, or started threads or processes"),
+)
+"""What stops a relaunch that happens by itself: it might do more than start the program anew."""

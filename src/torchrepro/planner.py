@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed, Part, parts
 from torchrepro.errors import ApplyError
-from torchrepro.guarantee import ProcessFacts, process_facts
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, MissingState, Scope
 from torchrepro.messages import shown, some
-from torchrepro.outcomes import STOPPING, Outcome, Row, why_equivalent
+from torchrepro.outcomes import STOPPING, Outcome, ProcessFacts, Row, process_facts, why_equivalent
 from torchrepro.process_state import (
     closed_doors,
     inherited,

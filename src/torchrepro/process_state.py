@@ -1,7 +1,7 @@
 """What this process has come to, found out without importing or initialising anything.
 
 That is the one-way doors that are closed, the kinds of device that are present, the threads that
-use torch, the environment it was started with, and the profile that came with it.
+use torch, who has started it and with which environment, and the profile that came with it.
 """
 
 from __future__ import annotations
@@ -199,6 +199,59 @@ def other_threads_in_torch() -> list[str]:
         and (frame := running.get(thread.ident or 0)) is not None
         and uses_torch(frame)
     ]
+
+
+_MPI = ("OMPI_COMM_", "PMI_", "PMIX_", "MV2_COMM_", "MPI_LOCAL")
+"""How the variables begin that an MPI gives to its processes."""
+
+
+def is_interactive() -> bool:
+    """Whether somebody types this program line by line, in a shell or a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
+
+
+def launcher() -> str:
+    """Return what has started this process, perhaps as one of several, or an empty string."""
+    variables = os.environ
+    if "mpi4py.MPI" in sys.modules or any(name.startswith(_MPI) for name in variables):
+        return "MPI"
+    # The shell of a Slurm job has a number too, without being a task of a step.
+    several = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in variables
+    if several or "SLURM_STEP_ID" in variables:
+        return "Slurm"
+    # joblib, submitit, Ray or torchrun
+    ranked = "RANK" in variables and "WORLD_SIZE" in variables
+    marks = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SUBMITIT_EXECUTOR"} & variables.keys()
+    words = ("loky", "submitit", "default_worker.py", "torch.distributed", "torchrun")
+    started_by = " ".join(interpreter_line(sys.orig_argv[1:])[1][:2])
+    launched = ranked or marks or any(word in started_by for word in words)
+    return "a launcher" if launched else ""
+
+
+def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the options of one letter that a Python is started with, and what it is to run.
+
+    `words` is its command line without the first word. What it is to run begins with ``-c``,
+    ``-m`` or the path of a script. See https://docs.python.org/3/using/cmdline.html.
+    """
+    letters, position = "", 0
+    while position < len(words) and words[position].startswith("-") and words[position] != "-":
+        word = words[position]
+        position += 1
+        if word == "--":
+            break
+        if word.startswith("--"):
+            position += word == "--check-hash-based-pycs"
+            continue
+        for place, letter in enumerate(word[1:], start=2):
+            rest = [word[place:]] if word[place:] else []
+            if letter in "cm":
+                return letters, [f"-{letter}", *rest, *words[position:]]
+            letters += letter
+            if letter in "WX":
+                position += not rest
+                break
+    return letters, words[position:]
 
 
 @cache

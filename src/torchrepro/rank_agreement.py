@@ -46,21 +46,20 @@ _turns = count()  # ranks compare in the same order, so they number their turns 
 
 
 class Agreement:
-    """Compares what is in force on this rank with the other ranks', once per process group."""
+    """Compares what is in force on this rank with the other ranks', once per process group.
+
+    As soon as a process group is made, at the latest before the first step. Wraps
+    `torch.distributed.init_process_group` and adds a hook of torch's own before optimizer steps,
+    which goes away once ranks were compared.
+    """
 
     def __init__(self, report: Callable[[], Report], refuse: Callable[[ApplyError], None]) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
         self._report = report
         self._refuse = refuse
         self._compared: Any = None
         self._undo, self._hook = ExitStack(), ExitStack()
-
-    def watch(self) -> None:
-        """Compare as soon as a process group is made, at the latest before the first step.
-
-        Wraps `torch.distributed.init_process_group` and adds a hook of torch's own before
-        optimizer steps, which goes away once ranks were compared.
-        """
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def then_compare(init_process_group: Any, *args: Any, **kwargs: Any) -> Any:
             made = init_process_group(*args, **kwargs)
@@ -73,12 +72,11 @@ class Agreement:
         self._hook.callback(register_optimizer_step_pre_hook(lambda *_: self.compare()).remove)
         _watching.append(self)
 
-    def unwatch(self) -> None:
-        """Take back what `watch` changed."""
+    def close(self) -> None:
+        """Take back what was changed."""
         self._undo.close()
         self._hook.close()
-        if self in _watching:
-            _watching.remove(self)
+        _watching.remove(self)
 
     def compare(self, program_seed: Mapping[str, str] | None = None) -> None:
         """Compare with the other ranks if there are any and they were not compared yet.
@@ -101,7 +99,8 @@ class Agreement:
             return  # torch's stand-in for a group whose other ranks do not exist
         try:
             mine = {**in_force(self._report()), **(program_seed or {})}
-            differing = exchange(_turn(_store()), size, rank, mine)
+            store = dist.distributed_c10d.PrefixStore(f"torchrepro/{next(_turns)}", _store())
+            differing = exchange(store, size, rank, mine)
         except ApplyError as error:
             self._refuse(error)
             return
@@ -192,12 +191,6 @@ def _store() -> Any:
     if get is None:
         raise ApplyError("this torch shows no store through which ranks could be compared")
     return get()
-
-
-def _turn(store: Any) -> Any:
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    return PrefixStore(f"torchrepro/{next(_turns)}", store)
 
 
 def name_what_is_not_pinned(backend: str) -> None:

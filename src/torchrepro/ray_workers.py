@@ -225,7 +225,7 @@ def _variables(resolved: ResolvedProfile) -> dict[str, str]:
     from torchrepro.planner import make_plan
     from torchrepro.process_state import PROFILE
 
-    environment = environment_for(make_plan(resolved, closed={}), os.environ)
+    environment = environment_for(make_plan(resolved, closed={}))
     names = (*resolved.environment(), *_PASSED, PROFILE)
     chosen = {name: environment[name] for name in names if name in environment}
     # Ray replaces $NAME by the value of a variable, which JSON has another spelling to prevent.

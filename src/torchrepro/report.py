@@ -27,11 +27,20 @@ from torchrepro.console import (
     verbosity,
 )
 from torchrepro.errors import by_write
-from torchrepro.guarantee import Guarantee, ProcessFacts, judge
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Scope
 from torchrepro.messages import near, shown, some
-from torchrepro.outcomes import STANDINGS, STOPPING, Change, Outcome, Row, Writer
+from torchrepro.outcomes import (
+    STANDINGS,
+    STOPPING,
+    Change,
+    Guarantee,
+    Outcome,
+    ProcessFacts,
+    Row,
+    Writer,
+    judge,
+)
 from torchrepro.process_state import HARDWARE
 
 if TYPE_CHECKING:
@@ -362,14 +371,8 @@ def announce_end(report: Report, announced: Report) -> None:
             show_aside(f"torchrepro: at the end, {first}", *others)
 
 
-def announce_random_numbers(report: Report) -> None:
-    """Say on standard error what a reader has to know of the random numbers of a run."""
-    if _is_first_rank():
-        note(*random_number_lines(report))
-
-
 def announce_effects(report: Report) -> None:
-    """Say on standard error what the policies of a run have done, if they have done anything."""
+    """Say on standard error what the policies of a run have done, and of its random numbers."""
     if not _is_first_rank() or verbosity() is Verbosity.QUIET:
         return
     if report.effects:
@@ -377,6 +380,7 @@ def announce_effects(report: Report) -> None:
         show_aside(title, *_effects_parts(report))
     else:
         note(*_effects_parts(report))
+    note(*random_number_lines(report))
 
 
 def _is_first_rank() -> bool:

@@ -46,7 +46,7 @@ from torchrepro.manifest.contents import (
 from torchrepro.manifest.environment import repository, source_folder
 from torchrepro.messages import some
 from torchrepro.outcomes import Outcome
-from torchrepro.process_state import REPEATED, changed_files, same_file
+from torchrepro.process_state import REPEATED, changed_files, interpreter_line, same_file
 from torchrepro.profile.document import Document
 from torchrepro.profile.load import (
     SECTION,
@@ -58,7 +58,6 @@ from torchrepro.profile.load import (
 )
 from torchrepro.profile.resolved import Origin, ResolvedProfile
 from torchrepro.redaction import HIDDEN, secret_values, shareable, shell_line
-from torchrepro.relaunch import interpreter_line
 from torchrepro.trace.request import VARIABLE as RECORD
 from torchrepro.trace.request import Request
 

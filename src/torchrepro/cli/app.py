@@ -1,6 +1,6 @@
 """What all commands share: their table, the app, common arguments, progress, and their answers.
 
-A new command is a row of `ROWS` and a function that `command` decorates.
+A new command has its examples in `HELP`, and is a function that `command` decorates.
 """
 
 from __future__ import annotations
@@ -28,143 +28,94 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
 
 
-RUNS = "Runs"
-PROFILES = "Profiles"
-LOCKS = "Hold runs to a lock"
-MACHINE = "This machine"
+HELP = """\
+Runs
+torchrepro quickstart  # into this folder
+torchrepro quickstart first-try  # into a folder of its own
+torchrepro run debug-strict -- python train.py  # a run under the profile
+torchrepro run debug-strict --record runs/a -- python train.py
+    # record what it computes, for `torchrepro compare`
+torchrepro run --lock repro.lock -- python train.py  # start only if the lock is met
+torchrepro rerun outputs/2026-11-20/10-30-00  # a Hydra job once more
+torchrepro rerun runs/a --dry-run  # what differs from then; starts nothing
+torchrepro rerun runs/a -- python train.py --token $TOKEN
+    # with the arguments that its manifest hides
+torchrepro verify -- python train.py  # two runs of the program as it is
+torchrepro verify debug-strict -- python train.py  # two runs under a profile
+torchrepro verify debug-strict --stress --open -- python train.py
+    # perturb what must not matter, and show the page of the verdict
+torchrepro compare runs/a runs/b  # the first op whose results differ
+torchrepro compare runs/a runs/b --open  # the same as a page in the browser
+torchrepro compare runs/a runs/b --rtol 1e-3 --atol 1e-5
+    # the same numbers within a tolerance: needs runs with --statistics
+Profiles
+torchrepro list  # the profiles that can be named here
+torchrepro list --pieces  # what can be laid on top of a profile
+torchrepro show debug-strict  # every value of the profile
+torchrepro show debug-strict seed=7  # the same with another seed
+torchrepro show debug-strict --origin  # the file and line of each value
+torchrepro plan debug-strict  # what each setting would become here, and why
+torchrepro plan train-fast seed=7 --json  # the same as one JSON document
+torchrepro explain backends.cudnn.benchmark  # by the key in a profile
+torchrepro explain CUBLAS_WORKSPACE_CONFIG  # by the name of a variable
+eval "$(torchrepro env debug-strict)"  # set them in this shell
+torchrepro env debug-strict --format dotenv  # for a .env file
+torchrepro env debug-strict --format slurm  # for a job script, after #SBATCH
+torchrepro schema  # every key of a profile, and what it may be
+torchrepro schema > profile.schema.json  # for an editor that completes keys
+torchrepro new-pack acme  # a package for the profiles of a team
+torchrepro new-pack packs/acme --json  # and its files as JSON
+Hold runs to a lock
+torchrepro lock debug-strict  # write repro.lock, to be committed
+torchrepro lock debug-strict seed=7 -o gpu.lock  # another seed and file
+torchrepro lock debug-strict -- python train.py  # with the numbers that it computes
+torchrepro check repro.lock  # exit status 1 if numbers may change here
+torchrepro check repro.lock -- python train.py  # the same numbers, or who changed them
+torchrepro check repro.lock --update "addmm of torch 2.14" -- python train.py
+    # write the new numbers, and why
+torchrepro diff debug-strict train-fast  # two profiles
+torchrepro diff runs/a runs/b  # two runs
+torchrepro diff repro.lock debug-strict  # a lock and its profile as it is
+This machine
+torchrepro doctor  # what is in the way of debug-strict here
+torchrepro doctor npu-align  # and of another profile
+torchrepro selftest  # what is held here, on each device, in half a minute
+torchrepro selftest --json  # with the facts of the machine, to be sent
+"""
+"""Every command below its group: command lines that work as they are written, and what for."""
+
+STARTS = {
+    "run": "-- COMMAND...",
+    "rerun": "[-- COMMAND...]",
+    "verify": "-- COMMAND...",
+    "lock": "[-- COMMAND...]",
+    "check": "[-- COMMAND...]",
+}
+"""What a command starts, as its usage shows it; in brackets where it knows one itself."""
 
 
 class Row(NamedTuple):
     """How the help shows one command."""
 
     group: str
-    examples: tuple[tuple[str, str], ...]
-    """Command lines that work as they are written, each with what it is for."""
-
-    starts: str = ""
-    """The command that it starts, as its usage shows it; in brackets where it knows one itself."""
+    examples: list[tuple[str, str]]
+    starts: str
 
 
-def _row(group: str, *examples: tuple[str, str], starts: str = "") -> Row:
-    return Row(group, examples, starts)
+def _rows() -> dict[str, Row]:
+    group, rows = "", dict[str, Row]()
+    for line in HELP.replace("\n    #", "  #").splitlines():
+        example, _, what = line.partition("  # ")
+        if not what:
+            group = line
+            continue
+        name = example.partition("torchrepro ")[2].split()[0]
+        row = rows.setdefault(name, Row(group, [], STARTS.get(name, "")))
+        row.examples.append((example, what))
+    return rows
 
 
-ROWS: dict[str, Row] = {
-    "quickstart": _row(
-        RUNS,
-        ("torchrepro quickstart", "into this folder"),
-        ("torchrepro quickstart first-try", "into a folder of its own"),
-    ),
-    "run": _row(
-        RUNS,
-        ("torchrepro run debug-strict -- python train.py", "a run under the profile"),
-        (
-            "torchrepro run debug-strict --record runs/a -- python train.py",
-            "record what it computes, for `torchrepro compare`",
-        ),
-        ("torchrepro run --lock repro.lock -- python train.py", "start only if the lock is met"),
-        starts="-- COMMAND...",
-    ),
-    "rerun": _row(
-        RUNS,
-        ("torchrepro rerun outputs/2026-11-20/10-30-00", "a Hydra job once more"),
-        ("torchrepro rerun runs/a --dry-run", "what differs from then; starts nothing"),
-        (
-            "torchrepro rerun runs/a -- python train.py --token $TOKEN",
-            "with the arguments that its manifest hides",
-        ),
-        starts="[-- COMMAND...]",
-    ),
-    "verify": _row(
-        RUNS,
-        ("torchrepro verify -- python train.py", "two runs of the program as it is"),
-        ("torchrepro verify debug-strict -- python train.py", "two runs under a profile"),
-        (
-            "torchrepro verify debug-strict --stress --open -- python train.py",
-            "perturb what must not matter, and show the page of the verdict",
-        ),
-        starts="-- COMMAND...",
-    ),
-    "compare": _row(
-        RUNS,
-        ("torchrepro compare runs/a runs/b", "the first op whose results differ"),
-        ("torchrepro compare runs/a runs/b --open", "the same as a page in the browser"),
-        (
-            "torchrepro compare runs/a runs/b --rtol 1e-3 --atol 1e-5",
-            "the same numbers within a tolerance: needs runs with --statistics",
-        ),
-    ),
-    "list": _row(
-        PROFILES,
-        ("torchrepro list", "the profiles that can be named here"),
-        ("torchrepro list --pieces", "what can be laid on top of a profile"),
-    ),
-    "show": _row(
-        PROFILES,
-        ("torchrepro show debug-strict", "every value of the profile"),
-        ("torchrepro show debug-strict seed=7", "the same with another seed"),
-        ("torchrepro show debug-strict --origin", "the file and line of each value"),
-    ),
-    "plan": _row(
-        PROFILES,
-        ("torchrepro plan debug-strict", "what each setting would become here, and why"),
-        ("torchrepro plan train-fast seed=7 --json", "the same as one JSON document"),
-    ),
-    "explain": _row(
-        PROFILES,
-        ("torchrepro explain backends.cudnn.benchmark", "by the key in a profile"),
-        ("torchrepro explain CUBLAS_WORKSPACE_CONFIG", "by the name of a variable"),
-    ),
-    "env": _row(
-        PROFILES,
-        ('eval "$(torchrepro env debug-strict)"', "set them in this shell"),
-        ("torchrepro env debug-strict --format dotenv", "for a .env file"),
-        ("torchrepro env debug-strict --format slurm", "for a job script, after #SBATCH"),
-    ),
-    "schema": _row(
-        PROFILES,
-        ("torchrepro schema", "every key of a profile, and what it may be"),
-        ("torchrepro schema > profile.schema.json", "for an editor that completes keys"),
-    ),
-    "new-pack": _row(
-        PROFILES,
-        ("torchrepro new-pack acme", "a package for the profiles of a team"),
-        ("torchrepro new-pack packs/acme --json", "and its files as JSON"),
-    ),
-    "lock": _row(
-        LOCKS,
-        ("torchrepro lock debug-strict", "write repro.lock, to be committed"),
-        ("torchrepro lock debug-strict seed=7 -o gpu.lock", "another seed and file"),
-        ("torchrepro lock debug-strict -- python train.py", "with the numbers that it computes"),
-        starts="[-- COMMAND...]",
-    ),
-    "check": _row(
-        LOCKS,
-        ("torchrepro check repro.lock", "exit status 1 if numbers may change here"),
-        ("torchrepro check repro.lock -- python train.py", "the same numbers, or who changed them"),
-        (
-            'torchrepro check repro.lock --update "addmm of torch 2.14" -- python train.py',
-            "write the new numbers, and why",
-        ),
-        starts="[-- COMMAND...]",
-    ),
-    "diff": _row(
-        LOCKS,
-        ("torchrepro diff debug-strict train-fast", "two profiles"),
-        ("torchrepro diff runs/a runs/b", "two runs"),
-        ("torchrepro diff repro.lock debug-strict", "a lock and its profile as it is"),
-    ),
-    "doctor": _row(
-        MACHINE,
-        ("torchrepro doctor", "what is in the way of debug-strict here"),
-        ("torchrepro doctor npu-align", "and of another profile"),
-    ),
-    "selftest": _row(
-        MACHINE,
-        ("torchrepro selftest", "what is held here, on each device, in half a minute"),
-        ("torchrepro selftest --json", "with the facts of the machine, to be sent"),
-    ),
-}
+ROWS = _rows()
 
 FIRST_STEPS = (
     ("torchrepro quickstart", "write a program and a profile to try it on"),

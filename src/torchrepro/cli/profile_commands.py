@@ -169,16 +169,7 @@ def _unwritable(name: str, value: str, what: str) -> ProfileError:
     return ProfileError.about(what, key=name, found=shown(value), todo=todo)
 
 
-class EnvFormat(StrEnum):
-    """What is to read the variables."""
-
-    SH = "sh"
-    DOTENV = "dotenv"
-    JSON = "json"
-    DOCKER = "docker"
-    SLURM = "slurm"
-    K8S = "k8s"
-
+EnvFormat = StrEnum("EnvFormat", "SH DOTENV JSON DOCKER SLURM K8S")  # what reads the variables
 
 WRITERS: dict[EnvFormat, Callable[[Mapping[str, str]], str]] = {
     EnvFormat.SH: _in_shell,

@@ -37,37 +37,17 @@ from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_
 from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchrepro.profile.resolved import ResolvedProfile
 
 
-class Level(StrEnum):
-    """How much of a run is recorded."""
-
-    STEP = "step"
-    MODULE = "module"
-    OP = "op"
-
-
-class RelationName(StrEnum):
-    """Two executions of a program that ought to agree."""
-
-    RESUME = "resume"
-    WORKERS = "workers"
-    COMPILE = "compile"
-
+Level = StrEnum("Level", "STEP MODULE OP")  # how much of a run is recorded
+RelationName = StrEnum("RelationName", "RESUME WORKERS COMPILE")
+Unwritable = StrEnum("Unwritable", "STOP WARN")  # what a run does whose trace cannot be written
 
 BISECT = 125
 """The exit status by which `git bisect run` passes a commit over."""
-
-
-class Unwritable(StrEnum):
-    """What a run does whose trace cannot be written."""
-
-    STOP = "stop"
-    WARN = "warn"
-
 
 Record = Annotated[
     str, typer.Option(metavar="DIR", help="Record what is computed into a new or empty folder.")
@@ -329,13 +309,9 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
             raise _of_option(error) from None
         request.prepare_folder()
         more[VARIABLE] = request.to_variable()
-    elif given := [
-        name
-        for name in OF_A_RECORDING
-        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
-    ]:
-        key, todo = ", ".join(map(_option, given)), "say where to: --record DIR"
-        raise TraceError.about("nothing is recorded", key=key, todo=todo)
+    elif given := _given(context, OF_A_RECORDING):
+        todo = "say where to: --record DIR"
+        raise TraceError.about("nothing is recorded", key=", ".join(given), todo=todo)
     start(resolved, command, more)
 
 
@@ -346,6 +322,11 @@ def _of_option(error: TraceError) -> TraceError:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _given(context: typer.Context, names: Iterable[str]) -> list[str]:
+    sources = [(name, context.get_parameter_source(name)) for name in names]
+    return [_option(name) for name, its in sources if its and its.name == "COMMANDLINE"]
 
 
 @command("rerun")
@@ -377,7 +358,7 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - see above
     What differs from then is said first. The values of the profile are those in the manifest,
     whatever its files hold now. COMMAND is needed only where the manifest hides arguments.
     """
-    from torchrepro.relaunch import untouched
+    from torchrepro.launch import untouched
     from torchrepro.rerun import prepare
 
     if more:
@@ -402,8 +383,8 @@ def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Res
 
     `profile` and `overrides` replace the lock's own name for it.
     """
+    from torchrepro.launch import untouched
     from torchrepro.lock.lock_file import check
-    from torchrepro.relaunch import untouched
 
     with untouched(), doing(IMPORTING):
         found = check(Path(lock), profile=profile, overrides=overrides or ())
@@ -532,13 +513,18 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     (resume), one with another number of loader workers (workers), or one without torch.compile
     (compile) compute the same? Exit 4 if that cannot be told.
     """
+    from torchrepro.launch import untouched
     from torchrepro.lock.lock_file import plan_of_a_run
-    from torchrepro.relaunch import untouched
 
     with _for_bisect(wanted=bisect):
         command = _given_command(context, f"verify {profile}".rstrip())
         _check_page(report)
-        _refuse_options_of_another_question(context, has_relation=relation is not None)
+        if relation is not None and (given := _given(context, OF_RUNS_ALIKE)):
+            todo = "leave it out, or leave out --relation"
+            raise ProfileError.about("is for runs that are alike", key=given[0], todo=todo)
+        if relation is None and (given := _given(context, OF_A_RELATION)):
+            todo = "add --relation resume"
+            raise ProfileError.about("is for a relation", key=given[0], todo=todo)
         if profile:
             resolved = resolved_profile(profile, overrides)  # refuses a wrong one at once
             if verbosity() is Verbosity.VERBOSE:
@@ -612,17 +598,6 @@ def _for_bisect(*, wanted: bool) -> Iterator[None]:
 OF_RUNS_ALIKE = ("runs", "stress", "escalate", "no_closer")
 OF_A_RELATION = ("checkpoint", "resume_command")
 """Options of `verify` that say nothing with a relation, and without one."""
-
-
-def _refuse_options_of_another_question(context: typer.Context, *, has_relation: bool) -> None:
-    for name in OF_RUNS_ALIKE if has_relation else OF_A_RELATION:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            if has_relation:
-                what, todo = "is for runs that are alike", "leave it out, or leave out --relation"
-            else:
-                what, todo = "is for a relation", "add --relation resume"
-            raise ProfileError.about(what, key=_option(name), todo=todo)
 
 
 def _check_page(report: str) -> None:

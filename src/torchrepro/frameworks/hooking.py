@@ -1,4 +1,9 @@
-"""What every hook into a framework shares: the profile in force, and what is said and logged of it.
+"""What every hook into a framework shares: the profile in force, what is said and logged of it,
+and the state of a run within a framework's checkpoint.
+
+That state is every rank's generators and its loaders. It is made of numbers and texts in lists and
+dicts. So it can be read by ``torch.load(weights_only=True)``, as JSON, and where torchrepro is not
+installed.
 
 A framework is imported as fast with a profile as without: what only some programs use is loaded
 when it is used.
@@ -6,17 +11,37 @@ when it is used.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchrepro.console import note, say
-from torchrepro.errors import TorchreproError
+from torchrepro.errors import SeedingError, TorchreproError
 from torchrepro.messages import shown
 from torchrepro.patching import MissingHookError
+from torchrepro.seeding.loader_places import (
+    await_loaders,
+    await_resting,
+    place_of,
+    places,
+    resting,
+    take_up,
+)
+from torchrepro.seeding.state import (
+    compare_at_first_step,
+    digests_of,
+    expect_weights,
+    forget,
+    rng_state,
+    run_begins,
+    set_generators,
+    set_rng_state,
+)
+from torchrepro.seeding.streams import World, process_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.report import Report
 
@@ -106,3 +131,189 @@ def log_profile(framework: str, loggers: Iterable[Any], place_of: Callable[[Any]
             if destination is not None and profile is not None:
                 its = its or manifest(profile.resolved, profile.report())
                 destination.write(place, its)
+
+
+# The state of a run in a checkpoint.
+
+KEY = "torchrepro"  # under this name a checkpoint holds the state of its run
+
+FORMAT = 2
+
+
+def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
+    """Return the state of this rank: its generators, and the loaders that it is iterating.
+
+    Of `optimizers` it has digests, by which a run that goes on with others is seen.
+    """
+    return {
+        "optimizers": [digests_of(each) for each in optimizers],
+        "rng": rng_state(),
+        "interrupted": places(over=False),
+        "ended": places(over=True),
+        "resting": resting(),
+    }
+
+
+def ranks() -> World:
+    """Return how many processes write one checkpoint, and which of them this one is.
+
+    Those of torch.distributed's group: a launcher's variables may count processes of which each
+    trains on its own.
+    """
+    return process_group() or World()
+
+
+def of_all_ranks(state: dict[str, Any]) -> list[Any]:
+    """Return the states of all ranks in their order; every rank has to call it with its own."""
+    states: list[Any] = [None] * ranks().size
+    if len(states) == 1:
+        return [state]
+    sys.modules["torch.distributed"].all_gather_object(states, state)
+    return states
+
+
+def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a checkpoint holds under `KEY`: the states, and the profile they came from."""
+    from torchrepro.manifest.contents import as_text, manifest
+
+    profile = in_force()
+    entry: dict[str, Any] = {"format": FORMAT, "ranks": list(states)}
+    if profile is not None:
+        text = as_text(manifest(profile.resolved, profile.report()))
+        entry |= {
+            "profile": profile.resolved.name,
+            "digest": profile.resolved.digest,
+            "manifest": text,
+        }
+    return entry
+
+
+def own_state(entry: Any, where: str) -> Mapping[str, Any] | None:
+    """Return this rank's state of `entry`, which a checkpoint held under `KEY`.
+
+    None, and one line on standard error, where it has none for this rank.
+    """
+    forget()  # what the framework has read is not the program's own reading
+    here = ranks()
+    why = _why_not(entry, here.size)
+    if not why:
+        return cast("Mapping[str, Any]", entry["ranks"][here.rank])
+    if here.rank == 0:  # it is the same on all ranks
+        say_not_resumed(where, why)
+    return None
+
+
+def expect_weights_of(entry: Any, where: str) -> None:
+    """Say if a training begins with the weights of a checkpoint that its program has read itself.
+
+    `entry` is what that checkpoint held under `KEY`.
+    """
+    here = ranks()
+    if not _why_not(entry, here.size):
+        state = entry["ranks"][here.rank]
+        places = *state["interrupted"], *state["ended"], *state["resting"]
+        expect_weights(state["optimizers"], [each["kind"] for each in places], where)
+
+
+def _why_not(entry: Any, size: int) -> str:
+    # Or nothing where a run of `size` processes can go on from the entry.
+    if entry is None:
+        return "it was saved without torchrepro, or without a profile"
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("ranks"), list):
+        return "what torchrepro put there is damaged"
+    if entry.get("format") != FORMAT:
+        return f"its format is {entry.get('format')}, and this torchrepro reads {FORMAT}"
+    if entry.get("alone"):
+        return "one process saved it alone, after an error"
+    saved, now = (
+        "1 process" if number == 1 else f"{number} processes"
+        for number in (len(entry["ranks"]), size)
+    )
+    return "" if saved == now else f"it was saved by {saved}, and this run has {now}"
+
+
+def say_not_resumed(where: str, why: str) -> None:
+    """Say that a run which goes on from a checkpoint is not the uninterrupted one."""
+    say(f"{where}: generators and loaders do not go on from this checkpoint: {why}")
+
+
+def put_back(state: Mapping[str, Any], where: str) -> bool:
+    """Put every generator and loader where `state` says; return whether that was possible.
+
+    Where it was not, one line on standard error says why, and nothing is changed.
+    """
+    try:
+        set_rng_state(state["rng"])
+    except SeedingError as error:
+        say_not_resumed(where, str(error))
+        return False
+    await_resting(state["resting"])
+    run_begins(resumed=True)
+    compare_at_first_step(state["optimizers"], where)
+    return True
+
+
+def generators_of(state: Mapping[str, Any]) -> Callable[[], None]:
+    """Return what puts every generator where `state` says."""
+    return partial(set_generators, state["rng"])
+
+
+def begin_interrupted_epochs(state: Mapping[str, Any]) -> None:
+    """Have the loaders that were being iterated take up their epoch, once each is iterated.
+
+    What the program draws until then does not count: the generators are put back once more.
+    """
+    await_loaders(state["interrupted"], generators_of(state), state["ended"])
+
+
+# A state for torch's loaders, by which Lightning and Fabric resume one within an epoch. Both ask
+# whether a loader has `state_dict` and `load_state_dict`. torch's own has neither.
+
+loaded: list[tuple[Any, Mapping[str, Any]]] = []
+"""Loaders whose state has been loaded, each with that state, where no run came with it."""
+
+_in_use: list[ExitStack] = []  # one entry for everyone who asks for it
+
+
+def give_loaders_state() -> ExitStack:
+    """Give ``torch.utils.data.DataLoader`` a state until what is returned is closed.
+
+    Raises `MissingHookError` where loaders have one by themselves.
+    """
+    from torch.utils.data import DataLoader
+
+    methods: dict[str, Any] = {"state_dict": _state_dict, "load_state_dict": _load_state_dict}
+
+    def take_away() -> None:
+        _in_use.pop()
+        for name, method in methods.items() if not _in_use else ():
+            if vars(DataLoader).get(name) is method:
+                delattr(DataLoader, name)
+
+    with ExitStack() as undo:
+        undo.callback(take_away)
+        _in_use.append(undo)
+        for name, method in methods.items():
+            if getattr(DataLoader, name, method) is not method:
+                raise MissingHookError(
+                    "use for our state of loaders: torch gives them one of its own"
+                )
+            setattr(DataLoader, name, method)
+        return undo.pop_all()
+
+
+def _state_dict(loader: Any) -> dict[str, Any]:
+    return {KEY: place_of(loader)}
+
+
+def _load_state_dict(loader: Any, state: Mapping[str, Any]) -> None:
+    saved = state.get(KEY)
+    if saved is not None and "run" in state:
+        resume_loader(loader, saved, state["run"])
+    elif saved is not None:
+        loaded.append((loader, saved))
+
+
+def resume_loader(loader: Any, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Have `loader` go on after the batches of `saved`, with the generators of the state `run`."""
+    take_up(loader, saved, generators_of(run), saved.get("done", saved["batches"]))

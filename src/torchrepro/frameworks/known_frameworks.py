@@ -25,9 +25,9 @@ HOOKS = {
     "pytorch_lightning": "frameworks.lightning:hook_trainer",
     "lightning.fabric.fabric": "frameworks.lightning:hook_fabric",
     "lightning_fabric.fabric": "frameworks.lightning:hook_fabric",
-    "accelerate.accelerator": "frameworks.accelerate:hook_accelerator",
-    "accelerate.utils.random": "frameworks.accelerate:hook_seeds",
-    "accelerate.data_loader": "frameworks.accelerate:hook_loaders",
+    "accelerate.accelerator": "frameworks.huggingface:hook_accelerator",
+    "accelerate.utils.random": "frameworks.huggingface:hook_seeds",
+    "accelerate.data_loader": "frameworks.huggingface:hook_loaders",
     "transformers.trainer": "frameworks.huggingface:hook_trainer",
     "transformers.integrations.integration_utils": "frameworks.huggingface:hook_reporters",
 }

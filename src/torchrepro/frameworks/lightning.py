@@ -20,15 +20,15 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
-from torchrepro.frameworks import run_state
+from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import (
+    KEY,
     Switch,
     going_on_without,
     in_force,
     log_profile,
     say_switches,
 )
-from torchrepro.frameworks.run_state import KEY
 from torchrepro.patching import MissingHookError, surround, surround_everywhere
 from torchrepro.seeding.loader_places import await_loaders, begin_late
 
@@ -73,7 +73,7 @@ def hook_trainer(module: ModuleType) -> ExitStack:
     Raises `MissingHookError` where `module` has no Trainer, or where loaders have a state.
     """
     with ExitStack() as undo:
-        undo.enter_context(run_state.give_loaders_state())
+        undo.enter_context(hooking.give_loaders_state())
         trainer = getattr(module, "Trainer", None)
         if trainer is None:
             raise MissingHookError("Trainer")
@@ -85,7 +85,7 @@ def hook_trainer(module: ModuleType) -> ExitStack:
 def _reading(load: Any, *args: Any, **kwargs: Any) -> Any:
     loaded = load(*args, **kwargs)
     if in_force() is not None and isinstance(loaded, dict) and KEY in loaded:
-        run_state.expect_weights_of(loaded[KEY], f"{FRAMEWORK}: {args[0] if args else 'weights'}")
+        hooking.expect_weights_of(loaded[KEY], f"{FRAMEWORK}: {args[0] if args else 'weights'}")
     return loaded
 
 
@@ -138,14 +138,14 @@ class TrainerHooks:
         """
         if in_force() is not None:
             with going_on_without(FRAMEWORK, "the state of the run in a checkpoint"):
-                state = run_state.state_of_rank(trainer.optimizers)
+                state = hooking.state_of_rank(trainer.optimizers)
                 state["loaders"] = _taken_out(checkpoint, trainer)
                 if trainer.reload_dataloaders_every_n_epochs:
                     state["resting"] = []  # new loaders begin with generators of their own
-                alone = trainer.interrupted and run_state.ranks().size > 1
-                states = [state] if alone else run_state.of_all_ranks(state)
+                alone = trainer.interrupted and hooking.ranks().size > 1
+                states = [state] if alone else hooking.of_all_ranks(state)
                 mark = {"alone": True} if alone else {}
-                checkpoint[KEY] = run_state.checkpoint_entry(states) | mark
+                checkpoint[KEY] = hooking.checkpoint_entry(states) | mark
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Put back the state of this rank, and hand its loaders' places to Lightning."""
@@ -153,13 +153,13 @@ class TrainerHooks:
             return
         where = f"{FRAMEWORK}: {trainer.ckpt_path or 'the checkpoint'}"
         with going_on_without(FRAMEWORK, f"going on from {trainer.ckpt_path}"):
-            state = run_state.own_state(checkpoint.get(KEY), where)
-            if state is not None and run_state.put_back(state, where):
+            state = hooking.own_state(checkpoint.get(KEY), where)
+            if state is not None and hooking.put_back(state, where):
                 self._go_on(trainer, checkpoint, state, where)
 
     def _go_on(self, trainer: Any, checkpoint: Any, state: Any, where: str) -> None:
         keeping = [each for each in state["interrupted"] if each["keeps_place"]]
-        await_loaders(keeping, run_state.generators_of(state))
+        await_loaders(keeping, hooking.generators_of(state))
         fit = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = fit[_LOADERS] = list(fit.get(_LOADERS, []))
         for number, saved in state["loaders"]:
@@ -171,7 +171,7 @@ class TrainerHooks:
             say(f"{where}: Lightning may begin another epoch here; from 2.5.3 on it does not")
         if not keeping and not any(saved is not None for _, saved in state["loaders"]):
             # Its loaders begin the next epoch too soon here: before the program's hooks are called.
-            self._pending = run_state.generators_of(state)
+            self._pending = hooking.generators_of(state)
             begin_late(self.on_train_epoch_start, together=len(state["loaders"]))
 
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -245,7 +245,7 @@ def hook_fabric(module: ModuleType) -> ExitStack:
     if fabric is None:
         raise MissingHookError("Fabric")
     with ExitStack() as undo:
-        undo.enter_context(run_state.give_loaders_state())
+        undo.enter_context(hooking.give_loaders_state())
         surround(undo, fabric, "save", _saving_fabric)
         surround(undo, fabric, "load", _loading_fabric)
         return undo.pop_all()
@@ -255,27 +255,29 @@ def _saving_fabric(save: Any, fabric: Any, path: Any, state: Any, *args: Any, **
     if in_force() is not None and isinstance(state, dict):
         with going_on_without("fabric", "the state of the run in a checkpoint"):
             optimizers = [each for each in state.values() if hasattr(each, "param_groups")]
-            states = run_state.of_all_ranks(run_state.state_of_rank(optimizers))
-            state = {**state, KEY: run_state.checkpoint_entry(states)}
+            states = hooking.of_all_ranks(hooking.state_of_rank(optimizers))
+            state = {**state, KEY: hooking.checkpoint_entry(states)}
     return save(fabric, path, state, *args, **kwargs)
 
 
 def _loading_fabric(
     load: Any, fabric: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    with run_state.loaded_states() as loaders:
-        rest = load(fabric, path, state, *args, **kwargs)
-        entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
-        # A program that goes on with a training loads an optimizer as well. Weights alone are those
-        # of a teacher, of the best model, of what is fine-tuned.
-        parts = state.values() if isinstance(state, dict) else ()
-        if in_force() is not None and any(hasattr(part, "param_groups") for part in parts):
-            with going_on_without("fabric", f"going on from {path}"):
-                where = f"fabric: {path}"
-                run = run_state.own_state(entry, where)
-                if run is not None and run_state.put_back(run, where):
-                    run_state.begin_interrupted_epochs(run)
-                    for loader, saved in loaders:
-                        if not saved["over"]:
-                            run_state.resume_loader(loader, saved, run)
+    hooking.loaded.clear()
+    rest = load(fabric, path, state, *args, **kwargs)
+    loaders = [*hooking.loaded]
+    hooking.loaded.clear()
+    entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
+    # A program that goes on with a training loads an optimizer as well. Weights alone are those of
+    # a teacher, of the best model, of what is fine-tuned.
+    parts = state.values() if isinstance(state, dict) else ()
+    if in_force() is not None and any(hasattr(part, "param_groups") for part in parts):
+        with going_on_without("fabric", f"going on from {path}"):
+            where = f"fabric: {path}"
+            run = hooking.own_state(entry, where)
+            if run is not None and hooking.put_back(run, where):
+                hooking.begin_interrupted_epochs(run)
+                for loader, saved in loaders:
+                    if not saved["over"]:
+                        hooking.resume_loader(loader, saved, run)
     return rest

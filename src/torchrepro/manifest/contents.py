@@ -26,10 +26,9 @@ from torchrepro.manifest.environment import (
     software,
 )
 from torchrepro.messages import some
-from torchrepro.process_state import FOLDER, inherited, set_before_start
+from torchrepro.process_state import FOLDER, inherited, is_interactive, launcher, set_before_start
 from torchrepro.profile.resolved import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
-from torchrepro.relaunch import is_interactive, launcher
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import seeding_calls
 from torchrepro.seeding.streams import VARIABLES as RANKS

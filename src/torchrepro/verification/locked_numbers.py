@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed, listing, parts
 from torchrepro.errors import ProfileError
+from torchrepro.launch import untouched
 from torchrepro.lock.diff import change
 from torchrepro.lock.lock_file import (
     CheckResult,
@@ -34,7 +35,6 @@ from torchrepro.manifest.environment import kind_of_machine
 from torchrepro.messages import printable, some
 from torchrepro.profile.load import resolve
 from torchrepro.redaction import HIDDEN, without_secrets
-from torchrepro.relaunch import untouched
 from torchrepro.trace.request import is_range
 from torchrepro.verdict.render import counted, verdict_json
 from torchrepro.verification.copies import CopyError
