@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from torchrepro.cli import main
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.knob import Knob, MissingState
+from torchrepro.knobs.knob import MissingState
 from torchrepro.knobs.variables import RECORDED
 
 settings.register_profile(
@@ -49,14 +48,14 @@ Hydra composes, and how runs are started and compared: one torch proves it for a
 """
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     """Name the libraries whose state the tests read."""
     cuda = torch.version.cuda or "none"
     return f"torch {torch.__version__} (CUDA {cuda}), numpy {np.__version__}, cpus {os.cpu_count()}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own plugin looks where to write
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Write a JUnit report into the folder that TEST_REPORTS names, and have threads wait idly.
 
     Processes that run side by side have more threads than there are cores. One that waits for
@@ -70,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.xmlpath = str(Path(folder) / f"{os.getpid()}.xml")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark the tests of what calls torch's internals, before pytest selects by marks.
 
     The report is told which tests need hardware.
@@ -87,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Leave out of garbage collection what is there by now: all modules, and every test.
 
     A full collection would take a fifth of a second each time, and a fork would copy what it reads.
@@ -96,7 +95,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def read_world() -> dict[str, Any]:
+def read_world():
     """Read every piece of state that a profile could have touched, as plain comparable values."""
     kind, keys, *rest = np.random.get_state()
     return {
@@ -108,7 +107,7 @@ def read_world() -> dict[str, Any]:
     }
 
 
-def _read_knobs(knobs: Iterable[Knob]) -> dict[str, Any]:
+def _read_knobs(knobs):
     state: dict[str, Any] = {}
     for knob in knobs:
         try:
@@ -123,7 +122,7 @@ def _read_knobs(knobs: Iterable[Knob]) -> dict[str, Any]:
 FLAGS = [knob for knob in CATALOGUE if not knob.name.startswith("seed.")]
 
 
-def _flags_and_variables() -> dict[str, Any]:
+def _flags_and_variables():
     state = _read_knobs(FLAGS)
     for name, read in _other_names().items():
         try:
@@ -134,7 +133,7 @@ def _flags_and_variables() -> dict[str, Any]:
     return state
 
 
-def _other_names() -> dict[str, Callable[[], Any]]:
+def _other_names():
     matmul = torch.backends.cuda.matmul
     return {
         "get_float32_matmul_precision": torch.get_float32_matmul_precision,
@@ -149,13 +148,13 @@ def _other_names() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.fixture
-def world() -> Callable[[], dict[str, Any]]:
+def world():
     """Return the function that reads the world, for tests that compare before and after."""
     return read_world
 
 
 @pytest.fixture
-def clean_environment() -> dict[str, str]:
+def clean_environment():
     """The environment without every variable that a profile or this test run has a say in."""
     return {
         name: value
@@ -165,15 +164,34 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def clean_process(clean_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_process(clean_environment, monkeypatch):
     """Give this process that environment, and what pytest needs."""
     for name in os.environ.keys() - clean_environment.keys():
         if not name.startswith(OF_THE_RUN):
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def execute(tmp_path, clean_environment):
+    """Run a command in `tmp_path`; variables in `env` are added to the clean environment."""
+
+    def execute(*command, env=None, stdin="", cwd=tmp_path):
+        return subprocess.run(
+            [str(word) for word in command],
+            **({"input": stdin} if stdin else {"stdin": subprocess.DEVNULL}),
+            env={**clean_environment, **(env or {})},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    return execute
+
+
 @contextmanager
-def forks_of(*programs: Path, **variables: str) -> Iterator[Callable[..., int]]:
+def forks_of(*programs, **variables):
     """Run programs in forks of one Python that has torch, and what `programs` have imported.
 
     It was started with these variables.
@@ -191,12 +209,7 @@ def forks_of(*programs: Path, **variables: str) -> Iterator[Callable[..., int]]:
         text=True,
     ) as process:
 
-        def fork(
-            words: Sequence[object],
-            environment: dict[str, str],
-            folder: Path,
-            streams: Sequence[str | Path],
-        ) -> int:
+        def fork(words, environment, folder, streams):
             line = [[*map(str, words)], environment, str(folder), [*map(str, streams)]]
             process.stdin.write(json.dumps(line) + "\n")
             process.stdin.flush()
@@ -207,13 +220,13 @@ def forks_of(*programs: Path, **variables: str) -> Iterator[Callable[..., int]]:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Callable[..., AbstractContextManager[Callable[..., int]]]:
+def forks():
     """Begin a Python that has torch and what a program has imported, to run others in forks."""
     return forks_of
 
 
 @pytest.fixture(scope="session")
-def fork() -> Iterator[Callable[..., int]]:
+def fork():
     """Run programs in forks of one Python that has torch; returns the exit status of each.
 
     For laws about what a program computes and says; how a Python starts has tests of its own.
@@ -223,24 +236,20 @@ def fork() -> Iterator[Callable[..., int]]:
 
 
 @pytest.fixture(scope="session")
-def fork_with_other_kernels() -> Iterator[Callable[..., int]]:
+def fork_with_other_kernels():
     """Run programs in forks of a Python that torch started in without any vector extension."""
     with forks_of(ATEN_CPU_CAPABILITY="default") as fork:
         yield fork
 
 
 @pytest.fixture
-def fork_python(
-    fork: Callable[..., int], tmp_path: Path, clean_environment: dict[str, str]
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def fork_python(fork, tmp_path, clean_environment):
     """Run Python with these arguments in `tmp_path`, in a fork of one that has torch.
 
     Its PYTHONHASHSEED was 0 when it started, whatever its environment says.
     """
 
-    def fork_python(
-        *arguments: object, env: dict[str, str] | None = None, stdin: str = ""
-    ) -> subprocess.CompletedProcess[str]:
+    def fork_python(*arguments, env=None, stdin=""):
         with tempfile.TemporaryDirectory() as folder:
             streams = [Path(folder, name) for name in ("in", "out", "err")]
             for path in streams:
@@ -253,16 +262,14 @@ def fork_python(
 
 
 @pytest.fixture
-def command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Any, str, str]]:
+def command(capsys, monkeypatch):
     """Run a command in this process; returns its status, stdout and stderr.
 
     It has 80 columns for its help, however wide the terminal of these tests is.
     """
     monkeypatch.delenv("COLUMNS", raising=False)
 
-    def command(*words: object) -> tuple[Any, str, str]:
+    def command(*words):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main([str(word) for word in words])
@@ -273,10 +280,10 @@ def command(
 
 
 @pytest.fixture
-def answer(command: Callable[..., tuple[Any, str, str]]) -> Callable[..., tuple[Any, Any]]:
+def answer(command):
     """Run a command with --json; returns its status and the one document on stdout."""
 
-    def answer(*words: object) -> tuple[Any, Any]:
+    def answer(*words):
         status, out, err = command(*words, "--json")
 
         assert err == ""
@@ -286,13 +293,13 @@ def answer(command: Callable[..., tuple[Any, str, str]]) -> Callable[..., tuple[
 
 
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[[str, dict[str, str]], None]:
+def golden(request):
     """Hold answers, by what was asked, to a file in `golden/` beside the test.
 
     Where GOLDEN=write is set the file is written anew, and is to be read before it is committed.
     """
 
-    def golden(name: str, answers: dict[str, str]) -> None:
+    def golden(name, answers):
         text = "\n".join(f"== {asked}\n{answer.strip()}\n" for asked, answer in answers.items())
         file = request.path.parent / "golden" / name
         if os.environ.get("GOLDEN") == "write":
@@ -304,7 +311,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, dict[str, str]], No
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _children_take_signals() -> None:
+def _children_take_signals():
     """Let signals that are ignored here, as under `nohup` or `&`, reach what the tests start.
 
     A program inherits that a signal is ignored, and gets the default of one that has a handler.
@@ -315,14 +322,14 @@ def _children_take_signals() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _device_in_use() -> None:
+def _device_in_use():
     """Use an accelerator once, where there is one: first use settles what it leaves open."""
     if torch.accelerator.is_available():
         torch.ones(1, device=torch.accelerator.current_accelerator())
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_trace() -> Iterator[None]:
+def _leaves_no_trace():
     """Fail a test after which a flag or a variable is not what it was before."""
     before = _flags_and_variables()
     yield

@@ -4,12 +4,10 @@ import pickle
 import sys
 from dataclasses import dataclass
 
-import pytest
-
 from torchrepro.console import Displayed, as_text, parts, say, show_aside, table
 
 
-def test_a_process_without_standard_error_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_standard_error_is_told_nothing(monkeypatch):
     """Where standard error is closed, as in some services, telling it something raises nothing."""
     monkeypatch.setattr(sys, "stderr", None)
 
@@ -17,7 +15,7 @@ def test_a_process_without_standard_error_is_told_nothing(monkeypatch: pytest.Mo
     show_aside("head", table(("a",), [("b",)]))
 
 
-def test_each_line_names_who_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_line_names_who_says_it(capsys):
     """Every line on standard error begins with the name of the package."""
     say("one", ValueError("two"))
 
@@ -29,7 +27,7 @@ class _Answer(Displayed):
     number: int
 
 
-def test_a_value_is_shown_as_its_maker_says() -> None:
+def test_a_value_is_shown_as_its_maker_says():
     """A value that nobody renders shows its fields; one that its maker renders is shown so."""
     before = str(_Answer(7))
     parts.register(_Answer, lambda answer: (table(("number",), [(answer.number,)]),))

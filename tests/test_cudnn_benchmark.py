@@ -1,9 +1,7 @@
 """The example that times cuDNN's benchmark prints its table, and says so where there is no GPU."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,20 +14,19 @@ PARAMETERS = 25_557_032  # of the network as published, with 1000 classes
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def _run(*words: str, **variables: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+@pytest.fixture
+def printed(execute):
+    """Run Python with these words, which ends well; returns the lines that it prints."""
+
+    def printed(*words, **variables):
+        done = execute(sys.executable, *words, env=variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return printed
 
 
-def _check_table(lines: list[str], knob: str) -> None:
+def _check_table(lines, knob):
     heading, *rows = lines
 
     assert heading.split()[0] == knob
@@ -38,9 +35,9 @@ def _check_table(lines: list[str], knob: str) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_gpu_the_example_says_so_and_times_the_cpu() -> None:
+def test_without_a_gpu_the_example_says_so_and_times_the_cpu(printed):
     """Where no CUDA device is seen a line says it, and the table is of oneDNN."""
-    first, said, where, how_long, *lines = _run(*BRIEFLY, CUDA_VISIBLE_DEVICES="")
+    first, said, where, how_long, *lines = printed(*BRIEFLY, CUDA_VISIBLE_DEVICES="")
 
     assert "to say how long" in first
     assert "No CUDA device" in said
@@ -51,15 +48,15 @@ def test_without_a_gpu_the_example_says_so_and_times_the_cpu() -> None:
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_on_a_gpu_the_example_times_cudnn() -> None:
+def test_on_a_gpu_the_example_times_cudnn(printed):
     """Where there is a CUDA device the table is of cuDNN on that device."""
-    _, where, _, *lines = _run(*BRIEFLY)
+    _, where, _, *lines = printed(*BRIEFLY)
 
     assert torch.cuda.get_device_name() in where
     _check_table(lines, "backends.cudnn.benchmark")
 
 
-def test_passes_fit_into_the_time_there_is() -> None:
+def test_passes_fit_into_the_time_there_is():
     """However slow a machine is, no more passes are made than fit, and one at least."""
     fits = runpy.run_path(str(EXAMPLE))["passes_within"]
 
@@ -67,13 +64,13 @@ def test_passes_fit_into_the_time_there_is() -> None:
     assert fits(-3, 63.0) == 1
 
 
-def test_the_network_of_the_example_is_a_resnet_50() -> None:
+def test_the_network_of_the_example_is_a_resnet_50(printed):
     """It has as many parameters as the published network, and takes images of any shape."""
     code = (
         "import runpy, sys, torch; names = runpy.run_path(sys.argv[1]); "
         "model = names['resnet50']().eval(); "
         "print(sum(p.numel() for p in model.parameters()), *model(torch.rand(2, 3, 40, 33)).shape)"
     )
-    (printed,) = _run("-c", code, str(EXAMPLE))
+    (line,) = printed("-c", code, str(EXAMPLE))
 
-    assert printed.split() == [str(PARAMETERS), "2", "1000"]
+    assert line.split() == [str(PARAMETERS), "2", "1000"]

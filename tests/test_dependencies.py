@@ -4,7 +4,6 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -18,7 +17,7 @@ NOT_DECLARED = {  # what src imports all the same, and why that is safe
 }
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported(tree):
     """Yield the top-level name of every module that `tree` imports, in functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -31,13 +30,13 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield str(name.value).partition(".")[0]
 
 
-def distribution(requirement: str) -> str:
+def distribution(requirement):
     """Return the name in a requirement as the index spells it."""
     name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_every_import_is_declared() -> None:
+def test_every_import_is_declared():
     """A package that src imports is a dependency, or stands above with the reason why not."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {distribution(line) for line in project["dependencies"]}

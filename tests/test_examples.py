@@ -1,8 +1,6 @@
 """The example on real data keeps its promise: same profile and seed, same weights."""
 
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,18 +10,16 @@ WORDS = ("+repro=debug-strict", "epochs=2")
 Run = subprocess.CompletedProcess[str]
 
 
-def _told(done: Run) -> dict[str, str]:
+def _told(done):
     assert done.returncode == 0, done.stderr
     return dict(line.split() for line in done.stdout.splitlines())
 
 
 @pytest.mark.slow
-def test_the_weights_of_the_example_depend_on_the_seed_alone(
-    tmp_path: Path, fork_python: Callable[..., Run]
-) -> None:
+def test_the_weights_of_the_example_depend_on_the_seed_alone(tmp_path, fork_python):
     """Equal under one profile, also without workers; another seed, or no profile, gives others."""
 
-    def train(*words: str) -> dict[str, str]:
+    def train(*words):
         return _told(fork_python(DIGITS, *words, env=IN_FORCE_FROM_THE_START))
 
     one = _told(typed(tmp_path, *WORDS))

@@ -1,11 +1,6 @@
 """Scripts started on two ranks, which meet on the loopback interface."""
 
-from __future__ import annotations
-
-import os
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,30 +46,11 @@ sys.exit(failed)
 """
 """Runs a program on two ranks as torchrun does, in forks of a Python that has torch."""
 
-_FOREIGN = ("TORCHREPRO_", "PYTEST_", "CUBLAS_WORKSPACE_CONFIG", "RANK", "WORLD_SIZE", "SLURM_")
+
+_OWN = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended and what it said."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def went_on(self) -> int:
-        """How many ranks came to the end of their script."""
-        return self.out.count("went on")
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of a command, without what this process was started under."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def _script(folder: Path, script: Path | str) -> Path:
+def _script(folder, script):
     if isinstance(script, Path):
         return script
     path = folder / "script.py"
@@ -96,28 +72,18 @@ def on_two_ranks(tmp_path, fork_python):
 
     def run(script, *words, env=None):
         path = _script(tmp_path, script)
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
-        ended = fork_python("-c", RANKS, path, *words, env=env)
-        return Ended(ended.returncode, ended.stdout, ended.stderr)
+        return fork_python("-c", RANKS, path, *words, env={**_OWN, **(env or {})})
 
     return run
 
 
 @pytest.fixture
-def by_torchrun(tmp_path):
+def by_torchrun(tmp_path, execute):
     """Start a script, or the text of one, on two ranks by torchrun."""
 
     def run(script, *words, before=()):
-        ended = subprocess.run(
-            [*before, *TORCHRUN, str(_script(tmp_path, script)), *words],
-            cwd=tmp_path,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        return Ended(ended.returncode, ended.stdout, ended.stderr)
+        path = _script(tmp_path, script)
+        return execute(*before, *TORCHRUN, path, *words, env=_OWN)
 
     return run
 

@@ -32,7 +32,7 @@ def test_only_a_seed_that_all_ranks_gave_before_they_met_enters_the_order(on_two
     """Such a seed changes the order on all ranks alike; any other is left out, which is said."""
     cases = [NEVER, ONE, TWO, THEN_BY_RANK, AFTER, BY_RANK]
     ended = on_two_ranks(PROGRAM, json.dumps(cases))
-    assert ended.status == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
     ranks = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in (0, 1)]
     orders = [[order for order, _ in answers] for answers in ranks]
     never, one, two, then_by_rank, after, by_rank = orders[0]

@@ -41,9 +41,9 @@ def test_training_on_ranks_that_differ_is_repeatable(on_two_ranks, distributed_d
         on_two_ranks(distributed_digits, *words, env=IN_FORCE_FROM_THE_START) for _ in range(2)
     )
 
-    assert one.status == two.status == 0, one.err + two.err
-    assert one.out.startswith("weights ")
-    assert one.out == two.out
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    assert one.stdout.startswith("weights ")
+    assert one.stdout == two.stdout
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
@@ -65,9 +65,9 @@ def test_a_run_that_lost_a_rank_goes_on_where_it_was(
     interrupted_at = sorted((tmp_path / "kept").iterdir())[-1].name
     resumed = in_forks(distributed_digits, *words, *kept)
 
-    assert whole.status == resumed.status == 0, whole.err + resumed.err
-    assert interrupted.status != 0
-    assert "killed" in interrupted.out, interrupted.err
-    assert first is in_forks or f"Signal {signal.SIGKILL:d}" in interrupted.err
+    assert whole.returncode == resumed.returncode == 0, whole.stderr + resumed.stderr
+    assert interrupted.returncode != 0
+    assert "killed" in interrupted.stdout, interrupted.stderr
+    assert first is in_forks or f"Signal {signal.SIGKILL:d}" in interrupted.stderr
     assert "step-000000007" <= interrupted_at < "step-000000022"
-    assert resumed.out == whole.out
+    assert resumed.stdout == whole.stdout

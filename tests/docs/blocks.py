@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 REPO = Path(__file__).parents[2]
 PAGES = tuple(
@@ -50,19 +50,19 @@ class Block:
     marks: Mapping[str, str]
 
     @property
-    def place(self) -> str:
+    def place(self):
         """Where it is, as editors take it."""
         return f"{self.page.relative_to(REPO)}:{self.line}"
 
     @property
-    def is_run_with_its_page(self) -> bool:
+    def is_run_with_its_page(self):
         """Whether the test of its page does something with it."""
         if set(self.marks) & set(ELSEWHERE):
             return False
         return bool({"file", "steps"} & set(self.marks)) or self.language in RUN
 
 
-def blocks(page: Path) -> Iterator[Block]:
+def blocks(page):
     """Yield the blocks of a page in order, without the directives of Sphinx."""
     lines = page.read_text(encoding="utf-8").splitlines()
     number = 0
@@ -81,7 +81,7 @@ def blocks(page: Path) -> Iterator[Block]:
         number = end + 1
 
 
-def _marks(lines: list[str], fence: int) -> dict[str, str]:
+def _marks(lines, fence):
     marks: dict[str, str] = {}
     for line in reversed(lines[:fence]):
         mark = _MARK.match(line)
@@ -91,12 +91,12 @@ def _marks(lines: list[str], fence: int) -> dict[str, str]:
     return marks
 
 
-def every_block() -> list[Block]:
+def every_block():
     """Return the blocks of all pages."""
     return [block for page in PAGES for block in blocks(page)]
 
 
-def block_named(name: str) -> Block:
+def block_named(name):
     """Return the one block with the mark `test: NAME`."""
     [found] = [block for block in every_block() if block.marks.get("test") == name]
     return found

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def documentation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def documentation(tmp_path_factory):
     """Build the documentation, which has to give no warning, and return the folder of its pages."""
     folder: Path = tmp_path_factory.mktemp("documentation")
     done = subprocess.run(

@@ -4,26 +4,18 @@ A page is a program: its blocks run in order, in a folder of their own. `blocks.
 comments steer that.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from .blocks import KEYS, PAGES, REPO, RUN, SHOWN, block_named, blocks, every_block
 from .given import PIECES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .blocks import Block
 
 TIMEOUT = 600
 _RUN_BY_CI = re.findall(r" run_block (\S+)", (REPO / ".ci" / "run").read_text(encoding="utf-8"))
@@ -36,7 +28,7 @@ SETUP = "main"
 """The name of the block that a newcomer runs, as the README tells; CI installs another way."""
 
 
-def _pages() -> list[Any]:
+def _pages():
     """Return each page with something to run; one that starts processes is slow."""
     found = []
     for page in PAGES:
@@ -49,7 +41,7 @@ def _pages() -> list[Any]:
 
 
 @pytest.fixture
-def reader(clean_environment: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
+def reader(clean_environment, tmp_path):
     """Run a shell command as a reader who has installed torchrepro, in the folder of the page."""
     home = tmp_path.parent / f"{tmp_path.name}-home"
     home.mkdir()
@@ -60,7 +52,7 @@ def reader(clean_environment: dict[str, str], tmp_path: Path) -> Callable[..., A
         "CI": "",  # a reader sits at a terminal, wherever this runs
     }
 
-    def run(command: str) -> subprocess.CompletedProcess[str]:
+    def run(command):
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=tmp_path,
@@ -76,17 +68,17 @@ def reader(clean_environment: dict[str, str], tmp_path: Path) -> Callable[..., A
     return run
 
 
-def _python(block: Block) -> str:
+def _python(block):
     names = [name.strip() for name in block.marks.get("given", "").split(",") if name]
     return "\n".join([*(PIECES[name] for name in names), block.text])
 
 
-def without_gaps(text: list[str]) -> list[str]:
+def without_gaps(text):
     """Return the lines without blank ones: a longer path can take the gaps out of an answer."""
     return [line for line in text if line.strip()]
 
 
-def shows(expected: list[str], printed: list[str]) -> bool:
+def shows(expected, printed):
     """Whether lines are those expected, where `...` stands for anything and a number for any."""
     if not expected:
         return not printed
@@ -101,7 +93,7 @@ def shows(expected: list[str], printed: list[str]) -> bool:
     return bool(printed and re.fullmatch(pattern, printed[0].rstrip())) and shows(rest, printed[1:])
 
 
-def _dialogue(block: Block) -> list[tuple[str, list[str]]]:
+def _dialogue(block):
     pairs: list[tuple[str, list[str]]] = []
     for line in block.text.splitlines():
         if line.startswith("$ "):
@@ -114,12 +106,12 @@ def _dialogue(block: Block) -> list[tuple[str, list[str]]]:
     return pairs
 
 
-def _check(block: Block, status: int, output: str) -> None:
+def _check(block, status, output):
     assert status == int(block.marks.get("ends", 0)), f"{block.place}\n{output}"
 
 
 @pytest.mark.parametrize("page", _pages())
-def test_a_page_does_what_it_says(page, reader, fork_python, tmp_path) -> None:
+def test_a_page_does_what_it_says(page, reader, fork_python, tmp_path):
     """Each block ends with the status that the page tells, and prints what the page shows."""
     for block in blocks(page):
         if not block.is_run_with_its_page:
@@ -150,7 +142,7 @@ def test_a_page_does_what_it_says(page, reader, fork_python, tmp_path) -> None:
                 assert shows(without_gaps(expected), said), f"{block.place}\n{done.stdout}"
 
 
-def test_every_block_is_run_or_says_why_not() -> None:
+def test_every_block_is_run_or_says_why_not():
     """Each block has a language and marks that exist, and each mark is one that something obeys."""
     for block in every_block():
         assert block.language in (*RUN, *SHOWN), f"{block.place}: language {block.language!r}"
@@ -164,7 +156,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
             assert name == SETUP or name in _RUN_BY_CI, f"{block.place}: CI runs it not"
 
 
-def test_every_block_that_ci_runs_is_there() -> None:
+def test_every_block_that_ci_runs_is_there():
     """`.ci/run` finds each block that it names, once, where it looks for it."""
     places = (REPO / "README.md", REPO / "CONTRIBUTING.md")
     named = [block.marks.get("run") for place in places for block in blocks(place)]
@@ -184,6 +176,6 @@ def test_every_block_that_ci_runs_is_there() -> None:
         (["one"], ["one", "two"], False),
     ],
 )
-def test_a_page_that_shows_other_output_is_found(expected, printed, same) -> None:
+def test_a_page_that_shows_other_output_is_found(expected, printed, same):
     """Words have to be those that are printed; numbers and `...` stand for others."""
     assert shows(expected, printed) == same

@@ -1,17 +1,10 @@
 """The documentation in a real browser, opened as files."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
-from ..verdict.browser import PROGRAM, Tab, tab
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from ..verdict.browser import PROGRAM, tab
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,7 +15,7 @@ NARROW = 420
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+def browser(tmp_path_factory):
     """Return the page of a browser whose window is as narrow as a phone."""
     with tab(tmp_path_factory.mktemp("browser")) as opened:
         size = {"width": NARROW, "height": 900, "deviceScaleFactor": 1, "mobile": True}
@@ -30,7 +23,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
         yield opened
 
 
-def test_every_page_fits_a_phone_and_asks_no_server(browser: Tab, documentation: Path) -> None:
+def test_every_page_fits_a_phone_and_asks_no_server(browser, documentation):
     """No page is wider than the window, complains, or loads anything but files."""
     pages = sorted(documentation.rglob("*.html"))
     assert len(pages) > 15
@@ -44,7 +37,7 @@ def test_every_page_fits_a_phone_and_asks_no_server(browser: Tab, documentation:
         assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
 
 
-def test_search_works_from_a_file(browser: Tab, documentation: Path) -> None:
+def test_search_works_from_a_file(browser, documentation):
     """A search for a knob finds its entry, without a server."""
     browser.open(documentation / "search.html", "?q=benchmark_limit")
     ends = time.monotonic() + TIMEOUT

@@ -1,7 +1,5 @@
 """A command that a page names in the middle of a sentence exists, with the options it is given."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 import shlex
@@ -22,7 +20,7 @@ _INLINE = re.compile(r"`(torchrepro\s[^`]+)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_a_command_within_a_sentence_exists(page) -> None:
+def test_a_command_within_a_sentence_exists(page):
     """Its name is one of the commands, and its options are theirs, up to `--`."""
     commands = typer.main.get_command(app).commands
 

@@ -3,10 +3,7 @@
 Sphinx follows the links between pages of the documentation. No test asks a server.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,28 +12,25 @@ from torchrepro.knobs.catalogue import CATALOGUE
 
 from .blocks import PAGES, REPO
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 OUTSIDE_OF_SPHINX = [*REPO.glob("*.md"), *REPO.glob("examples/**/*.md")]
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|<(https?://[^>\s]+)>|!\[[^\]]*\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^( *```).*?^\1", re.MULTILINE | re.DOTALL)
 
 
-def links(page: Path) -> list[str]:
+def links(page):
     """Return where the links and pictures of a page lead, those in code left out."""
     text = re.sub(r"`[^`]*`", "", _FENCED.sub("", page.read_text(encoding="utf-8")))
     return ["".join(found) for found in _LINK.findall(text)]
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return the names of the headings of a page, as hosts of repositories make them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", OUTSIDE_OF_SPHINX, ids=lambda page: str(page.relative_to(REPO)))
-def test_links_of_pages_outside_of_sphinx_lead_somewhere(page) -> None:
+def test_links_of_pages_outside_of_sphinx_lead_somewhere(page):
     """A relative link names a file or folder of the repository, and a heading that is there."""
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -48,7 +42,7 @@ def test_links_of_pages_outside_of_sphinx_lead_somewhere(page) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
-def test_links_are_secure_or_stay_within_the_repository() -> None:
+def test_links_are_secure_or_stay_within_the_repository():
     """An address of another host, on a page or in a row, is https and names a host; a relative
     link stays within the repository.
     """

@@ -1,10 +1,7 @@
 """The reference, as Sphinx builds it, has everything that the code has."""
 
-from __future__ import annotations
-
 import re
 from html import unescape
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,10 +12,6 @@ from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.variables import allowed
 from torchrepro.outcomes import Outcome
 from torchrepro.policies.deterministic_ops import OPS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 WITHOUT_JSON = ("run", "schema", "lock")
 """Commands that start another one, or that write JSON as it is."""
@@ -36,7 +29,7 @@ EXPECTED = {
 """What has an entry of its own on each page."""
 
 
-def entries(page: str) -> set[str]:
+def entries(page):
     """Return the headings, signatures and bold words of a page: what it has entries for."""
     found = set()
     for tag in ("h2", "h3", "strong"):
@@ -46,20 +39,20 @@ def entries(page: str) -> set[str]:
 
 
 @pytest.fixture
-def built(documentation: Path) -> Callable[[str], str]:
+def built(documentation):
     """Return a function that reads a built page of the reference."""
     return lambda page: (documentation / "reference" / f"{page}.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", EXPECTED)
-def test_the_reference_has_an_entry_for_every_row(built, page) -> None:
+def test_the_reference_has_an_entry_for_every_row(built, page):
     """A page has an entry for each thing of its kind, and the build has no warning."""
     assert set(EXPECTED[page]) - entries(built(page)) == set()
 
 
 @pytest.mark.slow
-def test_every_exit_status_is_on_the_page_of_commands(built) -> None:
+def test_every_exit_status_is_on_the_page_of_commands(built):
     """Each exit status is listed, and each exception has one that is."""
     public = [getattr(torchrepro, name) for name in torchrepro.__all__]
     raised = [

@@ -1,7 +1,5 @@
 """The picture of a verdict in the README shows what the command answers today."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from xml.etree import ElementTree as ET
@@ -15,18 +13,18 @@ SCRIPT = REPO / "docs" / "verdict_picture.py"
 _CHANGES = re.compile(r"/\S+/|torchrepro-verify-\w+|\b[0-9a-f]{8}\b")  # folders, fingerprints
 
 
-def _substance(text: str) -> str:
+def _substance(text):
     """Return the words, without folders and fingerprints; lines may break elsewhere."""
     return "".join(_CHANGES.sub("#", " ".join(text.split())).split())
 
 
-def _shown(svg: str) -> str:
+def _shown(svg):
     texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
     return " ".join(text.text or "" for text in texts)
 
 
 @pytest.mark.slow
-def test_the_picture_shows_what_the_command_answers(clean_environment) -> None:
+def test_the_picture_shows_what_the_command_answers(clean_environment):
     """Light and dark show the words of a real answer, and ask for nothing from the network."""
     spec = importlib.util.spec_from_file_location("verdict_picture", SCRIPT)
     script = importlib.util.module_from_spec(spec)

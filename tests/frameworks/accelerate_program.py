@@ -6,13 +6,10 @@ import re
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from training import loader_of, network, weights
+from training import ACCUMULATED, STEPS, loader_of, network, weights
 
-STEPS = 18
 EVERY = 4
 EPOCHS = 3
-ACCUMULATED = 2
-"""Batches for a step; two processes take half as many, and then one is a step."""
 
 
 def train(

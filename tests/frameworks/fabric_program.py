@@ -8,12 +8,9 @@ import os
 
 import torch
 from lightning.fabric import Fabric
-from training import loader_of, network, weights
+from training import ACCUMULATED, STEPS, loader_of, network, weights
 
-STEPS = 18
 EVERY = 5
-ACCUMULATED = 2
-"""Batches for a step; two processes take half as many, and then one is a step."""
 
 
 def train(folder, workers, after_step, every=EVERY, keeps_loader=False, **loading):

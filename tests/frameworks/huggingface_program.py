@@ -4,14 +4,11 @@ import logging
 import os
 
 import torch
-from training import DATA, Augmented, network, weights
+from training import ACCUMULATED, DATA, STEPS, Augmented, network, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-STEPS = 18
 EVERY = 4
-ACCUMULATED = 2
-"""Batches for a step; two processes take half as many, and then one is a step."""
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 

@@ -1,12 +1,9 @@
 """Runs a training program whole, and killed and resumed, in forks of one process that imported it.
 
-A program is a module with `STEPS`, its number of optimizer steps, and ``train(folder, workers,
-after_step)``. That trains to the end, goes on from a checkpoint in `folder` if there is one, calls
-``after_step(n)`` after optimizer step n counted from 1, and returns the weights as bytes and the
-checkpoint that it went on from, or None.
+A program is a module with ``train(folder, workers, after_step)``. That trains to the end, goes on
+from a checkpoint in `folder` if there is one, calls ``after_step(n)`` after step n, counted from 1,
+and returns the weights as bytes and the checkpoint that it went on from, or None.
 """
-
-from __future__ import annotations
 
 import gc
 import hashlib
@@ -19,14 +16,7 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from subprocess import CompletedProcess
-    from types import ModuleType
-
-    from torch.distributed import TCPStore
+from typing import Any
 
 HERE = Path(__file__).parent
 PROFILE = "debug-strict"
@@ -64,12 +54,7 @@ class Outcome:
     resumed: tuple[Resumed, ...]
 
 
-def outcomes(
-    fork_python: Callable[..., CompletedProcess[str]],
-    program: Path,
-    folder: Path,
-    plans: list[Plan],
-) -> list[Outcome]:
+def outcomes(fork_python, program, folder, plans):
     """Carry out `plans` with `program` in forks of a process of its own, within `folder`."""
     done = fork_python(
         __file__, program, folder, stdin=json.dumps([asdict(plan) for plan in plans])
@@ -82,7 +67,7 @@ def outcomes(
     ]
 
 
-def inexact(plans: list[Plan], found: list[Outcome]) -> list[tuple[Plan, Resumed]]:
+def inexact(plans, found):
     """Return what was not killed, not resumed, or is not the uninterrupted run bit for bit."""
     return [
         (plan, resumed)
@@ -92,7 +77,7 @@ def inexact(plans: list[Plan], found: list[Outcome]) -> list[tuple[Plan, Resumed
     ]
 
 
-def random_steps(program_steps: int, first: int, number: int) -> tuple[int, ...]:
+def random_steps(program_steps, first, number):
     """Return `number` steps at which to kill, at random, not before the step `first`."""
     return tuple(sorted(random.sample(range(first, program_steps), number)))
 
@@ -100,7 +85,7 @@ def random_steps(program_steps: int, first: int, number: int) -> tuple[int, ...]
 # What follows runs in the process of its own.
 
 
-def _main() -> None:
+def _main():
     plans = [Plan(**{**each, "kills": tuple(each["kills"])}) for each in json.load(sys.stdin)]
     signal.alarm(TIMEOUT * sum(2 * len(plan.kills) + 1 for plan in plans))
     sys.path[:0] = [str(HERE.parent / "policies"), str(Path(sys.argv[1]).parent)]
@@ -127,7 +112,7 @@ def _main() -> None:
     print(json.dumps(found), flush=True)
 
 
-def _carried_out(program, folder: Path, plan: Plan) -> Outcome:
+def _carried_out(program, folder, plan):
     whole, status, said = _run(program, folder / "whole", plan, None)
     assert status == 0, said
     resumed = []
@@ -141,18 +126,21 @@ def _carried_out(program, folder: Path, plan: Plan) -> Outcome:
     return Outcome(whole["weights"], tuple(resumed))
 
 
-def _run(program, folder: Path, plan: Plan, kill_at: int | None) -> tuple[dict, int, str]:
+def _run(program, folder, plan, kill_at):
     """Run `program` in as many forks as the plan has processes; return what rank 0 came to."""
     folder.mkdir(parents=True, exist_ok=True)
     answer, said = folder / "answer.json", folder / "said-0.txt"
     answer.unlink(missing_ok=True)
-    store = _store() if plan.world > 1 else None
-    run = _Run(program, folder, plan, kill_at, store.port if store else 0)
+    store = None
+    if plan.world > 1:  # where processes meet, as a launcher has it: its port is nobody else's
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = []
     for rank in range(plan.world):
         child = os.fork()
         if not child:
-            run.as_rank(rank)
+            _be_rank(rank, program, folder, plan, kill_at, store)
         children.append(child)
     first, *others = children
     status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
@@ -164,71 +152,46 @@ def _run(program, folder: Path, plan: Plan, kill_at: int | None) -> tuple[dict, 
     return found, status, said.read_text()
 
 
-def _store() -> TCPStore:
-    """Return the store where processes meet, as a launcher has it: its port is nobody else's."""
-    from torch.distributed import TCPStore
+def _be_rank(rank, program, folder, plan, kill_at, store):
+    """Train, write the answer, and end this process."""
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def after_step(step):
+        if step == kill_at and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-
-@dataclass(frozen=True)
-class _Run:
-    """One run of a program, in as many processes as its plan has."""
-
-    program: ModuleType
-    folder: Path
-    plan: Plan
-    kill_at: int | None
-    port: int
-
-    def as_rank(self, rank: int) -> NoReturn:
-        """Be the process `rank`: train, write the answer, and end."""
-        status = 1
-        signal.alarm(TIMEOUT)
-        for descriptor, name in ((1, f"out-{rank}.txt"), (2, f"said-{rank}.txt")):
-            os.dup2(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        try:
-            self._join(rank)
-            _put_in_force(self.plan.profile)
-            self._train(rank)
-            status = 0
-        except BaseException:  # noqa: BLE001 - as the interpreter does
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-
-    def _join(self, rank: int) -> None:
-        if self.plan.world > 1:
+    status = 1
+    signal.alarm(TIMEOUT)
+    for descriptor, name in ((1, f"out-{rank}.txt"), (2, f"said-{rank}.txt")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    try:
+        if store is not None:
             os.environ |= {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.plan.world),
-                "LOCAL_WORLD_SIZE": str(self.plan.world),
+                "WORLD_SIZE": str(plan.world),
+                "LOCAL_WORLD_SIZE": str(plan.world),
                 "GROUP_RANK": "0",
                 "TORCHELASTIC_RUN_ID": "kills",
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.port),
+                "MASTER_PORT": str(store.port),
             }
-
-    def _train(self, rank: int) -> None:
-        def after_step(step: int) -> None:
-            if step == self.kill_at and rank == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        plan = self.plan
-        weights, resumed_from = self.program.train(
-            self.folder, plan.workers, after_step, **plan.options
-        )
+        _put_in_force(plan.profile)
+        weights, resumed_from = program.train(folder, plan.workers, after_step, **plan.options)
         if rank == 0:
             digest = hashlib.sha256(weights).hexdigest()
             answer = {"weights": digest, "resumed_from": resumed_from and str(resumed_from)}
-            (self.folder / "answer.json").write_text(json.dumps(answer))
+            (folder / "answer.json").write_text(json.dumps(answer))
+        status = 0
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
-def _put_in_force(profile: str | None) -> None:
+def _put_in_force(profile):
     import numpy as np
     import torch
 

@@ -7,12 +7,9 @@ import warnings
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from training import loader_of, network, weights
+from training import ACCUMULATED, STEPS, loader_of, network, weights
 
-STEPS = 18
 EVERY = 5
-ACCUMULATED = 2
-"""Batches for a step; two processes take half as many, and then one is a step."""
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

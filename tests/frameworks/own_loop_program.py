@@ -1,13 +1,11 @@
 """A loop of its author's own, resumed by `torchrepro.Checkpoint`."""
 
 import torch
-from training import Augmented, network, weights
+from training import ACCUMULATED, STEPS, Augmented, network, weights
 
 import torchrepro
 
-STEPS = 18
 EVERY = 5
-ACCUMULATED = 2
 
 
 def train(folder, workers, after_step):

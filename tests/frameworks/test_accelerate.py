@@ -1,15 +1,11 @@
 """accelerate under a profile: its loaders, its switches, its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,12 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import torchrepro
 from torchrepro import console
-from torchrepro.frameworks.run_state import give_loaders_state
+from torchrepro.frameworks.hooking import give_loaders_state
 
 from .training import Augmented
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 sys.path.append(str(Path(__file__).parents[1] / "policies"))
 
@@ -37,18 +30,18 @@ SKIPPED = 5
 class Read(IterableDataset):
     """The same rows, read one after the other."""
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         yield from (Augmented()[index] for index in range(len(Augmented())))
 
 
-def _loader(kind: str, workers: int) -> Any:
+def _loader(kind, workers):
     if kind == "read":
         return DataLoader(Read(), batch_size=4, num_workers=workers)
     own = torchrepro.dataloader_kwargs("data") if kind == "named" else {}
     return DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers, **own)
 
 
-def _epochs(kind: str, workers: int, *, dispatched: bool, skipped: int) -> list[torch.Tensor]:
+def _epochs(kind, workers, *, dispatched, skipped):
     """Return three epochs of a prepared loader, the second without its first `skipped` batches."""
     config = accelerate.utils.DataLoaderConfiguration(
         dispatch_batches=dispatched, use_seedable_sampler=kind == "seedable"
@@ -64,9 +57,7 @@ def _epochs(kind: str, workers: int, *, dispatched: bool, skipped: int) -> list[
 @pytest.mark.parametrize("dispatched", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["shuffled", "seedable", "read", "named"])
-def test_skipped_batches_are_left_out_of_the_epoch_that_they_belong_to(
-    kind: str, workers: int, dispatched: bool
-) -> None:
+def test_skipped_batches_are_left_out_of_the_epoch_that_they_belong_to(kind, workers, dispatched):
     """Without its first batches an epoch has the same others, and so has the next epoch."""
     whole = _epochs(kind, workers, dispatched=dispatched, skipped=0)
 
@@ -83,10 +74,10 @@ class Permuted:
     __slots__ = ()
     generator: torch.Generator | None
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(Augmented())
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from torch.randperm(len(self), generator=self.generator).tolist()
 
 
@@ -105,10 +96,10 @@ class Slotted(Permuted):
 
 
 @pytest.mark.parametrize("kind", [Compared, Slotted])
-def test_a_sampler_may_be_of_any_class(kind: type[Permuted]) -> None:
+def test_a_sampler_may_be_of_any_class(kind):
     """What accelerate gave a generator loads the same in two runs, and another order each epoch."""
 
-    def epochs() -> list[torch.Tensor]:
+    def epochs():
         with torchrepro.apply("debug-strict"):
             loader = DataLoader(Augmented(), batch_size=4, sampler=kind())
             prepared = accelerate.data_loader.prepare_data_loader(
@@ -122,13 +113,13 @@ def test_a_sampler_may_be_of_any_class(kind: type[Permuted]) -> None:
     assert not torch.equal(*first)
 
 
-def test_skipped_batches_are_not_loaded() -> None:
+def test_skipped_batches_are_not_loaded():
     """A dataset is not asked for what is skipped."""
 
     class Counted(Augmented):
         asked = 0
 
-        def __getitem__(self, index: int) -> torch.Tensor:
+        def __getitem__(self, index):
             Counted.asked += 1
             return super().__getitem__(index)
 
@@ -139,36 +130,28 @@ def test_skipped_batches_are_not_loaded() -> None:
     assert (Counted.asked, len(rest)) == (len(Counted()) - 4 * SKIPPED, len(batches))
 
 
-def test_without_a_profile_accelerate_is_as_it_was() -> None:
-    """After a profile, its functions are its own again, wherever they were imported to."""
-    before = accelerate.skip_first_batches
+def test_without_a_profile_accelerate_is_as_it_was(monkeypatch):
+    """After a profile, its functions are its own again, wherever they were imported to.
 
-    with torchrepro.apply("debug-strict"):
-        within = accelerate.accelerator.skip_first_batches
-
-    assert within is not before
-    assert accelerate.accelerator.skip_first_batches is accelerate.skip_first_batches is before
-
-
-def test_who_imports_accelerate_under_a_profile_has_its_functions_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A module that took a function by its name meanwhile gets accelerate's own back."""
+    A module that took one by its name meanwhile gets accelerate's own back.
+    """
     before = accelerate.skip_first_batches
     monkeypatch.setitem(sys.modules, "later", later := ModuleType("later"))
 
     with torchrepro.apply("debug-strict"):
         exec("from accelerate import skip_first_batches", vars(later))
-        assert vars(later)["skip_first_batches"] is not before
+        within = accelerate.accelerator.skip_first_batches, vars(later)["skip_first_batches"]
 
+    assert before not in within
+    assert accelerate.accelerator.skip_first_batches is accelerate.skip_first_batches is before
     assert vars(later)["skip_first_batches"] is before
 
 
-def _old_set_seed(seed: int, device_specific: bool = False) -> Any:
+def _old_set_seed(seed, device_specific=False):
     return seed, device_specific
 
 
-def _new_set_seed(seed: int, *, deterministic: bool = False, devices: int = 1) -> Any:
+def _new_set_seed(seed, *, deterministic=False, devices=1):
     return seed, deterministic, devices
 
 
@@ -181,12 +164,8 @@ def _new_set_seed(seed: int, *, deterministic: bool = False, devices: int = 1) -
     ],
 )
 def test_set_seed_is_called_as_its_accelerate_defines_it(
-    defined: Any,
-    call: Callable[[Any], Any],
-    switches: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    defined, call, switches, monkeypatch, capsys
+):
     """Arguments of any version reach it as they were given, and no others."""
     console.say_once.cache_clear()
     monkeypatch.setattr(accelerate.utils.random, "set_seed", defined)
@@ -200,14 +179,14 @@ def test_set_seed_is_called_as_its_accelerate_defines_it(
     assert capsys.readouterr().err.count("deterministic=True") == switches
 
 
-def _loaded_in_turn() -> list[list[Any]]:
+def _loaded_in_turn():
     """Return what two prepared loaders load, the second of which is iterated first."""
     with torchrepro.apply("debug-strict"):
         loaders = accelerate.Accelerator().prepare(_loader("shuffled", 0), _loader("shuffled", 0))
         return [torch.stack(list(loader)).tolist() for loader in reversed(loaders)]
 
 
-def test_accelerate_loads_the_same_beside_lightning() -> None:
+def test_accelerate_loads_the_same_beside_lightning():
     """Whether a program imports Lightning too, for which loaders get a state, changes no batch."""
     alone = _loaded_in_turn()
     with give_loaders_state():
@@ -219,17 +198,17 @@ def test_accelerate_loads_the_same_beside_lightning() -> None:
 class Progress:
     """How far a program has come: what its author registers with accelerate."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epoch = self.batches = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return dict(vars(self))
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         vars(self).update(state)
 
 
-def _drawn(folder: Path, save_at: int | None, config: dict[str, Any]) -> list[list[float]]:
+def _drawn(folder, save_at, config):
     """Return what the batches of three epochs and the draws beside them came to.
 
     It goes on from the last checkpoint in `folder`, and ends after the batch `save_at`, if any.
@@ -259,7 +238,7 @@ def _drawn(folder: Path, save_at: int | None, config: dict[str, Any]) -> list[li
     return drawn
 
 
-def _can_skip_all() -> bool:
+def _can_skip_all():
     rest = accelerate.skip_first_batches(accelerate.Accelerator().prepare(DataLoader([1])), 1)
     try:
         return not list(rest)
@@ -281,7 +260,7 @@ CONFIGS = [
 @pytest.mark.parametrize(
     ("config", "save_at"), [(config, at) for config, places in CONFIGS for at in places], ids=str
 )
-def test_a_run_goes_on_from_any_batch(config: dict[str, Any], save_at: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_any_batch(config, save_at, tmp_path):
     """Saved after any batch, an epoch's last one too, a run draws what the uninterrupted one does.
 
     So it is with two loaders over the same data, names that accelerate finds, and a registered
@@ -301,9 +280,7 @@ def test_a_run_goes_on_from_any_batch(config: dict[str, Any], save_at: int, tmp_
 
 @pytest.mark.parametrize("batch_size", [4, 5])
 @pytest.mark.parametrize("config", [{}, {"use_stateful_dataloader": True}], ids=str)
-def test_another_batch_size_within_an_epoch_is_said(
-    config: dict[str, Any], batch_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_batch_size_within_an_epoch_is_said(config, batch_size, tmp_path, capsys):
     """A loader that goes on within an epoch says where its batches are of another size."""
     for size, saves in ((4, True), (batch_size, False)):
         with torchrepro.apply("debug-strict"):
@@ -322,9 +299,7 @@ def test_another_batch_size_within_an_epoch_is_said(
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_a_loop_that_skips_no_batches_is_said_at_its_first_step(
-    skips: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_that_skips_no_batches_is_said_at_its_first_step(skips, tmp_path, capsys):
     """It begins the interrupted epoch again; one that skips those that are done is silent."""
     for saves in (True, False):
         with torchrepro.apply("debug-strict"):
@@ -350,11 +325,7 @@ def test_a_loop_that_skips_no_batches_is_said_at_its_first_step(
     ] * (not skips)
 
 
-def _files(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def test_a_checkpoint_tells_of_its_run_where_torchrepro_is_not(tmp_path: Path) -> None:
+def test_a_checkpoint_tells_of_its_run_where_torchrepro_is_not(tmp_path):
     """It holds the profile, its digest and the manifest, in JSON of plain values."""
     with torchrepro.apply("debug-strict"):
         accelerate.Accelerator().save_state(str(tmp_path))
@@ -365,26 +336,24 @@ def test_a_checkpoint_tells_of_its_run_where_torchrepro_is_not(tmp_path: Path) -
     assert entry["digest"] == manifest["digest"]
 
 
-def test_attaching_twice_is_attaching_once() -> None:
-    """An accelerator that was made under a profile, or attached, has our hooks once."""
-    with torchrepro.apply("debug-strict"):
-        accelerator = accelerate.Accelerator()
-        hooks = len(accelerator._save_model_state_pre_hook)
-        torchrepro.attach(accelerator)
-
-    assert hooks == len(accelerator._save_model_state_pre_hook) == 1
-
-
-def test_an_accelerator_made_before_the_profile_can_be_attached(tmp_path: Path) -> None:
-    """Its checkpoints then hold the state of the run, while a profile is in force."""
+def test_an_accelerator_can_be_attached_once_whenever_it_was_made(tmp_path):
+    """One that was made under a profile is attached; of one made before, checkpoints then hold the
+    state of the run while a profile is in force.
+    """
     accelerator = accelerate.Accelerator()
     torchrepro.attach(accelerator)
     accelerator.save_state(str(tmp_path / "without"))
     with torchrepro.apply("debug-strict"):
         accelerator.save_state(str(tmp_path / "under"))
+        later = accelerate.Accelerator()
+        hooks = len(later._save_model_state_pre_hook)
+        torchrepro.attach(later)
 
-    ours = {"torchrepro_0.json"}
-    assert _files(tmp_path / "under") - _files(tmp_path / "without") == ours
+    without, under = (
+        {path.name for path in (tmp_path / n).iterdir()} for n in ("without", "under")
+    )
+    assert under - without == {"torchrepro_0.json"}
+    assert hooks == len(later._save_model_state_pre_hook) == 1
 
 
 @pytest.mark.parametrize(
@@ -395,7 +364,7 @@ def test_an_accelerator_made_before_the_profile_can_be_attached(tmp_path: Path) 
         (accelerate.Accelerator, "Accelerator'>: a class, not an Accelerator"),
     ],
 )
-def test_only_an_accelerator_can_be_attached(other: Any, said: str) -> None:
+def test_only_an_accelerator_can_be_attached(other, said):
     """Anything else, the class too, is named in the error."""
     with pytest.raises(torchrepro.SeedingError, match=said):
         torchrepro.attach(other)
@@ -412,9 +381,7 @@ def test_only_an_accelerator_can_be_attached(other: Any, said: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_taken_up_is_said_and_the_program_goes_on(
-    content: str | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_taken_up_is_said_and_the_program_goes_on(content, why, tmp_path, capsys):
     """A checkpoint of another run is loaded as accelerate does, and one line says what is amiss."""
     with torchrepro.apply("debug-strict"):
         accelerator = accelerate.Accelerator()
@@ -435,9 +402,7 @@ def test_what_cannot_be_taken_up_is_said_and_the_program_goes_on(
         ("accelerate.utils.random", "set_seed"),
     ],
 )
-def test_a_missing_hook_is_one_line(
-    module: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_hook_is_one_line(module, name, monkeypatch, capsys):
     """With another accelerate a program runs as without the hook, and one line says which it is."""
     console.say_once.cache_clear()
     owner, _, attribute = f"{module}.{name}".rpartition(".")
@@ -453,12 +418,7 @@ def test_a_missing_hook_is_one_line(
 @pytest.mark.parametrize(
     ("value", "agrees"), [("error", "agrees with"), ("warn", "does not agree with")]
 )
-def test_a_switch_is_held_against_the_profile(
-    value: str,
-    agrees: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_switch_is_held_against_the_profile(value, agrees, monkeypatch, capsys):
     """`set_seed(deterministic=True)` sets what a profile sets: one line says whether they agree."""
     override = f"backends.torch.deterministic_algorithms={value}"
     with torchrepro.apply("seed-only", overrides=[override]), monkeypatch.context() as patch:
@@ -469,7 +429,7 @@ def test_a_switch_is_held_against_the_profile(
     assert agrees in line
 
 
-def test_trackers_get_the_profile(tmp_path: Path) -> None:
+def test_trackers_get_the_profile(tmp_path):
     """What `init_trackers` starts holds the digest of the profile."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -484,20 +444,11 @@ def test_trackers_get_the_profile(tmp_path: Path) -> None:
     assert any("repro" in tag for tag in events.Tags()["tensors"])
 
 
-def test_a_program_that_imports_accelerate_before_torch_is_hooked(
-    clean_environment: dict[str, str],
-) -> None:
+def test_a_program_that_imports_accelerate_before_torch_is_hooked(execute):
     """Under `run` the profile is put in force in the midst of that import, which is waited for."""
     program = "import accelerate; print(hasattr(accelerate.Accelerator.__init__, '__wrapped__'))"
     run = (sys.executable, "-m", "torchrepro", "run", "debug-strict", "--")
-    done = subprocess.run(
-        [*run, sys.executable, "-c", program],
-        env=clean_environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = execute(*run, sys.executable, "-c", program)
 
     assert done.stdout == "True\n", done.stderr
     assert "accelerate" not in done.stderr

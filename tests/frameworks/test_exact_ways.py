@@ -1,21 +1,14 @@
 """What is exact in plain Python is exact under every profile: a table of ways times profiles."""
 
-from __future__ import annotations
-
-import importlib.util
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import torchrepro
 
-from .kills import Outcome, Plan, inexact, outcomes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from subprocess import CompletedProcess
+from .kills import Plan, inexact, outcomes
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "ways_program.py"
@@ -23,38 +16,23 @@ KILLED_AT = 11
 """A step in the middle of the second epoch; the last checkpoint is of the eighth step."""
 
 
-def _program() -> Any:
-    sys.path.insert(0, str(HERE))
-    try:
-        spec = importlib.util.spec_from_file_location("ways_program", PROGRAM)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["ways_program"] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(HERE))
-    return module
-
-
 PROFILES = ("debug-strict", "npu-align", "seed-only", "train-fast")
 DAILY = (None, "seed-only")
 """Under which every way is tried daily in the main process."""
 
 LIBRARIES = ("python", "numpy", "torch")
-program = _program()
+sys.path.append(str(HERE))
+program = import_module("ways_program")
 WAYS = program.WAYS
 
 
 @pytest.fixture
-def found(
-    fork_python: Callable[..., CompletedProcess[str]], tmp_path: Path
-) -> Callable[[list[Plan]], list[Outcome]]:
+def found(fork_python, tmp_path):
     """Carry out plans with the program of ways."""
     return lambda plans: outcomes(fork_python, PROGRAM, tmp_path, plans)
 
 
-def _plans(profile: str | None, workers: int) -> list[Plan]:
+def _plans(profile, workers):
     return [
         Plan(workers, (KILLED_AT,), profile, options={"way": name})
         for name, way in WAYS.items()
@@ -62,7 +40,7 @@ def _plans(profile: str | None, workers: int) -> list[Plan]:
     ]
 
 
-def _libraries(name: str) -> set[str]:
+def _libraries(name):
     """The libraries whose seed counts in plain Python: torch's begins every network."""
     way = WAYS[name]
     noisy = way.dataset in (program.HostNoise, program.AllNoise)
@@ -70,7 +48,7 @@ def _libraries(name: str) -> set[str]:
     return {"torch", *(["python"] if noisy else []), *(["numpy"] if noisy or orders else [])}
 
 
-def test_what_is_exact_in_plain_python_is_exact_under_a_profile(found) -> None:
+def test_what_is_exact_in_plain_python_is_exact_under_a_profile(found):
     """Killed and resumed in the main process, every way is the whole run, as in plain Python."""
     plans = [plan for profile in DAILY for plan in _plans(profile, 0)]
 
@@ -79,7 +57,7 @@ def test_what_is_exact_in_plain_python_is_exact_under_a_profile(found) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *PROFILES], ids=lambda name: name or "plain")
-def test_every_way_is_exact_under_every_profile(profile: str | None, found) -> None:
+def test_every_way_is_exact_under_every_profile(profile, found):
     """Killed and resumed with 0 or 2 workers, every way is the whole run under every profile.
 
     Which of the two goes round: every way has both, and so has every profile.
@@ -100,7 +78,7 @@ def test_every_way_is_exact_under_every_profile(profile: str | None, found) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *PROFILES], ids=lambda name: name or "plain")
-def test_seeds_count_as_in_plain_python(profile: str | None, found) -> None:
+def test_seeds_count_as_in_plain_python(profile, found):
     """A seed of the program's own changes at least what it did."""
     tried = {
         plan.options["way"]: [
@@ -125,7 +103,7 @@ def test_seeds_count_as_in_plain_python(profile: str | None, found) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_are_exact_under_every_profile(found) -> None:
+def test_two_ranks_are_exact_under_every_profile(found):
     """Two ranks that save and resume by themselves are the whole run under every profile.
 
     They share the steps: the fifth is in the middle of the second epoch.
@@ -140,7 +118,7 @@ def test_two_ranks_are_exact_under_every_profile(found) -> None:
     assert inexact(plans, found(plans)) == []
 
 
-def test_the_table_knows_every_shipped_profile() -> None:
+def test_the_table_knows_every_shipped_profile():
     """The profiles of the table are those that come with torchrepro."""
     shipped = Path(torchrepro.__file__).parent / "conf" / "repro"
 

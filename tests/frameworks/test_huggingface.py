@@ -1,9 +1,6 @@
 """The Trainer of Hugging Face under a profile: its checkpoints, its reporters, its switches."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,9 +30,7 @@ WRITTEN_BY_FULL_DETERMINISM = (
 )
 
 
-def _trainer(
-    folder: Path, *callbacks: Any, kind: Any = transformers.Trainer, **arguments: Any
-) -> Any:
+def _trainer(folder, *callbacks, kind=transformers.Trainer, **arguments):
     given = transformers.TrainingArguments(
         str(folder),
         remove_unused_columns=False,
@@ -47,15 +42,13 @@ def _trainer(
     return kind(program.Model(), given, program.collated, data, callbacks=[*callbacks])
 
 
-def _exported(folder: Path, step: int = 2) -> list[Any]:
+def _exported(folder, step=2):
     saved = json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_text())
     callbacks = saved["stateful_callbacks"].values()
     return [each["torchrepro"] for each in callbacks if "torchrepro" in each]
 
 
-def test_a_checkpoint_holds_the_state_once_with_digest_and_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_holds_the_state_once_with_digest_and_manifest(tmp_path, monkeypatch):
     """One entry beside an explicit callback too, of which the Trainer does not warn."""
     warned: list[str] = []
     monkeypatch.setattr(transformers.trainer_callback.logger, "warning", warned.append)
@@ -69,14 +62,14 @@ def test_a_checkpoint_holds_the_state_once_with_digest_and_manifest(
     assert warned == []
 
 
-def test_a_trainer_may_have_lists_for_loaders(tmp_path: Path) -> None:
+def test_a_trainer_may_have_lists_for_loaders(tmp_path):
     """It trains, evaluates and saves; of a list there is no place to keep."""
 
     class OfLists(transformers.Trainer):
-        def get_train_dataloader(self) -> Any:
+        def get_train_dataloader(self):
             return [program.collated([self.train_dataset[at]]) for at in range(4)]
 
-        def get_eval_dataloader(self, _: Any = None) -> Any:
+        def get_eval_dataloader(self, _=None):
             return self.get_train_dataloader()
 
     with torchrepro.apply("debug-strict"):
@@ -89,7 +82,7 @@ def test_a_trainer_may_have_lists_for_loaders(tmp_path: Path) -> None:
     assert "eval_runtime" in measured
 
 
-def test_0_and_2_workers_give_the_same_weights(tmp_path: Path) -> None:
+def test_0_and_2_workers_give_the_same_weights(tmp_path):
     """With the Trainer's own seeding of workers; the report says in one line what seeds them."""
     found = []
     for workers in (0, 2):
@@ -106,7 +99,7 @@ def test_0_and_2_workers_give_the_same_weights(tmp_path: Path) -> None:
     assert line.endswith(" is seeded by torchrepro instead of by seed_worker of transformers")
 
 
-def test_without_a_profile_the_trainer_is_as_it_was(tmp_path: Path) -> None:
+def test_without_a_profile_the_trainer_is_as_it_was(tmp_path):
     """Its callbacks are its own before and after a profile, and an explicit one of ours is idle."""
     reporter = transformers.integrations.integration_utils.TensorBoardCallback
     before = [*transformers.trainer.DEFAULT_CALLBACKS], reporter.on_train_begin
@@ -122,8 +115,8 @@ def test_without_a_profile_the_trainer_is_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_missing_hook_is_one_line_and_the_explicit_callback_does_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     """Where the list of callbacks is another thing the program goes on, and one line says so."""
     say_once.cache_clear()
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", (program.TrainerCallback,))
@@ -139,9 +132,7 @@ def test_a_missing_hook_is_one_line_and_the_explicit_callback_does_without(
     assert len(_exported(tmp_path)) == 1
 
 
-def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(tmp_path, capsys):
     """The training goes on as Hugging Face does it, and one line says what that means."""
     _trainer(tmp_path).train()
     with torchrepro.apply("debug-strict"):
@@ -176,9 +167,7 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", SAID)
-def test_what_a_run_goes_on_without_is_said_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
-) -> None:
+def test_what_a_run_goes_on_without_is_said_in_one_line(tmp_path, capsys, wrong):
     """At its first step, or as its loader begins; and nothing of a run that is resumed rightly."""
     before, after, said = SAID[wrong]
     with torchrepro.apply("debug-strict"):
@@ -194,16 +183,14 @@ def test_what_a_run_goes_on_without_is_said_in_one_line(
     assert all(line.startswith(f"torchrepro: {said}") for line in found)
 
 
-def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(tmp_path, monkeypatch, capsys):
     """A checkpoint that only a callback asked for holds None for other ranks, and is not resumed.
 
     To ask the others for their states would wait for them: not all of them need have been asked.
     """
 
     class SaveNow(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_end(self, args, state, control, **_):
             control.should_save = True
 
     say_once.cache_clear()
@@ -219,13 +206,11 @@ def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(
     assert "it holds the state of rank 0 alone" in capsys.readouterr().err
 
 
-def test_a_checkpoint_in_the_middle_of_a_step_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_in_the_middle_of_a_step_is_said(tmp_path, capsys):
     """The Trainer does that step again, and its dropout has drawn already."""
 
     class SaveBeforeStep(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        def on_pre_optimizer_step(self, *_, **__):
             trainer._save_checkpoint(trainer.model, trial=None)
 
     say_once.cache_clear()
@@ -240,7 +225,7 @@ def test_a_checkpoint_in_the_middle_of_a_step_is_said(
     assert "in the middle of a step" in capsys.readouterr().err
 
 
-def test_the_profile_is_in_the_reporters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_is_in_the_reporters(tmp_path, monkeypatch):
     """TensorBoard gets the manifest into the Trainer's own event file, and MLflow its digest."""
     pytest.importorskip("tensorboard")
     mlflow = pytest.importorskip("mlflow")
@@ -260,9 +245,7 @@ def test_the_profile_is_in_the_reporters(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.data.tags["torchrepro.digest"] == applied.resolved.digest
 
 
-def test_switches_of_the_trainer_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_switches_of_the_trainer_are_said(tmp_path, monkeypatch, capsys):
     """A switch that sets what the profile sets is said: whether it agrees, and if not, why not."""
     for variable in WRITTEN_BY_FULL_DETERMINISM:
         monkeypatch.setenv(variable, "")  # so that it is put back after the test
@@ -281,7 +264,7 @@ def test_switches_of_the_trainer_are_said(
     ]
 
 
-def test_naming_the_module_imports_nothing_and_its_callback_needs_transformers() -> None:
+def test_naming_the_module_imports_nothing_and_its_callback_needs_transformers(execute):
     """`torchrepro.hf` is there after a bare import; without transformers an error says what for."""
     code = (
         "import sys, torchrepro; torchrepro.hf\n"
@@ -289,9 +272,7 @@ def test_naming_the_module_imports_nothing_and_its_callback_needs_transformers()
         "sys.modules['transformers'] = None\n"
         "from torchrepro.hf import Callback\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = execute(sys.executable, "-c", code)
 
     assert done.stdout == "set()\n"
     last = done.stderr.splitlines()[-1]

@@ -2,9 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from subprocess import CompletedProcess, run
 
 import pytest
 import torch
@@ -13,14 +10,8 @@ import torchrepro
 from torchrepro.seeding.uncontrolled import CLOCK
 from torchrepro.trace.reader import read_run
 
-HERE = Path(__file__).parent
-START = f"""
-import sys
-sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent / "policies")!r}]
-import torch
-from known_layers import let_torchvision_be_imported
-let_torchvision_be_imported()
-"""
+from .training import START
+
 TRAIN = f"""{START}
 import lightning, lightning_program
 from pathlib import Path
@@ -29,19 +20,17 @@ lightning_program.train(Path(sys.argv[1]), 0, lambda step: None)
 
 
 @pytest.fixture
-def python(
-    fork_python: Callable[..., CompletedProcess[str]],
-) -> Callable[..., CompletedProcess[str]]:
+def python(fork_python):
     """Run code, under `torchrepro run` with these words if there are any."""
 
-    def python(code: str, *words: str, under: tuple[str, ...] = ()) -> CompletedProcess[str]:
+    def python(code, *words, under=()):
         run = ("-m", "torchrepro", "run", *under, "--", sys.executable) if under else ()
         return fork_python(*run, "-c", code, *words)
 
     return python
 
 
-def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile() -> None:
+def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile(execute):
     """What Lightning imports by itself loads the standard library only, and returns no callback."""
     code = (
         "import sys; before = set(sys.modules)\n"
@@ -51,12 +40,12 @@ def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile() -> N
         "rest = {n.partition('.')[0] for n in set(sys.modules) - before - ours}\n"
         "print(sorted(rest - sys.stdlib_module_names), len(ours) < 6)"
     )
-    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = execute(sys.executable, "-c", code)
     assert done.stdout.splitlines() == ["[] [] []", "[] True"]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path: Path, python) -> None:
+def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path, python):
     """Started by `torchrepro run`, a checkpoint loads as weights only, with digest and manifest."""
     done = python(TRAIN, str(tmp_path), under=("debug-strict",))
     assert done.returncode == 0, done.stderr
@@ -72,7 +61,7 @@ def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path: Path, python
 
 
 @pytest.mark.slow
-def test_a_limit_of_time_is_a_read_of_the_clock(tmp_path: Path, python) -> None:
+def test_a_limit_of_time_is_a_read_of_the_clock(tmp_path, python):
     """A training that ends by the clock has read it, at the line that began the training."""
     code = f"""{START}
 import lightning, torchrepro
@@ -106,7 +95,7 @@ SWITCHES = {
 
 
 @pytest.mark.slow
-def test_switches_of_a_trainer_are_said(python) -> None:
+def test_switches_of_a_trainer_are_said(python):
     """Each switch that sets what the profile sets is said: whether it agrees, and if not, why."""
     code = f"""{START}
 import lightning, torchrepro
@@ -123,7 +112,7 @@ assert lightning.Trainer.__init__.__module__.startswith("lightning")
 
 
 @pytest.mark.slow
-def test_a_missing_hook_is_one_line(python) -> None:
+def test_a_missing_hook_is_one_line(python):
     """A Lightning whose Fabric has another shape is trained with as ever, and one line says so."""
     code = f"""{START}
 import lightning.fabric.fabric, torchrepro
@@ -138,7 +127,7 @@ with torchrepro.apply("debug-strict"):
     assert lines[0].startswith("torchrepro: lightning ")
 
 
-def test_hooks_are_gone_after_the_profile() -> None:
+def test_hooks_are_gone_after_the_profile():
     """Taking a profile back takes its watch on frameworks back as well."""
     before = list(sys.meta_path)
     with torchrepro.apply("seed-only"):
@@ -147,7 +136,7 @@ def test_hooks_are_gone_after_the_profile() -> None:
 
 
 @pytest.mark.slow
-def test_loggers_get_the_manifest(tmp_path: Path, python) -> None:
+def test_loggers_get_the_manifest(tmp_path, python):
     """The loggers of a Trainer and of a Fabric hold the manifest of the profile in force."""
     code = f"""{START}
 import lightning, lightning_program as program, training
@@ -206,7 +195,7 @@ assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.slow
-def test_what_is_unusual_trains_as_without_a_profile(tmp_path: Path, python) -> None:
+def test_what_is_unusual_trains_as_without_a_profile(tmp_path, python):
     """Odd loggers and loaders, pickled callbacks, plain files and a teacher's weights: as ever."""
     done = python(UNUSUAL, str(tmp_path))
 
@@ -239,9 +228,7 @@ with torchrepro.apply("debug-strict"):
 
 
 @pytest.mark.slow
-def test_weights_that_a_program_loads_by_hand_are_said_to_be_no_resume(
-    tmp_path: Path, python
-) -> None:
+def test_weights_that_a_program_loads_by_hand_are_said_to_be_no_resume(tmp_path, python):
     """At the first step, where they go on with the data of the checkpoint; not on other data."""
     done = python(BY_HAND, str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -1,18 +1,23 @@
 """A run that is killed and started again is the uninterrupted run, bit for bit."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
-from .kills import Outcome, Plan, inexact, outcomes, random_steps
+from .kills import Plan, inexact, outcomes, random_steps
+from .training import STEPS
 
 HERE = Path(__file__).parent
-STEPS, FIRST = 18, 6
-"""Optimizer steps of every program, and the first one after its first checkpoint."""
+FIRST = 6  # the first step after the first checkpoint of each program
 
 PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface", "own_loop")
+
+OTHERWISE = {
+    "fabric_loader": ("fabric", {"keeps_loader": True}),
+    "accelerate_dispatched": ("accelerate", {"dispatch_batches": True}),
+}
+"""Names of programs that are another one, called with these options."""
 
 SHARED = ("lightning", "fabric", "accelerate", "accelerate_dispatched")
 """Those that take `WORLD_SIZE` processes as a launcher starts them."""
@@ -20,40 +25,43 @@ SHARED = ("lightning", "fabric", "accelerate", "accelerate_dispatched")
 PROFILES = ("debug-strict", "npu-align", "seed-only", "train-fast")
 
 VARIANTS = {
-    "lightning, own generator": ("lightning", {"generator": 3}),
-    # Lightning leaves out the validation of an epoch whose last batch is done as it resumes.
-    "lightning, saved at the last batch": ("lightning", {"every": 6, "validates": False}),
-    "lightning, stream": ("lightning", {"data": "stream"}),
-    "lightning, stream with a length": ("lightning", {"data": "counted"}),
-    "lightning, stateful": ("lightning", {"kind": "torchdata"}),
-    "fabric, own generator": ("fabric", {"generator": 3}),
-    "fabric, saved at the last batch": ("fabric", {"every": 6, "generator": 3}),
-    "fabric, stream": ("fabric", {"data": "stream"}),
-    "accelerate, own generator": ("accelerate", {"generator": 3}),
-    "accelerate, saved at the last batch": ("accelerate", {"every": 6, "generator": 3}),
-    "accelerate, seedable": ("accelerate", {"use_seedable_sampler": True}),
-    "accelerate, stateful": ("accelerate", {"use_stateful_dataloader": True}),
-    "huggingface, stream": ("huggingface", {"data": "stream"}),
-    "huggingface, stream with a length": ("huggingface", {"data": "counted"}),
-    "huggingface, saved at the last batch": ("huggingface", {"every": 6}),
+    "lightning": [
+        {"generator": 3},
+        # Lightning leaves out the validation of an epoch whose last batch is done as it resumes.
+        {"every": 6, "validates": False},
+        {"data": "stream"},
+        {"data": "counted"},
+        {"kind": "torchdata"},
+    ],
+    "fabric": [{"generator": 3}, {"every": 6, "generator": 3}, {"data": "stream"}],
+    "accelerate": [
+        {"generator": 3},
+        {"every": 6, "generator": 3},
+        {"use_seedable_sampler": True},
+        {"use_stateful_dataloader": True},
+    ],
+    "huggingface": [{"data": "stream"}, {"data": "counted"}, {"every": 6}],
 }
-"""Other ways in which these programs are written: the program, and what it is called with."""
-
+"""Other ways in which these programs are written: what `train` of a program is called with."""
 
 SAVES = (4, 5, 6)
 """Steps of an epoch of six after which a checkpoint is written, the last one among them."""
 
 
 @pytest.fixture
-def found(
-    fork_python: Callable[..., CompletedProcess[str]], tmp_path: Path
-) -> Callable[[str, list[Plan]], list[Outcome]]:
+def found(fork_python, tmp_path):
     """Carry out plans with the program of this name."""
-    return lambda name, plans: outcomes(fork_python, HERE / f"{name}_program.py", tmp_path, plans)
+
+    def found(name, plans):
+        program, options = OTHERWISE.get(name, (name, {}))
+        plans = [replace(plan, options={**options, **plan.options}) for plan in plans]
+        return outcomes(fork_python, HERE / f"{program}_program.py", tmp_path, plans)
+
+    return found
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_killed_run_goes_on_as_the_uninterrupted_one(name, found) -> None:
+def test_a_killed_run_goes_on_as_the_uninterrupted_one(name, found):
     """Killed in mid-epoch and started again, a program comes to the weights of a whole run."""
     plans = [Plan(workers=0, kills=random_steps(STEPS, FIRST, 1))]
 
@@ -61,16 +69,15 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(name, found) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["lightning", "fabric", "accelerate", "huggingface"])
-def test_variants_of_a_program_go_on_as_well(program, found) -> None:
+@pytest.mark.parametrize("program", VARIANTS)
+def test_variants_of_a_program_go_on_as_well(program, found):
     """Killed in its second epoch, each variant is the uninterrupted run under every profile.
 
     It has 0 and 2 workers by turns.
     """
-    variants = [options for own, options in VARIANTS.values() if own == program]
     plans = [
         Plan(2 * ((at + turn) % 2), (11,), profile, options=options)
-        for at, options in enumerate(variants)
+        for at, options in enumerate(VARIANTS[program])
         for turn, profile in enumerate(PROFILES)
     ]
 
@@ -79,7 +86,7 @@ def test_variants_of_a_program_go_on_as_well(program, found) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PROGRAMS, "accelerate_dispatched"])
-def test_ten_kills(name, found) -> None:
+def test_ten_kills(name, found):
     """Killed ten times at random, with 0 and 2 workers: always the uninterrupted run's weights.
 
     So it is where two processes share each step.
@@ -96,7 +103,7 @@ def test_ten_kills(name, found) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["augmented", "odd"])
-def test_one_process_may_load_the_batches_of_two(data, found) -> None:
+def test_one_process_may_load_the_batches_of_two(data, found):
     """Saved anywhere, one batch before an epoch's last and at it too, it is the uninterrupted run.
 
     So is a program that knows what accelerate skips in, and an epoch of an odd number of batches.

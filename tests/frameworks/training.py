@@ -1,26 +1,34 @@
 """What the trial programs have in common: data with random augmentation, a network with dropout."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 ITEMS, WIDTH = 48, 8
+STEPS = 18  # of every program
+ACCUMULATED = 2
+"""Batches for a step; two processes take half as many, and then one is a step."""
+
+HERE = Path(__file__).parent
+START = f"""
+import sys
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent / "policies")!r}]
+import torch
+from known_layers import let_torchvision_be_imported
+let_torchvision_be_imported()
+"""
+"""How the text of a program begins that imports a framework, with or without torchvision."""
 
 
 class Augmented(torch.utils.data.Dataset):
     """Rows that every one of the three generators adds noise to."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return ITEMS
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         noise = torch.randn(WIDTH) * 0.1 + random.random() + float(np.random.rand())
         return torch.full((WIDTH,), index / ITEMS) + noise
 
@@ -28,14 +36,14 @@ class Augmented(torch.utils.data.Dataset):
 class Odd(Augmented):
     """Fewer rows, which make an odd number of batches."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return ITEMS - 4
 
 
 class Stream(torch.utils.data.IterableDataset):
     """The rows one after another, shared out among workers; `torch` adds noise to each."""
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         info = torch.utils.data.get_worker_info()
         first, step = (info.id, info.num_workers) if info else (0, 1)
         for index in range(first, ITEMS, step):
@@ -45,19 +53,14 @@ class Stream(torch.utils.data.IterableDataset):
 class Counted(Stream):
     """A stream that has a length."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return ITEMS
 
 
 DATA = {"augmented": Augmented, "odd": Odd, "stream": Stream, "counted": Counted}
 
 
-def loader_of(
-    data: str = "augmented",
-    generator: int | None = None,
-    kind: str = "torch",
-    **options: Any,
-) -> Any:
+def loader_of(data="augmented", generator=None, kind="torch", **options):
     """Return a loader over one of `DATA`, with a generator of its author's that has this seed.
 
     It is one of torch or of torchdata.
@@ -74,13 +77,13 @@ def loader_of(
     return loader(dataset, batch_size=4, **options)
 
 
-def network() -> torch.nn.Module:
+def network():
     """Return a network with dropout."""
     return torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(), torch.nn.Linear(WIDTH, 1)
     )
 
 
-def weights(model: torch.nn.Module) -> bytes:
+def weights(model):
     """Return every parameter as bytes."""
     return b"".join(each.detach().cpu().numpy().tobytes() for each in model.parameters())

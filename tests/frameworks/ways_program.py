@@ -3,20 +3,16 @@
 The author seeds everything and saves what he needs. Nothing here names torchrepro.
 """
 
-from __future__ import annotations
-
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import data
 from training import weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ITEMS, WIDTH, BATCH, EPOCHS, EVERY = 24, 4, 4, 3, 4
 STEPS = ITEMS // BATCH * EPOCHS
@@ -32,7 +28,7 @@ def _seeded(library, seed):
         torch.manual_seed(seed)
 
 
-def row(index: int, noise: float = 0.0) -> torch.Tensor:
+def row(index, noise=0.0):
     return torch.linspace(0.1, 1, WIDTH) * (index + 1) / ITEMS + noise
 
 
@@ -213,8 +209,12 @@ def _put_own(loader, states):
             own.bit_generator.state = state
 
 
-def loop(way, folder, workers, after_step, other_seed):
-    """Train by the way that its author has chosen; go on from `folder` if it was interrupted."""
+def train(folder, workers, after_step, way="both", other_seed=None):
+    """Train by one of `WAYS`; go on from `folder` if it was interrupted.
+
+    `other_seed` is the library to which another seed is given.
+    """
+    way = WAYS[way]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     path = folder / f"own-{rank}.pt"
@@ -229,6 +229,21 @@ def loop(way, folder, workers, after_step, other_seed):
     net = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = _loader(way, workers)
+
+    def save(epoch, done, start, own):
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "epoch": epoch,
+            "done": done,
+            "step": step,
+            "start": start,
+            "own": own,
+            "now": _rng(way.host),
+            "loader": loader.state_dict() if way.stateful else None,
+        }
+        torch.save(state, path)
+
     saved = None
     if path.exists():
         saved = torch.load(path, weights_only=False)
@@ -262,41 +277,13 @@ def loop(way, folder, workers, after_step, other_seed):
             optimizer.zero_grad()
             step += 1
             if step % EVERY == 0 and not way.whole_epochs:
-                torch.save(
-                    {
-                        "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "epoch": epoch,
-                        "done": number + 1,
-                        "step": step,
-                        "start": start,
-                        "own": own,
-                        "now": _rng(way.host),
-                        "loader": loader.state_dict() if way.stateful else None,
-                    },
-                    path,
-                )
-                _meet(world)
+                save(epoch, number + 1, start, own)
+                if world > 1:
+                    torch.distributed.barrier()
             after_step(step)
         if way.whole_epochs:
-            torch.save(
-                {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "epoch": epoch + 1,
-                    "done": 0,
-                    "step": step,
-                    "start": _rng(way.host),
-                    "own": _read_own(loader),
-                },
-                path,
-            )
+            save(epoch + 1, 0, _rng(way.host), _read_own(loader))
     return weights(model), resumed_from
-
-
-def _meet(world):
-    if world > 1:
-        torch.distributed.barrier()
 
 
 def _weighted():
@@ -369,8 +356,3 @@ WAYS = {
     "stateful, both, noise": Way(stateful=True, skip="itself", only=0),
 }
 """Name -> way. Each is exact with 0 and with 2 workers, unless it says with how many."""
-
-
-def train(folder, workers, after_step, way="both", other_seed=None):
-    """Train by one of `WAYS`; `other_seed` is the library to which another seed is given."""
-    return loop(WAYS[way], folder, workers, after_step, other_seed)

@@ -1,12 +1,12 @@
 """What is equivalent for the guarantee is kept and said, whoever wrote it: it is not drift."""
 
-from __future__ import annotations
+# ruff: noqa: PT012 - what raises is a step, or the end of the profile
 
 import os
 import sys
 import sysconfig
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +22,6 @@ from torchrepro.manifest.contents import manifest, write_manifest
 from torchrepro.outcomes import Outcome
 from torchrepro.planner import plan
 from torchrepro.profile.needs import NEEDS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 GOOD = {  # variables that nothing in this process reads: what is asked for, and what is equivalent
@@ -67,7 +63,7 @@ ENABLE, RESTORE, TURN_OFF = f"{FILE}:5", f"{FILE}:10", f"{FILE}:14"
 
 
 @pytest.fixture
-def framework() -> dict[str, Callable[..., None]]:
+def framework():
     """Return the functions of a library that is installed beside torch."""
     functions: dict[str, Any] = {"__name__": "some_framework"}
     exec(compile(LIBRARY, FILE, "exec"), functions)
@@ -75,12 +71,12 @@ def framework() -> dict[str, Callable[..., None]]:
 
 
 @pytest.fixture
-def apply(clean_process: None) -> Iterator[Callable[..., torchrepro.Applied]]:
+def apply(clean_process):
     """Return `torchrepro.apply` under a guard that stops, in a process with no such variable."""
     return partial(torchrepro.apply, "debug-strict", ["guard=error"])
 
 
-def is_kept(name: str, text: str) -> bool:
+def is_kept(name, text):
     """Whether `text` is kept where it was exported before a profile asks for another one."""
     os.environ[name] = text
     try:
@@ -94,8 +90,8 @@ def is_kept(name: str, text: str) -> bool:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(choice=CHOICES, hidden=st.sampled_from(["", process_state.NOT_HERE]))
 def test_what_is_kept_where_it_was_exported_is_no_drift_where_it_is_written(
-    clean_process: None, choice: tuple[str, str], hidden: str
-) -> None:
+    clean_process, choice, hidden
+):
     """One judgement: a text is kept by a plan exactly if no guard calls writing it drift.
 
     The report then has the value in effect, whatever hardware the machine has.
@@ -116,7 +112,7 @@ def test_what_is_kept_where_it_was_exported_is_no_drift_where_it_is_written(
     assert [rewrite.now for rewrite in report.as_good] == [text] * changed
 
 
-def test_what_is_equivalent_meets_the_need_of_the_guarantee() -> None:
+def test_what_is_equivalent_meets_the_need_of_the_guarantee():
     """A value that the row of a variable calls enough lowers no guarantee that needs the knob."""
     compared = 0
     for need in NEEDS:
@@ -130,9 +126,7 @@ def test_what_is_equivalent_meets_the_need_of_the_guarantee() -> None:
     assert compared > len(GOOD)
 
 
-def test_a_value_that_its_library_refuses_is_drift_where_the_library_is(
-    clean_process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_its_library_refuses_is_drift_where_the_library_is(clean_process, monkeypatch):
     """HCCL refuses `1`: with an NPU it is drift, without one nothing reads it and the run goes on.
 
     A workspace of no size is drift everywhere: cuBLAS takes it, and computes in varying order.
@@ -152,17 +146,12 @@ def test_a_value_that_its_library_refuses_is_drift_where_the_library_is(
 
 
 @pytest.mark.parametrize("later", [":0:0", ":0:1"])
-def test_the_first_write_is_named_with_the_line_of_the_program(
-    apply: Callable[..., torchrepro.Applied],
-    framework: dict[str, Any],
-    step: Callable[[], Any],
-    later: str,
-) -> None:
+def test_the_first_write_is_named_with_the_line_of_the_program(apply, framework, step, later):
     """Who restores what another has written is not the culprit; the program's own line is named.
 
     A later write does not hide the first, which is said to be the first.
     """
-    with pytest.raises(torchrepro.DriftError) as caught, apply():  # noqa: PT012 - the step raises
+    with pytest.raises(torchrepro.DriftError) as caught, apply():
         mine = next_line()
         framework["enable"](CUBLAS_WORKSPACE_CONFIG=":0:0")
         framework["clear_and_restore"]()
@@ -176,9 +165,7 @@ def test_the_first_write_is_named_with_the_line_of_the_program(
     assert RESTORE not in str(caught.value)
 
 
-def test_an_equivalent_write_is_named_through_what_restores_it(
-    apply: Callable[..., torchrepro.Applied], framework: dict[str, Any], step: Callable[[], Any]
-) -> None:
+def test_an_equivalent_write_is_named_through_what_restores_it(apply, framework, step):
     """A run goes on under an equivalent value, and its report names it, with both lines."""
     with apply() as applied:
         mine = next_line()
@@ -198,11 +185,7 @@ def test_an_equivalent_write_is_named_through_what_restores_it(
     assert (report[f"env.{CUBLAS}"].after, put_back[f"env.{CUBLAS}"].after) == (":16:8", ":4096:8")
 
 
-def test_an_equivalent_value_is_judged_once(
-    apply: Callable[..., torchrepro.Applied],
-    step: Callable[[], Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_equivalent_value_is_judged_once(apply, step, monkeypatch):
     """It is looked into when it is first seen, and not before every step that follows."""
     with apply() as applied:
         os.environ[CUBLAS] = ":16:8"
@@ -215,11 +198,9 @@ def test_an_equivalent_value_is_judged_once(
         assert applied.report.as_good == seen
 
 
-def test_what_one_line_writes_is_listed_once(
-    apply: Callable[..., torchrepro.Applied], framework: dict[str, Any], step: Callable[[], Any]
-) -> None:
+def test_what_one_line_writes_is_listed_once(apply, framework, step):
     """torch's flag and inductor's, which one call turns off, are one write in every message."""
-    with pytest.raises(torchrepro.DriftError) as caught, apply() as applied:  # noqa: PT012 - see above
+    with pytest.raises(torchrepro.DriftError) as caught, apply() as applied:
         mine = next_line()
         framework["turn_off"]()
         step()
@@ -230,7 +211,7 @@ def test_what_one_line_writes_is_listed_once(
     assert str(caught.value).count(TURN_OFF) == str(caught.value).count(mine) == 1
 
 
-def test_a_diff_shows_the_value_in_effect(clean_process: None, tmp_path: Path) -> None:
+def test_a_diff_shows_the_value_in_effect(clean_process, tmp_path):
     """Two runs that each repeat under another workspace differ, by manifest and by recording."""
     for name, text in (("plain", ":4096:8"), ("changed", ":16:8")):
         with (
@@ -248,7 +229,7 @@ def test_a_diff_shows_the_value_in_effect(clean_process: None, tmp_path: Path) -
         assert rows == [(f"env.{CUBLAS}", ":4096:8", ":16:8")]
 
 
-def next_line() -> str:
+def next_line():
     """Return the line after the one that calls this."""
     frame = sys._getframe(1)
     return f"{frame.f_code.co_filename}:{frame.f_lineno + 1}"

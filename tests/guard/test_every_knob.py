@@ -1,8 +1,8 @@
 """Every knob that can be set in this process is guarded, and its writer seen, by its row alone."""
 
-from __future__ import annotations
+# ruff: noqa: PT012 - what raises is a step, or the end of the profile
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -10,11 +10,6 @@ import torchrepro
 from torchrepro.guard import PER_THREAD
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Scope
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torchrepro.knobs.knob import Knob
 
 OTHERS: dict[str, tuple[Any, Any]] = {  # values of rows whose legal values are mappings
     "device.fallback": ("error", {"ops": {"cumsum": "native"}}),
@@ -28,7 +23,7 @@ AROUND: dict[str, dict[str, Any]] = {  # what a value has to be accompanied by, 
 }
 
 
-def two_values(knob: Knob) -> tuple[Any, Any]:
+def two_values(knob):
     """Return a legal value of `knob`, and another that can be written."""
     first, *others = OTHERS.get(knob.name, knob.legal.examples())
     if knob.variable:
@@ -36,7 +31,7 @@ def two_values(knob: Knob) -> tuple[Any, Any]:
     return first, others[0] if others else None
 
 
-def asking(values: dict[str, Any]) -> dict[str, Any]:
+def asking(values):
     """Return the values of a profile, given under dotted keys."""
     profile: dict[str, Any] = {"name": "one-knob"}
     for key, value in values.items():
@@ -48,7 +43,7 @@ def asking(values: dict[str, Any]) -> dict[str, Any]:
     return profile
 
 
-def _settable() -> list[Knob]:
+def _settable():
     """Return the knobs that a profile can set in this process, generators and guard left out.
 
     So are variables that inductor reads as it is loaded, which training steps do.
@@ -67,7 +62,7 @@ def _settable() -> list[Knob]:
 SETTABLE = _settable()
 
 
-def test_there_are_knobs_of_every_kind_to_guard() -> None:
+def test_there_are_knobs_of_every_kind_to_guard():
     """The tests below are about most of the catalogue, not about nothing."""
     backends = {f"backends.{name}" for name in ("torch", "cuda", "cudnn", "cpu")}
     assert {*backends, "env", "device"} <= {knob.name.rpartition(".")[0] for knob in SETTABLE}
@@ -75,15 +70,13 @@ def test_there_are_knobs_of_every_kind_to_guard() -> None:
 
 
 @pytest.mark.parametrize("knob", SETTABLE, ids=lambda knob: knob.name)
-def test_a_knob_that_is_set_otherwise_is_caught(
-    knob: Knob, step: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_knob_that_is_set_otherwise_is_caught(knob, step, monkeypatch):
     """Whatever knob a profile sets: another value is named at the next step, with who wrote it."""
     if knob.variable:  # what was exported is nobody's to take back
         monkeypatch.delenv(knob.variable, raising=False)
     first, second = two_values(knob)
     values = {"guard": "error", knob.profile_key: first, **AROUND.get(knob.name, {})}
-    with (  # noqa: PT012 - the second step is the one that raises
+    with (
         pytest.raises(torchrepro.DriftError) as caught,
         torchrepro.apply(asking(values)) as applied,
     ):
@@ -108,13 +101,11 @@ FLAGS = [knob for knob in SETTABLE if not knob.variable]
 
 
 @pytest.mark.parametrize("knob", FLAGS, ids=lambda knob: knob.name)
-def test_other_threads_read_what_is_guarded_in_them(
-    knob: Knob, in_thread: Callable[..., Callable[[], None]]
-) -> None:
+def test_other_threads_read_what_is_guarded_in_them(knob, in_thread):
     """A knob of which a thread reads another value is guarded only in the one that applied it."""
     read = []
 
-    def reads() -> Iterator[None]:
+    def reads():
         knob.access.read()  # what a thread keeps, it keeps from its first use on
         yield
         read.append(knob.access.read())

@@ -1,28 +1,15 @@
 """The determinism switches of real frameworks: those that agree with a profile, and those not."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from ..frameworks.training import START
 
 pytestmark = pytest.mark.slow
 
-LAYERS = Path(__file__).parent.parent / "policies"  # lets torchvision be imported anywhere
-START = f"""
-import sys
-sys.path.insert(0, {str(LAYERS)!r})
-import torch
-from known_layers import let_torchvision_be_imported
-let_torchvision_be_imported()
-"""
 TRANSFORMERS = f"""{START}
 from transformers import Trainer, TrainingArguments
 
@@ -89,10 +76,10 @@ AGREEING = {
 
 
 @pytest.fixture
-def run(fork_python: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def run(fork_python, tmp_path):
     """Run a program under `torchrepro run debug-strict` with this guard."""
 
-    def run(text: str, guard: str = "error") -> Any:
+    def run(text, guard="error"):
         (tmp_path / "program.py").write_text(text)
         words = ("run", "debug-strict", f"guard={guard}", "--verbose", "--", sys.executable)
         return fork_python("-m", "torchrepro", *words, "program.py")
@@ -100,21 +87,19 @@ def run(fork_python: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def needs(package: str) -> None:
+def needs(package):
     """Skip a test whose `package` is not installed; nothing is imported here."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
 
-def line_of(text: str) -> str:
+def line_of(text):
     lines = enumerate(text.splitlines(), 1)
     return next(f"program.py:{number}" for number, line in lines if "the user's line" in line)
 
 
 @pytest.mark.parametrize("framework", AGREEING)
-def test_a_switch_that_agrees_is_unchanged_with_its_name(
-    framework: str, run: Callable[..., Any]
-) -> None:
+def test_a_switch_that_agrees_is_unchanged_with_its_name(framework, run):
     """The strictest switch of a framework runs to its end under a guard that stops.
 
     The report, as people see it and as JSON, has its name, and the program's line where it was on.
@@ -139,7 +124,7 @@ def test_a_switch_that_agrees_is_unchanged_with_its_name(
     assert all("unchanged" in line and name in line and mine in line for line in last)
 
 
-def test_the_switch_is_named_where_no_write_is_watched(run: Callable[..., Any]) -> None:
+def test_the_switch_is_named_where_no_write_is_watched(run):
     """Without a guard a switch is known by the values that it sets, and no line is claimed."""
     needs("transformers")
     done = run(TRANSFORMERS.format() + END, "none")
@@ -154,9 +139,7 @@ def test_the_switch_is_named_where_no_write_is_watched(run: Callable[..., Any]) 
     assert report["drift"] == []
 
 
-def test_a_switch_that_turns_determinism_off_is_stopped_at_both_lines(
-    run: Callable[..., Any],
-) -> None:
+def test_a_switch_that_turns_determinism_off_is_stopped_at_both_lines(run):
     """The line of Lightning and that of the program are named, once each, before step 0."""
     needs("lightning")
     program = LIGHTNING.format(deterministic=False)

@@ -1,15 +1,9 @@
 """How a process ends whose knobs have drifted, and processes that have nothing to hide."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TORCHREPRO = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
 TRAINING = """
@@ -38,20 +32,18 @@ sys.exit({status})
 SAID = "backends.cudnn.benchmark"
 
 
-def _line(program: str, *, last: bool = False) -> str:
+def _line(program, *, last=False):
     """Return the place of the first, or of the last, line of `program` that sets the flag."""
     lines = enumerate(program.splitlines(), 1)
     places = [f"program.py:{at}" for at, line in lines if "benchmark = True" in line]
     return places[-1 if last else 0]
 
 
-def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(
-    execute: Callable[..., Any],
-) -> None:
+def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(run_program):
     """Under `error` a program that drifts after its last step fails, and still cleans up."""
     early = "import atexit\natexit.register(print, 'registered early')\n"
     program = early + APPLIED.format(mode="error") + LATE.format(status=0)
-    done = execute(program)
+    done = run_program(program)
 
     assert done.returncode == 1
     assert done.stdout.splitlines()[-2:] == ["registered late", "registered early"]
@@ -61,7 +53,7 @@ def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(
     assert "Traceback" not in done.stderr
 
 
-def test_a_warning_at_exit_changes_no_status(execute_forked: Callable[..., Any]) -> None:
+def test_a_warning_at_exit_changes_no_status(execute_forked):
     """Under `warn` the drift is said, and the program ends as it would have."""
     done = execute_forked(APPLIED.format(mode="warn") + LATE.format(status=5))
 
@@ -69,7 +61,7 @@ def test_a_warning_at_exit_changes_no_status(execute_forked: Callable[..., Any])
     assert f"torchrepro: drift: {SAID} was false, is true (after step 1; set at " in done.stderr
 
 
-def test_an_error_that_nobody_catches_is_said_once(execute_forked: Callable[..., Any]) -> None:
+def test_an_error_that_nobody_catches_is_said_once(execute_forked):
     """An uncaught DriftError ends the program with status 1, and is not said again at exit."""
     done = execute_forked(APPLIED.format(mode="error") + "train(flip_at=1)\n")
 
@@ -98,12 +90,12 @@ if __name__ == "__main__":
     ids=["before a step", "after the last"],
 )
 def test_a_run_or_job_whose_knobs_drift_ends_with_status_1(
-    execute: Callable[..., Any], execute_forked: Callable[..., Any], calls: str, start: str
-) -> None:
+    run_program, execute_forked, calls, start
+):
     """Drift ends a process under `run` and a Hydra job with status 1 and its line, no traceback."""
     if start == "run":
         program = f"{TRAINING}{calls}\n"
-        done = execute(program, TORCHREPRO, "run", "debug-strict", "guard=error", "--")
+        done = run_program(program, TORCHREPRO, "run", "debug-strict", "guard=error", "--")
     else:
         program = TRAINING + HYDRA.format(calls=calls)
         done = execute_forked(program, "+repro=debug-strict", "repro.guard=error")
@@ -116,7 +108,7 @@ def test_a_run_or_job_whose_knobs_drift_ends_with_status_1(
 
 
 @pytest.mark.slow
-def test_processes_that_a_guarded_run_starts_raise_no_alarm(execute: Callable[..., Any]) -> None:
+def test_processes_that_a_guarded_run_starts_raise_no_alarm(run_program):
     """Loading workers, pools, copies and programs of their own do as they please."""
     program = f"""{TRAINING}
 import multiprocessing, os, subprocess
@@ -144,7 +136,7 @@ def main():
 if __name__ == "__main__":
     main()
 """
-    done = execute(
+    done = run_program(
         program,
         *(TORCHREPRO, "run", "debug-strict", "guard=error", "backends.cpu.num_threads=2", "--"),
     )

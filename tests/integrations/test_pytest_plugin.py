@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.guarantee import Guarantee, Lowered
 from torchrepro.integrations.pytest_plugin import header_lines
-from torchrepro.outcomes import Outcome, Row
+from torchrepro.outcomes import Guarantee, Lowered, Outcome, Row
 from torchrepro.report import Report
 
 pytest_plugins = ("pytester",)

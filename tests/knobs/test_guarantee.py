@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.guarantee import Guarantee, Lowered, ProcessFacts, judge
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.outcomes import Outcome, Row
+from torchrepro.outcomes import Guarantee, Lowered, Outcome, ProcessFacts, Row, judge
 from torchrepro.planner import make_plan
 from torchrepro.profile.needs import NEEDS, WEAKER, folded
 from torchrepro.report import Report
@@ -37,9 +36,7 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 @pytest.fixture(autouse=True)
 def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have these laws told of the CPU alone; what devices add is told to `judge` below."""
-    monkeypatch.setattr(
-        "torchrepro.guarantee.present_kinds", lambda: frozenset({"numpy", "onednn"})
-    )
+    monkeypatch.setattr("torchrepro.outcomes.present_kinds", lambda: frozenset({"numpy", "onednn"}))
 
 
 def in_time(profile: Any, *overrides: str) -> Any:

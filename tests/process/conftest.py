@@ -1,7 +1,5 @@
 """Real programs in real processes, started from an environment that torchrepro has no word in."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -74,25 +72,6 @@ def main(config):
 if __name__ == "__main__":
     main()
 """
-
-
-@pytest.fixture
-def execute(tmp_path, clean_environment):
-    """Run a command in `tmp_path`; variables in `env` are added to the clean environment."""
-
-    def execute(*command, env=None, stdin="", cwd=tmp_path):
-        return subprocess.run(
-            [str(word) for word in command],
-            **({"input": stdin} if stdin else {"stdin": subprocess.DEVNULL}),
-            env={**clean_environment, **(env or {})},
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-
-    return execute
 
 
 @pytest.fixture

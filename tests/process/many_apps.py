@@ -4,8 +4,6 @@ A case on standard input is the app's primary config, further files below its co
 the words of its command line; the folder of case 3 is `3`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

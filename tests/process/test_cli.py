@@ -1,7 +1,5 @@
 """The command line, in this process: what each command prints, where, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

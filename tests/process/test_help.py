@@ -1,7 +1,5 @@
 """What a stranger sees first: the help of every command, and what to do first."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """`unchanged` and `applied` of a variable mean that it is in effect, or the row says who knows."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

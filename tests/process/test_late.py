@@ -1,7 +1,5 @@
 """Knobs past their phase: said, never pretended, and relaunched once where that is asked for."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -276,7 +274,7 @@ def test_code_never_begins_again_by_itself(write, run_python, starts):
 
 ASK = """
 import json
-from torchrepro.relaunch import obstacle_to_relaunch
+from torchrepro.launch import obstacle_to_relaunch
 print(json.dumps([bool(obstacle_to_relaunch(insists=insists)) for insists in (False, True)]))
 """
 FIRST = {

@@ -1,7 +1,5 @@
 """Programs that others start: each job has its own seed, starts clean, and knows its rank."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 
@@ -74,11 +72,10 @@ def test_every_job_of_a_sweep_has_its_own_seed_and_starts_clean(sweep, launcher)
     assert not again["zeroed"]
 
 
-@pytest.mark.parametrize("launcher", ["basic"])
-def test_one_stream_is_swept_alone(sweep, launcher):
+def test_one_stream_is_swept_alone(sweep):
     """`repro.streams.split=1,2` changes that stream from job to job and nothing else."""
     swept = {
-        value: sweep(launcher, "+repro=seed-only", f"repro.streams.split={value}", "job=1")[
+        value: sweep("basic", "+repro=seed-only", f"repro.streams.split={value}", "job=1")[
             "job1-1234"
         ]
         for value in (1, 2)

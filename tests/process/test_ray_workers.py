@@ -1,7 +1,5 @@
 """Workers of Ray are under the profile of their driver, whoever started Ray, or it is said."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The commands that record, compare and verify, as a shell sees them."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """`torchrepro rerun`: the command of an earlier run again, under its profile."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`torchrepro run` on ranks, and what it and Hydra tell on standard error."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -65,13 +63,17 @@ def drawn(fork_under):
 
 
 @pytest.mark.slow
-def test_ranks_that_are_to_differ_draw_differently(drawn):
-    """With `ranks=distinct` each generator differs between ranks; rank 0's is as without ranks."""
+def test_ranks_draw_differently_or_alike_as_they_are_to(drawn):
+    """With `ranks=distinct` each generator differs between ranks; rank 0's is as without ranks.
+
+    With `ranks=same` every generator starts alike on all ranks.
+    """
     first, second = drawn(DISTINCT, 0), drawn(DISTINCT, 1)
 
     assert all(one != other for one, other in zip(first, second, strict=True))
     assert first == drawn(DISTINCT) == drawn("seed-only")
     assert second == drawn(DISTINCT, 1)
+    assert drawn(["seed-only", "ranks=same"], 0) == drawn(["seed-only", "ranks=same"], 1)
 
 
 @pytest.mark.slow
@@ -81,12 +83,6 @@ def test_a_program_may_put_a_profile_in_force_before_it_imports_anything(fork_un
     ended = fork_under(DISTINCT, "-c", apply, env={"RANK": "1", "WORLD_SIZE": "2"})
 
     assert (ended.returncode, ended.stdout) == (0, "seed-only\n"), ended.stderr
-
-
-@pytest.mark.slow
-def test_ranks_that_are_to_agree_draw_alike(drawn):
-    """With `ranks=same` every generator starts alike on all ranks."""
-    assert drawn(["seed-only", "ranks=same"], 0) == drawn(["seed-only", "ranks=same"], 1)
 
 
 @pytest.mark.slow
@@ -127,22 +123,14 @@ def test_a_stream_with_a_wrong_seed_is_named_as_it_was_given(little):
 
 
 @pytest.mark.slow
-def test_a_stream_that_nobody_draws_from_is_told(hydra_app, run_python):
+@pytest.mark.parametrize(("named", "is_told"), [("spilt", True), ("split", False)])
+def test_a_stream_that_nobody_draws_from_is_told(hydra_app, fork_python, named, is_told):
     """A stream named in a profile that no program draws from is told, with the one it may mean."""
     hydra_app(SPLIT, None)
-    ended = run_python("app.py", "+repro=seed-only", "+repro.streams.spilt=3")
+    ended = fork_python("app.py", "+repro=seed-only", f"+repro.streams.{named}=3")
 
     assert ended.returncode == 0, ended.stderr
-    told = [text for text in ended.stderr.splitlines() if "spilt was not drawn from" in text]
-    assert len(told) == 1
-    assert "did you mean split" in told[0]
-
-
-@pytest.mark.slow
-def test_a_stream_that_is_drawn_from_is_not_told(hydra_app, run_python):
-    """A stream named in a profile that the program draws from is told of nothing."""
-    hydra_app(SPLIT, None)
-    ended = run_python("app.py", "+repro=seed-only", "+repro.streams.split=3")
-
-    assert ended.returncode == 0, ended.stderr
-    assert "drawn from" not in ended.stderr
+    told = [text for text in ended.stderr.splitlines() if "drawn from" in text]
+    assert len(told) == is_told
+    assert all("spilt was not drawn from" in text for text in told)
+    assert all("did you mean split" in text for text in told)

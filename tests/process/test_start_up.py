@@ -1,7 +1,5 @@
 """What a run says as it starts: a line and what needs attention, everything, or nothing."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """What commands print at every width: no column is lost, and no line number."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """A wrong request is said on standard error, with status 2 and no traceback, and starts nothing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
