@@ -195,8 +195,7 @@ def _torchvision(within: Path) -> Path | None:
 
 def verify_command(row: Varying | Repeating, *options: str) -> str:
     """Return the command line that verifies the program of `row`."""
-    words = ["torchrepro", "verify", *([row.profile] if row.profile else []), *options]
-    return shlex.join([*words, "--", *row.command])
+    return shlex.join(["torchrepro", "verify", *options, "--", *row.command])
 
 
 def plain_results(row: Varying | Repeating, within: Path) -> Iterator[str]:
@@ -228,7 +227,7 @@ def names_line(answer: Answer, row: Varying | Repeating, lines: tuple[Line, ...]
 def names_cause(cause: str, row: Varying) -> bool:
     """Return whether the text `cause` says a true cause, and is no list of guesses."""
     offered = sum(bool(re.search(guess, cause, re.I)) for guess in GUESSES)
-    true = any(re.search(CAUSES[each], cause, re.I) for each in (row.cause, *row.causes))
+    true = any(re.search(CAUSES[each], cause, re.I) for each in row.causes)
     return true and offered < 3
 
 
@@ -362,7 +361,7 @@ def markdown(results: dict[str, Score]) -> str:
     for row in VARYING:
         if one := results.get(row.name):
             found = f"{one.status} | {yes(one.line)} | {yes(one.cause)} | {one.remedy}"
-            rows.append(f"| `{row.name}` | {row.cause} | {found} |")
+            rows.append(f"| `{row.name}` | {row.causes[0]} | {found} |")
     rows += ["", "| program | repeats, and looks as if not | exit | alarm |", "|---|---|---|---|"]
     for row in REPEATING:
         if one := results.get(row.name):
