@@ -50,7 +50,7 @@ _NEEDED = ("init", "is_initialized", "get_runtime_context")  # what is called of
 
 _ENTER = "torchrepro.bootstrap.put_in_force_in_worker"
 _PASSED = (
-    *("TORCHREPRO_SEED", "TORCHREPRO_FIRST", "TORCHREPRO_RECORD", "TORCHREPRO_STRESS"),
+    *("TORCHREPRO_SEED", "TORCHREPRO_FIRST", "TORCHREPRO_RECORD", "TORCHREPRO_AT_START"),
     *("TORCHREPRO_QUIET", "TORCHREPRO_VERBOSE"),
 )
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch._dynamo  # noqa: F401 - it can be imported once, and each run below would
 
-from torchrepro.lock.numbers_of_tests import NumbersOfTest, numbers_of_training
+from torchrepro.lock.numbers import NumbersOfTest, numbers_of_training
 from torchrepro.manifest.environment import kind_of_machine
 
 pytest_plugins = ("pytester",)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sqlite3
+from contextlib import closing, suppress
 
 import pytest
 from hypothesis import given
@@ -10,10 +13,16 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import console
-from torchrepro.lock.diff import compare, of_contents, of_profile, snapshot_of
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.knob import MissingState
+from torchrepro.lock.diff import Impact, compare, effective, of_contents, of_profile, snapshot_of
 from torchrepro.manifest.contents import as_text, manifest
+from torchrepro.messages import shown
 from torchrepro.planner import plan
-from torchrepro.process_state import NOT_HERE
+from torchrepro.process_state import HARDWARE, NOT_HERE, present_kinds
+from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import DEFAULTS
+from torchrepro.trace.format import digest_of
 
 KINDS = ("seed-only", "repro.lock", "out/.hydra/repro.json", "out", "recorded")
 OVERRIDES = st.fixed_dictionaries(
@@ -177,3 +186,172 @@ def test_a_knob_is_named_unless_the_side_that_could_not_set_it_lacks_its_hardwar
         assert found.gaps == ()
         assert (name in text) == (not absent)
         assert ("1 setting for CUDA: not on both sides" in text) == bool(absent)
+
+
+@pytest.fixture
+def ranks(job, tmp_path):
+    """Make the recording of a run of several ranks; for each rank what its ``versions`` change."""
+
+    def ranks(name, *changes, size=None):
+        folder = tmp_path / name
+        folder.mkdir()
+        for rank, versions in enumerate(changes):
+            path = folder / f"rank{rank}.sqlite"
+            shutil.copy(job / "recorded" / "rank0.sqlite", path)
+            with closing(sqlite3.connect(path)) as connection, connection:
+                meta = {
+                    key: json.loads(its) for key, its in connection.execute("select * from meta")
+                }
+                new = {
+                    "rank": rank,
+                    "world_size": size or len(changes),
+                    "versions": {**meta["versions"], **versions},
+                }
+                del meta["seal"]
+                meta = {key: json.dumps(its) for key, its in {**meta, **new}.items()}
+                meta["seal"] = json.dumps(digest_of(sorted(meta.items())).hex())
+                connection.executemany("insert or replace into meta values (?, ?)", meta.items())
+        return folder
+
+    return ranks
+
+
+def test_another_version_on_one_rank_is_shown_with_the_rank(ranks, command, answer):
+    """What differs on some ranks names them, what differs on all of them is shown once."""
+    usual = ranks("usual", {}, {}, {})
+    other = ranks(
+        "other", {"torch": "2.5.0"}, {"torch": "2.5.0", "numpy": "1.0"}, {"torch": "2.5.0"}
+    )
+    status, found = answer("diff", usual, other)
+    rows = [(row["key"], row["right"], row.get("ranks")) for row in found["differences"]]
+
+    assert answer("diff", usual, usual) == (0, {"same": True, "differences": []})
+    assert (status, rows) == (1, [("torch", "2.5.0", None), ("numpy", "1.0", ["rank 1"])])
+    assert "rank 1: version of numpy" in command("diff", usual, other)[1]
+
+
+def test_ranks_that_disagree_are_not_the_same_as_a_run_of_one_description(ranks, job, answer):
+    """A manifest is compared with every rank of a recording."""
+    mixed = ranks("mixed", {}, {"torch": "2.5.0"})
+    status, found = answer("diff", job / "out", mixed)
+
+    assert (status, [(row["key"], row["ranks"]) for row in found["differences"]]) == (
+        1,
+        [("torch", ["rank 1"])],
+    )
+
+
+def test_ranks_that_only_one_run_has_are_said(ranks, command, answer):
+    """Another number of ranks differs; a rank whose recording is not there is not compared."""
+    two, three = ranks("two", {}, {}), ranks("three", {}, {}, {})
+    part = ranks("part", {}, size=2)
+    status, found = answer("diff", two, three)
+
+    assert (status, [row["key"] for row in found["differences"]]) == (1, ["world size"])
+    assert {"side": str(two), "what": "rank 2"} in found["not_compared"]
+    assert answer("diff", part, two) == (
+        0,
+        {"same": True, "differences": [], "not_compared": [{"side": str(part), "what": "rank 1"}]},
+    )
+    (part / "rank0.sqlite").rename(part / "rank7.sqlite")
+    refused = command("diff", part, two)
+    assert (refused[0], refused[1]) == (2, "")
+    assert "have no rank in common" in refused[2]
+
+
+DEVICES = {"cuda": "cuda", "cudnn": "cuda", "npu": "npu"}
+ALGORITHMS = "backends.torch.deterministic_algorithms"
+DOORS = ("cuda", "communicator", "npu", "torch_npu", "transformer_engine")
+"""The doors of variables that only an accelerator's libraries read."""
+
+
+def _section(knob):
+    return next((kind for kind in DEVICES if kind in knob.name.split(".")), "")
+
+
+def _difference(*overrides):
+    """Return in what a profile with these overrides differs from it without them, by key."""
+    base = {"seed": 1, "backends": {"torch": {"deterministic_algorithms": "error"}}}
+    sides = [resolve(base, chosen) for chosen in (overrides, ())]
+    found = effective(compare(*(of_profile(str(n), side) for n, side in enumerate(sides))))
+    return {each.key: each for each in found.differences}
+
+
+def _settings():
+    """Yield each knob that a profile names by itself, with the value that it has here now."""
+    for knob in CATALOGUE:
+        if knob.profile_key != knob.name or knob.moves_on or knob.variable:
+            continue
+        with suppress(MissingState):
+            now = knob.access.read()
+            legal = isinstance(now, bool | int | str) and not knob.legal.complaint(now)
+            if legal and knob.name != ALGORITHMS:
+                yield knob.name, (knob, now)
+
+
+def test_a_default_that_is_spelt_out_is_no_difference():
+    """A profile that sets what holds without it differs in nothing; another value does."""
+    settings = dict(_settings())
+    spelt_out = [f"{name}={shown(now)}" for name, (_, now) in settings.items()]
+    flipped = {name: not now for name, (_, now) in settings.items() if isinstance(now, bool)}
+    defaults = [f"{key}={value}" for key, value in DEFAULTS.items()]
+    others = ("dropout=zero", "device.rng=host", "guard=warn", "on_late=error")
+
+    assert len(settings) > 15
+    assert not _difference(*spelt_out, *defaults)
+    assert _difference(*(f"{n}={shown(v)}" for n, v in flipped.items())).keys() == flipped.keys()
+    assert _difference(*others).keys() == {each.partition("=")[0] for each in others}
+
+
+def test_what_hardware_reads_that_is_not_here_is_said_to_be_read_by_nothing():
+    """A setting of a back end changes nothing here exactly where its kind of device is absent."""
+    flags = {
+        name: (_section(knob), not now)
+        for name, (knob, now) in _settings()
+        if _section(knob) in DEVICES and isinstance(now, bool)
+    }
+    found = _difference(*(f"{name}={shown(value)}" for name, (_, value) in flags.items()))
+
+    assert {"cuda", "cudnn"} <= {target for target, _ in flags.values()}
+    for name, (target, _) in flags.items():
+        absent = DEVICES[target] not in present_kinds()
+        assert (found[name].impact is Impact.NOTHING_HERE) == absent, name
+
+
+def test_each_knob_of_an_accelerator_says_what_it_is_for():
+    """Whatever only an accelerator's libraries read names its hardware, and no name is idle."""
+    for knob in CATALOGUE:
+        if (knob.variable and knob.door in DOORS) or _section(knob) in DEVICES:
+            assert knob.hardware, knob.name
+    assert {knob.hardware for knob in CATALOGUE} == {"", *HARDWARE}
+
+
+def test_how_likely_says_what_each_setting_is_for():
+    """A seed decides numbers, a kernel may, a promise does not."""
+    found = _difference(
+        "seed=7", "backends.torch.deterministic_algorithms=warn", "on_late=error", "dropout=zero"
+    )
+
+    assert {key: each.impact for key, each in found.items()} == {
+        "seed": Impact.CHANGES,
+        "dropout": Impact.CHANGES,
+        "backends.torch.deterministic_algorithms": Impact.MAY,
+        "on_late": Impact.SHOULD_NOT,
+    }
+
+
+def test_the_column_that_says_the_same_in_every_row_is_left_out(command, answer, tmp_path):
+    """`how likely` is a column where rows differ in it, and one line where they do not."""
+    paths = []
+    for name, more in (("one", "seed: 1\n"), ("two", "seed: 2\ndropout: zero\n")):
+        paths.append(tmp_path / f"{name}.yaml")
+        paths[-1].write_text(more, encoding="utf-8")
+    _, found = answer("diff", *paths)
+    lines = command("diff", *paths)[1].splitlines()
+    _, varied = answer("diff", "debug-strict", "seed-only")
+
+    assert [row["rank"] for row in found["differences"]] == ["changes numbers"] * 2
+    assert lines[0].split()[:2] == ["what", "differs"]
+    assert lines[-1] == "each of these: changes numbers"
+    assert len({row["rank"] for row in varied["differences"]}) > 1
+    assert command("diff", "debug-strict", "seed-only")[1].startswith("how likely")

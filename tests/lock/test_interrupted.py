@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 
 from torchrepro.lock.lock_file import write_in_place
-from torchrepro.verification import copies
+from torchrepro.verification.repository import PREFIX, temporary_folder
 
 from .training import COMMAND
 
@@ -84,18 +85,19 @@ def test_a_copy_goes_with_the_check_that_made_it(training, tmp_path, number):
         until = time.monotonic() + 120
         while not began.exists() and time.monotonic() < until:
             time.sleep(0.1)
-        there = [*place.glob(f"{copies.PREFIX}*")]
+        there = [*place.glob(f"{PREFIX}*")]
         process.send_signal(number)
         process.communicate(timeout=60)
-    left = [*place.glob(f"{copies.PREFIX}*")]
+    left = [*place.glob(f"{PREFIX}*")]
     if left:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(copies.tempfile, "tempdir", str(place))
-            copies._sweep()
+            patch.setattr(tempfile, "tempdir", str(place))
+            with temporary_folder():
+                pass
 
     assert len(there) == 1
     assert len(left) == (number == signal.SIGKILL)
-    assert [*place.glob(f"{copies.PREFIX}*")] == []
+    assert [*place.glob(f"{PREFIX}*")] == []
     now = {path: path.read_bytes() for path in training.folder.rglob("*") if path.is_file()}
     assert {path for path in now if before.get(path) != now[path]} <= {
         path for path in now if path.suffix == ".pyc"

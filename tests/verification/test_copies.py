@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from torchrepro.launch import prepared_as_it_is
-from torchrepro.verification import copies
-from torchrepro.verification.copies import (
+from torchrepro.verification.file_notes import noted
+from torchrepro.verification.repository import (
+    PREFIX,
     Copy,
     files_now,
     repository_root,
@@ -21,7 +22,6 @@ from torchrepro.verification.copies import (
     write_commit,
     write_files,
 )
-from torchrepro.verification.file_notes import noted
 
 from .repositories import commit, git, write
 
@@ -177,7 +177,7 @@ def test_without_git_the_folder_is_copied(tmp_path):
 
 HOLDING = """
 import sys, time
-from torchrepro.verification.copies import temporary_folder
+from torchrepro.verification.repository import temporary_folder
 with temporary_folder() as folder:
     print(folder, flush=True)
     time.sleep(60)
@@ -201,7 +201,8 @@ def test_a_folder_goes_with_its_process(tmp_path, monkeypatch, number):
         process.send_signal(number)
         process.communicate(timeout=60)
         left = folder.is_dir()
-        copies._sweep()
+        with temporary_folder():
+            pass
 
         assert (there, left) == (True, number == signal.SIGKILL)
-        assert [*tmp_path.glob(f"{copies.PREFIX}*")] == [in_use]
+        assert [*tmp_path.glob(f"{PREFIX}*")] == [in_use]

@@ -1,6 +1,5 @@
 """Laws of sources that are held: the same in every run, at some lines or everywhere."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchrepro.seeding.uncontrolled import CLOCK, THREADS
-from torchrepro.verification.held_sources import HELD_AT_ONCE, VARIABLE
+from torchrepro.verification.held_sources import HELD_AT_ONCE
+from torchrepro.verification.perturbations import holding
 
 PROGRAM = """
 import os, random, secrets, time, uuid
@@ -40,10 +40,11 @@ print(torch.empty(4).tolist(), np.empty(3).tolist())
 
 def _lines(folder: Path, held: dict[str, list[str]]) -> list[str]:
     variables = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
+    variables |= holding(held).all_variables() if held else {}
     done = subprocess.run(
         [sys.executable, "-m", "torchrepro", "run", "seed-only", "--", sys.executable, "reads.py"],
         cwd=folder,
-        env={**variables, **({VARIABLE: json.dumps(held)} if held else {})},
+        env=variables,
         capture_output=True,
         text=True,
         check=True,

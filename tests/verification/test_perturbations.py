@@ -11,13 +11,10 @@ import time
 import pytest
 
 from torchrepro.profile.load import resolve
+from torchrepro.verification.at_start import IN_PROCESS, OBSERVED, VARIABLE, WORKERS
 from torchrepro.verification.perturbations import EVERYTHING, StressPlan
-from torchrepro.verification.process_perturbations import IN_PROCESS, LOADING, VARIABLE, WORKERS
 
-START = (
-    "import os; from torchrepro.verification.process_perturbations import perturb\n"
-    "perturb(os.environ)\n"
-)
+START = "import os; from torchrepro.verification.at_start import begin\nbegin(os.environ)\n"
 LOADER = """
 import json, time, torch
 waited, sleep = [], time.sleep
@@ -172,11 +169,11 @@ def test_folders_list_the_same_files_in_another_order(tmp_path, monkeypatch):
 def test_every_name_that_a_plan_sends_is_known_in_the_process():
     """No perturbation asks a process for what it cannot do, and none is left unused.
 
-    Loading in the main process or in some workers is no perturbation: it follows a divergence, or
-    a relation asks for it.
+    Another number of workers is no perturbation, and neither is what is noted: it follows a
+    divergence, or a relation asks for it.
     """
     plan = StressPlan.of(EVERYTHING, resolve("seed-only"))
-    sent = {name for row in plan.rows for name in row.environment(1).in_process}
+    sent = {*plan.environment(1, plan.names).in_process}
 
     assert sent <= set(IN_PROCESS)
-    assert set(IN_PROCESS) - sent <= {LOADING, WORKERS, *dict(plan.skipped)}
+    assert set(IN_PROCESS) - sent <= {WORKERS, OBSERVED, *dict(plan.skipped)}

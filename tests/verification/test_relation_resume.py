@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro.relations.relation import relate
-from torchrepro.verification.copies import temporary_folder
+from torchrepro.verification.repository import temporary_folder
 
 from .repositories import commit, write
 from .resumable import FORGOTTEN, PROGRAM
@@ -60,8 +60,11 @@ def test_state_that_is_not_restored_is_named(forgotten: str) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_program_that_restores_all_agrees() -> None:
-    """Killed after its first and after its last checkpoint, it goes on bit for bit."""
-    found = relate("resume", None, _program("nothing", "(3, 6, 9)"))
+    """Killed after its first and after its last checkpoint, it goes on bit for bit.
+
+    What is recorded in a folder of the user's is nothing that the program wrote there.
+    """
+    found = relate("resume", None, _program("nothing", "(3, 6, 9)"), folder="recorded")
 
     assert found.status == 0
     assert [side.name for side in found.sides] == ["resumed after step 2", "resumed after step 8"]

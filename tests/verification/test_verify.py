@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from torchrepro.console import as_text
 from torchrepro.errors import ApplyError, ProfileError, TraceError
+from torchrepro.seeding.uncontrolled import IF_THERE
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.value import Kind
 from torchrepro.verification.result import verification_json, verification_parts
+from torchrepro.verification.trials import CarriedFile, carried
 from torchrepro.verification.verifier import verify
 
 ANOTHER_EACH_TIME = "batch[0, 0] = __import__('random').SystemRandom().random() if step == 1 else 1"
@@ -313,3 +317,112 @@ def test_a_program_without_steps_is_verified(verified):
     assert "2 records outside of any step" in text
     assert "diverged outside of any step" in text
     assert not re.search(r"\d steps?\b|step \d", text)
+
+
+IMPORTS = "import os, sqlite3, subprocess, numpy as np"
+CACHE = """
+if not os.path.exists("cache.npy"):
+    np.save("cache.npy", np.ones((16, 4), "float16"))  # written
+    batch = batch + 1
+else:
+    batch = torch.from_numpy(np.load("cache.npy")).float()  # read
+subprocess.run(["cp", "cache.npy", "copy.npy"], check=True) if step == 2 else None
+np.load("copy.npy") if step == 0 and os.path.exists("copy.npy") else None  # copied
+np.load("data.npy") if step == 0 else None
+with sqlite3.connect("kept.db") as database:  # kept
+    database.execute("create table if not exists seen (step int)")
+np.save("result.npy", batch), np.load("result.npy")
+"""
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_a_run_reads_as_the_one_before_it_left_it_is_known(training, verified, tmp_path):
+    """Neither data from before nor what a run itself has written counts, and no writer is needed.
+
+    Once runs agree, the file is one of their reads.
+    """
+    np.save("data.npy", np.ones(1))
+    time.sleep(0.05)
+    command = training("\n    ".join(CACHE.strip().splitlines()), IMPORTS)
+    program = Path("train.py").absolute()
+    lines = {
+        mark: f"{program}:{number}"
+        for number, line in enumerate(program.read_text().splitlines(), 1)
+        for mark in ("written", "read", "copied", "kept")
+        if line.endswith(f"# {mark}")
+    }
+
+    differ = verified(command, closer=False)
+    agree = verified(command, folder=tmp_path / "again")
+
+    assert not differ.same
+    assert carried(*differ.runs) == (
+        CarriedFile(f"{program.parent}/cache.npy", lines["written"], lines["read"]),
+        CarriedFile(f"{program.parent}/copy.npy", "", lines["copied"]),
+        CarriedFile(f"{program.parent}/kept.db", lines["kept"], lines["kept"]),
+    )
+    assert agree.same
+    assert {
+        (read.name, read.where) for read in agree.verdict.program.reads if read.what == IF_THERE
+    } == {("cache.npy", lines["read"]), ("copy.npy", lines["copied"])}
+
+
+METER = "seconds = torch.tensor(__import__('time').time_ns() % 16777213).mul(2)"
+ANOTHER = "batch[0, 0] = __import__('time').time_ns() % 16777213"
+
+
+def _line_of(text: str) -> str:
+    lines = Path("train.py").read_text(encoding="utf-8").splitlines()
+    return f"train.py:{next(n for n, line in enumerate(lines, 1) if text in line)}"
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_meter_can_be_left_out(training, verified):
+    """With the line of a meter left out the runs are the same, and the answer says what was."""
+    command = training(METER)
+    found = verified(command, ignore=[_line_of("time_ns")])
+
+    assert found.same
+    assert found.verdict.notes[0] == f"left out: 6 records of {_line_of('time_ns')}"
+    assert verification_json(found)["left_out"][0]["records"] == 6
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_meter_reaches_nothing(training, verified):
+    """Without that the runs differ, in nothing that is trained."""
+    found = verified(training(METER), closer=False)
+
+    assert not found.same
+    assert verification_json(found)["reaches"] is False
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_line_that_reaches_the_loss_cannot_be_left_out(training, verified):
+    """A difference that reaches the loss is found, whatever is left out."""
+    command = training(ANOTHER)
+    found = verified(command, closer=False, ignore=[_line_of("time_ns")])
+
+    assert not found.same
+    assert found.verdict.reaches
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_line_without_a_record_is_refused(training, verified):
+    """A line that computes nothing is refused, with lines that do."""
+    with pytest.raises(TraceError, match=r"nothing was recorded of this line") as refused:
+        verified(training(), ignore=["train.py:1"])
+
+    assert "legal: train.py:4" in str(refused.value)
+
+
+@pytest.mark.usefixtures("forked")
+def test_only_some_steps_are_recorded_in_full(training, verified):
+    """`every` and `max_size` are those of a recording; a divergence is still looked at closely."""
+    found = verified(training(ANOTHER), every=2, max_size="50MB")
+
+    levels = [row.level for row in read_run(found.runs[0].folder)[0].steps.values()]
+    assert levels[:3] == ["op", "step", "op"]
+    assert read_run(found.runs[0].folder)[0].meta["max_size"] == 50_000_000
+    assert not found.same
+    assert found.verdict.first is not None
+    assert found.verdict.first.elements

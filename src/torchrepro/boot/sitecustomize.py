@@ -30,22 +30,10 @@ def _begin():
     try:
         from torchrepro.bootstrap import put_in_force_on_import, record_on_import
 
-        if os.environ.get("TORCHREPRO_STRESS"):
-            from torchrepro.verification.process_perturbations import perturb
-
-            perturb(os.environ)
-        if os.environ.get("TORCHREPRO_HELD"):
-            from torchrepro.verification.held_sources import hold
-
-            hold(os.environ)
-        if os.environ.get("TORCHREPRO_FILES"):
-            from torchrepro.verification.file_notes import begin
+        if os.environ.get("TORCHREPRO_AT_START"):
+            from torchrepro.verification.at_start import begin
 
             begin(os.environ)
-        if os.environ.get("TORCHREPRO_OBSERVE"):
-            from torchrepro.relations.observer import observe
-
-            observe(os.environ)
     except ImportError:
         return False  # this Python has no torchrepro: it is left alone
     if os.environ.get("TORCHREPRO_PROFILE"):

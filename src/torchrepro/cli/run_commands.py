@@ -134,8 +134,7 @@ def lock_profile(
             f"  torchrepro run --lock {output} -- COMMAND\n"
         )
         return
-    from torchrepro.verification.locked_command import LockedCommand
-    from torchrepro.verification.locked_numbers import lock_numbers
+    from torchrepro.verification.locked_numbers import LockedCommand, lock_numbers
 
     each = _number(every) if every else 1
     if not isinstance(each, int) or each < 1:

@@ -327,7 +327,7 @@ def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
     """
     from torchrepro.applier import in_force
     from torchrepro.errors import TorchreproError
-    from torchrepro.lock.numbers_of_tests import FOLDER, NumbersOfTest, numbers_of_training
+    from torchrepro.lock.numbers import FOLDER, NumbersOfTest, numbers_of_training
 
     file, calls = request.path, count(1)
     whole = request.node.nodeid.partition("::")[2] or request.node.name

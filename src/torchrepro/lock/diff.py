@@ -60,8 +60,7 @@ class Snapshot:
     """What one of two sides was, by section; a section that it does not hold is absent."""
 
     name: str
-    kind: str
-    """``profile``, ``manifest``, ``lock`` or ``recording``."""
+    kind: str  # ``profile``, ``manifest``, ``lock`` or ``recording``
 
     sections: Mapping[str, Section]
     ranks: Mapping[str, Mapping[str, Section]] = field(default_factory=dict)
@@ -82,15 +81,14 @@ def snapshot_of(name: str) -> Snapshot:
     `ProfileError` or `TraceError` for what cannot be read.
     """
     place = Path(name)
-    if place.suffix in (".yaml", ".yml") or name.startswith("pkg://"):
-        return of_profile(name, resolve(name))
-    if os.path.isdir(name):  # noqa: PTH112 - never raises
-        try:
-            return of_profile(name, resolve(name))
-        except ProfileError:
-            return _of_folder(name, place)
-    if place.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
-        return of_contents(name, *read_complete(place))
+    if place.suffix not in (".yaml", ".yml") and not name.startswith("pkg://"):
+        if os.path.isdir(name):  # noqa: PTH112 - never raises
+            try:
+                return of_profile(name, resolve(name))
+            except ProfileError:
+                return _of_folder(name, place)
+        if place.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
+            return of_contents(name, *read_complete(place))
     return of_profile(name, resolve(name))
 
 
@@ -246,8 +244,7 @@ class Impact(StrEnum):
     STARTED = "how it was started"
 
 
-ENFORCED = (Impact.CHANGES, Impact.MAY)
-"""What a lock forbids."""
+ENFORCED = (Impact.CHANGES, Impact.MAY)  # what a lock forbids
 
 ENFORCED_STRICTLY = (*ENFORCED, Impact.SHOULD_NOT)
 
@@ -311,10 +308,8 @@ class Difference:
     right: Any
     ranks: tuple[str, ...] = ()
     """The processes of a recorded run that have it; empty if all have it."""
-    here: Impact | None = None
-    """How likely it changes numbers on this machine, where that is known."""
-    hardware: str = ""
-    """The hardware that one side lacks, so that it could not set this knob."""
+    here: Impact | None = None  # how likely it changes numbers on this machine, where that is known
+    hardware: str = ""  # the hardware that one side lacks, so that it could not set this knob
 
     @property
     def impact(self) -> Impact:
@@ -333,8 +328,7 @@ class Gap(NamedTuple):
 
     side: str
     section: str
-    key: str = ""
-    """Empty where all of the section is missing."""
+    key: str = ""  # empty where all of the section is missing
 
     def __str__(self) -> str:
         return f"{self.section}: {self.key}" if self.key else self.section

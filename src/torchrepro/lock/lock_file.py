@@ -225,6 +225,15 @@ class CheckResult:
         }
 
 
+def named_in(path: Path, contents: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the profile of a lock, as it is named from here, and its overrides."""
+    its: dict[str, Any] = contents["named"] if isinstance(contents.get("named"), dict) else {}
+    name, own = its.get("profile", ""), its.get("overrides")
+    if not (name and isinstance(own, list) and all(isinstance(text, str) for text in (name, *own))):
+        raise ProfileError.about("damaged: it does not name its profile", str(path), "named")
+    return str(path.parent / name) if is_relative_path(name) else name, own
+
+
 def check(
     path: Path, *, strict: bool = False, profile: str = "", overrides: Sequence[str] = ()
 ) -> CheckResult:
@@ -244,12 +253,7 @@ def check(
     written, true = contents["seal"], contents["true_seal"]
     if written != true:
         first.append(Difference("profile", "seal, as the lock was edited", written, true))
-    its: dict[str, Any] = contents["named"] if isinstance(contents["named"], dict) else {}
-    name, own = its.get("profile", ""), its.get("overrides")
-    if not (name and isinstance(own, list) and all(isinstance(text, str) for text in (name, *own))):
-        raise ProfileError.about("damaged: it does not name its profile", str(path), "named")
-    if is_relative_path(name):
-        name = str(path.parent / name)
+    name, own = named_in(path, contents)
     resolved = resolve(profile, overrides) if profile else None
     if resolved is None:
         try:

@@ -1,23 +1,32 @@
 """The numbers that a run computed, as a lock holds them, and where two runs of them differ.
 
 They are the losses of each step, exactly, a digest of the parameters after it, and one of what
-there is at the end. One step is one line of the lock: a change of numbers reads as a diff.
+there is at the end. One step is one line of the lock: a change of numbers reads as a diff. Those of
+single tests, which the fixture `repro_numbers` asks for, are in a file beside the tests.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from torchrepro.errors import ProfileError, TraceError
+from torchrepro.imports import import_torch, installed_version
+from torchrepro.lock.lock_file import by_lines, write_in_place
+from torchrepro.manifest.contents import MACHINES
+from torchrepro.manifest.environment import kind_of_machine
+from torchrepro.messages import some
 from torchrepro.trace.format import ARGUMENTS
 from torchrepro.trace.reader import read_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 _ZEROS = re.compile(r"\.?0*p")
@@ -25,9 +34,13 @@ _LINE = re.compile(r"(\d+): ([^|]*)\| ([0-9a-f]*)")
 _MARK = "#"  # begins the fingerprint of a loss that is no single number
 _DIGITS = 16  # hexadecimal ones of a digest
 
+FOLDER = "repro_numbers"
+"""The name of the folder beside a test that holds the numbers of its module."""
 
-@dataclass(frozen=True, slots=True)
-class StepNumbers:
+FORMAT = 1  # of that file
+
+
+class StepNumbers(NamedTuple):
     """What a step computed."""
 
     losses: tuple[str, ...]
@@ -36,8 +49,7 @@ class StepNumbers:
     """A digest of the parameters after the step, over all ranks; empty if it has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(NamedTuple):
     """What a run computed."""
 
     steps: Mapping[int, StepNumbers]
@@ -47,12 +59,10 @@ class Numbers:
 
     def to_json(self) -> dict[str, Any]:
         """Return them as plain JSON values, a step on a line."""
-        return {"steps": [self.line(step) for step in self.steps], "end": self.end}
-
-    def line(self, step: int) -> str:
-        """Return a step as a line of a lock."""
-        its = self.steps[step]
-        return f"{step}: {' '.join(its.losses)} | {its.parameters}"
+        lines = [
+            f"{step}: {' '.join(its.losses)} | {its.parameters}" for step, its in self.steps.items()
+        ]
+        return {"steps": lines, "end": self.end}
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> Numbers:
@@ -70,15 +80,14 @@ class Numbers:
             raise ProfileError.about("damaged: no numbers of a run", where, "numbers") from None
 
 
-def exact(value: float) -> str:
-    """Return a float as the shortest hexadecimal text that is exactly it."""
+def _exact(value: float) -> str:
     return _ZEROS.sub("p", value.hex())
 
 
-def digest_of_all(each: Iterable[bytes]) -> str:
+def _digest_of_all(each: Iterable[bytes]) -> str:
     """Return a digest of digests in their order; empty if all of them are."""
-    together = [one for one in each if one]
-    return xxhash.xxh3_128_hexdigest(b"".join(together))[:_DIGITS] if together else ""
+    together = b"".join(each)
+    return xxhash.xxh3_128_hexdigest(together)[:_DIGITS] if together else ""
 
 
 def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
@@ -100,7 +109,7 @@ def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
             if row.finished and number % every == 0:
                 parameters.setdefault(number, []).append(row.parameters)
         for loss in trace.losses if not trace.rank else ():
-            text = f"{_MARK}{loss.fingerprint.hex()}" if loss.value is None else exact(loss.value)
+            text = f"{_MARK}{loss.fingerprint.hex()}" if loss.value is None else _exact(loss.value)
             losses.setdefault(loss.step, []).append(text)
         for kind, its in sorted((trace.meta.get("end") or {}).items()):
             # An optimizer's arguments have other names in another torch, and are no numbers.
@@ -108,34 +117,43 @@ def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
             end += [f"{kind} {name} {value}".encode() for name, value in left]
         trace.close()
     steps = {
-        number: StepNumbers(tuple(losses.get(number, ())), digest_of_all(each))
+        number: StepNumbers(tuple(losses.get(number, ())), _digest_of_all(each))
         for number, each in sorted(parameters.items())
     }
     if not any(its.losses or its.parameters for its in steps.values()):
         what = "has no loss and no parameters of any step, so there are no numbers to hold"
         todo = "a step is a call of an optimizer's step(), or of torchrepro.end_step()"
         raise TraceError.about(what, found=str(folder), todo=todo)
-    return Numbers(steps, digest_of_all(end))
+    return Numbers(steps, _digest_of_all(end))
 
 
-@dataclass(frozen=True, slots=True)
-class NumbersDifference:
+class NumbersDifference(NamedTuple):
     """Where the numbers of a run first differ from those of a lock."""
 
     step: int
-    what: str
-    """``loss``, ``parameters``, ``steps`` or ``end``."""
+    what: str  # ``loss``, ``parameters``, ``steps`` or ``end``
     locked: str
     here: str
 
     def __str__(self) -> str:
         if self.what == "steps":
             return f"the same numbers up to there, but {self.locked} in the lock, {self.here} here"
-        place = "at the end" if self.what == "end" else f"from step {self.step}"
-        what = "parameters or states of optimizers" if self.what == "end" else self.what
-        one, two = _told_apart(self.locked, self.here) if self.what == "loss" else ("", "")
-        values = f"{what} {one} in the lock, {two} here" if one else f"other {what}"
-        return f"other numbers {place}: {values}"
+        if self.what == "end":
+            return "other numbers at the end: other parameters or states of optimizers"
+        values = f"other {self.what}"
+        if self.what == "loss":
+            one, two = self._told_apart()
+            values = f"loss {one} in the lock, {two} here"
+        return f"other numbers from step {self.step}: {values}"
+
+    def _told_apart(self) -> tuple[str, str]:
+        """Return two losses with as many digits as it takes to see that they differ."""
+        one, two = (_number(text) for text in (self.locked, self.here))
+        for digits in range(5, 18):
+            left, right = (f"{i:.{digits}g}" if isinstance(i, float) else i for i in (one, two))
+            if left != right:
+                break
+        return left or "none", right or "none"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -145,21 +163,10 @@ class NumbersDifference:
         return {"step": self.step, "what": self.what, **values}
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> float | str:
     value = None if text.startswith(_MARK) or not text else float.fromhex(text)
-    return text if value is None or value - value != 0 else value  # JSON has neither NaN nor inf
-
-
-def _told_apart(left: str, right: str) -> tuple[str, str]:
-    """Return two losses with as many digits as it takes to see that they differ."""
-    values = [_number(text) for text in (left, right)]
-    shown = [""]
-    for digits in range(5, 18):
-        shown = [f"{its:.{digits}g}" if isinstance(its, float) else str(its) for its in values]
-        if shown[0] != shown[1]:
-            break
-    one, two = (text or "none" for text in shown)
-    return one, two
+    # JSON has neither NaN nor infinity.
+    return text if value is None or value - value != 0 else value
 
 
 def first_difference(locked: Numbers, here: Numbers) -> NumbersDifference | None:
@@ -171,8 +178,9 @@ def first_difference(locked: Numbers, here: Numbers) -> NumbersDifference | None
         two = here.steps.get(step)
         if two is None:
             break
-        if one.losses != two.losses:
-            return NumbersDifference(step, "loss", *_first_unequal(one.losses, two.losses))
+        for pair in zip((*one.losses, ""), (*two.losses, ""), strict=False):
+            if pair[0] != pair[1]:
+                return NumbersDifference(step, "loss", *pair)
         if one.parameters != two.parameters:
             return NumbersDifference(step, "parameters", one.parameters, two.parameters)
     if locked.steps.keys() != here.steps.keys():
@@ -185,6 +193,92 @@ def first_difference(locked: Numbers, here: Numbers) -> NumbersDifference | None
     return None
 
 
-def _first_unequal(left: Sequence[str], right: Sequence[str]) -> tuple[str, str]:
-    pairs = zip((*left, ""), (*right, ""), strict=False)
-    return next((one, two) for one, two in pairs if one != two)
+def numbers_of_training(losses: Any, model: Any = None) -> Numbers:
+    """Return losses, and what the state of a model is, as the numbers of a lock.
+
+    `losses` are numbers or tensors of one, or a single one. Raises `ProfileError` for others.
+    """
+    import_torch()
+    from torchrepro.trace.fingerprint import fingerprint
+
+    each: Iterable[Any] = losses if isinstance(losses, list | tuple) else [losses]
+    steps = {}
+    for step, loss in enumerate(each):
+        try:
+            value = loss.item() if hasattr(loss, "item") else loss
+            steps[step] = StepNumbers((_exact(float(value)),), "")
+        except (TypeError, ValueError, RuntimeError):
+            legal = "a list of floats, or of tensors of one number"
+            found = type(loss).__name__
+            raise ProfileError.about("no loss", "repro_numbers", found=found, legal=legal) from None
+    state = {} if model is None else model.state_dict()
+    tensors = (state[name] for name in sorted(state) if hasattr(state[name], "dtype"))
+    return Numbers(steps, _digest_of_all(fingerprint(tensor.detach()) for tensor in tensors))
+
+
+class NumbersOfTest(NamedTuple):
+    """One test, and the file that holds its numbers."""
+
+    path: Path
+    name: str
+    profile: str | None  # the name of the profile that is in force for the test
+
+    def held_to(self, numbers: Numbers, reason: str) -> str:
+        """Return in what the numbers differ from those of the file; empty if in nothing.
+
+        With a reason they are written. Where there are none yet they are written as well, unless
+        the variable `CI` is set: then that is what is returned.
+        """
+        machine = kind_of_machine()
+        settings = {"torch": installed_version("torch"), "profile": self.profile}
+        with self._opened() as contents:
+            section = contents[MACHINES].get(machine, {})
+            held = section.get(self.name)
+            if held is None and not reason and os.environ.get("CI"):
+                others = [each for each in contents[MACHINES] if each != machine]
+                there = f"; it has some of {some(others)}" if others and not section else ""
+                return (
+                    f"{self.path} holds no numbers of {self.name} for {machine}{there}\n"
+                    f'  to add them: pytest --repro-update "why" {self.path.parent.parent}'
+                )
+            if held is not None and not reason:
+                first = first_difference(Numbers.from_json(held, str(self.path)), numbers)
+                if first is None:
+                    return ""
+                other = (
+                    f"  {name}: {held.get(name)} in the lock, {now} here"
+                    for name, now in settings.items()
+                    if held.get(name) != now
+                )
+                todo = '  if that is as it should be: pytest --repro-update "why"'
+                return "\n".join([str(first), *other, f"  as it is: {self.path}", todo])
+            its = {**numbers.to_json(), **settings}
+            section[self.name] = {**its, "reason": reason} if reason else its
+            contents[MACHINES][machine] = section
+            write_in_place(self.path, by_lines(contents) + "\n")
+        return ""
+
+    @contextmanager
+    def _opened(self) -> Iterator[dict[str, Any]]:
+        """Read the file, while no other process of the same tests reads or writes it."""
+        contents: dict[str, Any] = {"tests": FORMAT, MACHINES: {}}
+        if not self.path.exists() and os.environ.get("CI"):
+            yield contents
+            return
+        self.path.parent.mkdir(exist_ok=True)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            if self.path.exists():
+                try:
+                    contents = json.loads(self.path.read_text(encoding="utf-8"))
+                    valid = contents["tests"] == FORMAT and isinstance(contents[MACHINES], dict)
+                except (ValueError, TypeError, KeyError):
+                    valid = False
+                if not valid:
+                    todo = 'remove it, then pytest --repro-update "why"'
+                    what = "damaged: no numbers of tests"
+                    raise ProfileError.about(what, str(self.path), todo=todo)
+            yield contents
+        finally:
+            os.close(folder)

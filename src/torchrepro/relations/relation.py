@@ -1,8 +1,6 @@
 """Runs a program in two ways that ought to agree, and says whether they do.
 
-A relation says how its runs are started, what the other sides are, and how each is lined up with
-the plain program. The plain program is run twice first: where it does not agree with itself,
-nothing can be said of a relation.
+The plain program is run twice first: where it does not agree with itself, nothing can be said.
 """
 
 from __future__ import annotations
@@ -17,22 +15,15 @@ from torchrepro.errors import ProfileError
 from torchrepro.imports import named
 from torchrepro.messages import near, shown
 from torchrepro.profile.load import resolve
-from torchrepro.relations.experiment import Experiment
 from torchrepro.relations.related import Related
 from torchrepro.verdict.comparison import tolerance_of
-from torchrepro.verification.runner import (
-    Runner,
-    all_failed,
-    failure,
-    output_directory,
-    refuse_unrecorded,
-)
+from torchrepro.verification.runner import Runner, output_directory
 from torchrepro.verification.verifier import command_line, request_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torchrepro.relations.experiment import Relation
+    from torchrepro.relations.related import Relation
 
 RELATIONS = {
     "resume": "relations.resumed:Resumed",
@@ -75,7 +66,7 @@ def relate(  # noqa: PLR0913 - each is an option of the command
             near=near(name, RELATIONS),
             legal=", ".join(RELATIONS),
         )
-    relation: Relation = named(RELATIONS[name])()
+    kind: type[Relation] = named(RELATIONS[name])
     given = {
         "checkpoint": checkpoint,
         "resume_command": resume_command,
@@ -84,25 +75,25 @@ def relate(  # noqa: PLR0913 - each is an option of the command
         "ignore": tuple(ignore),
     }
     for key, value in given.items():
-        if value not in (None, "", ()) and key not in relation.takes:
+        if value not in (None, "", ()) and key not in kind.takes:
             what = f"the relation {name} has no use for it"
             raise ProfileError.about(what, key=key, found=shown(value), todo="leave it out")
     resolved = None if profile is None else resolve(profile, overrides)
     tolerance = tolerance_of(rtol, atol)
-    request = relation.recorded(request_for(level, keep, every, max_size, tolerance))
+    request = request_for(level, keep, every, max_size, tolerance)
+    request = replace(request, loading=kind.loading)
     with output_directory(os.fspath(folder), say) as output, ExitStack() as stack:
         runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
-        experiment = Experiment(runner, resolved, stack, checkpoint, resume_command)
-        plain = [relation.plain(experiment, "plain-1")]
-        refuse_unrecorded(plain[0], command)
-        plain.append(relation.plain(experiment, "plain-2"))
-        if all_failed(plain):
-            raise failure(plain, command)
+        relation = kind(runner, resolved, stack, checkpoint, resume_command)
+        plain = [relation.plain("plain-1")]
+        runner.refuse_unrecorded(plain[0])
+        plain.append(relation.plain("plain-2"))
+        runner.refuse_failed(plain)
         agreed = runner.compare(*plain)
-        sides = tuple(relation.sides(experiment, plain[0])) if agreed.same else ()
-        agreed, sides = experiment.in_own((agreed, sides))
+        sides = tuple(relation.sides(plain[0])) if agreed.same else ()
+        agreed, sides = relation.in_own((agreed, sides))
         line = command_line(profile, resolved, overrides, command)
-        found = Related(name, relation.agreement, line, tuple(plain), agreed, sides, str(output))
+        found = Related(name, kind.agreement, line, tuple(plain), agreed, sides, str(output))
     if found.status == 0 and not folder:
         shutil.rmtree(output, ignore_errors=True)
         return replace(found, folder="")

@@ -1,269 +1,248 @@
 """Whether a run that was killed and resumed from its checkpoint goes on as the whole run does.
 
-Each run is in a fresh copy of the repository, so that none finds another one's checkpoint.
+Each run is in a fresh copy of the repository, so that none finds another one's checkpoint. What of
+its state a resumed run does not have again follows from what both runs have noted.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from subprocess import SubprocessError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import TraceError
-from torchrepro.manifest.environment import git
 from torchrepro.messages import size as in_units
-from torchrepro.relations.checkpoint_watch import settles
-from torchrepro.relations.lost_state import State, began_anew, not_restored, step_restored
-from torchrepro.relations.related import Side, words_of
+from torchrepro.relations.related import NotRestored, Relation, Side
 from torchrepro.verdict.comparison import compare_from
+from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice, Divergence, Kind
-from torchrepro.verification.copies import (
+from torchrepro.verification.file_notes import LEFT_OUT
+from torchrepro.verification.repository import (
+    FAILED,
     Copy,
     CopyError,
+    file_state,
     files_now,
     is_of_environment,
+    names_by_git,
     repositories,
     repository_root,
     temporary_folder,
+    walked,
     write_files,
 )
-from torchrepro.verification.file_notes import LEFT_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torchrepro.relations.experiment import Experiment
-    from torchrepro.trace.request import Request
-    from torchrepro.verdict.value import Verdict
     from torchrepro.verification.result import Run
 
-LARGE = 1 << 26
-"""Bytes of a file above which it is linked, not copied."""
+LARGE = 1 << 26  # bytes of a file above which it is linked, not copied
 
-MOST = 4 << 30
-"""Bytes of all files that are copied above which nothing is."""
+MOST = 4 << 30  # bytes of all files that are copied above which nothing is
 
-BUDGET = 1 << 30
-"""Bytes of ignored files that the first copy has as files of its own."""
+BUDGET = 1 << 30  # bytes of ignored files that the first copy has as files of its own
 
-MANY = 20_000
-"""Files of an ignored folder above which it is linked as one."""
+MANY = 20_000  # files of an ignored folder above which it is linked as one
 
 NAME_ONE = "name its files: --checkpoint GLOB"
 RESUME_SO = 'say how it goes on: --resume-command "python train.py --resume {checkpoint}"'
 
 
-class Resumed:
+class State(NamedTuple):
+    """What the processes of a run have noted, and of its steps the one that made most."""
+
+    steps: Sequence[Mapping[str, Any]]
+    saves: Sequence[Mapping[str, Any]]
+    """The checkpoints, each with the number of steps after which it was written."""
+    settled: Sequence[int]
+    """The numbers of steps after which a checkpoint was written that has settled since."""
+    killed: int  # after how many steps it was killed; 0 if it was not
+
+    def batches(self, step: int) -> list[str]:
+        """Return the digests of the batches of a step."""
+        return [digest for *_, digest in self.steps[step]["batches"]]
+
+
+class Resumed(Relation):
     """The whole run; and one that is killed after a checkpoint, and started again."""
 
     agreement = "resumed from its checkpoints it goes on as the whole run does"
     takes = frozenset(("checkpoint", "resume_command"))
 
-    def __init__(self) -> None:
-        self._root = Path()
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._root = (repository_root(Path.cwd()) or Path.cwd()).resolve()
+        self._recordings = self.runner.folder.resolve()
+        self._before = self._users_files()
         self._written: frozenset[str] = frozenset()
         self._strayed = ""
-        self._has_copies = False
-        self._own: Mapping[str, tuple[int, int]] = {}
 
-    def recorded(self, request: Request) -> Request:
-        """Record as it is asked for."""
-        return request
-
-    def plain(self, experiment: Experiment, name: str) -> Run:
+    def plain(self, name: str) -> Run:
         """Run the program to its end, in a copy of its own."""
-        first = not self._has_copies
-        if first:
-            self._root = (repository_root(Path.cwd()) or Path.cwd()).resolve()
-            self._own = _listing(self._root, experiment.runner.folder)
-        copy = self._copy(experiment, all_files=first)
-        run = self._run(experiment, name, copy)
-        if first:
-            # What it has written of the ignored files is a result, as an old checkpoint is.
-            self._written = frozenset(
-                path for path in _ignored(self._root) if _changed(self._root / path, copy, path)
-            )
-            if self._written:
-                copy = self._copy(experiment)
-                run = self._run(experiment, f"{name}-anew", copy)
-        return run
+        if self.copies:
+            return self._run(name, self._copy())
+        copy = self._copy(all_files=True)
+        run = self._run(name, copy)
+        # What it has written of the ignored files is a result, as an old checkpoint is. Of what is
+        # linked, `Copy.strayed` knows.
+        self._written = frozenset(
+            path
+            for path in _ignored(self._root)
+            if not (copy.tree / path).is_symlink()
+            and file_state(copy.tree / path) != file_state(self._root / path)
+        )
+        return self._run(f"{name}-anew", self._copy()) if self._written else run
 
-    def sides(self, experiment: Experiment, plain: Run) -> Iterator[Side]:
+    def sides(self, plain: Run) -> Iterator[Side]:
         """Kill it after its first and its last checkpoint, and resume it."""
-        if self._strayed:
-            yield Side("resumed", None, unknown=self._strayed)
-            return
-        whole = State.of(experiment, plain)
-        at, unknown = _checkpoints(whole)
+        whole = self._state(plain)
+        last = len(whole.steps) - 1
+        usable = sorted({saved for saved in whole.settled if saved > 0})
+        unknown = self._strayed
+        if not unknown and not usable:
+            if not whole.steps:
+                unknown = "it makes no step of an optimizer"
+            elif not whole.saves:
+                seen = f"it never saved a checkpoint in {last + 1} steps"
+                unknown = f"{seen}; save more often, or {NAME_ONE}"
+            else:
+                unknown = (
+                    "it saves too late for a step to follow; let it save earlier, or train longer"
+                )
         if unknown:
             yield Side("resumed", None, unknown=unknown)
-        for number, saved in enumerate(at, start=1):
-            yield self._resumed(experiment, plain, whole, number, saved)
+            return
+        for number, saved in enumerate(sorted({usable[0], usable[-1]}), start=1):
+            yield self._resumed(plain, whole, number, saved)
 
-    def _resumed(
-        self, experiment: Experiment, plain: Run, whole: State, number: int, saved: int
-    ) -> Side:
+    def _resumed(self, plain: Run, whole: State, number: int, saved: int) -> Side:
         name = f"resumed after step {saved - 1}"
-        copy = self._copy(experiment)
-        killed = self._run(experiment, f"killed-{number}", copy, kill=saved)
-        state = State.of(experiment, killed)
-        if not state.killed:
-            why = (
-                "it ended before a checkpoint had settled"
-                if killed.status == plain.status
-                else (f"the run that was to be killed failed: see {killed.log}")
-            )
+        copy = self._copy()
+        killed = self._run(f"killed-{number}", copy, kill=saved)
+        before = self._state(killed)
+        if not before.killed:
+            failed = f"the run that was to be killed failed: see {killed.log}"
+            settled = killed.status == plain.status
+            why = "it ended before a checkpoint had settled" if settled else failed
             return Side(name, killed, unknown=why)
-        command = _resume_command(experiment, copy, state)
-        run = self._run(experiment, f"resumed-{number}", copy, command=command)
+        command = self._resume_command(copy, before)
+        run = self._run(f"resumed-{number}", copy, command=command)
+        after = self._state(run)
+        unknown = ""
         if self._strayed:
-            return Side(name, run, unknown=self._strayed)
-        if run.status != plain.status:
+            unknown = self._strayed
+        elif run.status != plain.status:
             unknown = f"the resumed run failed, see {run.log}; {RESUME_SO}"
+        elif not after.steps:
+            unknown = f"the resumed run made no step; {RESUME_SO}"
+        elif (
+            len(after.steps) == len(whole.steps)
+            and after.steps[0]["parameters"] == whole.steps[0]["parameters"]
+            and after.batches(0) == whole.batches(0)
+        ):
+            unknown = f"it did not resume, it began anew; {RESUME_SO}"
+        if unknown:
             return Side(name, run, unknown=unknown)
-        after = State.of(experiment, run)
-        if not after.steps:
-            return Side(name, run, unknown=f"the resumed run made no step; {RESUME_SO}")
-        if began_anew(whole, after):
-            return Side(name, run, unknown=f"it did not resume, it began anew; {RESUME_SO}")
-        written = max((each["saved"] for each in state.saves), default=saved)
-        begins = step_restored(whole, after, written)
+        written = max((each["saved"] for each in before.saves), default=saved)
+        begins = _step_restored(whole, after, written)
         name = f"resumed after step {begins - 1}"
+        files = sorted({path for save in before.saves for path in save["files"]})
+        which = f"its checkpoints being {', '.join(files[:4])}"
+        said = f"killed after step {before.killed - 1}, {which}"
         verdict = compare_from(plain.folder, run.folder, begins)
-        if verdict.same:
-            verdict = _with_buffers(verdict, whole, after, begins)
-        said = killed_words(state)
+        if verdict.same and (buffer := _first_buffer(whole, after, begins)):
+            verdict = replace(verdict, same=False, first=buffer)
         if verdict.same or verdict.first is None:
             return Side(name, run, verdict, said=said)
-        lost = not_restored(whole, after, begins)
-        words = "; ".join(map(words_of, lost))
+        lost = tuple(_not_restored(whole, after, begins))
         cause = (
-            f"Not restored: {words}."
+            f"Not restored: {'; '.join(map(str, lost))}."
             if lost
             else "All state that is known was restored: what differs is of the program's own."
         )
         found = replace(verdict, advice=Advice(cause=cause))
         return Side(name, run, found, not_restored=lost, said=said)
 
-    def _run(
-        self,
-        experiment: Experiment,
-        name: str,
-        copy: Copy,
-        kill: int | None = None,
-        command: Sequence[str] = (),
-    ) -> Run:
-        words = copy.command(command or experiment.runner.command)
-        told: dict[str, Any] = {"tree": str(copy.tree), "pattern": experiment.checkpoint}
-        if kill is not None:
-            told["kill"] = kill
-        with copy.entered():
-            runner = replace(experiment.runner, command=words)
-            run = experiment.run(name, {"state": told}, copy.environment, runner=runner)
-        strayed = copy.strayed() or _differs(
-            self._own, _listing(self._root, experiment.runner.folder)
+    def _state(self, run: Run) -> State:
+        every = self.noted(run)
+        steps = max(([n for n in notes if "step" in n] for notes in every), key=len, default=[])
+        rest = [note for notes in every for note in notes]
+        return State(
+            steps,
+            [note for note in rest if "saved" in note],
+            [note["settled"] for note in rest if "settled" in note],
+            max((note["killed"] for note in rest if "killed" in note), default=0),
         )
+
+    def _run(
+        self, name: str, copy: Copy, kill: int | None = None, command: Sequence[str] = ()
+    ) -> Run:
+        told = {"tree": str(copy.tree), "pattern": self.checkpoint, "kill": kill}
+        runner = replace(self.runner, command=copy.command(command or self.runner.command))
+        observed = {"relations.observers:note_state": told}
+        with copy.entered():
+            run = self.run(name, copy.environment, observed, runner=runner)
+        now = self._users_files()
+        changed = [name for name in now if self._before.get(name) != now[name]]
+        strayed = copy.strayed(self._recordings)
+        if changed and not strayed:
+            strayed = f"{changed[0]} in your own folder was written meanwhile"
         if strayed and not self._strayed:
             self._strayed = f"{strayed}; write to a path in the folder that it is started in"
         return run
 
-    def _copy(self, experiment: Experiment, *, all_files: bool = False) -> Copy:
+    def _users_files(self) -> dict[str, tuple[int, int]]:
+        """Return the state of each file of the user's, but for caches and what is recorded."""
+        files = (each for each in walked(self._root) if self._recordings not in each.parents)
+        return {str(path.relative_to(self._root)): file_state(path) for path in islice(files, MANY)}
+
+    def _copy(self, *, all_files: bool = False) -> Copy:
         """Make a copy; the first has files of its own for what git ignores, as it may write them.
 
         Later ones link what the first run did not write.
         """
-        temporary = experiment.open.enter_context(temporary_folder())
-        copy = Copy.of(self._root, Path.cwd().resolve(), temporary)
-        self._has_copies = True
-        experiment.copies[str(copy.tree)] = str(self._root)
-        ours = experiment.runner.folder
+        root = self._root
+        copy = Copy.of(root, Path.cwd().resolve(), self.open.enter_context(temporary_folder()))
+        self.copies[str(copy.tree)] = str(root)
         names, ignored = (
-            [name for name in its if ours not in (self._root / name).parents]
-            for its in (files_now(self._root), _ignored(self._root))
+            [name for name in its if self._recordings not in (root / name).parents]
+            for its in (files_now(root), _ignored(root))
         )
-        large = [name for name in names if _size(self._root / name) > LARGE]
-        if sum(_size(self._root / name) for name in {*names} - {*large}) > MOST:
+        sizes = {name: file_state(root / name)[1] for name in (*names, *ignored)}
+        large = [name for name in names if sizes[name] > LARGE]
+        own = {*names} - {*large}
+        if sum(sizes[name] for name in own) > MOST:
             todo = "start it in a repository of git that ignores its data, or in a smaller folder"
             what = f"more than {in_units(MOST)} would have to be copied for each run"
-            raise TraceError.about(what, found=str(self._root), todo=todo)
+            raise TraceError.about(what, found=str(root), todo=todo)
         kept = [name for name in ignored if name not in self._written]
-        own: list[str] = []
-        if all_files:
-            left = BUDGET
-            for name in sorted(kept, key=lambda each: -_changed_at(self._root / each)):
-                path = self._root / name
-                size = _size(path)
-                if not path.is_dir() and not path.is_symlink() and size <= min(LARGE, left):
-                    own.append(name)
-                    left -= size
+        left = BUDGET
+        newest = sorted(kept, key=lambda each: -file_state(root / each)[0]) if all_files else ()
+        for name in newest:
+            path = root / name
+            if not path.is_dir() and not path.is_symlink() and sizes[name] <= min(LARGE, left):
+                own.add(name)
+                left -= sizes[name]
         try:
-            write_files(self._root, [*sorted({*names} - {*large}), *own], copy.tree)
+            write_files(root, sorted(own), copy.tree)
         except CopyError as error:
-            raise TraceError.about(str(error), found=str(self._root)) from None
+            raise TraceError.about(str(error), found=str(root)) from None
         copy.link([*large, *kept])
         return copy
 
-
-def _with_buffers(verdict: Verdict, whole: State, resumed: State, begins: int) -> Verdict:
-    """Add the first difference in a buffer: training may not show it, and evaluation does."""
-    for place, step in enumerate(resumed.steps):
-        if begins + place >= len(whole.steps):
-            break
-        left, right = whole.steps[begins + place]["buffers"], step["buffers"]
-        names = [name for name in left if name in right and left[name] != right[name]]
-        if names:
-            what = f"buffer {names[0]} differs as the step begins"
-            first = Divergence(
-                *(0, begins + place, "forward", names[0].rpartition(".")[0], "buffer", ""),
-                *(Kind.VALUES, "", None, None),
-                what=what,
-            )
-            return replace(verdict, same=False, first=first)
-    return verdict
-
-
-def killed_words(state: State) -> str:
-    """Return when a run was killed, in words."""
-    files = sorted({path for save in state.saves for path in save["files"]})
-    return f"killed after step {state.killed - 1}, its checkpoints being {', '.join(files[:4])}"
-
-
-def _checkpoints(whole: State) -> tuple[list[int], str]:
-    """Return after how many steps the first and the last checkpoint are written; or why not."""
-    last = len(whole.steps) - 1
-    new_at = [save["saved"] for save in whole.saves if save["new"]]
-    usable = [
-        save["saved"]
-        for save in whole.saves
-        if save["saved"] > 0
-        and any(settles(save["saved"], new_at, step) for step in range(save["saved"], last + 1))
-    ]
-    if usable:
-        return sorted({usable[0], usable[-1]}), ""
-    if not whole.steps:
-        return [], "it makes no step of an optimizer"
-    if not whole.saves:
-        return (
-            [],
-            f"it never saved a checkpoint in {last + 1} steps; save more often, or {NAME_ONE}",
-        )
-    return [], "it saves too late for a step to follow; let it save earlier, or train longer"
-
-
-def _resume_command(experiment: Experiment, copy: Copy, state: State) -> list[str]:
-    if not experiment.resume_command:
-        return []
-    files = [copy.tree / path for path in state.saves[-1]["files"]]
-    folders = {file.parent for file in files}
-    alone = len(files) == 1 or folders & {copy.tree, copy.place}
-    newest = max(files, key=_changed_at) if alone else min(folders)
-    return [
-        word.replace("{checkpoint}", str(newest)) for word in shlex.split(experiment.resume_command)
-    ]
+    def _resume_command(self, copy: Copy, killed: State) -> list[str]:
+        if not self.resume_command:
+            return []
+        files = [copy.tree / path for path in killed.saves[-1]["files"]]
+        folders = {file.parent for file in files}
+        alone = len(files) == 1 or folders & {copy.tree, copy.place}
+        newest = max(files, key=file_state) if alone else min(folders)
+        words = shlex.split(self.resume_command)
+        return [word.replace("{checkpoint}", str(newest)) for word in words]
 
 
 def _ignored(root: Path) -> list[str]:
@@ -274,74 +253,112 @@ def _ignored(root: Path) -> list[str]:
     """
     try:
         words = ("ls-files", "-z", "-oi", "--exclude-standard", "--directory")
-        found = [
-            str((part / name).relative_to(root))
-            for part in repositories(root)
-            for name in os.fsdecode(git(part, *words)).split("\0")
-            if name
-        ]
-    except (OSError, SubprocessError):
-        found = [
-            str(path.relative_to(root))
-            for path in root.iterdir()
-            if path.is_dir() and is_of_environment(path, root)
-        ]
-    apart: list[str] = []
-    for name in found:
-        path = root / name
+        found = [part / name for part in repositories(root) for name in names_by_git(part, *words)]
+    except FAILED:
+        found = [each for each in root.iterdir() if each.is_dir() and is_of_environment(each, root)]
+    apart: list[Path] = []
+    for path in found:
         if path.name == "__pycache__":
             continue
-        if not _is_folder(path) or is_of_environment(path, root):
-            apart.append(name)
-            continue
-        within: list[str] = []
-        for folder, folders, files in os.walk(path):
-            folders[:] = [each for each in folders if each not in LEFT_OUT]
-            within += [str(Path(folder, file).relative_to(root)) for file in files]
-        apart += within if len(within) <= MANY else [name]
-    return apart
+        within = [path]
+        if path.is_dir() and not path.is_symlink() and not is_of_environment(path, root):
+            within = []
+            for folder, folders, files in os.walk(path):
+                folders[:] = [each for each in folders if each not in LEFT_OUT]
+                within += [Path(folder, file) for file in files]
+        apart += within if len(within) <= MANY else [path]
+    return [str(path.relative_to(root)) for path in apart]
 
 
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+def _step_restored(whole: State, resumed: State, written: int) -> int:
+    """Return the step of the whole run with which the resumed one begins.
+
+    It is the one before which most parameters are those of the resumed run; of several the nearest
+    to the step after which the checkpoint was written, and that one where none is. Parameters as
+    the whole run began with them are not restored.
+    """
+    own, first = resumed.steps[0]["parameters"], whole.steps[0]["parameters"]
+    alike = [
+        sum(
+            own.get(name) == digest != first.get(name)
+            for name, digest in step["parameters"].items()
+        )
+        for step in whole.steps
+    ]
+    most = max(alike, default=0)
+    if not most:
+        return min(written, len(whole.steps) - 1)
+    best = [number for number, count in enumerate(alike) if count == most]
+    return min(best, key=lambda number: abs(number - written))
 
 
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.lstat().st_size
-    return 0
+def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
+    return [name for name in left if name in right and left[name] != right[name]]
 
 
-def _changed_at(path: Path) -> int:
-    with suppress(OSError):
-        return path.lstat().st_mtime_ns
-    return 0
+def _first_buffer(whole: State, resumed: State, begins: int) -> Divergence | None:
+    """Return the first difference in a buffer: training may not show it, and evaluation does."""
+    for place, (left, right) in enumerate(
+        zip(whole.steps[begins:], resumed.steps, strict=False), start=begins
+    ):
+        for name in _unequal(left["buffers"], right["buffers"])[:1]:
+            what = f"buffer {name} differs as the step begins"
+            return Divergence(
+                *(0, place, "forward", name.rpartition(".")[0], "buffer", ""),
+                *(Kind.VALUES, "", None, None),
+                what=what,
+            )
+    return None
 
 
-def _changed(original: Path, copy: Copy, name: str) -> bool:
-    there = copy.tree / name
-    if there.is_symlink():
-        return False  # `Copy.strayed` knows
-    return (_changed_at(there), _size(there)) != (_changed_at(original), _size(original))
+def _not_restored(whole: State, resumed: State, begins: int) -> Iterator[NotRestored]:
+    """Yield what the first step of the resumed run did not begin with, by the whole run's."""
+    left, right = whole.steps[begins], resumed.steps[0]
+    for kind in ("parameter", "buffer"):
+        for name in _unequal(left[f"{kind}s"], right[f"{kind}s"]):
+            yield NotRestored(kind, name)
 
+    schedulers = _unequal(left["scheduler"], right["scheduler"])
+    by_key: dict[str, list[str]] = {}
+    for name, value in left["optimizer"].items():
+        key, _, of = name.partition(" of ")
+        is_set_in_each_step = schedulers and of.startswith("group ")
+        if value != right["optimizer"].get(name) and not is_set_in_each_step:
+            by_key.setdefault(key, []).append(of)
+    for key, its in by_key.items():
+        more = f" and {len(its) - 2} more" if len(its) > 2 else ""  # noqa: PLR2004
+        yield NotRestored("optimizer", key, f"of {', '.join(its[:2])}{more}")
 
-def _listing(root: Path, ours: Path) -> dict[str, tuple[int, int]]:
-    """Return when each file below `root` was changed, and its size, but for caches and `ours`."""
-    found: dict[str, tuple[int, int]] = {}
-    for folder, folders, files in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in LEFT_OUT and not is_of_environment(Path(folder, name), root)
-        ]
-        for name in files:
-            path = Path(folder, name)
-            found[str(path.relative_to(root))] = _changed_at(path), _size(path)
-        if len(found) > MANY:
-            break
-    return found
+    for kind, names in (
+        ("scheduler", schedulers),
+        ("scaler", _unequal(left["scaler"], right["scaler"])),
+    ):
+        for name in names:
+            yield NotRestored(kind, name, f"{left[kind][name]} became {right[kind][name]}")
 
+    generators = [
+        name
+        for name, seen in left["generators"].items()
+        if any(name in step["drew"] for step in whole.steps[begins:])
+        and set(seen).isdisjoint(right["generators"].get(name, ()))
+    ]
+    for name in generators:
+        yield NotRestored("generator", name)
 
-def _differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    changed = [name for name in now if before.get(name) != now[name]]
-    return f"{changed[0]} in your own folder was written meanwhile" if changed else ""
+    mine = left["batches"]
+    its = right["batches"][-len(mine) :]
+    if not mine or [digest for *_, digest in mine] == [digest for *_, digest in its]:
+        return
+    samplers = _unequal(left["sampler"], right["sampler"])
+    for name in samplers:
+        what = f"epoch {left['sampler'][name]} became {right['sampler'][name]}"
+        yield NotRestored("sampler", name, what)
+    if not its:
+        yield NotRestored("loader", short(mine[0][0]), "it gave no batch")
+        return
+    where, _, position, _ = mine[-1]
+    _, _, other, digest = its[-1]
+    at = [each[2] for step in whole.steps for each in step["batches"] if each[3] == digest]
+    if position != other or not (samplers or generators):
+        what = f"batch {position} of its epoch became batch {at[0] if at else other}"
+        yield NotRestored("loader", short(where), what)

@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchrepro.profile.load import resolve
-from torchrepro.relations.related import Side
+from torchrepro.relations.related import Relation, Side
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.program_text import module_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice, Kind, Verdict
+from torchrepro.verification.at_start import WORKERS
 from torchrepro.verification.perturbations import RunEnvironment
-from torchrepro.verification.process_perturbations import WORKERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
-    from torchrepro.relations.experiment import Experiment
-    from torchrepro.trace.request import Request
     from torchrepro.verdict.program_text import Module
     from torchrepro.verification.result import Run
 
 NUMBERS = (0, 2)
-KEY = "dataloader.num_workers"
 _BATCH = "DataLoader"  # the op of a record of a batch
 
 
-class Workers:
+class Workers(Relation):
     """As it is, and with 0 and with 2 workers in every loader."""
 
     agreement = "it computes the same with 0 and with 2 workers in every loader"
     takes = frozenset(("rtol", "atol", "ignore"))
+    loading = False  # what workers compute to load a batch is not seen either
 
-    def recorded(self, request: Request) -> Request:
-        """Leave out what the main process computes to load a batch: workers are not seen either."""
-        return replace(request, loading=False)
-
-    def plain(self, experiment: Experiment, name: str) -> Run:
-        """Run the program as it is."""
-        return experiment.run(name)
-
-    def sides(self, experiment: Experiment, plain: Run) -> Iterator[Side]:
+    def sides(self, plain: Run) -> Iterator[Side]:
         """Run it with other numbers of workers, until one of them differs."""
         loaders = [
             loader
@@ -54,15 +44,13 @@ class Workers:
             yield Side("0 workers", None, unknown="it iterates no loader of torch's")
             return
         for number in NUMBERS:
-            resolved = experiment.resolved
-            if (
-                resolved is not None
-                and (resolved.values.get("dataloader") or {}).get("num_workers") is not None
-            ):
-                resolved = resolve(resolved, (f"{KEY}={number}",))
+            resolved = self.resolved
+            loading = resolved.values.get("dataloader") if resolved else None
+            if resolved and (loading or {}).get("num_workers") is not None:
+                resolved = resolve(resolved, (f"dataloader.num_workers={number}",))
             environment = RunEnvironment(in_process={WORKERS: number})
-            run = experiment.run(f"workers-{number}", environment=environment, resolved=resolved)
-            verdict = experiment.runner.compare(plain, run)
+            run = self.run(f"workers-{number}", environment, resolved=resolved)
+            verdict = self.runner.compare(plain, run)
             if not verdict.same:
                 verdict = _explained(verdict, plain, run, loaders)
             yield Side(f"{number} workers", run, verdict)
@@ -83,9 +71,15 @@ def _explained(
     modules = [(file, found) for file in files if (found := module_of(file)) is not None]
     lines = [*_lines(modules, named)]
     iterable = bool(loader.get("iterable"))
-    if iterable and not any(line.row is SPLITS for line in lines):
+    if iterable and not any(line.cause is SPLITS for line in lines):
         batches = [_batches(run) for run in (plain, other)]
-        at = next(filter(None, (_class(file, its, named) for file, its in modules)), first.source)
+        classes = (
+            f"{file}:{node.lineno}"
+            for file, module in modules
+            for node in module.nodes
+            if isinstance(node, ast.ClassDef) and node.name == named
+        )
+        at = next(classes, first.source)
         much = f": {batches[1]} batches instead of {batches[0]}" if batches[0] < batches[1] else ""
         cause = (
             f"The IterableDataset {named} does not split itself by worker ({short(at)}), so each "
@@ -94,78 +88,52 @@ def _explained(
         return replace(
             verdict, first=replace(first, source=at), advice=Advice(cause=cause), reaches=True
         )
-    lines = [line for line in lines if not (iterable and line.row is SPLITS)]
+    lines = [line for line in lines if not (iterable and line.cause is SPLITS)]
     if not lines or first.kind not in (Kind.DATA, Kind.ONLY_ONE, Kind.ENDED):
         return verdict
-    best = min(lines, key=lambda line: ROWS.index(line.row))
+    best = min(lines, key=lambda line: [*CAUSES].index(line.cause))
     more = [f"{line.name} at {short(line.where)}" for line in lines if line is not best][:2]
     also = f" It also calls {' and '.join(more)}." if more else ""
-    cause = f"{best.name} at {short(best.where)}: {best.row.cause}.{also}"
+    cause = f"{best.name} at {short(best.where)}: {best.cause}.{also}"
     # The batch differs; where the program reads it is known, and where it is made says more.
     return replace(verdict, first=replace(first, source=best.where), advice=Advice(cause=cause))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What the text of a dataset may say of why workers matter."""
+UNORDERED = "batches are handed over in the order in which workers finish them"
+SPLITS = "the number of the worker that loads a sample has a say in it"
+OWN = "a generator of the dataset's own, of which each worker process has a copy"
+CAUSES: Mapping[str, tuple[str, ...]] = {
+    UNORDERED: (),
+    SPLITS: ("get_worker_info",),
+    "each worker process has a seed of its own": ("torch.initial_seed",),
+    "it tells one worker process from another": ("os.getpid", "current_process", "worker_id"),
+    "results are taken in the order in which they are ready": (
+        *("as_completed", "imap_unordered", "queue.get"),
+    ),
+    "the files there, and their order, depend on what other workers have written by then": (
+        *("os.listdir", "os.scandir", "glob.glob", "iglob", "iterdir"),
+    ),
+    OWN: (),
+    "numpy's global generator, of which each worker process has one of its own": ("numpy.random.",),
+    "Python's global generator, of which each worker process has one of its own": ("random.",),
+    "torch's global generator, of which each worker process has one of its own": (
+        *("torch.rand", "torch.randn", "torch.randint", "torch.randperm", "torch.rand_like"),
+        *("torch.randn_like", "torch.bernoulli", "torch.normal", "torch.multinomial"),
+        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_"),
+    ),
+}
+"""Why workers matter, the surest cause first, by what the text of a dataset calls.
 
-    names: tuple[str, ...]
-    """What is called, by the ends of their dotted names; all of a module if it ends in a dot."""
-    cause: str
-
-
-SPLITS = Row(("get_worker_info",), "the number of the worker that loads a sample has a say in it")
-OWN = Row((), "a generator of the dataset's own, of which each worker process has a copy")
-UNORDERED = Row((), "batches are handed over in the order in which workers finish them")
-ROWS: tuple[Row, ...] = (
-    UNORDERED,
-    SPLITS,
-    Row(("torch.initial_seed",), "each worker process has a seed of its own"),
-    Row(("os.getpid", "current_process", "worker_id"), "it tells one worker process from another"),
-    Row(
-        ("as_completed", "imap_unordered", "queue.get"),
-        "results are taken in the order in which they are ready",
-    ),
-    Row(
-        ("os.listdir", "os.scandir", "glob.glob", "iglob", "iterdir"),
-        "the files there, and their order, depend on what other workers have written by then",
-    ),
-    OWN,
-    Row(
-        ("numpy.random.",),
-        "numpy's global generator, of which each worker process has one of its own",
-    ),
-    Row(("random.",), "Python's global generator, of which each worker process has one of its own"),
-    Row(
-        (
-            *("torch.rand", "torch.randn", "torch.randint", "torch.randperm", "torch.rand_like"),
-            *("torch.randn_like", "torch.bernoulli", "torch.normal", "torch.multinomial"),
-            *(".normal_", ".uniform_", ".random_", ".bernoulli_", ".exponential_"),
-        ),
-        "torch's global generator, of which each worker process has one of its own",
-    ),
-)
-"""The surest cause first."""
+Calls are given by the ends of their dotted names; all of a module by its name with a dot.
+"""
 
 _GENERATORS = ("default_rng", "RandomState", "random.Random", "torch.Generator", "Generator")
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    row: Row
+class _Line(NamedTuple):
+    cause: str
     name: str
     where: str
-
-
-def _class(file: str, module: Module, name: str) -> str:
-    return next(
-        (
-            f"{file}:{node.lineno}"
-            for node in module.nodes
-            if isinstance(node, ast.ClassDef) and node.name == name
-        ),
-        "",
-    )
 
 
 def _lines(modules: Sequence[tuple[str, Module]], dataset: str) -> Iterator[_Line]:
@@ -220,12 +188,12 @@ def _calls(file: str, module: Module, node: ast.Call, own: Iterable[str]) -> Ite
         return
     if called.endswith(_GENERATORS):
         return
-    for row in ROWS:
+    for cause, names in CAUSES.items():
         if any(
             called.startswith(name) if name.endswith(".") else f".{called}".endswith(f".{name}")
-            for name in (each.removeprefix(".") for each in row.names)
+            for name in names
         ):
-            yield _Line(row, called.strip("."), where)
+            yield _Line(cause, called.strip("."), where)
             return
 
 

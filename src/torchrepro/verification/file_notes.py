@@ -1,9 +1,8 @@
 """What a process of a run notes of its files, and how it finds those of a copy in place of its own.
 
 Python's audit events tell of every file that Python opens, of the code that it imports, and of the
-folders that are listed. What a library opens in C is not heard. Both are asked for by a variable,
-so every Python below the command does it, those that never import torch included: this module
-imports next to nothing.
+folders that are listed. What a library opens in C is not heard. Every Python below the command
+does both, those that never import torch included: this module imports next to nothing.
 """
 
 from __future__ import annotations
@@ -18,16 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-VARIABLE = "TORCHREPRO_FILES"
-"""Variable that carries what is asked for, as JSON, to every process of a run."""
-
-MOST = 100_000
-"""Uses of files that one process notes."""
+MOST = 100_000  # uses of files that one process notes
 
 READ, WRITTEN, LISTED, TOO_MANY = "read", "written", "listed", "too many"
 _WRITING = os.O_WRONLY | os.O_RDWR
-LEFT_OUT = ("__pycache__", ".git")
-"""Folders of a repository that hold no file of the program."""
+LEFT_OUT = ("__pycache__", ".git")  # folders of a repository that hold no file of the program
 
 _FINDERS = "__editable__"  # how the modules begin that setuptools puts in place of a path
 
@@ -42,16 +36,6 @@ class Use(NamedTuple):
     size: int
 
 
-def variables(root: Path, log: Path, tree: Path | None = None) -> dict[str, str]:
-    """Return the variables with which a run notes the files below `root` in the file `log`.
-
-    With `tree`, a copy of `root`, it finds what is in the copy before what is in `root`.
-    """
-    asked = {"root": str(root), "log": str(log), "tree": str(tree) if tree else ""}
-    # Files of a copy may be links: nothing is to be written beside what they point to.
-    return {VARIABLE: json.dumps(asked)} | ({"PYTHONDONTWRITEBYTECODE": "1"} if tree else {})
-
-
 def noted(log: Path) -> list[Use]:
     """Return what the processes of a run have noted, in the order of time."""
     found = []
@@ -63,12 +47,12 @@ def noted(log: Path) -> list[Use]:
     return found
 
 
-def begin(environment: Mapping[str, str]) -> None:
-    """Do in this process what `VARIABLE` asks for; changes `sys.path`, adds an audit hook."""
-    text = environment.get(VARIABLE)
-    if not text:
-        return
-    asked = json.loads(text)
+def begin(asked: Mapping[str, str]) -> None:
+    """Note the files below `root` in the file `log`; adds an audit hook.
+
+    With `tree`, a copy of `root`, this process finds what is in the copy before what is in `root`,
+    which changes `sys.path`.
+    """
     if asked["tree"]:
         _find_in_copy(asked["root"], asked["tree"])
     sys.addaudithook(_Notes(**asked).hear)
@@ -152,9 +136,7 @@ class _Notes:
         return path
 
 
-@lru_cache(maxsize=1024)
-def _real(folder: str) -> str:
-    return os.path.realpath(folder)
+_real = lru_cache(maxsize=1024)(os.path.realpath)
 
 
 def _opened(path: Any, mode: Any, flags: int) -> Iterator[tuple[str, Any]]:
@@ -164,15 +146,10 @@ def _opened(path: Any, mode: Any, flags: int) -> Iterator[tuple[str, Any]]:
         yield WRITTEN, path
 
 
-def _imported(module: Any, filename: Any, *_: Any) -> Iterator[tuple[str, Any]]:
-    if filename:
-        yield READ, filename
-
-
 _EVENTS: Mapping[str, Any] = {
     "open": _opened,
     "exec": lambda code: [(READ, code.co_filename)],
-    "import": _imported,
+    "import": lambda module, filename, *_: [(READ, filename)] if filename else [],
     "cpython.run_file": lambda path: [(READ, path)],
     "os.listdir": lambda path: [(LISTED, path)],
     "os.scandir": lambda path: [(LISTED, path)],

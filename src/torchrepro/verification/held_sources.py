@@ -8,9 +8,9 @@ program made are held; a library that measures, waits or names something does so
 from __future__ import annotations
 
 import builtins
-import json
 import random
 import sys
+from contextlib import suppress
 from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from torchrepro.seeding.uncontrolled import (
     UNWRITTEN,
     Source,
 )
-from torchrepro.verification.process_perturbations import Entries
+from torchrepro.verification.at_start import Entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,9 +93,7 @@ def _stable_hash(_: Source, arguments: Arguments, done: Any) -> int:
 
     value = arguments[0][0]
     own: Any = type(value).__hash__
-    if own is object.__hash__:
-        return _number(value)
-    return crc32(repr(value).encode())
+    return _number(value) if own is object.__hash__ else crc32(repr(value).encode())
 
 
 def _in_order(_: Source, __: Arguments, listed: Any) -> Any:
@@ -109,10 +107,7 @@ def _one_after_another(row: Source, arguments: Arguments, done: Any) -> Any:
     if row.attribute == "Thread.start":
         arguments[0][0].join(_PATIENCE)
     else:
-        from concurrent.futures import TimeoutError as TooLate
-        from contextlib import suppress
-
-        with suppress(TooLate):
+        with suppress(TimeoutError):
             done.exception(_PATIENCE)
     return done
 
@@ -179,16 +174,8 @@ class _Holding(Watch):
 _holding: list[_Holding] = []
 
 
-VARIABLE = "TORCHREPRO_HELD"
-"""The variable that carries what is held to every process of a run.
-
-It is JSON: of each source the lines at which it is held, none for all of the program.
-"""
-
-
-def hold(environment: Mapping[str, str]) -> None:
-    """Hold in this process what `VARIABLE` in `environment` names."""
-    held = json.loads(environment[VARIABLE])
+def hold(held: Mapping[str, Sequence[str]]) -> None:
+    """Hold sources in this process, each at some lines or, without any, in all of the program."""
     _holding.append(_Holding(held))
     if ADDRESS in held and not held[ADDRESS]:
         _number_objects()
@@ -205,23 +192,14 @@ def _number_objects() -> None:
     def build_class(body: Any, name: str, *bases: Any, **more: Any) -> Any:
         made = build(body, name, *bases, **more)
         caller = sys._getframe(1)  # noqa: SLF001 - documented
-        if not is_library(caller.f_code.co_filename):
-            _give_numbers(made)
+        if not is_library(caller.f_code.co_filename) and made.__hash__ is object.__hash__:
+            made.__hash__ = _number
         return made
 
+    def number_those_of(module: str) -> None:
+        for name in numbered[module]:
+            attrgetter(name)(sys.modules[module]).__hash__ = _number
+
     builtins.__build_class__ = build_class  # type: ignore[assignment]
-    AfterImport(_NUMBERED, _number_those_of).watch_all()
-
-
-_NUMBERED = {"torch": ("Tensor", "nn.Module"), "concurrent.futures._base": ("Future",)}
-
-
-def _number_those_of(module: str) -> None:
-    for name in _NUMBERED[module]:
-        _give_numbers(attrgetter(name)(sys.modules[module]), always=True)
-
-
-def _give_numbers(made: type, *, always: bool = False) -> None:
-    own: Any = made.__hash__
-    if always or own is object.__hash__:
-        made.__hash__ = _number  # type: ignore[method-assign, assignment]
+    numbered = {"torch": ("Tensor", "nn.Module"), "concurrent.futures._base": ("Future",)}
+    AfterImport(numbered, number_those_of).watch_all()

@@ -1,24 +1,34 @@
-"""Locks that hold the numbers of a command, and whether a run of it still has them."""
+"""Locks that hold the numbers of a command, whether a run still has them, and who changed them.
+
+Who did is found out by experiment. The code of the lock runs in today's environment, in a copy of
+its commit. Where it has the numbers of the lock, the change is in the code: old and new code, both
+recorded today, show where. Where it has today's numbers, the change is in the environment. All else
+is both, or nobody can tell.
+"""
 
 from __future__ import annotations
 
 import shutil
+import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import chdir, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from shlex import join
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import Displayed, listing, parts
-from torchrepro.errors import ProfileError
-from torchrepro.launch import untouched
-from torchrepro.lock.diff import change
+from torchrepro.errors import ApplyError, ProfileError, TraceError
+from torchrepro.launch import is_python, untouched
+from torchrepro.lock.diff import ENFORCED, change
 from torchrepro.lock.lock_file import (
     CheckResult,
     by_lines,
     check,
     contents_of_lock,
     is_relative_path,
+    named_in,
     refuse_other_file,
     sectioned,
     write_in_place,
@@ -34,22 +44,97 @@ from torchrepro.manifest.contents import (
 from torchrepro.manifest.environment import kind_of_machine
 from torchrepro.messages import printable, some
 from torchrepro.profile.load import resolve
-from torchrepro.redaction import HIDDEN, without_secrets
-from torchrepro.trace.request import is_range
-from torchrepro.verdict.render import counted, verdict_json
-from torchrepro.verification.copies import CopyError
-from torchrepro.verification.locked_command import LockedCommand
-from torchrepro.verification.runner import all_failed, failure, output_directory, refuse_unrecorded
-from torchrepro.verification.who_changed import Locked, Who, who_changed
+from torchrepro.redaction import HIDDEN, shareable, without_secrets
+from torchrepro.trace.request import LEVELS, Request, is_range
+from torchrepro.verdict.comparison import compare_within
+from torchrepro.verdict.render import counted, from_here, moment, verdict_json
+from torchrepro.verification.file_notes import READ, WRITTEN, noted
+from torchrepro.verification.perturbations import RunEnvironment, noting_files
+from torchrepro.verification.repository import (
+    Copy,
+    CopyError,
+    FilesRead,
+    blobs_of,
+    commit_with,
+    files_now,
+    files_read,
+    repository_root,
+    temporary_folder,
+    write_commit,
+    write_files,
+)
+from torchrepro.verification.runner import Runner, output_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrepro.console import Part
+    from torchrepro.lock.diff import Difference
     from torchrepro.lock.numbers import NumbersDifference
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.report import Report
-    from torchrepro.verdict.value import Verdict
+    from torchrepro.verdict.value import Divergence, Verdict
+    from torchrepro.verification.result import Run
+
+_LOCK_THEM = "torchrepro lock PROFILE -o FILE -- COMMAND"
+
+
+class _Recorded(NamedTuple):
+    run: Run
+    files: Path  # what it noted of its files
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class LockedCommand:
+    """What is run for its numbers: they stand in the lock, and `check` takes them from there."""
+
+    command: tuple[str, ...]
+    folder: Path  # where it is started
+    root: Path | None  # the root of its repository
+    steps: tuple[int, int] | None = None
+    every: int = 1
+
+    @classmethod
+    def here(
+        cls, command: Sequence[str], steps: tuple[int, int] | None = None, every: int = 1
+    ) -> LockedCommand:
+        """Return what is asked for in this folder."""
+        folder = Path.cwd()
+        return cls(tuple(command), folder, repository_root(folder), steps, every)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a lock holds it: the interpreter's path is not part of the command."""
+        words = shareable(self.command, secrets_here())
+        inside = self.folder.relative_to(self.root) if self.root else Path()
+        return {
+            "command": [*(["python"] if is_python(words[0]) else words[:1]), *words[1:]],
+            "folder": inside.as_posix(),
+            "steps": list(self.steps) if self.steps else None,
+            "every": self.every,
+        }
+
+    def runner(self, output: Path, say: Any, meanwhile: Any) -> Runner:
+        """Return what runs it, recorded at the coarsest level."""
+        request = Request("", LEVELS[0], self.steps)
+        return Runner(self.command, output, request, None, say, meanwhile)
+
+    def run(self, runner: Runner, resolved: ResolvedProfile, name: str) -> _Recorded:
+        """Run it once; raises what `Runner.run` does, and `TraceError` if it holds no numbers."""
+        files, began = runner.folder / f"{name}.files", time.time()
+        noting = noting_files(self.root, files) if self.root else RunEnvironment()
+        run = runner.run(resolved, name, noting)
+        runner.refuse_unrecorded(run)
+        return _Recorded(run, files, began)
+
+    def files_of(self, its: _Recorded, resolved: ResolvedProfile) -> FilesRead:
+        """Return the files that a run read; raises `CopyError` where that cannot be known."""
+        if self.root is None:
+            raise CopyError("git finds no repository here")
+        words = [Path(word) for word in self.command]
+        origins = (each.to_json()["set_by"] for each in resolved.origins.values())
+        profiles = [Path(origin.rpartition(":")[0]) for origin in origins]
+        return files_read(self.root, its.files, its.began, [*words, *profiles])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +143,7 @@ class LockedRun(Displayed):
 
     lock: str
     report: Report
-    numbers: Numbers | None
-    """None where two runs did not agree, so that nothing was written."""
+    numbers: Numbers | None  # None where two runs did not agree, so that nothing was written
     verdict: Verdict
     machine: str
 
@@ -96,10 +180,8 @@ def lock_numbers(
         for number in (1, 2):
             say(f"run {number} of 2 ...")
             done.append(asked.run(runner, resolved, f"run-{number}"))
-            refuse_unrecorded(done[-1].run, asked.command)
         runs = [each.run for each in done]
-        if all_failed(runs):
-            raise failure(runs, asked.command)
+        runner.refuse_failed(runs)
         verdict = runner.compare(*runs)
         machine = kind_of_machine()
         if not verdict.same or any(run.status for run in runs):
@@ -116,7 +198,9 @@ def lock_numbers(
     its = sectioned(contents, machine, **held) | asked.to_json()
     with suppress(ProfileError):
         before = read_contents(path)[1]
-        if isinstance(before.get(MACHINES), dict) and _same_request(before, its):
+        request = ("digest", "named", "command", "folder", "steps", "every")
+        is_same = all(before.get(key) == its.get(key) for key in request)
+        if is_same and isinstance(before.get(MACHINES), dict):
             its = {**before, MACHINES: {**before[MACHINES], **its[MACHINES]}}
     # Each section has a seal of its own: those that two branches have changed can be merged.
     section = its[MACHINES][machine]
@@ -126,27 +210,16 @@ def lock_numbers(
     return LockedRun(str(path), report, numbers, verdict, machine)
 
 
-_REQUEST = ("digest", "named", "command", "folder", "steps", "every")
-
-
-def _same_request(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(key) == other.get(key) for key in _REQUEST)
-
-
 @dataclass(frozen=True, slots=True)
 class NumbersCheck(Displayed):
     """Whether a run has the numbers of a lock, and who changed them if not."""
 
     settings: CheckResult
     machine: str
-    torch: str
-    """Its version in the lock."""
-    steps: int
-    """How many the run has."""
-    first: NumbersDifference | None
-    """Where they first differ; None where they are the same."""
-    who: Who | None = None
-    """None where that was not asked for."""
+    torch: str  # its version in the lock
+    steps: int  # how many the run has
+    first: NumbersDifference | None  # where they first differ; None where they are the same
+    who: Who | None = None  # None where that was not asked for
 
     @property
     def met(self) -> bool:
@@ -182,7 +255,7 @@ def check_numbers(
     `verify` do, and `ProfileError` for a lock without numbers and for another command.
     """
     _, contents = read_complete(path)
-    asked = locked_request(path, contents, command)
+    asked = _request_of(path, contents, command)
     numbers = Numbers.from_json(contents.get("numbers"), str(path))
     resolved = resolve(*named_in(path, contents), typed=False)
     with output_directory("", say) as output, ThreadPoolExecutor(1) as aside:
@@ -193,31 +266,21 @@ def check_numbers(
 
         runner = asked.runner(output, say, meanwhile)
         say("run ...")
-        its = asked.run(replace(runner, beside=check_settings), resolved, "here")
+        now = asked.run(replace(runner, beside=check_settings), resolved, "here")
         settings = settings_here[0].result()
-        refuse_unrecorded(its.run, asked.command)
-        if its.run.status:
-            raise failure([its.run], asked.command)
-        here = numbers_of(its.run.folder, asked.every)
+        runner.refuse_failed([now.run])
+        here = numbers_of(now.run.folder, asked.every)
         first = first_difference(numbers, here)
         torch = str(contents["versions"]["torch"])
-        found = NumbersCheck(settings, kind_of_machine(), torch, len(here.steps), first)
+        who = None
         if first is not None and blame:
-            locked = Locked(
-                path=path,
-                contents=contents,
-                numbers=numbers,
-                here=here,
-                settings=settings,
-            )
-            found = replace(found, who=who_changed(locked, asked, its, runner))
+            its = _Experiment(path, contents, numbers, here, settings, asked, now, runner)
+            who = its.who_changed()
         shutil.rmtree(output, ignore_errors=True)
-    return found
+    return NumbersCheck(settings, kind_of_machine(), torch, len(here.steps), first, who)
 
 
-def locked_request(
-    path: Path, contents: Mapping[str, Any], command: Sequence[str]
-) -> LockedCommand:
+def _request_of(path: Path, contents: Mapping[str, Any], command: Sequence[str]) -> LockedCommand:
     """Return what the lock asks for; raises `ProfileError` for another command than the lock's."""
     if "command" not in contents:
         todo = f"lock them: torchrepro lock PROFILE -o {path} -- {join(command)}"
@@ -233,20 +296,9 @@ def locked_request(
             for its in (now[key], contents.get(key))
         )
         if found != legal:
-            what = f"another {key} than the lock's"
-            todo = "another lock for it: torchrepro lock PROFILE -o FILE -- COMMAND"
+            what, todo = f"another {key} than the lock's", f"another lock for it: {_LOCK_THEM}"
             raise ProfileError.about(what, str(path), key, found, legal=legal, todo=todo)
     return asked
-
-
-def named_in(path: Path, contents: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the profile of a lock, as it is named from here, and its overrides."""
-    its: Any = contents.get("named")
-    try:
-        name, overrides = str(its["profile"]), [str(text) for text in its["overrides"]]
-    except (TypeError, KeyError):
-        raise ProfileError.about("damaged: it does not name its profile", str(path)) from None
-    return str(path.parent / name) if is_relative_path(name) else name, overrides
 
 
 def update_numbers(
@@ -271,9 +323,9 @@ def update_numbers(
         raise ProfileError.about(what, key="--update", found=HIDDEN)
     kind, contents = read_contents(path)
     if kind != "lock" or not isinstance(contents.get(MACHINES), dict):
-        todo = "lock them: torchrepro lock PROFILE -o FILE -- COMMAND"
-        raise ProfileError.about("holds no numbers that could be updated", str(path), todo=todo)
-    asked = locked_request(path, contents, command)
+        what, todo = "holds no numbers that could be updated", f"lock them: {_LOCK_THEM}"
+        raise ProfileError.about(what, str(path), todo=todo)
+    asked = _request_of(path, contents, command)
     name, overrides = named_in(path, contents)
     others = sorted(contents[MACHINES].keys() - {kind_of_machine()})
     if resolve(name, overrides, typed=False).digest != contents["digest"] and others:
@@ -281,6 +333,188 @@ def update_numbers(
         todo = f"lock again, without them: torchrepro lock {name} -o {path} -- {join(command)}"
         raise ProfileError.about(what, str(path), todo=todo)
     return lock_numbers(path, name, overrides, asked, reason=text, say=say, meanwhile=meanwhile)
+
+
+CODE, ENVIRONMENT, BOTH, UNKNOWN = "code", "environment", "both", "unknown"
+WORDS: Mapping[str, str] = {
+    CODE: "your change: the code of the lock gives the lock's numbers here",
+    ENVIRONMENT: "the environment: the code of the lock gives other numbers here too",
+    BOTH: "both: the code of the lock gives other numbers here, and yours gives others again",
+    UNKNOWN: "cannot tell",
+}
+_TRIES = 3  # commits that are run
+_LARGEST = 2 * 10**9  # bytes of a recording op by op
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Who changed the numbers of a lock."""
+
+    who: str  # ``code``, ``environment``, ``both`` or ``unknown``
+    why: str = ""  # why nobody can tell
+    suspects: tuple[Difference, ...] = ()  # what differs in the environment, the likeliest first
+    where: Divergence | None = None
+    """The first op that old and new code, both recorded today, compute otherwise."""
+
+    @property
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """The lines that say it, each with its label."""
+        yield "who", f"{WORDS[self.who]}: {self.why}" if self.why else WORDS[self.who]
+        if self.who in (ENVIRONMENT, BOTH):
+            first, *others = [*map(change, self.suspects)] or [""]
+            then = f" (then: {some(others)})" if others else ""
+            yield "", f"{first} is the likeliest{then}" if first else "nothing in the lock differs"
+        if self.where is not None:
+            its = self.where
+            what = "  ".join(filter(None, (from_here(its.source), its.module, its.op)))
+            when = moment(its.step, after_last=its.after_last)
+            phase = f"{its.phase} of " if its.phase and when else ""
+            yield "where", printable(f"{what}, {phase}{when.removeprefix('at ')}" if when else what)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        its = self.where
+        names = ("rank", "step", "phase", "module", "op", "source")
+        return {
+            "who": self.who,
+            "why": self.why,
+            "suspects": [each.to_json("locked", "here") for each in self.suspects],
+            "where": its and {name: getattr(its, name) for name in names},
+        }
+
+
+class _RunInCopy(NamedTuple):
+    copy: Copy
+    folder: str  # of the recording
+    numbers: Numbers
+
+
+@dataclass
+class _Experiment:
+    path: Path
+    contents: Mapping[str, Any]
+    locked: Numbers
+    here: Numbers
+    settings: CheckResult
+    asked: LockedCommand
+    now: _Recorded  # the run that has the numbers `here`
+    runner: Runner
+    root: Path = field(init=False)
+    ignored: tuple[str, ...] = ()  # files that git ignores and that a run needs
+
+    def who_changed(self) -> Who:
+        """Return who changed the numbers between the lock and now; raises `Interrupted`."""
+        try:
+            return self._found_out()
+        except (CopyError, ApplyError, ProfileError, TraceError) as error:
+            return Who(UNKNOWN, str(error))
+
+    def _found_out(self) -> Who:
+        if self.asked.root is None or self.settings.resolved is None:
+            raise CopyError("git finds no repository here")
+        self.root, files = self.asked.root, self.contents.get("files")
+        if not isinstance(files, dict):
+            why = self.contents.get("no_files", "")
+            raise CopyError(f"the lock does not name its files: {why}")
+        today = self.asked.files_of(self.now, self.settings.resolved)
+        self.ignored = today.ignored
+        absent: set[str] = set()
+        for number in range(_TRIES):
+            commit = ""
+            unchanged = blobs_of(self.root, [*files]) == files and today.code.keys() <= files.keys()
+            if absent or not unchanged:
+                commit = commit_with(self.root, files, absent)
+            old, extra = self._old_numbers(commit, files, f"old-{number + 1}")
+            if first_difference(self.locked, old) is None:
+                return Who(CODE, where=self._where(commit, old))
+            if not extra:
+                break
+            absent |= extra  # it is a later commit, which reads more
+        else:
+            raise CopyError(f"the code of the lock did not read {some(sorted(absent))}")
+        found = self.settings.comparison.having(*ENFORCED)
+        suspects = tuple(each for each in found if not each.key.startswith("seal"))
+        if first_difference(self.here, old) is None:
+            return Who(ENVIRONMENT, suspects=suspects)
+        return Who(BOTH, suspects=suspects, where=self._where(commit, old))
+
+    def _run(
+        self, commit: str, temporary: Path, name: str, whose: str, runner: Runner
+    ) -> _RunInCopy:
+        """Run the command in a copy of a commit, or of the files as they are without one."""
+        copy = Copy.of(self.root, self.asked.folder, temporary)
+        if commit:
+            write_commit(self.root, commit, copy.tree)
+        else:
+            write_files(self.root, files_now(self.root), copy.tree)
+        copy.link(self.ignored)
+        resolved = self.settings.resolved
+        named = self.contents["named"]
+        place = (self.path.parent / named["profile"]).absolute()
+        if is_relative_path(named["profile"]) and place.is_relative_to(self.root):
+            there = copy.tree / place.relative_to(self.root)
+            if there.is_file():  # the profile as it was then
+                with chdir(copy.tree):
+                    resolved = resolve(str(there), named["overrides"], typed=False)
+        runner = replace(runner, command=copy.command(self.asked.command))
+        with copy.entered():
+            run = runner.run(resolved, name, copy.environment)
+        if run.status or not run.recorded:
+            with open(run.log, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+                said = deque(file, 1)
+            words = printable(said[0].strip()) if said else "it says nothing"
+            raise CopyError(f"{whose} cannot run here: {words}")
+        if strayed := copy.strayed():
+            raise CopyError(f"{whose} did not stay in its copy: {strayed}")
+        return _RunInCopy(copy, run.folder, numbers_of(run.folder, self.asked.every))
+
+    def _old_numbers(
+        self, commit: str, files: Mapping[str, str], name: str
+    ) -> tuple[Numbers, set[str]]:
+        """Return the numbers of the code of the lock here, and what it read besides its files."""
+        self.runner.say("the code of the lock ...")
+        with temporary_folder() as temporary:
+            copy, _, found = self._run(commit, temporary, name, "the code of the lock", self.runner)
+            first: dict[Path, str] = {}
+            for use in noted(copy.log):
+                if use.kind in (READ, WRITTEN) and Path(use.path).is_relative_to(copy.tree):
+                    first.setdefault(Path(use.path).relative_to(copy.tree), use.kind)
+        read = [path for path, kind in first.items() if kind == READ]
+        ours = [path for path in read if not any(map(path.is_relative_to, copy.linked))]
+        return found, {*map(str, ours)} - files.keys()
+
+    def _where(self, commit: str, old: Numbers) -> Divergence | None:
+        """Return the first op that old and new code compute otherwise, both recorded op by op.
+
+        Raises `CopyError` where one of them has other numbers in a copy than before.
+        """
+        first = first_difference(old, self.here)
+        if first is None:
+            return None
+        steps = self.asked.steps
+        if first.what not in ("steps", "end"):
+            begin = max(first.step - 1, steps[0] if steps else 0)
+            steps = (begin, first.step)
+        request = replace(self.runner.request, level=LEVELS[-1], steps=steps, max_size=_LARGEST)
+        runner = replace(self.runner, request=request)
+        sides = (("", self.here, "your code"), (commit, old, "the code of the lock"))
+        folders = []
+        for number, (source, expected, whose) in enumerate(sides, start=1):
+            runner.say(f"{whose}, op by op ...")
+            with temporary_folder() as temporary:
+                its = self._run(source, temporary, f"op-by-op-{number}", whose, runner)
+            folders.append((its.folder, str(its.copy.tree)))
+            if any(each != expected.steps.get(step) for step, each in its.numbers.steps.items()):
+                raise CopyError(
+                    f"{whose} has other numbers in a second run: they depend on files that runs "
+                    "leave behind, or do not repeat"
+                )
+        (mine, my_tree), (theirs, their_tree) = folders
+        found = compare_within(mine, theirs, None).first
+        if found is None:
+            return None
+        source = found.source.replace(f"{my_tree}/", f"{self.root}/")
+        return replace(found, source=source.replace(f"{their_tree}/", "(in the lock) "))
 
 
 @parts.register(LockedRun)
@@ -298,21 +532,14 @@ def _locked_parts(found: LockedRun) -> tuple[Part, ...]:
 
 @parts.register(NumbersCheck)
 def _check_parts(found: NumbersCheck) -> tuple[Part, ...]:
-    shown: list[Part] = []
+    if found.first is not None:
+        rows = [(f"  {label:<6}", text) for label, text in found.who.rows] if found.who else []
+        return (str(found.first), *([listing(rows, style="bold")] if rows else []))
+    steps = counted(found.steps, "step")
+    shown: list[Part] = [
+        f"same numbers: {steps} as in the lock (torch {found.torch}, this kind of machine)"
+    ]
     every = found.settings.comparison.substantial
-    differing = [change(each) for each in every if each.section != "source"]
-    if found.first is None:
-        steps = counted(found.steps, "step")
-        shown.append(
-            f"same numbers: {steps} as in the lock (torch {found.torch}, this kind of machine)"
-        )
-        if differing:
-            shown.append(f"without effect on them: {some(differing)}")
-        if found.settings.strict:
-            shown += parts(found.settings)
-        return tuple(shown)
-    shown.append(str(found.first))
-    if found.who is not None:
-        rows = [(f"  {label:<6}", text) for label, text in found.who.rows]
-        shown.append(listing(rows, style="bold"))
-    return tuple(shown)
+    if differing := [change(each) for each in every if each.section != "source"]:
+        shown.append(f"without effect on them: {some(differing)}")
+    return (*shown, *(parts(found.settings) if found.settings.strict else ()))

@@ -7,19 +7,16 @@ import os
 import platform
 import time
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError
 from torchrepro.messages import near
 from torchrepro.seeding.uncontrolled import ADDRESS, CLOCK, FILES, HASH, THREADS
-from torchrepro.verification import held_sources
-from torchrepro.verification.process_perturbations import VARIABLE
-from torchrepro.verification.result import StressResult
+from torchrepro.verification.at_start import VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from torchrepro.profile.resolved import ResolvedProfile
 
@@ -30,24 +27,37 @@ class RunEnvironment:
 
     variables: Mapping[str, str] = field(default_factory=dict)
     in_process: Mapping[str, Any] = field(default_factory=dict)
-    """What each Python process does to itself, by name (see `process_perturbations`)."""
-    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Sources that are the same in every run (see `held_sources`)."""
+    """What each Python process does to itself as it starts (see `at_start`)."""
 
     def __or__(self, later: RunEnvironment) -> RunEnvironment:
         return RunEnvironment(
-            {**self.variables, **later.variables},
-            {**self.in_process, **later.in_process},
-            {**self.held, **later.held},
+            {**self.variables, **later.variables}, {**self.in_process, **later.in_process}
         )
 
     def all_variables(self) -> dict[str, str]:
-        """Return the variables, with those that carry the rest to the command."""
+        """Return the variables, with the one that carries the rest to the command."""
         carried = {VARIABLE: json.dumps(self.in_process)} if self.in_process else {}
-        if self.held:
-            carried[held_sources.VARIABLE] = json.dumps(self.held)
-            carried["PYTHONHASHSEED"] = "0" if HASH in self.held else ""
-        return {**self.variables, **{name: each for name, each in carried.items() if each}}
+        return {**self.variables, **carried}
+
+
+def holding(held: Mapping[str, Sequence[str]]) -> RunEnvironment:
+    """Return what holds sources the same in every run, each at some lines or, without any, at all.
+
+    See `held_sources`.
+    """
+    fixed = {"PYTHONHASHSEED": "0"} if HASH in held else {}
+    return RunEnvironment(fixed, {"verification.held_sources:hold": held})
+
+
+def noting_files(root: Path, log: Path, tree: Path | None = None) -> RunEnvironment:
+    """Return what notes the uses of files below `root` in `log`.
+
+    With `tree`, a copy of `root`, what is there is found in place of what is in `root`.
+    """
+    asked = {"root": str(root), "log": str(log), "tree": str(tree or "")}
+    # Files of a copy may be links: nothing is to be written beside what they point to.
+    fixed = {"PYTHONDONTWRITEBYTECODE": "1"} if tree else {}
+    return RunEnvironment(fixed, {"verification.file_notes:begin": asked})
 
 
 _DAYS = 9 + 0.143  # another date, another day of the week, another hour and minute
@@ -60,46 +70,21 @@ class Perturbation:
     """One kind of perturbation of a run."""
 
     name: str
-    action: str
-    """What is done."""
-    finding: str
-    """The likely cause, if this perturbation alone makes two runs diverge."""
-    variables: Callable[[int], Mapping[str, str]] = lambda number: {}
-    """Returns the variables of a perturbed run by its number."""
+    action: str  # what is done
+    finding: str  # the likely cause, if this perturbation alone makes two runs diverge
+    variables: Callable[[int], Mapping[str, str]] = lambda number: {}  # by the number of the run
     in_process: Callable[[int], Any] | None = None
-    """Returns what each process of a perturbed run does to itself, by the number of the run."""
-    unperturbed: Mapping[str, str] = field(default_factory=dict)
-    """The variables of a run that is not perturbed."""
-    obstacle: Callable[[], str] = lambda: ""
-    """Returns why it cannot be done here, or nothing."""
-    reads_memory: bool = False
-    """Whether a program that feels it reads memory that nothing has written."""
-    source: str = ""
-    """What a program reads that this perturbs, in the words of `seeding.uncontrolled`."""
-
-    def environment(self, number: int) -> RunEnvironment:
-        """Return the environment of the perturbed run `number`."""
-        inner = {self.name: self.in_process(number)} if self.in_process else {}
-        return RunEnvironment(self.variables(number), inner)
-
-    def reason_to_skip(self, set_by_profile: Mapping[str, str]) -> str:
-        """Return why it is skipped, or an empty string."""
-        settled = ", ".join(name for name in self.variables(1) if name in set_by_profile)
-        return f"the profile sets {settled}" if settled else self.obstacle()
-
-
-def _no_glibc() -> str:
-    return "" if platform.libc_ver()[0] == "glibc" else "the C library takes no such settings"
+    """What each process of a perturbed run does to itself, by the number of the run."""
+    unperturbed: Mapping[str, str] = field(default_factory=dict)  # variables of any other run
+    obstacle: Callable[[], str] = lambda: ""  # why it cannot be done here, or nothing
+    reads_memory: bool = False  # whether what feels it reads memory that nothing has written
+    source: str = ""  # what a program reads that this perturbs, as `seeding.uncontrolled` says it
 
 
 def _some_cpus(number: int) -> Mapping[str, Sequence[int]]:
     cpus = sorted(os.sched_getaffinity(0))
     turned = [*cpus[number % len(cpus) :], *cpus[: number % len(cpus)]]
     return {"all": cpus, "some": turned[: len(cpus) // 2]}
-
-
-def _no_choice_of_cpus() -> str:
-    return "" if len(os.sched_getaffinity(0)) > 1 else "there is one CPU"
 
 
 def _another_zone(number: int) -> Mapping[str, str]:
@@ -115,7 +100,9 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "glibc fills fresh and freed memory with another byte",
         "the program reads memory that nothing has written",
         lambda number: {"MALLOC_PERTURB_": str(1 + number * 89 % 255)},
-        obstacle=_no_glibc,
+        obstacle=lambda: (
+            "the C library takes no such settings" if platform.libc_ver()[0] != "glibc" else ""
+        ),
         reads_memory=True,
     ),
     Perturbation(
@@ -151,7 +138,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "half of the CPUs, with as many threads as before",
         "threads race, or the result depends on the number of usable CPUs",
         in_process=_some_cpus,
-        obstacle=_no_choice_of_cpus,
+        obstacle=lambda: "there is one CPU" if len(os.sched_getaffinity(0)) == 1 else "",
         source=THREADS,
     ),
     Perturbation(
@@ -190,7 +177,6 @@ nothing of its own.
 """
 
 EVERYTHING = tuple(row.name for row in PERTURBATIONS)
-"""The names of all perturbations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +186,7 @@ class StressPlan:
     rows: tuple[Perturbation, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     other_hash_seed: str = ""
-    """Where the profile sets the hash seed that is to be perturbed: another one. A run of its own
-    has it.
-    """
+    """Another one than the profile sets, where it is to be perturbed: that of a run of its own."""
 
     @classmethod
     def of(cls, names: Iterable[str], resolved: ResolvedProfile | None) -> StressPlan:
@@ -221,10 +205,11 @@ class StressPlan:
                     near=near(name, EVERYTHING),
                     legal=", ".join(EVERYTHING),
                 )
-            if name == HASH_SEED and "PYTHONHASHSEED" in set_by_profile:
-                present = set_by_profile["PYTHONHASHSEED"]
+            settled = ", ".join(each for each in row.variables(1) if each in set_by_profile)
+            if name == HASH_SEED and settled:
+                present = set_by_profile[settled]
                 other = next(seed for seed in _HASH_SEEDS if seed != present)
-            elif reason := row.reason_to_skip(set_by_profile):
+            elif reason := f"the profile sets {settled}" if settled else row.obstacle():
                 skipped.append((name, reason))
             else:
                 rows.append(row)
@@ -232,19 +217,15 @@ class StressPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the perturbations."""
         return tuple(row.name for row in self.rows)
-
-    @property
-    def summary(self) -> StressResult | None:
-        """Initial stress summary; None if no perturbation was requested."""
-        asked = self.rows or self.skipped or self.other_hash_seed
-        return StressResult(self.names, self.skipped) if asked else None
 
     def environment(self, number: int, names: Sequence[str]) -> RunEnvironment:
         """Return the environment of run `number` if only these perturbations act on it."""
-        of_rows = (
-            row.environment(number) if row.name in names else RunEnvironment(row.unperturbed)
-            for row in self.rows
-        )
-        return reduce(or_, of_rows, RunEnvironment())
+        found = RunEnvironment()
+        for row in self.rows:
+            if row.name not in names:
+                found |= RunEnvironment(row.unperturbed)
+            else:
+                inner = {row.name: row.in_process(number)} if row.in_process else {}
+                found |= RunEnvironment(row.variables(number), inner)
+        return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import join
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import ApplyError, ProfileError, TorchreproError, TraceError
+from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.launch import prepared, prepared_as_it_is
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import printable
@@ -30,7 +30,6 @@ from torchrepro.verification.result import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import FrameType
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verification.perturbations import RunEnvironment
@@ -38,12 +37,9 @@ if TYPE_CHECKING:
     Setup = tuple[ResolvedProfile | None, RunEnvironment]
     """The profile under which a run is started, if any, and what else it is started in."""
 
-GRACE = 20.0
-"""Seconds that a command has to end after it was asked to, before it is killed."""
+GRACE = 20.0  # seconds that a command has to end after it was asked to, before it is killed
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BETWEEN_LOOKS = 1.0
-"""Seconds between two readings of how far a run is."""
+BETWEEN_LOOKS = 1.0  # seconds between two readings of how far a run is
 
 _LAST_LINES = 12
 _NOT_IN_FORCE = 3  # the exit status of a command whose profile could not be put in force
@@ -67,20 +63,14 @@ class Runner:
     """A command, how it is recorded, and by what criteria its runs are compared."""
 
     command: Sequence[str]
-    folder: Path
-    """The folder of all recordings and logs."""
-    request: Request
-    """What is recorded. Its own folder is replaced by that of each run."""
-    tolerance: tuple[float, float] | None
-    """rtol and atol; None asks for the same bits."""
-    say: Callable[[str], object]
-    """Takes text on the progress, which has its own ends of lines."""
+    folder: Path  # the folder of all recordings and logs
+    request: Request  # what is recorded. Its own folder is replaced by that of each run.
+    tolerance: tuple[float, float] | None  # rtol and atol; None asks for the same bits
+    say: Callable[[str], object]  # takes text on the progress, which has its own ends of lines
     meanwhile: Callable[[str], object] | None = None
     """Takes what is going on at the moment, until the next text; None where nobody watches."""
-    ignore: Sequence[str] = ()
-    """Lines whose records are left out."""
-    limit: float | None = None
-    """Seconds after which a run is ended; None for no limit."""
+    ignore: Sequence[str] = ()  # lines whose records are left out
+    limit: float | None = None  # seconds after which a run is ended; None for no limit
     beside: Callable[[], object] = lambda: None
     """Called once a run is prepared: what it begins goes on beside the command."""
 
@@ -135,33 +125,57 @@ class Runner:
         exits = [f"{run.name} with {status_in_words(run.status)}" for run in (first, other)]
         ended = f"they ended: {' and '.join(exits)}"
         empty = next((run for run in (first, other) if not run.recorded), None)
-        if empty is None:
-            found = compare_within(
-                first.folder, other.folder, self.tolerance, self.ignore, one_program=True
-            )
-            if first.status == other.status:
-                return self.advised(found, first)
-            if not found.same:
-                return self.advised(replace(found, notes=(ended, *found.notes)), first)
-            what, steps, after_last = (
-                "all that was recorded is the same",
-                found.compared.steps,
-                True,
-            )
-        else:
-            what, steps = f"{empty.name} ended before anything was recorded of it", 0
+        if empty is not None:
+            what = f"{empty.name} ended before anything was recorded of it; {ended}"
             after_last = not (first.steps or other.steps)
-        what = f"{what}; {ended}"
-        different = Verdict(
+            return Verdict(
+                same=False,
+                left=first.folder,
+                right=other.folder,
+                compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
+                first=Divergence.without_op(0, 0, Kind.ENDED, what, after_last=after_last),
+            )
+        found = compare_within(
+            first.folder, other.folder, self.tolerance, self.ignore, one_program=True
+        )
+        if first.status == other.status:
+            return self.advised(found, first)
+        if not found.same:
+            return self.advised(replace(found, notes=(ended, *found.notes)), first)
+        what = f"all that was recorded is the same; {ended}"
+        steps = found.compared.steps
+        return Verdict(
             same=False,
             left=first.folder,
             right=other.folder,
-            compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
-            first=Divergence.without_op(0, steps, Kind.ENDED, what, after_last=after_last),
+            compared=found.compared,
+            first=Divergence.without_op(0, steps, Kind.ENDED, what, after_last=True),
+            losses=found.losses,
+            map=found.map,
         )
-        if empty is not None:
-            return different
-        return replace(different, compared=found.compared, losses=found.losses, map=found.map)
+
+    def refuse_unrecorded(self, run: Run) -> None:
+        """Raise `TraceError` if a run went well and nothing was recorded of it."""
+        if run.status == 0 and not run.recorded:
+            raise TraceError.about(
+                "nothing was recorded of it, so nothing can be said of its runs",
+                found=join(self.command),
+                todo="it has to import torch and compute something with it, in a Python in which "
+                "torchrepro is installed",
+            )
+
+    def refuse_failed(self, runs: Sequence[Run]) -> None:
+        """Raise what says why, if the command has failed in all its runs with the same status."""
+        run = runs[-1]
+        if run.status == 0 or len({each.status for each in runs}) > 1:
+            return
+        with open(run.log, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            lines = [printable(line.rstrip("\n")) for line in deque(file, _LAST_LINES)]
+        if run.status == _NOT_IN_FORCE and any(line.startswith("torchrepro: ") for line in lines):
+            raise ApplyError("\n".join(line.removeprefix("torchrepro: ") for line in lines))
+        said = [f"    {line}" for line in lines] or ["    (it printed nothing)"]
+        ended = f"it ended with {status_in_words(run.status)} in each of {len(runs)} runs"
+        raise TraceError.about("\n".join([f"{ended}:", *said]), found=join(self.command))
 
     def advised(self, verdict: Verdict, run: Run) -> Verdict:
         """Return a verdict with advice by what the trace of a run says of the program."""
@@ -253,34 +267,6 @@ def _watched(traces: Path, tell: Callable[[str], object] | None) -> Iterator[Non
         thread.join()
 
 
-def refuse_unrecorded(run: Run, command: Sequence[str]) -> None:
-    """Raise `TraceError` if a run went well and nothing was recorded of it."""
-    if run.status == 0 and not run.recorded:
-        raise TraceError.about(
-            "nothing was recorded of it, so nothing can be said of its runs",
-            found=join(command),
-            todo="it has to import torch and compute something with it, in a Python in which "
-            "torchrepro is installed",
-        )
-
-
-def all_failed(runs: Sequence[Run]) -> bool:
-    """Whether a command has failed in every run with the same exit status."""
-    return runs[0].status != 0 and len({run.status for run in runs}) == 1
-
-
-def failure(runs: Sequence[Run], command: Sequence[str]) -> TorchreproError:
-    """Return the error for a command that failed in all its runs with the same exit status."""
-    run = runs[-1]
-    with open(run.log, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-        lines = [printable(line.rstrip("\n")) for line in deque(file, _LAST_LINES)]
-    if run.status == _NOT_IN_FORCE and any(line.startswith("torchrepro: ") for line in lines):
-        return ApplyError("\n".join(line.removeprefix("torchrepro: ") for line in lines))
-    said = [f"    {line}" for line in lines] or ["    (it printed nothing)"]
-    ended = f"it ended with {status_in_words(run.status)} in each of {len(runs)} runs"
-    return TraceError.about("\n".join([f"{ended}:", *said]), found=join(command))
-
-
 def status_in_words(status: int) -> str:
     """Return an exit status in words."""
     if status >= 0:
@@ -311,9 +297,13 @@ def signals_raised() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise Interrupted(number)
+
     before = {
-        number: signal.signal(number, _interrupt)
-        for number in _ENDING
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
     }
     try:
@@ -321,7 +311,3 @@ def signals_raised() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)

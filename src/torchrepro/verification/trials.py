@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from shlex import join
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ApplyError, ProfileError
+from torchrepro.messages import printable
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
 from torchrepro.redaction import shell_line
@@ -45,11 +46,11 @@ from torchrepro.verdict.program_text import (
     scan,
     varying_seeds,
 )
-from torchrepro.verdict.render import counted, from_here, headline, short
+from torchrepro.verdict.render import from_here, headline, short
 from torchrepro.verdict.value import Advice, Kind, SeedSource
-from torchrepro.verification.copies import CopyError, edited_copy
 from torchrepro.verification.held_sources import HELD_AT_ONCE
-from torchrepro.verification.perturbations import RunEnvironment
+from torchrepro.verification.perturbations import RunEnvironment, holding
+from torchrepro.verification.repository import CopyError, edited_copy
 from torchrepro.verification.result import UNCHANGED, Run, Trial
 from torchrepro.verification.runner import status_in_words
 
@@ -57,24 +58,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrepro.profile.resolved import ResolvedProfile
+    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.diagnosis import Evidence, Suspect
     from torchrepro.verdict.value import Edit, UncontrolledRead, Verdict
-    from torchrepro.verification.carried_files import CarriedFile
     from torchrepro.verification.runner import Runner
 
-ENOUGH = 3
-"""Runs under a setting that agree before it is proposed."""
+ENOUGH = 3  # runs under a setting that agree before it is proposed
 
-ENOUGH_HELD = 2
-"""Runs with a source held the same that agree before it is the cause."""
-
-TRIED = f"edited so, {ENOUGH_HELD} runs agree"
+ENOUGH_HELD = 2  # runs with a source held the same that agree before it is the cause
 
 EVERYTHING = "everything"
 
-MOST = 18
-"""Runs that all trials of a divergence take at most, but for an escalation."""
+MOST = 18  # runs that all trials of a divergence take at most, but for an escalation
 
+_AGREED = f"the same in {ENOUGH} runs"
+_TRIED = f"edited so, {ENOUGH_HELD} runs agree"
 _SETTINGS, _ALONE, _LINES = 2, 4, 3  # settings, sources and lines that are tried one by one
 _PATIENCE, _AT_LEAST = 5.0, 20.0  # times the longest run so far, and seconds, that a trial may take
 
@@ -85,33 +83,71 @@ _UNHEARD = {
 """What may vary although no call was heard."""
 
 
+class CarriedFile(NamedTuple):
+    """A file that a run read as the run before it had left it."""
+
+    path: str
+    written: str
+    """The line of the program that wrote it, as ``file:line``; empty where that was not heard."""
+    read: str  # the line that first read it in the later run
+
+
+def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
+    """Return the files that `second` read as they had been written since `first` began.
+
+    The runs are those of one command, one after the other. Empty where one was not recorded up to
+    its end.
+    """
+    if not (first.recorded and second.recorded):
+        return ()
+    metas = ([trace.meta for trace in _traces(run)] for run in (first, second))
+    earlier, later = (
+        [meta for meta in side if None not in (meta.get("began"), meta.get("files"))]
+        for side in metas
+    )
+    if not (earlier and later):
+        return ()
+    begun, ended = (min(meta["began"] for meta in side) for side in (earlier, later))
+    written = {each["path"]: each["written"] for meta in earlier for each in meta["files"]}
+    read = {
+        each["path"]: each["read"]
+        for meta in later
+        for each in meta["files"]
+        if each["read"] and begun <= each["changed"] < ended
+    }
+    return tuple(
+        CarriedFile(printable(path), printable(written.get(path, "")), printable(where))
+        for path, where in read.items()
+    )
+
+
+def _traces(run: Run) -> list[Trace]:
+    found = read_run(run.folder, records=False)
+    for trace in found:
+        trace.close()
+    return found
+
+
 @dataclass
 class Trials:
     """The trials of one divergence."""
 
     runner: Runner
-    profile: Any
-    """The profile as the user named it; None for a command that is run as it is."""
+    profile: Any  # the profile as the user named it; None for a command that is run as it is
     overrides: Sequence[str]
     resolved: ResolvedProfile | None
     own_profile: bool
     """Whether the command puts a profile in force itself, to which nothing can be added."""
-    words: Sequence[str]
-    """The command, as it may be shown."""
-    between: tuple[Run, Run]
-    """Two runs that differ."""
-    environments: Sequence[RunEnvironment]
-    """What they were started in."""
+    words: Sequence[str]  # the command, as it may be shown
+    between: tuple[Run, Run]  # two runs that differ
+    environments: Sequence[RunEnvironment]  # what they were started in
     verdict: Verdict
     meta: Mapping[str, Any]
-    carried: Sequence[CarriedFile]
-    """The files that one of the runs left for the next one."""
-    longest: float
-    """Seconds that the longest run has taken so far."""
+    carried: Sequence[CarriedFile]  # the files that one of the runs left for the next one
+    longest: float  # seconds that the longest run has taken so far
     options: Sequence[str]
     """The user's own options that say what is the same, as a command line has them."""
-    most: float = MOST
-    """The runs that all trials take at most."""
+    most: float = MOST  # the runs that all trials take at most
     done: list[Trial] = field(default_factory=list)
     _last: Run = field(init=False)  # the first run of the last trial whose runs agreed
     _unchanged: list[Run] = field(default_factory=list)  # more runs of the command as it is
@@ -127,7 +163,7 @@ class Trials:
         if not (self.verdict.reaches or is_fault):
             return self._left_out(its)
         if self.carried and self._agrees_without_files():
-            return self._with_advice(self._advice())
+            return self._with()
         suspect = prime_suspect(its)
         if its.holds("reads_unwritten_memory"):
             if self._holds(UNWRITTEN, [], self.resolved):
@@ -156,7 +192,7 @@ class Trials:
         for what, reads in others[:_ALONE]:
             if self._holds(what, [], base):
                 return self._explained(what, self._alone(what, reads, base), its)
-        return self._with_advice(replace(self._advice(), edit=None))  # several of them together
+        return self._with(edit=None)  # several of them together
 
     def with_one_hash_seed(self) -> Verdict:
         """Return the verdict of runs that another hash seed makes differ, with what fixes it."""
@@ -167,14 +203,11 @@ class Trials:
             )
             for each in self.environments
         ]
-        profile = self.profile or "seed-only"
         overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
         # That it is the hash seed was seen as each perturbation was tried alone.
-        if self.own_profile or not self._agrees_under(profile, overrides):
+        if self.own_profile or not self._agrees_under(self.profile or "seed-only", overrides):
             return self.verdict
-        trial = self.done[-1]
-        advice = replace(self._advice(), command=trial.command, tried=_agreed(trial.runs))
-        return self._with_advice(replace(advice, edit=None))
+        return self._with(command=self.done[-1].command, tried=_AGREED, edit=None)
 
     def escalated(self) -> Verdict:
         """Return the verdict with the first command, by ever stricter settings, that repeats."""
@@ -207,6 +240,16 @@ class Trials:
         if base.guarantee != "repeatable" and (its.holds("is_computed") or may_be_any):
             yield "debug-strict", ()
 
+    def _sources(self, its: Evidence) -> dict[str, list[UncontrolledRead]]:
+        """Return what the program has read, the surest first, with the lines that read it."""
+        found: dict[str, dict[str, UncontrolledRead]] = {}
+        for read in its.suspects:
+            if read.what in HELD_AT_ONCE:
+                found.setdefault(read.what, {})[read.where] = read
+        for what in (ADDRESS, HASH, UNWRITTEN):
+            found.setdefault(what, {})
+        return {what: list(reads.values()) for what, reads in found.items()}
+
     def _alone(
         self, what: str, reads: Sequence[UncontrolledRead], resolved: ResolvedProfile | None
     ) -> Sequence[UncontrolledRead]:
@@ -217,28 +260,7 @@ class Trials:
                     return [read]
         return reads
 
-    def _sources(self, its: Evidence) -> dict[str, list[UncontrolledRead]]:
-        """Return what the program has read, the surest first, with the lines that read it."""
-        found: dict[str, dict[str, UncontrolledRead]] = {}
-        for read in its.suspects:
-            if read.what in HELD_AT_ONCE:
-                found.setdefault(read.what, {})[read.where] = read
-        sources = {what: list(reads.values()) for what, reads in found.items()}
-        for what in (ADDRESS, HASH, UNWRITTEN):
-            sources.setdefault(what, [])
-        return sources
-
-    def _command(
-        self,
-        profile: Any,
-        overrides: Sequence[str],
-        *options: str,
-        words: Sequence[str] | None = None,
-    ) -> str:
-        """Return a command line to type, with the user's own options; `words` is what it runs."""
-        named = [str(profile), *overrides] if profile else []
-        ours = ["torchrepro", "verify", *named, *self.options, *options]
-        return shell_line([*ours, "--", *(self.words if words is None else words)])
+    # Trials: each says whether runs agree with one thing changed.
 
     def _setting(self, profile: Any, overrides: tuple[str, ...]) -> bool:
         return self._agrees_under(profile, overrides) and not self._by_chance()
@@ -253,12 +275,106 @@ class Trials:
             return False
         return self._agrees(what, command, resolved, RunEnvironment())
 
+    def _holds(self, what: str, reads: Sequence[Suspect], resolved: ResolvedProfile | None) -> bool:
+        lines = ["/".join(each.where.split("/")[-2:]) for each in reads]
+        held = {what: lines} if what != EVERYTHING else {each: [] for each in HELD_AT_ONCE}
+        if what == THREADS:
+            held[ADDRESS] = []  # by which a set of futures is ordered
+        at = f" at {short(reads[0].where)}" if reads else ""
+        what = f"{what}{at} held the same"
+        same = self._agrees(what, "", resolved, holding(held), runs=ENOUGH_HELD)
+        return same and not self._by_chance()
+
+    def _agrees_without_files(self) -> bool:
+        """Whether the runs agree if each begins without the files that one left for the next."""
+        away = self.runner.folder / "left-by-runs"
+        away.mkdir()
+        places = {Path(each.path): away / f"{at}" for at, each in enumerate(self.carried)}
+
+        def remove() -> None:
+            for place in places:
+                place.unlink(missing_ok=True)
+
+        names = [from_here(each.path) for each in self.carried]
+        script = f"rm -f {join(names)}; exec {shell_line(self.words)}"
+        command = self._command(self.profile, self.overrides, words=["sh", "-c", script])
+        what = f"each run without the {', '.join(names)} of the run before"
+        try:
+            for place, kept in places.items():
+                shutil.move(place, kept)
+            same = self._agrees(what, command, self.resolved, RunEnvironment(), before=remove)
+        finally:
+            for place, kept in places.items():
+                if kept.exists():
+                    shutil.move(kept, place)
+        if same:
+            one = self.carried[0]
+            wrote = f"written at {short(one.written)} and " if one.written else ""
+            cause = f"A file that one run leaves for the next: {names[0]}, {wrote}read at"
+            cause = f"{cause} {short(one.read)}."
+            self.verdict = self._with(cause=cause, command=command, tried=_AGREED, edit=None)
+        return same
+
+    def _edit_that_works(self, what: str, reads: Sequence[Suspect]) -> Edit | None:
+        """Return an edit of one of these lines, or elsewhere, with which runs of a copy agree."""
+        edits = [_edit(each.what, each, is_seed=False) for each in reads]
+        files, steps = self.verdict.program.files, min(run.steps for run in self.between)
+        edits += edits_elsewhere(what, files, steps)
+        for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
+            with suppress(CopyError), edited_copy(edit, files) as copy:
+                runner = replace(self.runner, command=copy.command(self.runner.command))
+                at, change = f"{short(edit.where)} edited", copy.environment
+                if self._agrees(at, "", self.resolved, change, runs=ENOUGH_HELD, runner=runner):
+                    return edit
+        return None
+
+    def _agrees(
+        self,
+        what: str,
+        command: str,
+        resolved: ResolvedProfile | None,
+        change: RunEnvironment,
+        *,
+        runs: int = ENOUGH,
+        before: Callable[[], object] = lambda: None,
+        runner: Runner | None = None,
+    ) -> bool:
+        """Whether so many runs agree with a change; how they went is added to what was done."""
+        if self._differs_seldom or self._spent + runs > self.most:
+            return False
+        done, answer = [], ""
+        runner = replace(runner or self.runner, limit=self._limit)
+        for number in range(runs):
+            self.runner.say(f"tried: {what}, run {number + 1} of {runs} ...")
+            environment = self.environments[min(number, 1)] | change
+            before()
+            try:
+                name = f"trial-{len(self.done) + 1}-{number + 1}"
+                done.append(runner.run(resolved, name, environment))
+            except ApplyError as refused:
+                answer = str(refused)
+                break
+            if done[-1].status != 0 or not done[-1].recorded:
+                answer = f"it ended with {status_in_words(done[-1].status)}: see {done[-1].log}"
+                break
+            if number:
+                found = runner.compare(done[0], done[-1])
+                answer = headline(found)
+                if not found.same:
+                    break
+                if any(found.not_finite) and not any(self.verdict.not_finite):
+                    answer = "the same, and its losses are no numbers"
+                    break
+        else:
+            self._last = done[0]
+            self.done.append(Trial(what, command, same=True, runs=runs, answer=answer))
+            return True
+        self.done.append(Trial(what, command, same=False, runs=len(done), answer=answer))
+        return False
+
     def _by_chance(self) -> bool:
         """Whether the runs of the last trial agree and may not the next time; that is noted."""
-        traces = read_run(self._last.folder, records=False)
-        reads = [read for trace in traces for read in trace.meta.get("sources", ())]
-        for trace in traces:
-            trace.close()
+        reads = [read for trace in _traces(self._last) for read in trace.meta.get("sources", ())]
         if all(read["what"] != FORKED for read in reads):
             return self._agrees_unchanged()
         answer = "the same by chance: which child takes which task decides what it draws"
@@ -309,94 +425,37 @@ class Trials:
     def _limit(self) -> float:
         return max(self.longest * _PATIENCE, _AT_LEAST)
 
-    def _holds(self, what: str, reads: Sequence[Suspect], resolved: ResolvedProfile | None) -> bool:
-        lines = ["/".join(each.where.split("/")[-2:]) for each in reads]
-        held = {what: lines} if what != EVERYTHING else {each: [] for each in HELD_AT_ONCE}
-        if what == THREADS:
-            held[ADDRESS] = []  # by which a set of futures is ordered
-        at = f" at {short(reads[0].where)}" if reads else ""
-        what, change = f"{what}{at} held the same", RunEnvironment(held=held)
-        same = self._agrees(what, "", resolved, change, runs=ENOUGH_HELD)
-        return same and not self._by_chance()
+    # Answers: the verdict with what trials have shown.
 
-    def _agrees_without_files(self) -> bool:
-        """Whether the runs agree if each begins without the files that one left for the next."""
-        away = self.runner.folder / "left-by-runs"
-        away.mkdir()
-        places = {Path(each.path): away / f"{at}" for at, each in enumerate(self.carried)}
+    def _with(self, **advice: Any) -> Verdict:
+        before = self.verdict.advice or Advice("")
+        return replace(self.verdict, advice=replace(before, closer="", **advice))
 
-        def remove() -> None:
-            for place in places:
-                place.unlink(missing_ok=True)
+    def _left_out(self, its: Evidence) -> Verdict:
+        """Return the verdict with the command that leaves out what reaches nothing."""
+        place = from_here(its.first.source)
+        runner = replace(self.runner, ignore=(*self.runner.ignore, place))
+        if place and runner.compare(*self.between).same:
+            command = self._command(self.profile, self.overrides, "--ignore", place)
+            return self._with(command=command, tried="the same without it")
+        return self.verdict
 
-        names = [from_here(each.path) for each in self.carried]
-        script = f"rm -f {join(names)}; exec {shell_line(self.words)}"
-        command = self._command(self.profile, self.overrides, words=["sh", "-c", script])
-        what = f"each run without the {', '.join(names)} of the run before"
-        try:
-            for place, kept in places.items():
-                shutil.move(place, kept)
-            same = self._agrees(what, command, self.resolved, RunEnvironment(), before=remove)
-        finally:
-            for place, kept in places.items():
-                if kept.exists():
-                    shutil.move(kept, place)
-        if same:
-            one = self.carried[0]
-            wrote = f"written at {short(one.written)} and " if one.written else ""
-            cause = f"A file that one run leaves for the next: {names[0]}, {wrote}read at"
-            advice = replace(self._advice(), cause=f"{cause} {short(one.read)}.", command=command)
-            self.verdict = self._with_advice(replace(advice, tried=_agreed(ENOUGH), edit=None))
-        return same
-
-    def _agrees(
-        self,
-        what: str,
-        command: str,
-        resolved: ResolvedProfile | None,
-        change: RunEnvironment,
-        *,
-        runs: int = ENOUGH,
-        before: Callable[[], object] = lambda: None,
-        runner: Runner | None = None,
-    ) -> bool:
-        """Whether so many runs agree with a change; how they went is added to what was done."""
-        if self._differs_seldom or self._spent + runs > self.most:
-            return False
-        done, answer = [], ""
-        runner = replace(runner or self.runner, limit=self._limit)
-        for number in range(runs):
-            self.runner.say(f"tried: {what}, run {number + 1} of {runs} ...")
-            environment = self.environments[min(number, 1)] | change
-            before()
-            try:
-                name = f"trial-{len(self.done) + 1}-{number + 1}"
-                done.append(runner.run(resolved, name, environment))
-            except ApplyError as refused:
-                answer = str(refused)
-                break
-            if done[-1].status != 0 or not done[-1].recorded:
-                answer = f"it ended with {status_in_words(done[-1].status)}: see {done[-1].log}"
-                break
-            if number:
-                found = runner.compare(done[0], done[-1])
-                answer = headline(found)
-                if not found.same:
-                    break
-                if any(found.not_finite) and not any(self.verdict.not_finite):
-                    answer = "the same, and its losses are no numbers"
-                    break
-        else:
-            self._last = done[0]
-            self.done.append(Trial(what, command, same=True, runs=runs, answer=answer))
-            return True
-        self.done.append(Trial(what, command, same=False, runs=len(done), answer=answer))
-        return False
+    def _with_command(self, its: Evidence) -> Verdict:
+        command = self.done[-1].command
+        if its.holds("is_of_program") and not its.holds("is_random") and self.resolved is None:
+            # The profile seeds, and fixes hashes: which of them was missing?
+            if self._holds(HASH, [], None):
+                reads = [each for each in its.suspects if each.what == HASH]
+                self.verdict = self._explained(HASH, reads[:1], its)
+            else:
+                words = "The program seeds no generator, or not all that it draws from."
+                self.verdict = self._with(cause=words)
+        return self._with(command=command, tried=_AGREED, edit=None)
 
     def _by_what_cannot_be_held(self, its: Evidence) -> Verdict:
         """Return the verdict with no cause that holding it has shown to be none."""
         if its.other_seeds:
-            return self._with_advice(replace(self._advice(), edit=None))
+            return self._with(edit=None)
         program = self.verdict.program
         left: list[Suspect] = [each for each in its.suspects if each.what not in HELD_AT_ONCE]
         seeds = varying_seeds(scan(program.files, program.began), program.reads)
@@ -407,19 +466,7 @@ class Trials:
         edit = self._edit_that_works(what, left[:1]) if what in (FORKED, THREADS) else None
         if edit and what == THREADS and self._agrees_unchanged():
             edit = None  # no run has shown that it is the threads
-        advice = replace(self._advice(), cause=cause, edit=edit, tried=TRIED * bool(edit))
-        return self._with_advice(advice)
-
-    def _left_out(self, its: Evidence) -> Verdict:
-        """Return the verdict with the command that leaves out what reaches nothing."""
-        place = from_here(its.first.source)
-        runner = replace(self.runner, ignore=(*self.runner.ignore, place))
-        left, right = self.between
-        if place and runner.compare(left, right).same:
-            command = self._command(self.profile, self.overrides, "--ignore", place)
-            advice = replace(self._advice(), command=command, tried="the same without it")
-            return self._with_advice(advice)
-        return self.verdict
+        return self._with(cause=cause, edit=edit, tried=_TRIED * bool(edit))
 
     def _explained(self, what: str, reads: Sequence[Suspect], its: Evidence) -> Verdict:
         """Return the verdict with a cause that a trial has shown, and its line if that is known."""
@@ -440,21 +487,8 @@ class Trials:
         if what == THREADS or (what == CLOCK and edit is None):
             lines = [*reads, *self._lines(what)] if what == THREADS else ()
             edit = self._edit_that_works(what, lines)
-            tried = TRIED if edit else tried
-        return self._with_advice(replace(self._advice(), cause=cause, edit=edit, tried=tried))
-
-    def _edit_that_works(self, what: str, reads: Sequence[Suspect]) -> Edit | None:
-        """Return an edit of one of these lines, or elsewhere, with which runs of a copy agree."""
-        edits = [_edit(each.what, each, is_seed=False) for each in reads]
-        files, steps = self.verdict.program.files, min(run.steps for run in self.between)
-        edits += edits_elsewhere(what, files, steps)
-        for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
-            with suppress(CopyError), edited_copy(edit, files) as copy:
-                runner = replace(self.runner, command=copy.command(self.runner.command))
-                at, change = f"{short(edit.where)} edited", copy.environment
-                if self._agrees(at, "", self.resolved, change, runs=ENOUGH_HELD, runner=runner):
-                    return edit
-        return None
+            tried = _TRIED if edit else tried
+        return self._with(cause=cause, edit=edit, tried=tried)
 
     def _lines(self, what: str) -> list[Suspect]:
         """Return the lines of the program whose text says that they may be what was held."""
@@ -470,24 +504,17 @@ class Trials:
         # A set may be sorted by a key that no two members share: where all else has an order.
         return [each for each in found if each.name not in TIES] or list(found)
 
-    def _with_command(self, its: Evidence) -> Verdict:
-        trial = self.done[-1]
-        if its.holds("is_of_program") and not its.holds("is_random") and self.resolved is None:
-            # The profile seeds, and fixes hashes: which of them was missing?
-            if self._holds(HASH, [], None):
-                reads = [each for each in its.suspects if each.what == HASH]
-                self.verdict = self._explained(HASH, reads[:1], its)
-            else:
-                words = "The program seeds no generator, or not all that it draws from."
-                self.verdict = self._with_advice(replace(self._advice(), cause=words))
-        advice = replace(self._advice(), command=trial.command, tried=_agreed(trial.runs))
-        return self._with_advice(replace(advice, edit=None))
-
-    def _advice(self) -> Advice:
-        return self.verdict.advice or Advice("")
-
-    def _with_advice(self, advice: Advice) -> Verdict:
-        return replace(self.verdict, advice=replace(advice, closer=""))
+    def _command(
+        self,
+        profile: Any,
+        overrides: Sequence[str],
+        *options: str,
+        words: Sequence[str] | None = None,
+    ) -> str:
+        """Return a command line to type, with the user's own options; `words` is what it runs."""
+        named = [str(profile), *overrides] if profile else []
+        ours = ["torchrepro", "verify", *named, *self.options, *options]
+        return shell_line([*ours, "--", *(self.words if words is None else words)])
 
 
 def _edit(what: str, read: Suspect, *, is_seed: bool) -> Edit | None:
@@ -495,7 +522,3 @@ def _edit(what: str, read: Suspect, *, is_seed: bool) -> Edit | None:
         return edit_of_sample(read.name, read.where)
     of = SET_ORDER if read.what == SET_ORDER and what != HASH else what
     return edit_of(of, read.name, read.where, is_seed=is_seed)
-
-
-def _agreed(runs: int) -> str:
-    return f"the same in {counted(runs, 'run')}"

@@ -21,25 +21,15 @@ from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import Request, bytes_of
 from torchrepro.verdict.comparison import refuse_no_line, refuse_unknown_lines, tolerance_of
 from torchrepro.verdict.criteria import ALIGNED
-from torchrepro.verdict.diagnosis import (
-    cause_of,
-    worker_init_sentence,
-)
+from torchrepro.verdict.diagnosis import cause_of, worker_init_sentence
 from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import moment, place
 from torchrepro.verdict.value import Advice, Kind
-from torchrepro.verification.carried_files import carried
+from torchrepro.verification.at_start import WORKERS
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
-from torchrepro.verification.process_perturbations import LOADING
 from torchrepro.verification.result import Run, StressResult, Trial, Verification
-from torchrepro.verification.runner import (
-    Runner,
-    all_failed,
-    failure,
-    output_directory,
-    refuse_unrecorded,
-)
-from torchrepro.verification.trials import MOST, Trials
+from torchrepro.verification.runner import Runner, output_directory
+from torchrepro.verification.trials import MOST, Trials, carried
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,8 +38,7 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Divergence, Verdict
     from torchrepro.verification.runner import Setup
 
-FEWEST = 2
-"""Runs that it takes to compare anything."""
+FEWEST = 2  # runs that it takes to compare anything
 
 
 def request_for(
@@ -130,12 +119,12 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             say(f"run {number + 1} of {runs} ...")
             perturbed = plan.names if number else ()
             done.append(runner.run(resolved, f"run-{number + 1}", environment, perturbed))
-            refuse_unrecorded(done[0], command)
-            if number and all_failed(done):
-                raise failure(done, command)
+            runner.refuse_unrecorded(done[0])
+            if number:
+                runner.refuse_failed(done)
         verdicts = [runner.compare(done[0], run) for run in done[1:]]
         refuse_unknown_lines(verdicts[0])
-        stressed = plan.summary
+        stressed = StressResult(plan.names, plan.skipped) if stress else None
         recorded = next((run for run in done if run.recorded), None)
         meta = read_run(recorded.folder, records=False)[0].meta if recorded else {}
         tried: tuple[Trial, ...] = ()
@@ -151,6 +140,11 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                 verdict = _with_perturbation(verdict, stressed, plan)
             culprits = stressed.culprits if stressed else ()
             if escalate or (closer and culprits in ((), (HASH_SEED,))):
+                options = [
+                    ("--level", None if level == Request("").level else level),
+                    *(("--rtol", rtol), ("--atol", atol)),
+                    *(("--ignore", where) for where in ignore),
+                ]
                 trials = Trials(
                     runner=runner,
                     profile=profile,
@@ -164,7 +158,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                     carried=left,
                     between=(done[0], done[number]),
                     longest=max(run.seconds for run in done),
-                    options=_options(level, rtol, atol, ignore),
+                    options=[s for o, its in options if its is not None for s in (o, str(its))],
                     most=math.inf if escalate else MOST,
                 )
                 if escalate:
@@ -177,9 +171,8 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                 stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, why)))
             verdicts[number - 1] = verdict
         elif plan.other_hash_seed and resolved is not None:
-            setup = resolved, environments[0]
             run, verdict, stressed = _with_other_hash_seed(
-                runner, plan, done[0], setup, closer=closer
+                runner, plan, done[0], (resolved, environments[0]), closer=closer
             )
             done.append(run)
             verdicts.append(verdict)
@@ -190,14 +183,14 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             own_profile=None if resolved else meta.get("profile"),
             runs=tuple(done),
             verdicts=tuple(verdicts),
-            folder="",
+            folder=str(output),
             stressed=stressed,
             tried=tried,
         )
-        if found.same and not folder:
-            shutil.rmtree(output, ignore_errors=True)
-            return found
-        return replace(found, folder=str(output))
+    if found.same and not folder:
+        shutil.rmtree(output, ignore_errors=True)
+        return replace(found, folder="")
+    return found
 
 
 def command_line(
@@ -220,16 +213,6 @@ def command_line(
     return shell_line(words)
 
 
-def _options(
-    level: str, rtol: float | None, atol: float | None, ignore: Sequence[str]
-) -> list[str]:
-    """Return the options that say what is the same, where they are not those of a plain command."""
-    found = [] if level == Request("").level else ["--level", level]
-    for name, value in (("--rtol", rtol), ("--atol", atol)):
-        found += [] if value is None else [name, str(value)]
-    return [*found, *(word for where in ignore for word in ("--ignore", where))]
-
-
 _SPOT = attrgetter("rank", "step", "phase", "module", "op")
 
 
@@ -248,9 +231,8 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
     steps = (max(first.step - 1, 0), first.step + 1) if verdict.compared.in_order else None
     keep = (*runner.request.keep, first.module)
     request = replace(runner.request, steps=steps, keep=keep, detail=True, every=1, max_size=None)
-    detailed = replace(runner, request=request)
     when = moment(first.step, after_last=first.after_last)
-    runs = _run_each(detailed, f"a closer look {when}".rstrip(), setups)
+    runs = _run_each(replace(runner, request=request), f"a closer look {when}".rstrip(), setups)
     note = "a closer look showed nothing: its runs ended before they got there"
     if all(run.recorded for run in runs):
         closer = runner.compare(*runs)
@@ -262,9 +244,7 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
             what = f"diverge {place(closer.first)}" if closer.first else "were the same there"
             note = f"two more runs, recorded in detail, {what}: it varies from run to run"
         verdict = runner.advised(verdict, runs[0])
-    # The advice does not ask for the closer look that has been taken.
-    advice = verdict.advice and replace(verdict.advice, closer="")
-    return _with_note(replace(verdict, advice=advice), note)
+    return _with_note(_looked_closer(verdict), note)
 
 
 def _run_each(runner: Runner, what: str, setups: Sequence[Setup]) -> list[Run]:
@@ -275,6 +255,15 @@ def _run_each(runner: Runner, what: str, setups: Sequence[Setup]) -> list[Run]:
     return runs
 
 
+def _looked_closer(verdict: Verdict) -> Verdict:
+    # The advice does not ask for the closer look that has been taken.
+    return replace(verdict, advice=verdict.advice and replace(verdict.advice, closer=""))
+
+
+def _with_note(verdict: Verdict, note: str) -> Verdict:
+    return replace(verdict, notes=(note, *verdict.notes))
+
+
 def _follow_into_dataset(
     runner: Runner, verdict: Verdict, first: Divergence, setups: Sequence[Setup]
 ) -> Verdict:
@@ -283,15 +272,21 @@ def _follow_into_dataset(
     They record what every function of the program returns while a batch is loaded. Worker processes
     are not recorded, so these runs load in the main process.
     """
-    loader, seeded = _loader_with_workers(verdict, first)
-    steps = None if loader and loader.get("iterable") else (0, first.step + 1)
+    loader: Mapping[str, Any] = {}  # with workers, in whose batch the runs diverge
+    seeded = False  # whether torchrepro seeds loaders whose author seeded nothing
+    for trace in read_run(verdict.left, records=False):
+        for each in trace.meta.get("loaders") or () if trace.rank == first.rank else ():
+            if not loader and each.get("where") == first.source and each.get("workers"):
+                knobs = trace.meta.get("knobs") or {}
+                loader, seeded = each, knobs.get("dataloader.seeding") == "auto"
+    steps = None if loader.get("iterable") else (0, first.step + 1)
     request = replace(runner.request, steps=steps, samples=True, detail=True, every=1)
     request = replace(request, statistics=False, max_size=None)
     recorder = replace(runner, request=request, tolerance=None)
     progress = "what the dataset returns"
     if loader:
-        progress = LOADING
-        in_main = RunEnvironment(in_process={LOADING: True})
+        progress = "loading in the main process"
+        in_main = RunEnvironment(in_process={WORKERS: 0})
         setups = [(resolved, environment | in_main) for resolved, environment in setups]
     runs = _run_each(recorder, progress, setups)
     found = recorder.compare(*runs) if all(run.recorded for run in runs) else None
@@ -302,8 +297,7 @@ def _follow_into_dataset(
         if loader:
             where = f"the workers' batches diverge {place(first)}"
             note = f"{where}; loading in the main process shows where"
-        advice = found.advice and replace(found.advice, closer="")  # there is no more to see
-        return _with_note(replace(found, advice=advice), note)
+        return _with_note(_looked_closer(found), note)
     failed = next((run for run in runs if run.status or not run.recorded), None)
     if failed is not None:
         note = f"a closer look showed nothing: the program failed, see {failed.log}"
@@ -323,23 +317,6 @@ def _follow_into_dataset(
     )
     note = "two more runs, which loaded in the main process, were the same"
     return _with_note(replace(verdict, advice=advice), note)
-
-
-def _loader_with_workers(verdict: Verdict, first: Divergence) -> tuple[Mapping[str, Any], bool]:
-    """Return the loader in whose batch two runs diverge, if it has workers, as a trace has it.
-
-    And whether torchrepro seeds loaders whose author seeded nothing.
-    """
-    for trace in read_run(verdict.left, records=False):
-        for loader in trace.meta.get("loaders") or () if trace.rank == first.rank else ():
-            if loader.get("where") == first.source and loader.get("workers"):
-                knobs = trace.meta.get("knobs") or {}
-                return loader, knobs.get("dataloader.seeding") == "auto"
-    return {}, False
-
-
-def _with_note(verdict: Verdict, note: str) -> Verdict:
-    return replace(verdict, notes=(note, *verdict.notes))
 
 
 def _bisect_perturbations(

@@ -1,7 +1,7 @@
-"""Perturbations that a process applies to itself as it starts.
+"""What each process of a run does to itself as it starts: perturbations, and what it notes.
 
-They import neither torch nor anything else that the program might not import, and draw no random
-number from a generator of the program. They last as long as the process, so nothing is undone.
+Perturbations import neither torch nor anything else that the program might not import, and draw no
+random number from a generator of the program. All lasts as long as the process: nothing is undone.
 """
 
 from __future__ import annotations
@@ -10,28 +10,32 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.imports import AfterImport, named
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-VARIABLE = "TORCHREPRO_STRESS"
-"""The variable that carries the perturbations, as JSON, to every process of a run."""
+VARIABLE = "TORCHREPRO_AT_START"
+"""The variable that carries what is to be done, as JSON, to every process of a run."""
 
-_LONGEST = 0.02
-"""The most seconds that a worker of a loader waits before it hands over a batch."""
+_LONGEST = 0.02  # the most seconds that a worker of a loader waits before it hands over a batch
 
 _kept: list[Any] = []
 
 
-def perturb(environment: Mapping[str, str]) -> None:
-    """Apply the perturbations that `VARIABLE` in `environment` names to this process."""
-    text = environment.get(VARIABLE)
-    if text:
-        for name, value in json.loads(text).items():
-            IN_PROCESS[name](value)
+def begin(environment: Mapping[str, str]) -> None:
+    """Do to this process what `VARIABLE` in `environment` names.
+
+    Each is called by its name in `IN_PROCESS`, or by its path in this package.
+    """
+    for name, value in json.loads(environment.get(VARIABLE) or "{}").items():
+        (IN_PROCESS.get(name) or named(name))(value)
 
 
 def _litter_the_heap(number: int) -> None:
@@ -51,13 +55,7 @@ def _leave_some_cpus_alone(cpus: Mapping[str, Sequence[int]]) -> None:
         sys.modules[module].get_num_threads()  # torch counts the CPUs when it is asked first
         os.sched_setaffinity(0, cpus["some"])
 
-    _once_imported("torch", keep_to_some)
-
-
-def _once_imported(name: str, act: Callable[[str], None]) -> None:
-    from torchrepro.imports import AfterImport
-
-    AfterImport([name], act).watch_all()
+    AfterImport(["torch"], keep_to_some).watch_all()
 
 
 def _delay_batches(number: int) -> None:
@@ -79,7 +77,7 @@ def _delay_batches(number: int) -> None:
 
         queue.put = late
 
-    _once_imported("multiprocessing.queues", delay)
+    AfterImport(["multiprocessing.queues"], delay).watch_all()
 
 
 def _move_the_clock(seconds: float) -> None:
@@ -89,25 +87,18 @@ def _move_the_clock(seconds: float) -> None:
     time.time = lambda: now() + seconds
     time.time_ns = lambda: now_in_ns() + moved
     for name in ("gmtime", "localtime", "ctime"):
-        setattr(time, name, _of_now(getattr(time, name)))
+        setattr(time, name, _of_now(getattr(time, name), "time"))
     for name in ("asctime", "strftime"):
-        setattr(time, name, _of_today(getattr(time, name), name == "strftime"))
+        setattr(time, name, _of_now(getattr(time, name), "localtime", name == "strftime"))
 
 
-def _of_now(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def shifted(seconds: float | None = None) -> Any:
-        return original(time.time() if seconds is None else seconds)
-
-    return shifted
-
-
-def _of_today(original: Callable[..., Any], required: int) -> Callable[..., Any]:
+def _of_now(original: Callable[..., Any], present: str, required: int = 0) -> Callable[..., Any]:
     # The last argument of `original`, the time, may be left out.
     @wraps(original)
     def shifted(*arguments: Any) -> Any:
-        left_out = len(arguments) == required
-        return original(*arguments, *([time.localtime()] if left_out else []))
+        if len(arguments) == required or arguments[-1] is None:
+            arguments = (*arguments[:required], getattr(time, present)())
+        return original(*arguments)
 
     return shifted
 
@@ -138,26 +129,19 @@ def _list_files_otherwise(number: int) -> None:
             os.supports_fd.add(other)
 
 
-class Entries:
+class Entries(Iterator["os.DirEntry[Any]"], AbstractContextManager["Entries"]):
     """What `os.scandir` returns: an iterator that can be closed, by itself or by a `with` block."""
 
     def __init__(self, entries: list[os.DirEntry[Any]]) -> None:
         self._entries = iter(entries)
 
-    def __iter__(self) -> Iterator[os.DirEntry[Any]]:
-        return self
-
     def __next__(self) -> os.DirEntry[Any]:
         return next(self._entries)
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         self._entries = iter(())
 
-    def __enter__(self) -> Entries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close
 
 
 def _load_with(workers: int) -> None:
@@ -166,14 +150,21 @@ def _load_with(workers: int) -> None:
 
         workers_policy.write(workers)  # what a profile says later is the same, or nothing
 
-    _once_imported("torch.utils.data", load_so)
+    AfterImport(["torch.utils.data"], load_so).watch_all()
 
 
-WORKERS = "number of loader workers"
-"""How many worker processes every loader has."""
+def _observe(kinds: Mapping[str, Any]) -> None:
+    def begin(_module: str) -> None:
+        for path, value in kinds.items():
+            named(path)(value)
 
-LOADING = "loading in the main process"
-"""What a run does in order to find out where a batch of worker processes differs."""
+    AfterImport(["torch"], begin).watch_all()
+
+
+OBSERVED = "observed"
+"""What a process notes of itself once torch has been imported, by the path of what begins it."""
+
+WORKERS = "number of loader workers"  # how many worker processes every loader has
 
 IN_PROCESS: Mapping[str, Callable[[Any], None]] = {
     "allocation": _litter_the_heap,
@@ -182,7 +173,6 @@ IN_PROCESS: Mapping[str, Callable[[Any], None]] = {
     "loader timing": _delay_batches,
     "clock": _move_the_clock,
     "file order": _list_files_otherwise,
-    LOADING: lambda _: _load_with(0),
     WORKERS: _load_with,
+    OBSERVED: _observe,
 }
-"""How a perturbation is applied within a process, by its name."""

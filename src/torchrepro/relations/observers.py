@@ -1,0 +1,572 @@
+"""What a process of a run notes of itself for a relation, each in a file of its own.
+
+For `compile` it is what each region that torch.compile takes returns, and the modules outside of
+them. For `resume` it is the state with which each step begins, and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from collections import Counter
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler, SequentialSampler
+
+from torchrepro.callers import address, frames, program_place
+from torchrepro.imports import AfterImport
+from torchrepro.patching import wrap
+from torchrepro.seeding.call_listeners import on_modules_called
+from torchrepro.trace.buffer import statistics
+from torchrepro.trace.fingerprint import fingerprint, unobserved
+from torchrepro.trace.fingerprint_cache import GeneratorStates
+from torchrepro.trace.frames import is_of_program
+from torchrepro.trace.hooks import watch_training, within_loaders_begun
+from torchrepro.trace.op_facts import tensors_in
+from torchrepro.verification.file_notes import LEFT_OUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_TENSORS = 64  # of one value that are noted
+_OBJECTS, _DEEPEST = 2000, 4  # objects that are looked at in search of generators, and how deep
+_lasting = ExitStack()  # as long as the process
+
+
+class Notes:
+    """The file of what this process notes."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._process = os.getpid()
+        self._file: Any = None
+
+    def add(self, **values: Any) -> None:
+        """Write one line, at once: the process may be killed. A forked child writes none."""
+        if os.getpid() != self._process:
+            return
+        if self._file is None:
+            rank = os.environ.get("RANK", "0")
+            place = self._folder / f"{rank}-{self._process}.jsonl"
+            self._file = place.open("a", encoding="utf-8", buffering=1)
+        self._file.write(json.dumps(values) + "\n")
+
+
+class _Training:
+    """Hears of a training loop (see `watch_training`), and notes nothing of it."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._step = 0
+
+    def _ignore(self, *_: Any) -> None: ...
+
+    backward_begins: Any = _ignore
+    backward_ends: Any = _ignore
+    batch_begins: Any = _ignore
+    batch_ends: Any = _ignore
+
+
+def _numbered(name: str, seen: Counter[str]) -> str:
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def note_regions(told: Mapping[str, Any]) -> None:
+    """Note regions; `only`, if it is told, is the child of a region that alone is compiled."""
+
+    def draw_as_eager_does(module: str) -> None:
+        sys.modules[module].fallback_random = True  # type: ignore[attr-defined]
+
+    AfterImport(["torch._inductor.config"], draw_as_eager_does).watch_all()
+    regions = _Regions(Notes(told["folder"]), told.get("only"))
+    wrap(_lasting, torch, "compile", regions.watched_compile)
+    _lasting.enter_context(on_modules_called(regions.module_returned))
+    _lasting.enter_context(watch_training(regions))
+
+
+class _Regions(_Training):
+    # A region is called by the same name whether it is compiled or not: `torch.compile` is wrapped,
+    # and what it returns is watched. Of a region that is not compiled the modules are noted too.
+
+    def __init__(self, notes: Notes, only: tuple[str, str] | None) -> None:
+        super().__init__(notes)
+        self._only = only
+        self._now = threading.local()  # how deep within regions a thread is
+        self._names: dict[int, tuple[str, str]] = {}  # of modules, and their lines
+        self._kept: list[Any] = []  # so that no other object gets the address of one
+        self._owners: dict[int, str] = {}
+        self._labels = Counter[str]()
+
+    def watched_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def compile(model: Any = None, **options: Any) -> Any:  # noqa: A001 - it stands for that
+            if model is None:
+                return lambda given: compile(given, **options)
+            place = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+            bound = getattr(model, "__self__", None)
+            if isinstance(model, torch.nn.Module):
+                label = self._register(model, place)
+                compiled = model
+                if not self._is_split(original, model, label, options):
+                    compiled = original(model, **options)
+                    self._kept.append(compiled)
+                    self._names[address(compiled)] = self._names.pop(address(model))
+                compiled.register_forward_pre_hook(lambda *_: self._enter(1))
+                compiled.register_forward_hook(lambda *_: self._enter(-1), always_call=True)
+                return compiled
+            if isinstance(bound, torch.nn.Module):  # `module.compile()`, which compiles its hooks
+                label = self._register(bound, place)
+                del self._names[address(bound)]
+                if not self._is_split(original, bound, label, options):
+                    model = original(model, **options)
+                return self._watched(model, label, place)
+            if isinstance(getattr(model, "__code__", None), type(compile.__code__)):
+                code = model.__code__
+                place = f"{code.co_filename}:{code.co_firstlineno}"
+            name = getattr(model, "__qualname__", type(model).__name__).replace("<locals>.", "")
+            label = _numbered(name, self._labels)
+            self._notes.add(region=label, where=place, children={})
+            return self._watched(original(model, **options), label, place)
+
+        return compile
+
+    def _is_split(self, original: Callable[..., Any], model: Any, label: str, options: Any) -> bool:
+        """Compile one child of a region in its place, if that is what was asked for."""
+        if self._only is None or self._only[0] != label:
+            return False
+        child = model.get_submodule(self._only[1])
+        child.forward = original(child.forward, **options)
+        return True
+
+    def _register(self, model: Any, place: str) -> str:
+        label = _numbered(type(model).__name__, self._labels)
+        paths = {}
+        for path, module in model.named_modules():
+            self._names[address(module)] = f"{label}.{path}".strip("."), place
+            self._kept.append(module)
+            paths[path] = [f"{path}.{name}".strip(".") for name, _ in module.named_children()]
+        for parameter in model.parameters():
+            self._owners[address(parameter)] = label
+        self._notes.add(region=label, where=place, children=paths)
+        return label
+
+    def _enter(self, more: int) -> None:
+        if not torch.compiler.is_compiling():
+            self._now.depth = getattr(self._now, "depth", 0) + more
+
+    def _watched(self, compiled: Any, label: str, place: str) -> Any:
+        @wraps(compiled)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            self._enter(1)
+            try:
+                result = compiled(*args, **kwargs)
+            finally:
+                self._enter(-1)
+            self._note(label, place, "forward", result)
+            return result
+
+        return watched
+
+    def module_returned(self, module: Any, result: Any) -> None:
+        inner = getattr(module, "_orig_mod", module)
+        known = self._names.get(address(module)) or self._names.get(address(inner))
+        if known is not None:
+            self._note(*known, "forward", result)
+        elif not getattr(self._now, "depth", 0):
+            place = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+            self._note(type(module).__name__, place, "forward", result)
+
+    def _note(self, unit: str, where: str, phase: str, value: Any) -> None:
+        with unobserved():
+            outputs = [
+                (str(t.dtype).removeprefix("torch."), fingerprint(t).hex(), *statistics(t))
+                for t in tensors_in(value)[:_TENSORS]
+            ]
+        if outputs:
+            self._notes.add(unit=unit, where=where, step=self._step, phase=phase, outputs=outputs)
+
+    def backward_begins(self, losses: Any) -> None:
+        place = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
+        self._note("loss", place, "forward", losses)
+
+    def optimizer_begins(self, optimizer: Any, _closure: Any) -> None:
+        self._note_parameters(optimizer, "gradient", "backward", lambda each: each.grad)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self._note_parameters(optimizer, "parameter", "optimizer", lambda each: each)
+        self._step += 1
+
+    def _note_parameters(
+        self, optimizer: Any, what: str, phase: str, of: Callable[[Any], Any]
+    ) -> None:
+        place = program_place(sys._getframe(3))  # noqa: SLF001 - as `callers` does
+        by_owner: dict[str, list[Any]] = {}
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                if of(each) is not None:
+                    by_owner.setdefault(self._owners.get(address(each), ""), []).append(of(each))
+        for owner, tensors in by_owner.items():
+            self._note(f"{what}s of {owner or 'the program'}", place, phase, tensors)
+
+
+def note_state(told: Mapping[str, Any]) -> None:
+    """Note what a resumed run has to have again; the rest that is told is for `_Checkpoints`.
+
+    It is parameters, buffers, optimizers, schedulers, scalers, generators, the epochs of samplers,
+    and the batches. It is read where a step has not changed it yet: before the first forward pass,
+    or before the optimizer.
+    """
+    notes = Notes(told["folder"])
+    watched = {name: its for name, its in told.items() if name != "folder"}
+    state = _State(notes, _Checkpoints(notes, **watched))
+    _lasting.enter_context(watch_training(state))
+    _lasting.enter_context(within_loaders_begun(state.loader_begins))
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(state.module_begins)
+    _lasting.callback(hook.remove)
+
+
+class _State(_Training):
+    def __init__(self, notes: Notes, checkpoints: _Checkpoints) -> None:
+        super().__init__(notes)
+        self._checkpoints = checkpoints
+        self._names: dict[int, str] = {}  # of parameters
+        self._models: dict[int, tuple[str, Any]] = {}  # kept, so that addresses stay theirs
+        self._positions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+        self._iterations = Counter[str]()
+        self._global = GeneratorStates()
+        self._own: dict[int, tuple[str, Any]] = {}
+        self._objects: list[tuple[str, Any]] = []
+        self._last: dict[str, str] = {}
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._buffers: dict[str, str] = {}
+        self._called: set[int] = set()
+        self._seen: dict[str, dict[str, None]] = {}
+        self._drew: set[str] = set()
+        self._batches: list[Any] = []
+
+    @contextmanager
+    def loader_begins(self, loader: Any) -> Iterator[None]:
+        self._sample(loader)
+        yield
+        # A loader without workers that draws no order draws a number that nothing depends on.
+        alone = isinstance(loader.sampler, SequentialSampler) or not hasattr(
+            loader.sampler, "generator"
+        )
+        self._sample(loader, counts=bool(loader.num_workers) or not alone)
+        self._objects = _objects_of_interest()
+
+    def batch_begins(self, iterator: Any) -> None:
+        self._sample(getattr(iterator, "_dataset", None))
+
+    def batch_ends(self, iterator: Any, batch: Any) -> None:
+        where = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
+        if batch is not None:
+            if iterator not in self._positions:
+                self._iterations[where] += 1
+                self._positions[iterator] = [self._iterations[where], 0]
+            place = self._positions[iterator]
+            place[1] += 1
+            with unobserved():
+                digest = _digest(fingerprint(tensor) for tensor in tensors_in(batch))
+            self._batches.append([where, *place, digest])
+        self._sample()
+
+    def module_begins(self, module: Any, _args: Any) -> None:
+        # The buffers of a model that is about to be trained are noted once in a step.
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        if address(module) in self._called:
+            return
+        first = not self._called
+        self._called |= {address(each) for each in module.modules()}
+        new = address(module) not in self._models
+        beside = f"{type(module).__name__}." if self._models else ""
+        label, _ = self._models.setdefault(address(module), (beside, module))
+        for name, parameter in module.named_parameters() if new else ():
+            self._names.setdefault(address(parameter), f"{label}{name}")
+        with unobserved():
+            for name, buffer in module.named_buffers():
+                self._buffers[f"{label}{name}"] = fingerprint(buffer).hex()
+        if first:
+            self._sample()
+
+    def optimizer_begins(self, optimizer: Any, _closure: Any) -> None:
+        if self._step < 2 or not self._objects:  # noqa: PLR2004 - some are made in the first step
+            self._objects = _objects_of_interest()
+        with unobserved():
+            parameters = {
+                self._names.get(address(each), f"{group}.{place}"): fingerprint(each).hex()
+                for group, its in enumerate(optimizer.param_groups)
+                for place, each in enumerate(its["params"])
+            }
+            state = {
+                f"{key} of {self._names.get(address(parameter), '')}": fingerprint(value).hex()
+                if isinstance(value, torch.Tensor)
+                else repr(value)
+                for parameter, its in optimizer.state.items()
+                for key, value in its.items()
+            }
+        for group, its in enumerate(optimizer.param_groups):
+            for key, value in its.items():
+                if isinstance(value, int | float | tuple):
+                    state[f"{key} of group {group}"] = repr(value)
+        others: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
+        seen = Counter[str]()
+        for kind, each in self._objects:
+            name = _numbered(type(each).__name__, seen)
+            others[kind][name] = repr(each.epoch) if kind == "sampler" else _plain_state(each)
+        self._notes.add(
+            step=self._step,
+            parameters=parameters,
+            buffers=self._buffers,
+            optimizer=state,
+            **others,
+            generators={name: list(seen) for name, seen in self._seen.items()},
+            drew=sorted(self._drew),
+            batches=self._batches,
+        )
+
+    def optimizer_ends(self, _optimizer: Any) -> None:
+        self._step += 1
+        self._begin_step()
+        self._sample()
+        self._checkpoints.step_ended(self._step)
+
+    def _sample(self, root: Any = None, *, counts: bool = True) -> None:
+        """Note the states of all generators; `counts` is whether a draw since the last counts."""
+        with unobserved():
+            found = dict(self._global.read())
+            for number, (name, generator) in _generators(root).items():
+                if number not in self._own:
+                    taken = {each for each, _ in self._own.values()}
+                    label = name if name not in taken else f"{name}#{len(taken)}"
+                    self._own[number] = label, generator
+            for name, generator in self._own.values():
+                found[name] = _state_of(generator)
+        for name, digest in found.items():
+            self._seen.setdefault(name, {})[digest] = None
+            if counts and self._last.get(name, digest) != digest:
+                self._drew.add(name)
+        self._last = found
+
+
+_KINDS = {"scheduler": LRScheduler, "scaler": torch.amp.GradScaler, "sampler": Sampler}
+
+
+def _objects_of_interest() -> list[tuple[str, Any]]:
+    every = tuple(_KINDS.values())
+    found = [each for each in gc.get_objects() if issubclass(type(each), every)]
+    return [
+        (kind, each)
+        for each in found
+        for kind, its in _KINDS.items()
+        if isinstance(each, its)
+        and (kind != "sampler" or isinstance(getattr(each, "epoch", None), int))
+    ]
+
+
+def _plain_state(each: Any) -> str:
+    kept = int, float, str, bool, list, tuple
+    return repr({key: its for key, its in each.state_dict().items() if isinstance(its, kept)})
+
+
+def _digest(texts: Any) -> str:
+    digest = xxhash.xxh3_128()
+    for text in texts:
+        digest.update(text)
+    return digest.hexdigest()
+
+
+_OF_PYTHON = getattr(random.getstate, "__self__", None)
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, torch.Generator):
+        return value is not torch.default_generator
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom) and value is not _OF_PYTHON
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+
+
+def _state_of(generator: Any) -> str:
+    if isinstance(generator, torch.Generator):
+        return fingerprint(generator.get_state()).hex()
+    if isinstance(generator, random.Random):
+        return _digest([repr(generator.getstate()).encode()])
+    bits = getattr(generator, "bit_generator", None)
+    state = bits.state if bits is not None else generator.get_state(legacy=False)
+    return _digest([repr(state).encode()])
+
+
+def _generators(root: Any) -> dict[int, tuple[str, Any]]:
+    """Return the generators of the program that can be reached, by what it calls them.
+
+    They are in variables of its functions, in its modules, and in what is in these.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, Any, int]] = [] if root is None else [("loader", root, 0)]
+    for frame in frames():
+        if is_of_program(frame.f_code):
+            names = frame.f_locals
+            todo += [(name, value, 0) for name, value in [*names.items()]]
+            if names is not frame.f_globals:
+                todo += [(name, value, 0) for name, value in [*frame.f_globals.items()]]
+    todo.reverse()
+    while todo and len(seen) < _OBJECTS:
+        name, value, depth = todo.pop()
+        if address(value) in seen or isinstance(value, type(sys) | type):
+            continue
+        seen.add(address(value))
+        if _is_generator(value):
+            found[address(value)] = name, value
+        elif depth < _DEEPEST and not isinstance(value, torch.Tensor | str | bytes):
+            todo += [(f"{name}{key}", its, depth + 1) for key, its in _parts_of(value)]
+    return found
+
+
+def _parts_of(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        return [(f"[{place}]", its) for place, its in enumerate(value[:100])]
+    if isinstance(value, dict):
+        items = [*value.items()][:100]
+        return [(f"[{key!r}]", its) for key, its in items if isinstance(key, str | int)]
+    try:
+        attributes = vars(value)
+    except TypeError:
+        return []
+    return [(f".{name}", its) for name, its in [*attributes.items()][:200]]
+
+
+_LONGEST_WAIT = 3  # steps after which a checkpoint has settled although new files keep appearing
+_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"\x89HDF")
+_LONGEST_HEADER = 100_000_000  # of safetensors: https://huggingface.co/docs/safetensors
+
+
+class _Checkpoints:
+    """Notes each checkpoint below `tree`, and kills the process once that of `kill` has settled.
+
+    `pattern` says which files are checkpoints, by their path or name; without one those are that
+    begin as what torch.save, pickle, safetensors or HDF5 writes. `kill` is a number of steps: the
+    first checkpoint that is written after so many is the last that the process writes.
+
+    The folder is scanned after every step: Python's audit events hear neither ``torch.save(path)``
+    nor safetensors, which open files in C. A step that wrote files may have begun a checkpoint that
+    later steps complete: a framework writes a folder file by file, and may do so while training
+    goes on. It has settled after a step without a new name, or after three.
+    """
+
+    def __init__(self, notes: Notes, tree: str, pattern: str = "", kill: int | None = None) -> None:
+        self._notes = notes
+        self._tree = tree
+        self._pattern = pattern
+        self._kill = kill
+        self._known = self._scan()
+        self._names = set(self._known)
+        self._unsettled: list[int] = []
+        self._last: int | None = None
+        self._steps = 0
+        atexit.register(lambda: self._note_changes(self._steps))
+
+    def step_ended(self, steps: int) -> None:
+        """Look for checkpoints at the end of a step, after which `steps` have ended."""
+        self._steps = steps
+        before = steps - 1  # a file was written before the step that ends just now, or within it
+        changed, has_new_name = self._note_changes(before)
+
+        def settles(saved: int) -> bool:
+            return before > saved and (not has_new_name or before >= saved + _LONGEST_WAIT)
+
+        for saved in filter(settles, self._unsettled):
+            self._notes.add(settled=saved)
+        self._unsettled = [saved for saved in self._unsettled if not settles(saved)]
+        if changed:
+            self._unsettled.append(before)
+            if self._kill is not None and self._last is None and before >= self._kill:
+                self._last = before
+        if self._last is not None and settles(self._last) and not self._is_open():
+            self._notes.add(killed=steps)
+            # The run has a session of its own: all of its processes end, as if a machine did.
+            if os.getsid(0) == os.getpgrp():
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _note_changes(self, saved: int) -> tuple[bool, bool]:
+        """Return whether a checkpoint was written, and whether one has a new name."""
+        found = self._scan()
+        changed = [
+            path
+            for path, state in found.items()
+            if self._known.get(path) != state and self._is_checkpoint(path)
+        ]
+        new = [path for path in changed if path not in self._names]
+        self._known = found
+        self._names.update(found)
+        if changed:
+            self._notes.add(saved=saved, files=sorted(changed))
+        return bool(changed), bool(new)
+
+    def _scan(self) -> dict[str, tuple[int, int, int]]:
+        found = {}
+        for folder, folders, files in os.walk(self._tree):
+            folders[:] = [name for name in folders if name not in LEFT_OUT]
+            for name in files:
+                path = os.path.join(folder, name)  # noqa: PTH118 - many of them
+                with suppress(OSError):  # it is gone again
+                    its = os.lstat(path)
+                    state = its.st_mtime_ns, its.st_size, its.st_ino
+                    found[os.path.relpath(path, self._tree)] = state
+        return found
+
+    def _is_checkpoint(self, path: str) -> bool:
+        if self._pattern:
+            return PurePath(path).match(self._pattern)
+        whole = Path(self._tree, path)
+        if whole.is_symlink():
+            return False
+        try:
+            with whole.open("rb") as file:
+                head = file.read(9)
+        except OSError:
+            return False
+        if head.startswith(_BEGINNINGS):
+            return True
+        # Safetensors begin with the length of a header, which is JSON.
+        return head[8:] == b"{" and 0 < int.from_bytes(head[:8], "little") < _LONGEST_HEADER
+
+    def _is_open(self) -> bool:
+        """Whether a process of this run has a checkpoint open for writing, where that is known."""
+        session = os.getsid(0)
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ValueError):
+                if os.getsid(int(process.name)) != session:
+                    continue
+                for link in (process / "fd").iterdir():
+                    with suppress(OSError, ValueError, IndexError):
+                        path = os.path.realpath(link)
+                        if not path.startswith(self._tree + os.sep):
+                            continue
+                        flags = (process / "fdinfo" / link.name).read_text().split("flags:")[1]
+                        if int(flags.split()[0], 8) & os.O_ACCMODE and self._is_checkpoint(
+                            os.path.relpath(path, self._tree)
+                        ):
+                            return True
+        return False

@@ -1,0 +1,518 @@
+"""The repository of a program: its files, its commits, and copies of it where a command runs.
+
+A copy has what git tracks and does not ignore, as of a commit or as it is now, and links to what is
+ignored and needed all the same. It is no `git worktree`: that would register itself in the user's
+repository, and run the hooks of it.
+
+A lock is written before the commit that holds it, and squashing, rebasing and merging give that
+commit another name. So the commit of a lock is found by content: every file of the repository that
+the locked run read has to have the blob that the lock names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import chdir, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import SubprocessError
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchrepro.manifest.environment import git
+from torchrepro.verification import file_notes
+from torchrepro.verification.file_notes import LEFT_OUT, LISTED, READ, TOO_MANY, WRITTEN, Use, noted
+from torchrepro.verification.perturbations import RunEnvironment, noting_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torchrepro.verdict.value import Edit
+
+PREFIX = "torchrepro-copy-"
+FAILED = (OSError, SubprocessError)  # what `git` raises
+
+_SUBMODULE = "160000"  # the mode of its entry
+_ABSENT = ""  # the blob of a file that is not there
+_BLOCK = 64  # commits that git is asked about at once
+
+
+class CopyError(Exception):
+    """A copy cannot be made, or is none of what was asked for; the text says why."""
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder that is gone when the block ends, however it ends.
+
+    One whose process was killed is removed by the next call: a process holds a lock on its own.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if (held := _locked(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+        held = _locked(folder)
+        if held is not None and folder.is_dir():  # another process may have removed it meanwhile
+            break
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _locked(folder: Path) -> int | None:
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+        else:
+            return descriptor
+    return None
+
+
+def _said(folder: Path, *words: str) -> str:
+    return os.fsdecode(git(folder, *words)).rstrip("\n")
+
+
+def names_by_git(folder: Path, *words: str, given: bytes = b"") -> list[str]:
+    """Return the names that git lists, which end with a NUL; raises `FAILED`."""
+    listed = git(folder, *words, timeout=None, given=given)
+    return [os.fsdecode(name) for name in listed.split(b"\0") if name]
+
+
+def repository_root(folder: Path) -> Path | None:
+    """Return the root of the repository that a folder belongs to, or None."""
+    try:
+        return Path(_said(folder.absolute(), "rev-parse", "--show-toplevel"))
+    except FAILED:
+        return None
+
+
+def is_of_environment(path: Path, root: Path) -> bool:
+    """Whether a path below `root` belongs to a virtual environment that lies there."""
+    folders = (each for each in (path, *path.parents) if root in each.parents)
+    return any((each / "pyvenv.cfg").is_file() for each in folders)
+
+
+def _submodules(root: Path, commit: str = "") -> dict[str, str]:
+    """Return the folders of the submodules, checked out or not, each with its commit.
+
+    That is the one which the index names, or the commit that is given. Raises `FAILED`.
+    """
+    words = ("ls-tree", "-r", "-z", commit) if commit else ("ls-files", "-s", "-z")
+    entries = (entry.partition("\t") for entry in names_by_git(root, *words))
+    # Beside the commit stand the mode and a word or a digit.
+    return {name: max(its.split(), key=len) for its, _, name in entries if its[:6] == _SUBMODULE}
+
+
+def _is_checked_out(submodule: Path) -> bool:
+    return (submodule / ".git").exists()
+
+
+def repositories(root: Path) -> Iterator[Path]:
+    """Yield the repository at `root` after its submodules that are there, each after its own."""
+    for name in _submodules(root):
+        if _is_checked_out(root / name):
+            yield from repositories(root / name)
+    yield root
+
+
+def walked(root: Path) -> Iterator[Path]:
+    """Yield the files below `root` but those of caches and of virtual environments."""
+    for folder, folders, files in os.walk(root):
+        here = Path(folder)
+        folders[:] = [
+            name
+            for name in folders
+            if name not in LEFT_OUT and not is_of_environment(here / name, root)
+        ]
+        yield from (here / name for name in files)
+
+
+def files_now(root: Path) -> list[str]:
+    """Return the files below `root`, by their path there, that git tracks or does not ignore.
+
+    Those of its submodules are among them. In no repository these are all files but those of
+    virtual environments.
+    """
+    try:
+        inner = [name for name in _submodules(root) if _is_checked_out(root / name)]
+        found = names_by_git(root, "ls-files", "-z", "-co", "--exclude-standard")
+        found = [name for name in found if name not in inner]
+        found += [f"{sub}/{name}" for sub in inner for name in files_now(root / sub)]
+    except FAILED:
+        found = [str(path.relative_to(root)) for path in walked(root)]
+    return [name for name in dict.fromkeys(found) if os.path.lexists(root / name)]
+
+
+def write_commit(root: Path, commit: str, tree: Path) -> None:
+    """Write the files of a commit of the repository at `root` into the new folder `tree`.
+
+    There they are a repository whose HEAD is that commit, for a program that asks git about itself.
+    Submodules are written as well, without those that have no such commit here. Raises `CopyError`
+    where git cannot.
+    """
+    try:
+        _make_repository(root, commit, tree)
+        index = {"GIT_INDEX_FILE": str(tree / ".git" / "index")}
+        git(root, "read-tree", commit, timeout=None, variables=index)
+        git(root, "checkout-index", "--all", f"--prefix={tree}/", timeout=None, variables=index)
+        submodules = _submodules(root, commit)
+    except FAILED as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        why = said.splitlines()[-1] if said else type(error).__name__
+        raise CopyError(f"git cannot write out commit {commit[:12]}: {why}") from None
+    for name, inner in submodules.items():
+        try:
+            git(root / name, "cat-file", "-e", f"{inner}^{{commit}}")
+        except FAILED:
+            continue
+        write_commit(root / name, inner, tree / name)
+
+
+def _make_repository(root: Path, commit: str, tree: Path) -> None:
+    """Make a repository that has no object of its own and finds those of the one at `root`."""
+    own = tree / ".git"
+    for folder in ("refs", "objects/info"):
+        (own / folder).mkdir(parents=True)
+    (own / "HEAD").write_text(f"{commit}\n")
+    common = root / _said(root, "rev-parse", "--git-common-dir")
+    (own / "objects/info/alternates").write_text(f"{common / 'objects'}\n")
+    (own / "config").write_text("[core]\n\trepositoryformatversion = 0\n\tbare = false\n")
+    if (common / "shallow").exists():
+        shutil.copyfile(common / "shallow", own / "shallow")
+
+
+def write_files(root: Path, names: Iterable[str], tree: Path) -> None:
+    """Write files of `root` as they are now into the folder `tree`.
+
+    In a repository, `tree` is one as well, with the same HEAD. Raises `CopyError`.
+    """
+    head = ""
+    with suppress(*FAILED):  # no repository, or one without a commit
+        head = _said(root, "rev-parse", "--verify", "-q", "HEAD")
+    try:
+        if head and not (tree / ".git").exists():
+            _make_repository(root, head, tree)
+            index = root / _said(root, "rev-parse", "--git-path", "index")
+            shutil.copyfile(index, tree / ".git" / "index")
+        for name in names:
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            if (root / name).is_dir() and not (root / name).is_symlink():
+                (tree / name).mkdir(exist_ok=True)  # a submodule that is not there
+            else:
+                shutil.copy2(root / name, tree / name, follow_symlinks=False)
+    except FAILED as error:
+        raise CopyError(f"the files cannot be copied: {error}") from None
+
+
+def file_state(path: Path, *, follow: bool = False) -> tuple[int, int]:
+    """Return when a file was changed last, and its size; zeros where it is not there."""
+    try:
+        its = path.stat(follow_symlinks=follow)
+    except OSError:
+        return 0, 0
+    return its.st_mtime_ns, its.st_size
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy that a command runs in."""
+
+    root: Path  # what it is a copy of
+    tree: Path
+    place: Path  # the folder of `tree` in which the command starts
+    log: Path  # where its runs note which files they use
+    linked: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The files and folders that are links to those of `root`, as they were."""
+
+    @classmethod
+    def of(cls, root: Path, folder: Path, temporary: Path) -> Copy:
+        """Return the copy, still to be written, for a command that starts in `folder`.
+
+        Its tree is called as `root` is.
+        """
+        tree = temporary / "tree" / root.name
+        tree.mkdir(parents=True)
+        return cls(root, tree, tree / folder.relative_to(root), temporary / "files.jsonl")
+
+    def link(self, names: Iterable[str]) -> None:
+        """Link files and folders of `root`; what is in the copy already stays."""
+        for name in names:
+            here = self.tree / name
+            if not os.path.lexists(here):
+                here.parent.mkdir(parents=True, exist_ok=True)
+                here.symlink_to(self.root / name)
+                self.linked[name] = file_state(self.root / name, follow=True)
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return the words of a command with the paths of `root` that are in it as the copy's."""
+        mapped = []
+        for word in words:
+            before, path = "", word
+            if not word.startswith(os.sep) and "=" in word:  # --data=/repo/data
+                before, _, path = word.partition("=")
+                before += "="
+            if Path(path).is_relative_to(self.root) and not is_of_environment(
+                Path(path), self.root
+            ):
+                path = str(self.tree / Path(path).relative_to(self.root))
+            mapped.append(f"{before}{path}")
+        return mapped
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Be in the folder in which the command starts."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        with chdir(self.place):
+            yield
+
+    @property
+    def environment(self) -> RunEnvironment:
+        """What a command is started in, so that it finds the copy's files and notes which."""
+        return noting_files(self.root, self.log, self.tree)
+
+    def strayed(self, recordings: Path | None = None) -> str:
+        """Return a file of `root` that a run in the copy used, in words; empty if there is none.
+
+        What is linked may be read there, and not be written; `recordings` are ours.
+        """
+        linked = [self.root / name for name in self.linked]
+        for use in noted(self.log):
+            path = Path(use.path)
+            if recordings and path.is_relative_to(recordings):
+                continue
+            if use.kind == TOO_MANY:
+                return f"it uses more than {file_notes.MOST:,} files"
+            if path.is_relative_to(self.tree):
+                parts = (each for each in (path, *path.parents) if self.tree in each.parents)
+                if use.kind == WRITTEN and any(each.is_symlink() for each in parts):
+                    return f"it wrote {path.relative_to(self.tree)}, which is linked to your own"
+            elif use.kind != LISTED and not is_of_environment(path, self.root):
+                is_linked = any(path.is_relative_to(each) for each in linked)
+                if use.kind != READ or not is_linked:
+                    verb = "wrote" if use.kind == WRITTEN else "read"
+                    return f"it {verb} {path} in your own folder"
+        for name, before in self.linked.items():
+            if file_state(self.root / name, follow=True) != before:
+                return f"{name}, which is linked to your own, was changed meanwhile"
+        return ""
+
+
+@contextmanager
+def edited_copy(edit: Edit, files: Iterable[str]) -> Iterator[Copy]:
+    """Be in a copy of this folder's repository in which one line of a program is edited.
+
+    The program's `files` are copied, all else is linked. Raises `CopyError` for a line that is not
+    in the repository.
+    """
+    root, folder = repository_root(Path.cwd()) or Path.cwd(), Path.cwd()
+    file, _, number = edit.where.rpartition(":")
+    inside = [Path(each) for each in (file, *files) if Path(each).is_relative_to(root)]
+    if Path(file) not in inside:
+        raise CopyError(f"{file} is not in {root}")
+    with temporary_folder() as temporary:
+        copy = Copy.of(root, folder, temporary)
+        names = dict.fromkeys(str(each.relative_to(root)) for each in inside)
+        write_files(root, names, copy.tree)
+        for place, _, _ in os.walk(copy.tree):
+            here = Path(place).relative_to(copy.tree)
+            copy.link(str(here / each.name) for each in (root / here).iterdir())
+        edited = copy.tree / Path(file).relative_to(root)
+        lines = edited.read_text(encoding="utf-8").split("\n")
+        at = int(number) - 1
+        lines[at] = lines[at].replace(edit.before, edit.after)
+        edited.write_text("\n".join(lines), encoding="utf-8")
+        with copy.entered():
+            yield copy
+
+
+class FilesRead(NamedTuple):
+    """The files of a repository that a run has read, by their paths there."""
+
+    code: Mapping[str, str]  # those that git tracks or does not ignore, each with its blob
+    ignored: tuple[str, ...]
+    """Files that git ignores and that the run did not write, and folders of such files."""
+
+
+def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) -> FilesRead:
+    """Return what a run that began then has noted in `log`; `named` are files to add.
+
+    What the run wrote itself it has not read. Raises `CopyError` where git cannot tell, and for
+    a file of the program that was changed meanwhile.
+    """
+    uses = noted(log)
+    if any(use.kind == TOO_MANY for use in uses):
+        raise CopyError("the run uses more files of its repository than are noted")
+    for each in named:
+        whole = Path(os.path.abspath(each))  # noqa: PTH100 - links stay as they are named
+        if whole.is_file():
+            uses.append(Use(READ, str(whole), *file_state(whole, follow=True)))
+    kinds: dict[str, dict[str, Use]] = {}  # the uses of each file, the first of each kind
+    for use in uses:
+        path = Path(use.path)
+        if path.is_relative_to(root) and path != root and not is_of_environment(path, root):
+            kinds.setdefault(str(path.relative_to(root)), {}).setdefault(use.kind, use)
+    tracked, ignored = set[str](), set[str]()
+    try:
+        for part, names in _by_repository(root, kinds).items():
+            inside = part.relative_to(root)
+            tracked |= {str(inside / name) for name in names_by_git(part, "ls-files", "-z")}
+            ignored |= _ignored(root, part, names)
+    except FAILED:
+        raise CopyError("git does not say which files it tracks") from None
+    code, own = [], set()
+    for name, its in kinds.items():
+        path, read, first = root / name, its.get(READ), next(iter(its))
+        if read is None or not (path.is_file() or path.is_symlink()):
+            continue
+        if read.changed / 1e9 >= began or first == WRITTEN:  # the run has written it
+            own.add(name)
+            changed = name in tracked and first == READ
+        elif name not in ignored:
+            code.append(name)
+            changed = file_state(path, follow=True) != (read.changed, read.size)
+        else:
+            continue
+        if changed:
+            raise CopyError(f"{name} was changed while the run went on")
+    # Of what git ignores that is needed which was read or listed, but for what the run wrote.
+    written = {name for name, its in kinds.items() if WRITTEN in its} | own
+    needed = {
+        name
+        for name in ignored - written
+        if kinds[name].keys() & {READ, LISTED} and Path(name).name != "__pycache__"
+    }
+    outermost = (n for n in sorted(needed) if not any(str(p) in needed for p in Path(n).parents))
+    linked = (each for name in outermost for each in _without(root, name, written))
+    return FilesRead(blobs_of(root, code), tuple(linked))
+
+
+def _by_repository(root: Path, names: Iterable[str]) -> dict[Path, list[str]]:
+    """Return `root` and its submodules, each with those of some names that are its own."""
+    found: dict[Path, list[str]] = {part: [] for part in repositories(root)}
+    for name in names:
+        # The innermost comes first; the folder of a submodule belongs to what it lies in.
+        found[next(part for part in found if part in (root / name).parents)].append(name)
+    return found
+
+
+def _ignored(root: Path, part: Path, names: Iterable[str]) -> set[str]:
+    """Return those of some names that git ignores."""
+    own = {str((root / name).relative_to(part)): name for name in names}
+    given = b"\0".join(map(os.fsencode, own))
+    try:
+        found = names_by_git(part, "check-ignore", "-z", "--stdin", given=given)
+    except FAILED as error:
+        if getattr(error, "returncode", 0) == 1:  # none
+            return set()
+        raise CopyError("git does not say which files it ignores") from None
+    return {own[each] for each in found}
+
+
+def _without(root: Path, name: str, written: set[str]) -> Iterator[str]:
+    """Yield a folder, or what is in it besides what was written, where something was."""
+    inside = {each for each in written if each.startswith(f"{name}/")}
+    if not inside:
+        yield name
+        return
+    for entry in sorted(os.listdir(root / name)):  # noqa: PTH208 - names
+        below = f"{name}/{entry}"
+        if below not in written and entry != "__pycache__":
+            yield from _without(root, below, inside)
+
+
+def blobs_of(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the blob that git would make of each of some files; what is not there is left out.
+
+    Raises `CopyError` where git cannot.
+    """
+    there = [name for name in sorted(names) if (root / name).is_file() and "\n" not in name]
+    found: dict[str, str] = {}
+    try:
+        for part, its in _by_repository(root, there).items():
+            own = (str((root / name).relative_to(part)) for name in its)
+            given = b"\n".join(map(os.fsencode, own))
+            # By their paths, so that what git stores is known where a filter changes it.
+            blobs = git(part, "hash-object", "--stdin-paths", timeout=None, given=given)
+            found |= zip(its, blobs.decode().split(), strict=True)
+    except FAILED:
+        raise CopyError("git cannot read the files of the program") from None
+    return {name: found[name] for name in there}
+
+
+def commit_with(root: Path, files: Mapping[str, str], absent: Iterable[str] = ()) -> str:
+    """Return the newest commit in which `files` have these blobs and `absent` ones are not there.
+
+    First the history of HEAD is searched, then all other branches. Raises `CopyError` with the
+    reason, and what would help, where there is none.
+    """
+    wanted = {**dict.fromkeys(absent, _ABSENT), **files}
+    own, inner = _by_submodule(root, wanted)
+    paths = ["--", *(f":(top,literal){name}" for name in (*own, *inner))]
+    given = "\n".join([*paths, ""]).encode(errors="surrogateescape")
+    for which in ("HEAD", "--all"):
+        words = "rev-list", "--full-history", "--date-order", which, "--stdin"
+        try:
+            commits = git(root, *words, timeout=None, given=given).decode().split()
+        except FAILED:
+            continue  # a repository without a commit has no HEAD
+        for commit in _having(root, commits, wanted):
+            return commit
+    gone = [folder for folder in inner if not _is_checked_out(root / folder)]
+    if gone:
+        raise CopyError(f"the submodule {gone[0]} is not there; git submodule update --init")
+    for part in repositories(root):
+        if _said(part, "rev-parse", "--is-shallow-repository") == "true":
+            place = "" if part == root else f"-C {part.relative_to(root)} "
+            hint = f"a history is cut off; git {place}fetch --unshallow"
+            raise CopyError(f"no commit here has the files of the lock: {hint}")
+    raise CopyError("no commit here has the files of the lock")
+
+
+def _by_submodule(
+    root: Path, wanted: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Return what is wanted of a repository itself, and of each of its submodules."""
+    own: dict[str, str] = {}
+    inner: dict[str, dict[str, str]] = {}
+    folders = [*_submodules(root)]
+    for name, blob in wanted.items():
+        folder = next((each for each in folders if name.startswith(f"{each}/")), None)
+        if folder is None:
+            own[name] = blob
+        else:
+            inner.setdefault(folder, {})[name.removeprefix(f"{folder}/")] = blob
+    return own, inner
+
+
+def _having(root: Path, commits: Sequence[str], wanted: Mapping[str, str]) -> Iterator[str]:
+    """Yield those of some commits whose files have the wanted blobs."""
+    own, inner = _by_submodule(root, wanted)
+    for start in range(0, len(commits), _BLOCK):
+        block = commits[start : start + _BLOCK]
+        asked = "".join(f"{commit}:{name}\n" for commit in block for name in own)
+        given = asked.encode(errors="surrogateescape")
+        words = ("cat-file", "--batch-check=%(objectname)")
+        answers = iter(git(root, *words, timeout=None, given=given).splitlines())
+        for commit in block:
+            found = [(next(answers), blob) for blob in own.values()]
+            if all(
+                it == blob.encode() if blob else it.endswith(b" missing") for it, blob in found
+            ) and all(_has_inside(root, commit, *each) for each in inner.items()):
+                yield commit
+
+
+def _has_inside(root: Path, commit: str, folder: str, wanted: Mapping[str, str]) -> bool:
+    try:
+        inner = _said(root, "rev-parse", "--verify", "-q", f"{commit}:{folder}")
+        return any(_having(root / folder, [inner], wanted))
+    except FAILED:  # it was no submodule yet, or is not there
+        return False
