@@ -20,7 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any
+
+from torchrepro.verdict.value import Edit
 
 from .table import CAUSES, GUESSES, REPEATING, VARYING, Line, Repeating, Varying
 
@@ -39,16 +42,6 @@ TRIES = 4
 
 LIMIT = 900
 """Seconds that one command may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """An edit as it is printed: a place, the line there, and what it becomes."""
-
-    file: str
-    number: int
-    before: str
-    after: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +73,10 @@ def read_answer(text: str) -> Answer:
 
     edit, prose = None, []
     if words := blocks.get("edit"):
-        place = re.match(r"(\S+):(\d+) {2,}(.*)$", words[0])
+        place = re.match(r"(\S+:\d+) {2,}(.*)$", words[0])
         after = (blocks.get("becomes") or [""])[0]
         if place and after:
-            edit = Edit(place[1], int(place[2]), place[3].strip(), after)
+            edit = Edit(place[1], place[2].strip(), after)
         else:
             prose.append(words[0])
     command = None
@@ -119,15 +112,6 @@ class Score:
         return "fails" in self.remedy or "prose" in self.remedy
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A command that was typed into a shell."""
-
-    status: int
-    out: str
-    err: str
-
-
 def fresh_copy(name: str, within: Path) -> Path:
     """Return a new folder with the program `name`, and nothing that a run has left there."""
     folder = Path(tempfile.mkdtemp(dir=within)) / name
@@ -135,19 +119,17 @@ def fresh_copy(name: str, within: Path) -> Path:
     return folder
 
 
-def run_in_shell(line: str, folder: Path) -> Outcome:
+def run_in_shell(line: str, folder: Path) -> CompletedProcess[str]:
     """Type `line` into a shell in `folder`, without what this process has in its environment."""
     ours = ("TORCHREPRO_", "PYTEST_", "OMP_NUM_THREADS", "PYTHONHASHSEED", "COLUMNS", "FORCE_COLOR")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    environment["OMP_WAIT_POLICY"] = (
-        "PASSIVE"  # the same bits, and less of a machine that is shared
-    )
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # the same bits, and less of a shared machine
     environment["TMPDIR"] = str(folder.parent)
     if shim := _torchvision(folder.parent):
         environment["PYTHONPATH"] = str(shim)
     try:
-        done = subprocess.run(
+        return subprocess.run(
             ["bash", "-c", line],
             cwd=folder,
             env=environment,
@@ -158,8 +140,7 @@ def run_in_shell(line: str, folder: Path) -> Outcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(124, "", f"more than {LIMIT} s")
-    return Outcome(done.returncode, done.stdout, done.stderr)
+        return CompletedProcess(line, 124, "", f"more than {LIMIT} s")
 
 
 @cache
@@ -203,9 +184,9 @@ def plain_results(row: Varying | Repeating, within: Path) -> Iterator[str]:
     folder = fresh_copy(row.name, within)
     while True:
         done = run_in_shell(shlex.join(row.command), folder)
-        printed = [line for line in done.out.splitlines() if line.startswith("result ")]
-        assert done.status == 0, done.err
-        assert printed, done.out
+        printed = [line for line in done.stdout.splitlines() if line.startswith("result ")]
+        assert done.returncode == 0, done.stderr
+        assert printed, done.stdout
         yield printed[-1]
 
 
@@ -214,11 +195,14 @@ def _number(name: str, line: Line) -> int:
     return [each.strip() for each in text.splitlines()].index(line.text) + 1
 
 
+def _is_end_of(one: str, other: str) -> bool:
+    return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
+
+
 def names_line(answer: Answer, row: Varying | Repeating, lines: tuple[Line, ...]) -> bool:
     """Return whether `answer` names one of `lines`: by a whole path, or by the end of it."""
     return any(
-        number == _number(row.name, line)
-        and (f"/{file}".endswith(f"/{line.file}") or f"/{line.file}".endswith(f"/{file}"))
+        number == _number(row.name, line) and _is_end_of(line.file, file)
         for line in lines
         for file, number in answer.lines
     )
@@ -235,30 +219,26 @@ def _remedy(row: Varying, answer: Answer, within: Path) -> str:
     outcomes = ["prose"] * bool(answer.prose)
     if answer.edit:
         works = _apply(answer.edit, folder := fresh_copy(row.name, within))
-        works = works and run_in_shell(verify_command(row), folder).status == 0
+        works = works and run_in_shell(verify_command(row), folder).returncode == 0
         outcomes.append(f"edit {'works' if works else 'fails'}")
     if answer.command:
-        works = run_in_shell(answer.command, fresh_copy(row.name, within)).status == 0
+        works = run_in_shell(answer.command, fresh_copy(row.name, within)).returncode == 0
         outcomes.append(f"command {'works' if works else 'fails'}")
     return ", ".join(outcomes) or "none"
 
 
 def _apply(edit: Edit, folder: Path) -> bool:
     """Do `edit` to the letter; return False where its line is not the line that it says."""
-    inside = {each.relative_to(folder): each for each in folder.rglob("*.py")}
-    named = [
-        each
-        for name, each in inside.items()
-        if f"/{edit.file}".endswith(f"/{name}") or f"/{name}".endswith(f"/{edit.file}")
-    ]
+    place, _, number = edit.where.rpartition(":")
+    inside = {str(each.relative_to(folder)): each for each in folder.rglob("*.py")}
+    named = [each for name, each in inside.items() if _is_end_of(name, place)]
     if not named:
         return False
     file = max(named, key=lambda each: len(each.parts))
-    lines = file.read_text(encoding="utf-8").split("\n")
-    if edit.number > len(lines) or lines[edit.number - 1].strip() != edit.before:
+    lines, at = file.read_text(encoding="utf-8").split("\n"), int(number) - 1
+    if at >= len(lines) or lines[at].strip() != edit.before:
         return False
-    old = lines[edit.number - 1]
-    lines[edit.number - 1] = old[: len(old) - len(old.lstrip())] + edit.after
+    lines[at] = lines[at].replace(edit.before, edit.after)
     file.write_text("\n".join(lines), encoding="utf-8")
     return True
 
@@ -274,13 +254,13 @@ def score(row: Varying | Repeating, within: Path, answers: Path | None = None) -
     """Verify the program of `row`, try what the answer says to do, and score it."""
     done = run_in_shell(verify_command(row), fresh_copy(row.name, within))
     if answers:
-        text = f"{done.out}\nexit {done.status}\n\n{done.err}"
+        text = f"{done.stdout}\nexit {done.returncode}\n\n{done.stderr}"
         (answers / f"{row.name}.txt").write_text(text, encoding="utf-8")
-    answer = read_answer(done.out)
+    answer = read_answer(done.stdout)
     if isinstance(row, Varying):
         return Score(
             row.name,
-            done.status,
+            done.returncode,
             names_line(answer, row, row.lines),
             names_cause(answer.cause, row),
             _remedy(row, answer, within),
@@ -288,11 +268,12 @@ def score(row: Varying | Repeating, within: Path, answers: Path | None = None) -
     reaches_nothing = None
     for _ in range(TRIES) if row.differs else ():  # two runs may by chance have the same ops
         as_json = run_in_shell(verify_command(row, "--json"), fresh_copy(row.name, within))
-        reaches_nothing = as_json.status == 1 and _reaches_nothing(json.loads(as_json.out or "0"))
-        if as_json.status:
+        found = json.loads(as_json.stdout or "0")
+        reaches_nothing = as_json.returncode == 1 and _reaches_nothing(found)
+        if as_json.returncode:
             break
     line = names_line(answer, row, row.differs)
-    return Score(row.name, done.status, line, False, "none", reaches_nothing)
+    return Score(row.name, done.returncode, line, False, "none", reaches_nothing)
 
 
 def is_alarm(row: Repeating, result: Score) -> bool:

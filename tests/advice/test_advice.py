@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro.verdict.value import Edit
+
 from .scoring import (
     Answer,
-    Edit,
     markdown,
     names_cause,
     plain_results,
@@ -39,7 +40,7 @@ not the same: diverged at step 0, in the forward pass
 
 def test_an_answer_is_read() -> None:
     """Its lines, its cause, and the edit and the command that it prints."""
-    edit = Edit("train.py", 4, "torch.manual_seed(int(time.time()))", "torch.manual_seed(1234)")
+    edit = Edit("train.py:4", "torch.manual_seed(int(time.time()))", "torch.manual_seed(1234)")
 
     answer = read_answer(SHORT)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from torchrepro.console import as_text, parts
 from torchrepro.errors import TorchreproError
+from torchrepro.knobs.variables import RECORDED
 from torchrepro.lock.diff import Snapshot, compare, snapshot_of
 from torchrepro.lock.lock_file import check, write_lock
 
@@ -29,7 +30,12 @@ NONSENSE = st.recursive(
 def whole(tmp_path_factory):
     """The contents of a lock, as text, where torch's compiler has a setting of its own."""
     path = tmp_path_factory.mktemp("lock") / "repro.lock"
-    with compiler.patch(shape_padding=not compiler.shape_padding):
+    with (
+        compiler.patch(shape_padding=not compiler.shape_padding),
+        pytest.MonkeyPatch.context() as clean,
+    ):
+        for name in RECORDED:  # as each test is without what its reader has exported
+            clean.delenv(name, raising=False)
         write_lock(path, "seed-only", ())
         yield path.read_text(encoding="utf-8")
 
