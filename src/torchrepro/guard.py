@@ -30,7 +30,6 @@ from torchrepro.callers import frames, is_library, line, package
 from torchrepro.console import say
 from torchrepro.errors import DriftError, ExitStatus, by_write
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.knobs.knob import Scope
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
 from torchrepro.messages import shown
 from torchrepro.outcomes import Change, Writer, in_words, why_equivalent
@@ -88,11 +87,7 @@ class BaselineEntry:
     def of(cls, knob: Knob) -> BaselineEntry:
         """Hold `knob` to what it reads now in this thread."""
         # Inductor's options are context variables (torch/utils/_config_module.py of pytorch).
-        per_thread = (
-            knob.scope is Scope.THREAD
-            or knob.name in PER_THREAD
-            or isinstance(knob.access, InductorVariable)
-        )
+        per_thread = knob.name in PER_THREAD or isinstance(knob.access, InductorVariable)
         now = reading(knob)
         return cls(knob, now, threading.get_ident() if per_thread else 0, LastWrite(now))
 

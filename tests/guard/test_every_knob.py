@@ -9,7 +9,6 @@ import pytest
 import torchrepro
 from torchrepro.guard import PER_THREAD
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.knob import Scope
 
 OTHERS: dict[str, tuple[Any, Any]] = {  # values of rows whose legal values are mappings
     "device.fallback": ("error", {"ops": {"cumsum": "native"}}),
@@ -116,4 +115,4 @@ def test_other_threads_read_what_is_guarded_in_them(knob, in_thread):
         finish()
         differs = read != [knob.access.read()]
 
-    assert not differs or knob.scope is Scope.THREAD or knob.name in PER_THREAD
+    assert not differs or knob.name in PER_THREAD

@@ -214,6 +214,19 @@ def test_gradients_of_gradients_are_those_in_place() -> None:
     assert _same(penalty(Direct), penalty(Elsewhere))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_part_that_is_recomputed_in_backward_runs_there_again(reentrant: bool) -> None:
+    """Under activation checkpointing gradients are those in place, masks of dropout included."""
+
+    def gradients(wrap: type[Elsewhere]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = wrap(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))), torch.randn(4, 8)
+        checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().sum().backward()
+        return [x.grad, *(weight.grad for weight in model.parameters())]
+
+    assert _same(gradients(Direct), gradients(Elsewhere))
+
+
 class Scaling(nn.Module):
     """Writes its result into its input."""
 

@@ -309,7 +309,6 @@ class Scope(StrEnum):
 
     PROCESS = "this process"
     PROCESS_AND_CHILDREN = "this process and the processes it starts"
-    THREAD = "this thread"
     EVERY_THREAD = "every thread of this process"
 
 

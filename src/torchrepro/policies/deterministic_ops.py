@@ -167,7 +167,7 @@ def put_(self: Tensor, index: Tensor, source: Tensor, accumulate: Any = None) ->
     if not index.numel():
         return self
     count = self.numel()
-    places = index.reshape(-1).to(torch.int64)
+    places = index.reshape(-1)
     if bool(((places < -count) | (places >= count)).any()):
         raise IndexError(f"put_(): an index is out of range for a tensor of {count} elements")
     places = torch.where(places < 0, places + count, places)

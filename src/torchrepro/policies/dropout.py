@@ -121,15 +121,10 @@ def _with_noise(rrelu: Callable[..., Any], tensor: Any, noise: Any, *rest: Any, 
     return rrelu(tensor, *rest)
 
 
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 COMPOSITE: dict[str, Callable[..., Any]] = {
-    "dropout": _identity,
-    "feature_dropout": _identity,
-    "alpha_dropout": _identity,
-    "feature_alpha_dropout": _identity,
-    "dropout_": _identity_in_place,
-    "feature_dropout_": _identity_in_place,
-    "alpha_dropout_": _identity_in_place,
-    "feature_alpha_dropout_": _identity_in_place,
+    **dict.fromkeys(_DROPOUTS, _identity),
+    **{f"{name}_": _identity_in_place for name in _DROPOUTS},
     "rrelu": _rrelu,
     "rrelu_": _rrelu_in_place,
 }
@@ -172,7 +167,7 @@ def _zero(undo: ExitStack) -> None:
         arguments = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
         # Dropout, and what drops inside, draws nothing when it is zeroed.
         if packet_name(op) not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES):
-            interpose_for_now(op, Priority.RANDOM_OPS, partial(_count, op.name()))
+            interpose_for_now(op, Priority.DROPOUT, partial(_count, op.name()))
 
 
 policy = Toggle("keep", "zero", "dropout zero", _zero)

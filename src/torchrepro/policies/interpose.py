@@ -36,9 +36,8 @@ class Priority(IntEnum):
     """Which of several functions at one op is asked first; the last is next to the kernel."""
 
     DROPOUT = 0
-    RANDOM_OPS = 1
-    FALLBACK = 2
-    HOST_RNG = 3
+    FALLBACK = 1
+    HOST_RNG = 2
 
 
 _KEY = "BackendSelect"

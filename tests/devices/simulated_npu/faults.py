@@ -1,7 +1,6 @@
 """Ops that cannot be deterministic, as real devices have them, and say so or do not."""
 
 import itertools
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -14,12 +13,6 @@ ALERT = (
     "application. You can also file an issue at https://github.com/pytorch/pytorch/issues to help "
     "us prioritize adding deterministic support for this operation."
 )
-WARNING = (
-    "{kernel} does not have a deterministic implementation, but you set "
-    "'torch.use_deterministic_algorithms(True, warn_only=True)'. You can file an issue at "
-    "https://github.com/pytorch/pytorch/issues to help us prioritize adding deterministic support "
-    "for this operation."
-)
 NOISE = 1e-7
 _alerting: set[str] = set()
 _varying: dict[str, Iterator[int]] = {}
@@ -29,7 +22,7 @@ def alert_on(*ops: str) -> None:
     """Let the kernels of `ops`, such as "aten::cumsum", have no deterministic implementation.
 
     Until `reset`, every overload raises torch's own `RuntimeError` for that while deterministic
-    algorithms are on, warns where they are set to warn only, and runs as ever while they are off.
+    algorithms are set to, and runs as ever otherwise.
     """
     _alerting.update(map(_known, ops))
 
@@ -51,12 +44,9 @@ def reset() -> None:
 def alert(op: torch._ops.OpOverload) -> None:
     """Do what a kernel without a deterministic implementation does first, where `op` has none."""
     name = _without_overload(op.name())
-    if name not in _alerting or not torch.are_deterministic_algorithms_enabled():
-        return
-    kernel = f"{name.removeprefix('aten::')}_npu"
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise RuntimeError(ALERT.format(kernel=kernel))
-    warnings.warn(WARNING.format(kernel=kernel), UserWarning, stacklevel=2)
+    refuses = torch.get_deterministic_debug_mode() == 2
+    if name in _alerting and refuses:
+        raise RuntimeError(ALERT.format(kernel=f"{name.removeprefix('aten::')}_npu"))
 
 
 def disturb(op: torch._ops.OpOverload, results: Iterator[torch.Tensor]) -> None:
