@@ -23,8 +23,6 @@ from torchrepro.trace.reader import read_run
 from .conftest import Net, Recorder, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchrepro.trace.reader import Trace
 
 
@@ -119,30 +117,43 @@ torch.manual_seed(seed)
 model = torch.nn.Linear(2, 1)
 torch.optim.SGD(model.parameters(), lr=0.1).step()
 time.time()
+torch.tensor(float(id(seed) % 7)) + 1
 """
 
 
-def test_what_is_read_before_torch_is_imported_is_seen(
-    fork_python: Callable[..., Any], tmp_path: Path
-) -> None:
-    """A recording in detail of a process sees reads from its start, and its own are none."""
-    boot = tmp_path / "boot"
-    boot.symlink_to(Path(torchrepro.__file__).parent / "boot")
-    request = f'{{"folder": "{tmp_path}/out", "detail": true}}'
-    (tmp_path / "program.py").write_text(BEFORE_TORCH)
-    done = fork_python("program.py", env={"TORCHREPRO_RECORD": request, "PYTHONPATH": str(boot)})
-    (trace,) = read_run(tmp_path / "out")
-    found = trace.meta["sources"]
-
+def _record_with_run(program: Path, code: str, *options: str) -> Trace:
+    program.write_text(code)
+    command = ["run", "seed-only", "--record", str(program.with_name("out")), *options, "--"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrepro", *command, sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
+    (trace,) = read_run(program.with_name("out"))
+    return trace
+
+
+def test_what_is_read_before_torch_is_imported_is_seen(tmp_path: Path) -> None:
+    """A process that is recorded in detail imports torch as any other, sees reads from its start,
+    and its own are none.
+    """
+    program = tmp_path / "program.py"
+    trace = _record_with_run(program, BEFORE_TORCH, "--detail")
+
+    found = trace.meta["sources"]
     assert [(read["name"], read["step"]) for read in found] == [
         ("os.getpid", -1),
         ("torch.manual_seed", 0),
         ("time.time", 1),
+        ("builtins.id", 1),
     ]
-    assert [int(read["where"].rpartition(":")[2]) for read in found] == [3, 5, 8]
+    assert [read["where"] for read in found] == [f"{program}:{line}" for line in (3, 5, 8, 9)]
     assert found[1]["value"].isdecimal()
-    assert f"{tmp_path}/program.py" in trace.meta["modules"]
+    assert str(program) in trace.meta["modules"]
+    assert {"new tensor", "aten::add.Tensor"} <= {site.op for site in trace.sites.values()}
 
 
 SPAWNED = """
@@ -181,28 +192,7 @@ def test_what_spawned_children_read_is_held_by_the_trace_of_their_parent(tmp_pat
 def test_what_tasks_of_a_pool_draw_is_left_to_chance_under_a_profile_too(tmp_path: Path) -> None:
     """A profile seeds every child alike; which of them takes which task is a matter of timing."""
     program = tmp_path / "program.py"
-    program.write_text(SPAWNED)
-    command = ["run", "seed-only", "--record", str(tmp_path / "out"), "--", sys.executable]
-    subprocess.run([sys.executable, "-m", "torchrepro", *command, str(program)], check=True)
-    (trace,) = read_run(tmp_path / "out")
+    trace = _record_with_run(program, SPAWNED)
 
     drawn = {read["where"] for read in trace.meta["sources"] if read["what"] == FORKED}
     assert drawn == {f"{program}:5"}
-
-
-def test_torch_is_imported_while_every_source_is_watched(tmp_path: Path) -> None:
-    """A new process that is recorded in detail imports torch as any other, and is recorded."""
-    program = "key = id(tuple())\nimport torch\ntorch.tensor(float(key % 7)) + 1"
-    command = ["run", "seed-only", "--record", str(tmp_path), "--detail", "--"]
-    command += [sys.executable, "-c", program]
-    done = subprocess.run(
-        [sys.executable, "-m", "torchrepro", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-    assert done.returncode == 0, done.stderr
-    (trace,) = read_run(tmp_path)
-    assert {"new tensor", "aten::add.Tensor"} <= {site.op for site in trace.sites.values()}
