@@ -49,18 +49,18 @@ _MIX, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 class Matching:
     """The partner of each record of two runs: its place, `FREE` or `CUT_OFF`."""
 
-    of_left: Array
-    of_right: Array
+    partners: Pairs
 
     @classmethod
     def none(cls, left: Array, right: Array) -> Matching:
-        return cls(np.full(len(left), FREE), np.full(len(right), FREE))
+        return cls((np.full(len(left), FREE), np.full(len(right), FREE)))
 
     @property
     def pairs(self) -> Pairs:
         """The places of records that have a partner, in the order of the left run."""
-        places = np.flatnonzero(self.of_left >= 0)
-        return places, self.of_left[places]
+        partners = self.partners[0]
+        places = np.flatnonzero(partners >= 0)
+        return places, partners[places]
 
     @property
     def in_order(self) -> Pairs:
@@ -73,15 +73,16 @@ class Matching:
 
     def free(self, side: int) -> Array:
         """Return the places of the records of one run that have no partner."""
-        return np.flatnonzero((self.of_left, self.of_right)[side] == FREE)
+        return np.flatnonzero(self.partners[side] == FREE)
 
     def join(self, pairs: Pairs) -> None:
         left, right = pairs
-        self.of_left[left] = right
-        self.of_right[right] = left
+        self.partners[0][left] = right
+        self.partners[1][right] = left
 
     def join_neighbours(self, left: Array, right: Array) -> None:
         """Join free neighbours of joined records if they have the same token."""
+        mine, theirs = self.partners
         for turn in (-1, 1):
             while True:
                 here, there = self.pairs
@@ -89,9 +90,7 @@ class Matching:
                 inside = (here >= 0) & (there >= 0) & (here < len(left)) & (there < len(right))
                 here, there = here[inside], there[inside]
                 found = (
-                    (self.of_left[here] == FREE)
-                    & (self.of_right[there] == FREE)
-                    & (left[here] == right[there])
+                    (mine[here] == FREE) & (theirs[there] == FREE) & (left[here] == right[there])
                 )
                 if not found.any():
                     break
@@ -118,7 +117,7 @@ def match(left: Array, right: Array, rounds: Sequence[Sequence[str]]) -> Matchin
     """Match records of the main thread by the columns of each round, the finest first."""
     if np.array_equal(left["key"], right["key"]):
         places = np.arange(len(left))
-        return Matching(places, places)
+        return Matching((places, places))
     found = Matching.none(left, right)
     finest = ("line", *rounds[0])
     head, tail = _equal_ends(*_tokens((left, right), finest))
@@ -358,7 +357,7 @@ def _note_cut_off(
     """Expect no partner for what is left over of some threads, if it was cut off."""
     surplus: list[tuple[int, Array]] = []
     at_head, at_tail, sizes = set[int](), set[int](), [0, 0]
-    for side, partners in enumerate((found.of_left, found.of_right)):
+    for side, partners in enumerate(found.partners):
         for lane in lanes[side]:
             paired = np.flatnonzero(partners[lane] != FREE)
             if not len(paired) or len(paired) <= paired[-1] - paired[0]:
@@ -376,4 +375,4 @@ def _note_cut_off(
     in_common = sizes[0] - sum(len(end) for side, end in surplus if side == 0)
     if 2 * in_common >= min(sizes):
         for side, end in surplus:
-            (found.of_left, found.of_right)[side][end] = CUT_OFF
+            found.partners[side][end] = CUT_OFF

@@ -402,7 +402,7 @@ class Records:
             self.fed += 1
             for reader, number in found:
                 reader.take_in(number)
-            for partners, place in zip((matching.of_left, matching.of_right), places, strict=True):
+            for partners, place in zip(matching.partners, places, strict=True):
                 if place is not None:
                     partners[place] = FED
 
@@ -479,8 +479,7 @@ class Records:
             matching = match(left, right, self._rounds)
         else:
             matching = match_threads(left, right, self._rounds, partial=self.steps[0] > 0)
-        partners_of = matching.of_left, matching.of_right
-        each = zip(NAMES, self.pair.traces, (left, right), partners_of, strict=True)
+        each = zip(NAMES, self.pair.traces, (left, right), matching.partners, strict=True)
         for name, trace, records, partners in each:
             cut_off = Counter(records["thread"][partners == CUT_OFF].tolist())
             self.thread_notes += [
