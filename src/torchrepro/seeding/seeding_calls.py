@@ -14,46 +14,23 @@ from torchrepro.callers import package, program_place
 from torchrepro.console import note
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
+from torchrepro.seeding import generators, streams
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
-from torchrepro.seeding.generators import (
-    Given,
-    device_seeds,
-    devices_in_use,
-    fresh_state,
-    given_seeds,
-    host_slots,
-    plain_state,
-    put_by_program,
-    put_given_seeds,
-)
+from torchrepro.seeding.generators import Given
 from torchrepro.seeding.loader import in_loader
-from torchrepro.seeding.streams import (
-    LEFT_TO_CHANCE,
-    WORDS,
-    current_plan,
-    given_seed,
-    is_given,
-    note_not_given,
-    present_worker,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import FrameType
 
 FUNCTIONS = (
-    ("random", "seed"),
-    ("numpy.random", "seed"),
-    ("torch", "manual_seed"),
-    ("torch", "seed"),
-    ("torch.random", "manual_seed"),
-    ("torch.random", "seed"),
-    ("torch.cuda", "manual_seed"),
-    ("torch.cuda", "manual_seed_all"),
-    ("torch.npu", "manual_seed"),
-    ("torch.npu", "manual_seed_all"),
-    ("torch.xpu", "manual_seed"),
-    ("torch.xpu", "manual_seed_all"),
+    *(("random", "seed"), ("numpy.random", "seed")),
+    *((module, name) for module in ("torch", "torch.random") for name in ("manual_seed", "seed")),
+    *(
+        (f"torch.{device}", name)
+        for device in ("cuda", "npu", "xpu")
+        for name in ("manual_seed", "manual_seed_all")
+    ),
     ("torch.mps", "manual_seed"),
 )
 """Every function that seeds a global generator: module, name."""
@@ -124,7 +101,7 @@ def say_in_first_worker(key: str, text: str) -> None:
     Workers begin anew every epoch, and what a worker records stays in the worker.
     """
     slot = zlib.crc32(key.encode()) % _SLOTS
-    if present_worker() == 0 and not said.slots[slot]:
+    if streams.present_worker() == 0 and not said.slots[slot]:
         said.slots[slot] = 1
         note(text)
 
@@ -143,21 +120,21 @@ class SeedingCalls:
     def write(self, value: Any) -> None:
         _calls.clear()
         _given_at.clear()
-        put_by_program.clear()
-        put_given_seeds(Given())
+        generators.put_by_program.clear()
+        generators.put_given_seeds(Given())
         note_calls_of_new_modules()
 
     def save(self) -> Any:
-        kept = dict(_calls), dict(_given_at), set(put_by_program)
-        return is_listening(_note), kept, given_seeds()
+        kept = dict(_calls), dict(_given_at), set(generators.put_by_program)
+        return is_listening(_note), kept, generators.given_seeds()
 
     def restore(self, saved: Any) -> None:
         listened, kept, given = saved
-        presents: tuple[Any, ...] = _calls, _given_at, put_by_program
+        presents: tuple[Any, ...] = _calls, _given_at, generators.put_by_program
         for present, before in zip(presents, kept, strict=True):
             present.clear()
             present.update(before)
-        put_given_seeds(given)
+        generators.put_given_seeds(given)
         if not listened:
             stop_listening(_note)
             stop_listening(_note_state)
@@ -193,8 +170,8 @@ def given_by_program() -> frozenset[str]:
 def _note(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
-    if function in LEFT_TO_CHANCE:
-        note_not_given(sys.modules["torch"].initial_seed())
+    if function in streams.LEFT_TO_CHANCE:
+        streams.note_not_given(sys.modules["torch"].initial_seed())
     # When dynamo is imported it wraps `torch.manual_seed`, whatever stands there: what stands in
     # for it is called by torch, on behalf of the code that seeds.
     while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
@@ -215,7 +192,8 @@ def _note(
     generator = _HOST.get(function.rpartition(".")[0])
     if generator is not None and not in_loader():  # what a sample seeds is gone with it
         of_chance = all(value is None for value in (*args, *kwargs.values()))
-        _put(generator, b"" if of_chance else _name_of(generator, host_slots()[generator].read()))
+        state = generators.host_slots()[generator].read()
+        _put(generator, b"" if of_chance else _name_of(generator, state))
 
 
 def _note_state(
@@ -227,20 +205,20 @@ def _note_state(
         return
     module, _, name = function.rpartition(".")
     generator = _HOST[module]
-    state = host_slots()[generator].read()  # what was put is what is there now
-    key = module, hash(repr(plain_state(state)))
+    state = generators.host_slots()[generator].read()  # what was put is what is there now
+    key = module, hash(repr(generators.plain_state(state)))
     if "get" in name:
         while len(_given_at) >= _MANY:
             del _given_at[next(iter(_given_at))]
-        seed = getattr(given_seeds(), generator)
-        _given_at[key] = seed, generator in put_by_program
+        seed = getattr(generators.given_seeds(), generator)
+        _given_at[key] = seed, generator in generators.put_by_program
     elif key in _given_at:
         seed, is_unknown = _given_at[key]
         _put(generator, seed, is_unknown=is_unknown)
     elif _is_fresh(generator, state):
         _put(generator, _name_of(generator, state))
     else:
-        put_by_program.add(generator)
+        generators.put_by_program.add(generator)
 
 
 def moved_by_program() -> set[str]:
@@ -248,22 +226,22 @@ def moved_by_program() -> set[str]:
 
     They are called `python`, `numpy` and `torch`, and those of a device in use `cuda`, for example.
     """
-    given = given_seeds()._asdict() | {"torch": given_seed() is not None}
-    for device, module in devices_in_use().items():
-        seeds = device_seeds(module)
+    given = generators.given_seeds()._asdict() | {"torch": streams.given_seed() is not None}
+    for device, module in generators.devices_in_use().items():
+        seeds = generators.device_seeds(module)
         # One that does not remember its seed is seeded where a call says so.
         called = ("torch.manual_seed", "torch.random.manual_seed", f"torch.{device}.")
         given[device] = (
-            any(map(is_given, seeds))
+            any(map(streams.is_given, seeds))
             if seeds
             else any(function.startswith(called) for function in given_by_program())
         )
-    return put_by_program | {name for name, seeded in given.items() if seeded}
+    return generators.put_by_program | {name for name, seeded in given.items() if seeded}
 
 
 def _put(generator: str, seed: bytes, *, is_unknown: bool = False) -> None:
-    (put_by_program.add if is_unknown else put_by_program.discard)(generator)
-    put_given_seeds(given_seeds()._replace(**{generator: seed}))
+    (generators.put_by_program.add if is_unknown else generators.put_by_program.discard)(generator)
+    generators.put_given_seeds(generators.given_seeds()._replace(**{generator: seed}))
 
 
 def _name_of(generator: str, state: Any) -> bytes:
@@ -271,10 +249,10 @@ def _name_of(generator: str, state: Any) -> bytes:
 
     They are the same in every process, and empty for the seed of the profile.
     """
-    plan, text = current_plan(), repr(plain_state(state))
+    plan, text = streams.current_plan(), repr(generators.plain_state(state))
     if plan.seed is not None:
-        seeded = fresh_state(generator, plan.started_from(plan.seed))
-        if text == repr(plain_state(seeded)):
+        seeded = generators.fresh_state(generator, plan.started_from(plan.seed))
+        if text == repr(generators.plain_state(seeded)):
             return b""
     return blake2b(text.encode(), digest_size=16).digest()
 
@@ -287,9 +265,9 @@ def _is_fresh(generator: str, state: Any) -> bool:
     (http://www.math.sci.hiroshima-u.ac.jp/m-mat/MT/MT2002/CODES/mt19937ar.c).
     """
     if generator == "python":
-        first, second, position = state[1][0], state[1][1], state[1][WORDS]
+        first, second, position = state[1][0], state[1][1], state[1][streams.WORDS]
     else:
         words = state["state"]["key"]
         first, second, position = int(words[0]), int(words[1]), state["state"]["pos"]
     following = (1812433253 * (first ^ (first >> 30)) + 1) % 2**32
-    return bool(position == WORDS and (first == 1 << 31 or second == following))
+    return bool(position == streams.WORDS and (first == 1 << 31 or second == following))

@@ -22,18 +22,8 @@ import xxhash
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.messages import shown, some
-from torchrepro.seeding import loader, loader_places, streams
-from torchrepro.seeding.generators import (
-    Given,
-    States,
-    all_slots,
-    decoded,
-    devices_in_use,
-    encoded,
-    given_seeds,
-    put_given_seeds,
-    registered,
-)
+from torchrepro.seeding import generators, loader, loader_places, streams
+from torchrepro.seeding.generators import Given, States
 from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
@@ -55,15 +45,15 @@ def rng_state() -> dict[str, Any]:
     and a checksum. It can go into a JSON file or into ``torch.save``. Changes nothing; imports
     torch.
     """
-    slots = all_slots()
+    slots = generators.all_slots()
     state: dict[str, Any] = {
         "format": FORMAT,
         "world": world()._asdict(),
         "seed_plan": streams.current_plan().to_json(),
         "devices": _device_names(),
-        "kinds": {name: kind.name for name, (kind, _) in registered.items()},
-        "generators": {name: encoded(slot.read()) for name, slot in slots.items()},
-        "given": {name: seed.hex() for name, seed in given_seeds()._asdict().items()},
+        "kinds": {name: kind.name for name, (kind, _) in generators.registered.items()},
+        "generators": {name: generators.encoded(slot.read()) for name, slot in slots.items()},
+        "given": {name: seed.hex() for name, seed in generators.given_seeds()._asdict().items()},
         "loaders": loader.epochs(),
     }
     return {**state, "checksum": _checksum(state)}
@@ -87,11 +77,11 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
 
     Raises `SeedingError`, with nothing changed, if a generator refuses its state.
     """
-    slots = all_slots()
+    slots = generators.all_slots()
     before = States(slots.values())
     try:
         for name, slot in slots.items():
-            slot.write(decoded(snapshot["generators"][name]))
+            slot.write(generators.decoded(snapshot["generators"][name]))
     except BaseException as error:
         try:
             before.put_back()
@@ -101,7 +91,7 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
                 raise SeedingError.about(f"a generator refused its state: {why}") from error
         raise
     saved = snapshot["given"]
-    put_given_seeds(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
+    generators.put_given_seeds(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
 
 
 def save_rng_state(path: str | os.PathLike[str]) -> None:
@@ -214,14 +204,14 @@ def _check_fits(snapshot: dict[str, Any]) -> None:
                 f"({some(names) or 'none'}), and this process has {len(present_names)} in use "
                 f"({some(present_names) or 'none'}){todo}"
             )
-    held, here = set(snapshot["generators"]), set(all_slots())
+    held, here = set(snapshot["generators"]), set(generators.all_slots())
     lacking = [(name, "lacks a generator of this process") for name in sorted(here - held)]
     unknown = [(name, "holds a generator not found here") for name in sorted(held - here)]
     for name, what in lacking + unknown:
         of_program = name.startswith("registered/")
         todo = "; register the same generators under the same names as when it was saved"
         raise SeedingError.about(f"the state {what}: {name}{todo if of_program else ''}")
-    for name, (kind, _) in registered.items():
+    for name, (kind, _) in generators.registered.items():
         found = snapshot["kinds"][name]
         if found != kind.name:
             raise SeedingError.about(
@@ -240,7 +230,7 @@ def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _device_names() -> dict[str, list[str]]:
     names = {}
-    for kind, module in devices_in_use().items():
+    for kind, module in generators.devices_in_use().items():
         name_of = getattr(module, "get_device_name", lambda _, its=module: its.__name__)
         names[kind] = [name_of(index) for index in range(module.device_count())]
     return names
