@@ -85,8 +85,7 @@ _PUBLIC = {
 }
 """The public names of each module; the first use of a name imports its module."""
 
-_SUBMODULES = ("hf",)
-"""Modules whose own names are public; the first use of one imports it."""
+_SUBMODULES = ("hf",)  # modules whose own names are public; the first use of one imports it
 
 _MODULE = {name: f"torchrepro.{module}" for module, names in _PUBLIC.items() for name in names}
 

@@ -49,8 +49,7 @@ PER_THREAD = frozenset({"backends.cpu.num_threads"})
 """Knobs of which other threads may read another value although nobody changed it: a thread keeps
 the number of threads with which it first used torch."""
 
-LOCKED = "TORCHREPRO_LOCKED"
-"""Variable that is set below ``torchrepro run --lock``."""
+LOCKED = "TORCHREPRO_LOCKED"  # variable that is set below ``torchrepro run --lock``
 
 HELD_BY_LOCKS = ("backends.cpu.num_threads",)
 """Knobs whose value a lock was written for although its profile may not name them."""
@@ -78,9 +77,7 @@ class BaselineEntry:
 
     knob: Knob
     value: Any
-    thread: int
-    """The only thread in which the knob can be read, or 0 for any."""
-
+    thread: int  # the only thread in which the knob can be read, or 0 for any
     last: LastWrite
 
     @classmethod
@@ -130,15 +127,9 @@ class BaselineEntry:
 class Guard:
     """What one profile in force has set, and the drift from it that was seen so far."""
 
-    refuse: Callable[[TorchreproError], None]
-    """What is done when the profile turns out not to hold."""
-
-    at_steps: bool = False
-    """Whether knobs are read again before optimizer steps."""
-
-    steps: int = 0
-    """Optimizer steps since the profile was put in force, of all optimizers."""
-
+    refuse: Callable[[TorchreproError], None]  # what is done when the profile turns out not to hold
+    at_steps: bool = False  # whether knobs are read again before optimizer steps
+    steps: int = 0  # optimizer steps since the profile was put in force, of all optimizers
     baseline: dict[str, BaselineEntry] = field(default_factory=dict)
     drift: dict[tuple[str, str], Change] = field(default_factory=dict)
     as_good: dict[str, Change] = field(default_factory=dict)
@@ -163,8 +154,7 @@ class Guard:
         return f"after step {self.steps - 1}" if self.steps else "before any step"
 
 
-guards: list[Guard] = []
-"""One for every profile in force, outermost first."""
+guards: list[Guard] = []  # one for every profile in force, outermost first
 
 _watched: list[tuple[BaselineEntry, Guard]] = []
 """For every knob the entry to which it is held: that of the innermost profile that names it."""

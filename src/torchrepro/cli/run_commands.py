@@ -46,8 +46,7 @@ Level = StrEnum("Level", "STEP MODULE OP")  # how much of a run is recorded
 RelationName = StrEnum("RelationName", "RESUME WORKERS COMPILE")
 Unwritable = StrEnum("Unwritable", "STOP WARN")  # what a run does whose trace cannot be written
 
-BISECT = 125
-"""The exit status by which `git bisect run` passes a commit over."""
+BISECT = 125  # the exit status by which `git bisect run` passes a commit over
 
 Record = Annotated[
     str, typer.Option(metavar="DIR", help="Record what is computed into a new or empty folder.")
@@ -93,8 +92,7 @@ Report = Annotated[
 Open = Annotated[
     bool, typer.Option("--open", help="Show the answer as a page in the browser, see --report.")
 ]
-DIGITS = 19
-"""No run has a step with a number of so many."""
+DIGITS = 19  # no run has a step with a number of so many
 
 Side = "A profile, a manifest, a lock, or the folder of a run."
 
