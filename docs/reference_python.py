@@ -18,8 +18,8 @@ ANSWERS = ("verdict.value", "verification.result")
 
 PARTS = (
     "outcomes.Row",
-    "guarantee.Guarantee",
-    "guarantee.Lowered",
+    "outcomes.Guarantee",
+    "outcomes.Lowered",
     "outcomes.Change",
     "outcomes.Writer",
     "policies.policy.Effect",
