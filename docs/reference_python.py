@@ -23,7 +23,7 @@ PARTS = (
     "outcomes.Change",
     "outcomes.Writer",
     "policies.policy.Effect",
-    "seeding.uncontrolled.SourceRead",
+    "seeding.source_reads.SourceRead",
     "seeding.seeding_calls.SeedingCall",
     "planner.Step",
     "messages.Problem",
