@@ -348,9 +348,7 @@ class Promise:
     name: str
     sentence: str  # what holds, in words
     attempt: Callable[[str], None]  # tries it on a device, or for a knob
-    devices: tuple[str, ...] = DEVICES
-    """Empty if it is tried for every knob instead, on the device that the knob belongs to."""
-
+    devices: tuple[str, ...] = DEVICES  # empty: for every knob instead, on the knob's own device
     many: str = ""  # the sentence for several knobs at once, with a place for how many
     limit: float = 60.0  # seconds after which an attempt counts as failed
 

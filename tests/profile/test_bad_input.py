@@ -152,15 +152,6 @@ def test_hydra_refuses_a_directory_by_its_path(hydra_app, marker, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["+repro=seed-only"]], ids=["without", "with"])
-def test_the_app_runs_when_nothing_is_wrong(hydra_app, arguments):
-    """The app of these tests runs its task with a good profile and without one."""
-    ended = hydra_app(*arguments)
-
-    assert (ended.status, ended.out) == (0, "RAN\n")
-
-
 def test_a_refused_secret_is_not_shown(refusal):
     """A value whose key sounds secret is left out of the message that refuses it."""
     in_a_file = refusal("env_extra: {MY_API_KEY: hunter8}\n")

@@ -131,8 +131,7 @@ class Choice:
     profiles: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     folders: tuple[Folder, ...] = ()  # where they are searched for first
-    changed: list[str] = field(default_factory=list)
-    """Lines about their files, which have changed since the run that is repeated."""
+    changed: list[str] = field(default_factory=list)  # lines on files, since the original run
 
     def add(self, name: str, folders: tuple[Folder, ...]) -> None:
         """Note that `name` was chosen; Hydra asks for the last entry of a defaults list first."""
@@ -348,12 +347,8 @@ class _Unapplied:
 
     names: dict[str, str] = field(default_factory=dict)  # Hydra's name: what it calls itself
     composer: str = ""
-    sweeping: bool = False
-    """Whether our callback has seen the start of the sweep whose jobs are composed now."""
-
-    sweep_words: list[str] | None = None
-    """In a launcher's process, which has its own command line: the requests of the sweep's."""
-
+    sweeping: bool = False  # whether our callback has seen the start of the present sweep
+    sweep_words: list[str] | None = None  # in a launcher's process: what the sweep requests
     reporter: int = 0  # the process that reports at its end what is left
 
 

@@ -42,9 +42,7 @@ class _Session:
 
 
 _SESSION = pytest.StashKey[_Session]()
-_NAMED = pytest.StashKey[bool]()
-"""Whether a profile was named in this run, for all of it or for a test."""
-
+_NAMED = pytest.StashKey[bool]()  # there once a profile is named, for the run or for a test
 _SCOPE = pytest.StashKey[ExitStack]()
 _IN_FORCE = pytest.StashKey["Applied"]()
 

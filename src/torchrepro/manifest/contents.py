@@ -356,18 +356,10 @@ class Started:
 
     by: Way
     folder: str  # the working directory
-    command: tuple[str, ...]
-    """The command line, with `(hidden)` for what may be secret; empty if there is none."""
-
-    launcher: str
-    """What started the process, perhaps as one of several, if its command line is not known."""
-
-    ranked: bool
-    """Whether a launcher started the process, and set variables that the command does not have."""
-
-    asked: tuple[str, ...]
-    """The profile's name or path, and the overrides of it; empty where it came as values."""
-
+    command: tuple[str, ...]  # with `(hidden)` for what may be secret; empty if there is none
+    launcher: str  # that started this as one of several, if its command line is not known
+    ranked: bool  # whether a launcher set variables, which the command does not have
+    asked: tuple[str, ...]  # the profile's name or path, and overrides; empty for plain values
     hydra: HydraJob | None
     recording: dict[str, Any]  # what `torchrepro run --record` was asked for
 

@@ -127,7 +127,6 @@ HARDWARE: Mapping[str, Callable[[], Any]] = {
     "npu": lambda: ", ".join(sorted(set(_in_use("npu", _ASCEND)))) or None,
     "npus": lambda: len(glob(_ASCEND)) or len(_in_use("npu", _ASCEND)),  # noqa: PTH207 - of a pattern
 }
-"""Name -> how it is read."""
 
 
 _VECTORS = {
@@ -265,7 +264,6 @@ VERSIONS: Mapping[str, Callable[[], Any]] = {
     "libc": lambda: " ".join(platform.libc_ver()).strip(),
     "kernel": platform.release,
 }
-"""Name -> how it is read."""
 
 
 TIMEOUT = 2.0  # seconds that git may take for an answer; a manifest is written while a job starts

@@ -75,8 +75,7 @@ class Document:
     values: Mapping[str, Any]
     defaults: tuple[str, ...] = ("_self_",)
     lines: Mapping[str, int] = field(default_factory=dict)  # by dotted key, counted from 1
-    typed: bool = False
-    """Whether the user who starts the run wrote it: true for a dict in code, never for a file."""
+    typed: bool = False  # whether who starts the run wrote it: a dict in code, never a file
 
     def place(self, key: str) -> str:
         """Return ``file:line`` of `key`, or of the nearest section that holds it."""

@@ -26,13 +26,9 @@ class Need(NamedTuple):
 
     guarantees: tuple[str, ...]
     knob: str
-    met_by: Callable[[Any], bool] | None = None
-    """Whether a value meets the need; None: any value that is not in `broken_by`."""
-
+    met_by: Callable[[Any], bool] | None = None  # None: any value that is not in `broken_by`
     left_open: str = ""  # what may differ between two runs where this is not met
-    kinds: tuple[str, ...] = ()
-    """The need applies where all of these kinds of device are present; none: everywhere."""
-
+    kinds: tuple[str, ...] = ()  # it applies where all of these kinds of device are present
     broken_by: tuple[Any, ...] = ()  # the values that contradict the guarantee
     because: str = ""  # what such a value leads to
     if_there: bool = False  # whether nothing is open where the state does not exist

@@ -79,14 +79,9 @@ class Composition:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
-    typed: set[str] = field(default_factory=set)
-    """Dotted keys whose value the user who starts the run wrote: an override, a dict in code."""
-
-    only_shipped: bool = True
-    """Whether only torchrepro's own files were composed, without overrides."""
-
-    asked: tuple[str, ...] = ()
-    """The name or path that was asked for, and the overrides; empty for values from elsewhere."""
+    typed: set[str] = field(default_factory=set)  # keys that who starts the run wrote a value for
+    only_shipped: bool = True  # whether all of it is from torchrepro's own files, no override
+    asked: tuple[str, ...] = ()  # the name or path, and the overrides; empty for plain values
 
     def add(
         self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
@@ -147,8 +142,7 @@ class ResolvedProfile:
     values: Mapping[str, Any]
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> where its value comes from, as far as that is known."""
-    asked: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The name or path by which it was asked for, and the overrides; empty for plain values."""
+    asked: tuple[str, ...] = field(default=(), compare=False, repr=False)  # as in `Composition`
 
     @classmethod
     def of(

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "torchrepro"
 SHIPPED = Path(__file__).parent.parent / "conf" / "repro"
-VARIABLE = "TORCHREPRO_PATH"
-"""Variable that names further folders of profiles, separated as in PATH."""
+VARIABLE = "TORCHREPRO_PATH"  # names further folders of profiles, separated as in PATH
 
 ENTRY_POINTS = "torchrepro.profiles"
 PACKAGE = "pkg://"
