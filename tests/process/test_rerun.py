@@ -4,12 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
-from hypothesis import strategies as st
 
 import torchrepro as package
-from torchrepro.profile.load import in_hydras_grammar
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.redaction import HIDDEN
 
@@ -229,15 +225,3 @@ def test_what_differs_is_said_and_forbidden_if_asked(command, earlier):
     assert shown.endswith("not started: --strict\n")
     assert "into " not in shown
     assert {path.name for path in Path().iterdir()} == {"train.py", "run"}
-
-
-CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0\n\r/")
-
-
-@given(st.text(CHARACTERS, min_size=1).filter(lambda name: "${" not in name))
-def test_any_folder_can_be_that_of_a_job(name):
-    """The name of a folder, whatever is in it, is itself again as a value of Hydra's grammar."""
-    value = in_hydras_grammar(f"/x/{name}")
-    found = OverridesParser.create().parse_override(f"hydra.run.dir={value}")
-
-    assert str(found.value()) == f"/x/{name}"

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import torchrepro
 from torchrepro.messages import printable
-from torchrepro.profile.load import compose
+from torchrepro.profile.load import compose, in_hydras_grammar, parsed
 from torchrepro.profile.resolved import NOT_INHERITED, flatten
 from torchrepro.profile.search_path import SHIPPED
 
@@ -170,6 +170,30 @@ def test_an_override_is_read_in_hydras_grammar(override, key, value):
 
     assert value == flatten(composition.values)[key]
     assert f"override {override}" == composition.place(key)
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"))
+TEXTS |= st.sampled_from(
+    ["true", "Null", "1e3", "a:b", "/x:y", "-x", "'", "a\\", "\\'", "/a b", "\u00fc"]
+)
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+)
+
+
+@given(
+    value=st.recursive(
+        LEAVES | TEXTS.filter(lambda text: "${" not in text and text != "???"),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["a", "b_1", "Dc"]), inner, max_size=3)
+        ),
+        max_leaves=6,
+    )
+)
+def test_a_value_is_itself_again_as_an_override(value):
+    """Whatever a value is, the name of any folder included, Hydra's grammar reads what we write."""
+    assert parsed(f"key={in_hydras_grammar(value)}") == {"key": value}
 
 
 @pytest.mark.parametrize(
