@@ -418,9 +418,13 @@ class Row:
     device: str
     knob: str
     result: Result
-    why: str = ""  # why it is not here
-    expected: str = ""  # of a promise that failed
-    found: str = ""  # instead
+    why: str = ""
+    """Why it is not here."""
+
+    expected: str = ""
+    found: str = ""
+    """What was expected of a promise that failed, and what was found instead."""
+
     seconds: float = 0.0
 
 
@@ -430,7 +434,9 @@ class SelfTest(Displayed):
 
     version: str  # of torchrepro
     date: str
-    machine: Mapping[str, Any]  # what `machine_facts` returns
+    machine: Mapping[str, Any]
+    """Versions, hardware and devices; see `machine_facts`."""
+
     rows: tuple[Row, ...]
     seconds: float
 
