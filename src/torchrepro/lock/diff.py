@@ -278,7 +278,6 @@ IMPACTS: tuple[tuple[Impact, tuple[str, ...]], ...] = (
 
 
 def impact_of(section: str, key: str) -> Impact:
-    """Return how likely a difference in `key` of `section` changes numbers."""
     rows = ((impact, pattern) for impact, patterns in IMPACTS for pattern in patterns)
     fitting = (impact for impact, pattern in rows if fnmatchcase(f"{section}/{key}", pattern))
     return next(fitting, Impact.MAY)
@@ -313,7 +312,6 @@ class Difference:
 
     @property
     def impact(self) -> Impact:
-        """How likely it changes numbers."""
         return self.here or impact_of(self.section, self.key)
 
     def to_json(self, left: str = "left", right: str = "right") -> dict[str, Any]:
@@ -334,7 +332,6 @@ class Gap(NamedTuple):
         return f"{self.section}: {self.key}" if self.key else self.section
 
     def to_json(self) -> dict[str, str]:
-        """Return it as plain JSON values."""
         return {"side": self.side, "what": str(self)}
 
 
@@ -349,7 +346,6 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs but how the two were started."""
         return not self.substantial
 
     @property
@@ -358,7 +354,6 @@ class Comparison:
         return self.having(*(impact for impact in Impact if impact is not Impact.STARTED))
 
     def having(self, *impacts: Impact) -> tuple[Difference, ...]:
-        """Return the differences with one of `impacts`."""
         return tuple(each for each in self.differences if each.impact in impacts)
 
     def to_json(self) -> dict[str, Any]:
@@ -583,12 +578,10 @@ def shared_impact(rows: Sequence[Difference]) -> Impact | None:
 
 
 def change(found: Difference) -> str:
-    """Return a difference as words within a line."""
     return f"{_name(found)} ({_value(found, found.left)} -> {_value(found, found.right)})"
 
 
 def gap_lines(rows: Iterable[Gap]) -> list[str]:
-    """Return a line for each side that lacks something."""
     lacking: dict[str, list[str]] = {}
     for each in rows:
         lacking.setdefault(each.side, []).append(printable(str(each)))

@@ -27,7 +27,6 @@ from torchrepro.lock.diff import (
 )
 from torchrepro.manifest.contents import (
     FORMAT,
-    MACHINES,
     as_text,
     common_contents,
     read_complete,
@@ -147,19 +146,6 @@ def write_in_place(path: Path, text: str) -> None:
 SHARED = ("lock", "manifest", "named", "profile", "digest")
 """What all sections of a lock with numbers share, besides the command and its options."""
 
-
-def sectioned(contents: Mapping[str, Any], machine: str, **more: Any) -> dict[str, Any]:
-    """Return the contents of a lock with one section, for a kind of machine, which holds `more`."""
-    section = {key: value for key, value in contents.items() if key not in SHARED} | more
-    report = contents["report"]
-    rows = [
-        {key: row[key] for key in ("knob", "outcome", "after", "absent") if key in row}
-        for row in report["knobs"]
-    ]
-    section["report"] = {"guarantee": report["guarantee"], "knobs": rows}
-    return {**{key: contents[key] for key in SHARED}, MACHINES: {machine: section}}
-
-
 _WIDE = 96  # columns of a line that holds all of a value
 
 
@@ -180,8 +166,6 @@ def by_lines(value: Any, indent: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """In what this machine differs from a lock."""
-
     lock: str
     strict: bool
     resolved: ResolvedProfile | None
@@ -190,22 +174,14 @@ class CheckResult:
 
     @property
     def enforced(self) -> tuple[Impact, ...]:
-        """The impacts that the lock forbids."""
         return ENFORCED_STRICTLY if self.strict else ENFORCED
 
     @property
     def forbidden(self) -> tuple[Difference, ...]:
-        """The differences that the lock forbids."""
         return self.comparison.having(*self.enforced)
 
     @property
-    def allowed(self) -> tuple[Difference, ...]:
-        """The differences that are shown and that nothing forbids."""
-        return tuple(each for each in self.comparison.differences if each not in self.forbidden)
-
-    @property
     def met(self) -> bool:
-        """Whether a run here may start."""
         return not self.forbidden
 
     @property
@@ -214,13 +190,14 @@ class CheckResult:
         return tuple(each for each in self.comparison.gaps if each.section != "source")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain JSON values."""
+        forbidden = self.forbidden
+        allowed = [each for each in self.comparison.differences if each not in forbidden]
         return {
             "met": self.met,
             "lock": self.lock,
             "strict": self.strict,
-            "differences": [each.to_json("locked", "here") for each in self.forbidden],
-            "not_held": [each.to_json("locked", "here") for each in self.allowed],
+            "differences": [each.to_json("locked", "here") for each in forbidden],
+            "not_held": [each.to_json("locked", "here") for each in allowed],
             "not_compared": [each.to_json() for each in self.gaps],
         }
 

@@ -41,8 +41,6 @@ FORMAT = 1  # of that file
 
 
 class StepNumbers(NamedTuple):
-    """What a step computed."""
-
     losses: tuple[str, ...]
     """Hexadecimal floats, and fingerprints of losses that are no single number."""
     parameters: str
@@ -50,15 +48,12 @@ class StepNumbers(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a run computed."""
-
     steps: Mapping[int, StepNumbers]
     end: str
     """A digest of the parameters and the states of optimizers at the end; empty if some steps alone
     were asked for."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return them as plain JSON values, a step on a line."""
         lines = [
             f"{step}: {' '.join(its.losses)} | {its.parameters}" for step, its in self.steps.items()
         ]
@@ -156,7 +151,6 @@ class NumbersDifference(NamedTuple):
         return left or "none", right or "none"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
         values: dict[str, Any] = {"locked": self.locked, "here": self.here}
         if self.what == "loss":
             values = {key: _number(text) for key, text in values.items()}

@@ -49,14 +49,6 @@ class Unit(NamedTuple):
     outputs: Sequence[Any]  # dtype, digest and statistics of each tensor
 
 
-class _Comparison(NamedTuple):
-    units: int
-    steps: int
-    first: Unit | None
-    how: str
-    said: str
-
-
 class Compiled(Relation):
     """As it is, and with torch.compile off."""
 
@@ -81,22 +73,15 @@ class Compiled(Relation):
             return
         compiled, eager = self._units(plain), self._units(run)
         tolerance = self.runner.tolerance
-        compared = _compare(compiled, eager, tolerance)
-        unit, first = compared.first, None
-        if unit is not None:
-            first = Divergence(
-                *(0, unit.step, unit.phase, unit.name, "compiled region", unit.where),
-                *(Kind.OUTPUTS, "", None, None),
-                what=compared.how,
-            )
+        amount, first, said = _compare(compiled, eager, tolerance)
         level = read_run(plain.folder, records=False)[0].meta.get("level")
-        amount = Compared(1, compared.steps, compared.units, 0, str(level or "op"))
+        amount = replace(amount, level=str(level or "op"))
         verdict = Verdict(
             first is None, plain.folder, run.folder, amount, first, tolerance=tolerance
         )
-        if unit is not None and regions.get(unit.name):
-            verdict = self._look_inside(verdict, eager, unit, regions[unit.name])
-        yield Side("eager", run, verdict, said=compared.said)
+        if first is not None and regions.get(first.module):
+            verdict = self._look_inside(verdict, first, eager, regions[first.module])
+        yield Side("eager", run, verdict, said=said)
 
     def _units(self, run: Run) -> list[Unit]:
         return [
@@ -109,43 +94,43 @@ class Compiled(Relation):
     def _look_inside(
         self,
         verdict: Verdict,
+        first: Divergence,
         eager: Sequence[Unit],
-        region: Unit,
         children: Mapping[str, Sequence[str]],
     ) -> Verdict:
         """Compile the children of a region one at a time, and those of one that differs likewise.
 
         Returns the verdict with the innermost that differs.
         """
-        culprit: Unit | None = None
+        culprit = ""
         tried: list[str] = []
         paths = list(children.get("", ()))[:_MOST]
         while paths:
             path = paths.pop(0)
             tried.append(path)
-            only = {REGIONS: {"only": [region.name, path]}}
+            only = {REGIONS: {"only": [first.module, path]}}
             run = self.run(f"inside-{len(tried)}", observed=only)
-            its = [each for each in self._units(run) if each.name == f"{region.name}.{path}"]
-            found = _compare(its, eager, self.runner.tolerance)
-            if found.first is not None:
-                culprit = found.first
+            name = f"{first.module}.{path}"
+            its = [each for each in self._units(run) if each.name == name]
+            if _compare(its, eager, self.runner.tolerance)[1] is not None:
+                culprit = name
                 paths = list(children.get(path, ()))[:_MOST]
-        if not tried or verdict.first is None:
+        if not tried:
             return verdict
-        if culprit is None:
+        if not culprit:
             cause = f"None of its modules differs when it alone is compiled: {', '.join(tried)}."
             return replace(verdict, advice=Advice(cause=cause))
         cause = (
-            f"{culprit.name} differs when it alone of {region.name} is compiled. Leave it out by "
+            f"{culprit} differs when it alone of {first.module} is compiled. Leave it out by "
             "torch.compiler.disable, or report it with this module alone."
         )
-        first = replace(verdict.first, module=culprit.name)
-        return replace(verdict, first=first, advice=Advice(cause=cause))
+        found = replace(first, module=culprit)
+        return replace(verdict, first=found, advice=Advice(cause=cause))
 
 
 def _compare(
     compiled: Sequence[Unit], eager: Sequence[Unit], asked: Tolerance | None
-) -> _Comparison:
+) -> tuple[Compared, Divergence | None, str]:
     """Compare what both have, call by call in the order of the compiled run.
 
     The tolerance is that of the coarsest dtype up to there: what is computed from its numbers has
@@ -175,10 +160,14 @@ def _compare(
             how = out_of_tolerance(tuple(statistics), tuple(others_statistics), rtol, atol)
             if how:
                 within = f"rtol={rtol:g}, atol={atol:g}"
-                how = f"compiled and eager: {how}, which is not within {within}"
-                return _Comparison(compared, len(steps), unit, how, "")
+                first = Divergence(
+                    *(0, unit.step, unit.phase, unit.name, "compiled region", unit.where),
+                    *(Kind.OUTPUTS, "", None, None),
+                    what=f"compiled and eager: {how}, which is not within {within}",
+                )
+                return Compared(1, len(steps), compared, 0, ""), first, ""
     said = f"{counted(compared, 'call')} bit for bit"
     if unequal:
         why = "as was asked for" if asked else f"which {names[coarsest]} earns"
         said = f"within rtol={rtol:g}, atol={atol:g}, {why}; bits differ first in {unequal}"
-    return _Comparison(compared, len(steps), None, "", said)
+    return Compared(1, len(steps), compared, 0, ""), None, said

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torchrepro.verification.runner import Runner
 
 AGREE, DIFFER, UNKNOWN = 0, 1, 4
-"""The exit statuses of an answer."""
 
 
 @dataclass
@@ -47,7 +46,6 @@ class Relation:
     """The folders in which runs are, each with that of the user which it is a copy of."""
 
     def plain(self, name: str) -> Run:
-        """Run the plain program."""
         return self.run(name)
 
     def sides(self, plain: Run) -> Iterator[Side]:
@@ -123,7 +121,6 @@ class Side:
 
     @property
     def status(self) -> int:
-        """The exit status that this side alone would have."""
         if self.verdict is None:
             return UNKNOWN
         return AGREE if self.verdict.same else DIFFER
@@ -149,7 +146,6 @@ class Related(Displayed):
 
     @property
     def unknown(self) -> str:
-        """Why nothing can be said; empty where something can."""
         if self.status != UNKNOWN:
             return ""
         if not self.plain_verdict.same:
@@ -158,7 +154,6 @@ class Related(Displayed):
 
     @property
     def deciding(self) -> Side | None:
-        """The side that differs; None where none does."""
         return next((side for side in self.sides if side.status == DIFFER), None)
 
     @property
@@ -183,7 +178,6 @@ def _related_parts(found: Related) -> tuple[Part, ...]:
 
 
 def related_page(found: Related) -> str:
-    """Return the answer as one page."""
     named = [("plain program", found.plain[0]), *((s.name, s.run) for s in found.sides if s.run)]
     rows = [
         RunRow(name, {"Steps": f"{run.steps:,}", "Seconds": f"{run.seconds:.1f}"})

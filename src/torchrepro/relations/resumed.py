@@ -63,7 +63,6 @@ class State(NamedTuple):
     killed: int  # after how many steps it was killed; 0 if it was not
 
     def batches(self, step: int) -> list[str]:
-        """Return the digests of the batches of a step."""
         return [digest for *_, digest in self.steps[step]["batches"]]
 
 
@@ -82,7 +81,6 @@ class Resumed(Relation):
         self._strayed = ""
 
     def plain(self, name: str) -> Run:
-        """Run the program to its end, in a copy of its own."""
         if self.copies:
             return self._run(name, self._copy())
         copy = self._copy(all_files=True)
@@ -98,7 +96,6 @@ class Resumed(Relation):
         return self._run(f"{name}-anew", self._copy()) if self._written else run
 
     def sides(self, plain: Run) -> Iterator[Side]:
-        """Kill it after its first and its last checkpoint, and resume it."""
         whole = self._state(plain)
         last = len(whole.steps) - 1
         usable = sorted({saved for saved in whole.settled if saved > 0})

@@ -34,7 +34,6 @@ class Workers(Relation):
     loading = False  # what workers compute to load a batch is not seen either
 
     def sides(self, plain: Run) -> Iterator[Side]:
-        """Run it with other numbers of workers, until one of them differs."""
         loaders = [
             loader
             for trace in read_run(plain.folder, records=False)
@@ -61,7 +60,6 @@ class Workers(Relation):
 def _explained(
     verdict: Verdict, plain: Run, other: Run, loaders: Sequence[Mapping[str, Any]]
 ) -> Verdict:
-    """Name the line of the dataset on which the workers' number has a say."""
     first = verdict.first
     if first is None:
         return verdict
@@ -198,7 +196,6 @@ def _calls(file: str, module: Module, node: ast.Call, own: Iterable[str]) -> Ite
 
 
 def _batches(run: Run) -> int:
-    """Return how many batches a run was given by loaders."""
     count = 0
     for trace in read_run(run.folder):
         sites = {number for number, site in trace.sites.items() if site.op == _BATCH}

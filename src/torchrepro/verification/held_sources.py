@@ -154,8 +154,6 @@ HELD_AT_ONCE = (
 
 
 class _Holding(Watch):
-    """Gives a program what is the same in every run, at some of its lines or at all."""
-
     def __init__(self, held: Mapping[str, Sequence[str]]) -> None:
         self._held = held
         super().__init__([row for row in (*EVERY_SOURCE, *_MORE) if row.what in held])

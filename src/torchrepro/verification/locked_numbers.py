@@ -23,6 +23,7 @@ from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.launch import is_python, untouched
 from torchrepro.lock.diff import ENFORCED, change
 from torchrepro.lock.lock_file import (
+    SHARED,
     CheckResult,
     by_lines,
     check,
@@ -30,7 +31,6 @@ from torchrepro.lock.lock_file import (
     is_relative_path,
     named_in,
     refuse_other_file,
-    sectioned,
     write_in_place,
 )
 from torchrepro.lock.numbers import Numbers, first_difference, numbers_of
@@ -99,7 +99,6 @@ class LockedCommand:
     def here(
         cls, command: Sequence[str], steps: tuple[int, int] | None = None, every: int = 1
     ) -> LockedCommand:
-        """Return what is asked for in this folder."""
         folder = Path.cwd()
         return cls(tuple(command), folder, repository_root(folder), steps, every)
 
@@ -115,7 +114,6 @@ class LockedCommand:
         }
 
     def runner(self, output: Path, say: Any, meanwhile: Any) -> Runner:
-        """Return what runs it, recorded at the coarsest level."""
         request = Request("", LEVELS[0], self.steps)
         return Runner(self.command, output, request, None, say, meanwhile)
 
@@ -139,8 +137,6 @@ class LockedCommand:
 
 @dataclass(frozen=True, slots=True)
 class LockedRun(Displayed):
-    """What became of a lock with numbers."""
-
     lock: str
     report: Report
     numbers: Numbers | None  # None where two runs did not agree, so that nothing was written
@@ -148,7 +144,6 @@ class LockedRun(Displayed):
     machine: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain JSON values."""
         steps = None if self.numbers is None else len(self.numbers.steps)
         its = {"lock": self.lock, "written": self.numbers is not None, "steps": steps}
         its |= {"machine": self.machine, "digest": self.report.digest}
@@ -195,17 +190,23 @@ def lock_numbers(
         shutil.rmtree(output, ignore_errors=True)
     if reason:
         held["reason"] = reason
-    its = sectioned(contents, machine, **held) | asked.to_json()
+    shared = {key: contents.pop(key) for key in SHARED} | asked.to_json()
+    knobs = [
+        {key: row[key] for key in ("knob", "outcome", "after", "absent") if key in row}
+        for row in contents["report"]["knobs"]
+    ]
+    short = {"guarantee": contents["report"]["guarantee"], "knobs": knobs}
+    section = {**contents, "report": short, **held}
+    machines: dict[str, Any] = {}
     with suppress(ProfileError):
         before = read_contents(path)[1]
         request = ("digest", "named", "command", "folder", "steps", "every")
-        is_same = all(before.get(key) == its.get(key) for key in request)
+        is_same = all(before.get(key) == shared[key] for key in request)
         if is_same and isinstance(before.get(MACHINES), dict):
-            its = {**before, MACHINES: {**before[MACHINES], **its[MACHINES]}}
+            machines, shared = before.pop(MACHINES), before
     # Each section has a seal of its own: those that two branches have changed can be merged.
-    section = its[MACHINES][machine]
-    shared = {key: its[key] for key in its.keys() - {MACHINES}}
     section["seal"] = seal_of({**shared, **section})
+    its = {**shared, MACHINES: {**machines, machine: section}}
     write_in_place(path, by_lines(its) + "\n")
     return LockedRun(str(path), report, numbers, verdict, machine)
 
@@ -227,7 +228,6 @@ class NumbersCheck(Displayed):
         return self.first is None and (self.settings.met or not self.settings.strict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain JSON values."""
         numbers: dict[str, Any] = {
             "same": self.first is None,
             "first": self.first and self.first.to_json(),
@@ -348,8 +348,6 @@ _LARGEST = 2 * 10**9  # bytes of a recording op by op
 
 @dataclass(frozen=True, slots=True)
 class Who:
-    """Who changed the numbers of a lock."""
-
     who: str  # ``code``, ``environment``, ``both`` or ``unknown``
     why: str = ""  # why nobody can tell
     suspects: tuple[Difference, ...] = ()  # what differs in the environment, the likeliest first
@@ -358,7 +356,6 @@ class Who:
 
     @property
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The lines that say it, each with its label."""
         yield "who", f"{WORDS[self.who]}: {self.why}" if self.why else WORDS[self.who]
         if self.who in (ENVIRONMENT, BOTH):
             first, *others = [*map(change, self.suspects)] or [""]
@@ -372,7 +369,6 @@ class Who:
             yield "where", printable(f"{what}, {phase}{when.removeprefix('at ')}" if when else what)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
         its = self.where
         names = ("rank", "step", "phase", "module", "op", "source")
         return {

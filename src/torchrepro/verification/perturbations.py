@@ -67,8 +67,6 @@ _HASH_SEEDS = ("7919", "15838")
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """One kind of perturbation of a run."""
-
     name: str
     action: str  # what is done
     finding: str  # the likely cause, if this perturbation alone makes two runs diverge
@@ -181,8 +179,6 @@ EVERYTHING = tuple(row.name for row in PERTURBATIONS)
 
 @dataclass(frozen=True, slots=True)
 class StressPlan:
-    """The perturbations of a verification."""
-
     rows: tuple[Perturbation, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     other_hash_seed: str = ""

@@ -88,7 +88,6 @@ def names_by_git(folder: Path, *words: str, given: bytes = b"") -> list[str]:
 
 
 def repository_root(folder: Path) -> Path | None:
-    """Return the root of the repository that a folder belongs to, or None."""
     try:
         return Path(_said(folder.absolute(), "rev-parse", "--show-toplevel"))
     except FAILED:
@@ -269,7 +268,6 @@ class Copy:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Be in the folder in which the command starts."""
         self.place.mkdir(parents=True, exist_ok=True)
         with chdir(self.place):
             yield
@@ -405,7 +403,6 @@ def _by_repository(root: Path, names: Iterable[str]) -> dict[Path, list[str]]:
 
 
 def _ignored(root: Path, part: Path, names: Iterable[str]) -> set[str]:
-    """Return those of some names that git ignores."""
     own = {str((root / name).relative_to(part)): name for name in names}
     given = b"\0".join(map(os.fsencode, own))
     try:

@@ -54,7 +54,6 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """The exit status that a shell shows for a program ended by this signal."""
         return 128 + self.number
 
 
@@ -268,7 +267,6 @@ def _watched(traces: Path, tell: Callable[[str], object] | None) -> Iterator[Non
 
 
 def status_in_words(status: int) -> str:
-    """Return an exit status in words."""
     if status >= 0:
         return f"exit status {status}"
     return f"signal {signal.Signals(-status).name}"

@@ -130,8 +130,6 @@ def _traces(run: Run) -> list[Trace]:
 
 @dataclass
 class Trials:
-    """The trials of one divergence."""
-
     runner: Runner
     profile: Any  # the profile as the user named it; None for a command that is run as it is
     overrides: Sequence[str]
@@ -432,7 +430,6 @@ class Trials:
         return replace(self.verdict, advice=replace(before, closer="", **advice))
 
     def _left_out(self, its: Evidence) -> Verdict:
-        """Return the verdict with the command that leaves out what reaches nothing."""
         place = from_here(its.first.source)
         runner = replace(self.runner, ignore=(*self.runner.ignore, place))
         if place and runner.compare(*self.between).same:
