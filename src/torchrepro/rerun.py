@@ -82,10 +82,8 @@ _FORBIDDEN = (Impact.CHANGES, Impact.MAY, Impact.PROGRAM)
 class Rerun:
     """What would be started, and what differs from the run that it repeats."""
 
-    run: Path
-    """The folder of the original run."""
-    into: Path
-    """The folder of the new one."""
+    run: Path  #: The folder of the original run.
+    into: Path  #: The folder of the new one.
     resolved: ResolvedProfile
     started: Started
     command: tuple[str, ...]

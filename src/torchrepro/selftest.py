@@ -418,13 +418,9 @@ class Row:
     device: str
     knob: str
     result: Result
-    why: str = ""
-    """Why it is not here."""
-
+    why: str = ""  #: Why it is not here.
     expected: str = ""
-    found: str = ""
-    """What was expected of a promise that failed, and what was found instead."""
-
+    found: str = ""  #: What was expected of a promise that failed, and what was found instead.
     seconds: float = 0.0
 
 
@@ -434,9 +430,7 @@ class SelfTest(Displayed):
 
     version: str  # of torchrepro
     date: str
-    machine: Mapping[str, Any]
-    """Versions, hardware and devices; see `machine_facts`."""
-
+    machine: Mapping[str, Any]  #: Versions, hardware and devices; see `machine_facts`.
     rows: tuple[Row, ...]
     seconds: float
 

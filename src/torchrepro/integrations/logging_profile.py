@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 class Logged:
     """Where a profile was logged; leaving a `with` block logs its state at that moment again."""
 
-    applied: Applied | None
-    """None where no profile was in force."""
+    applied: Applied | None  #: None where no profile was in force.
     targets: tuple[tuple[Destination, Any], ...]
-    places: tuple[str, ...] = ()
-    """What was written where, one line per destination."""
+    places: tuple[str, ...] = ()  #: What was written where, one line per destination.
 
     def again(self) -> Logged:
         """Log the profile as it is now, over what was logged before.
