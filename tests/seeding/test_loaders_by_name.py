@@ -61,7 +61,7 @@ IN_ONE_ORDER = ("in order", "around")
 
 
 @pytest.mark.parametrize(
-    ("kind", "live_on"), zip([*SAMPLERS, *OTHERS], cycle([True, False]), strict=False)
+    ("kind", "live_on"), [*zip([*SAMPLERS, *OTHERS], cycle([True, False]), strict=False)]
 )
 def test_an_epoch_depends_on_its_number_alone(kind: str, live_on: bool) -> None:
     """Reached, named or begun with, beside other draws or on a worker, each is what it is.
