@@ -52,6 +52,8 @@ _MANY = 1000
 
 @dataclass(slots=True)
 class SeedingCall:
+    """A place from which the program seeded a global generator itself."""
+
     function: str
     value: str  # the seed as it was given the last time
     where: str  # ``file:line`` of the program, or of a library that no program called

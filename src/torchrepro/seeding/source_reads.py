@@ -95,6 +95,7 @@ class SourceRead:
     in_sample: bool  # whether a loader was loading a sample
 
     def to_json(self) -> dict[str, Any]:
+        """Return the read as plain JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
