@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
@@ -29,8 +30,6 @@ from torchrepro.seeding.source_reads import Watch, watch_unseeded
 from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.rank_agreement import Agreement
     from torchrepro.seeding.seeding_calls import SeedingCall

@@ -13,15 +13,12 @@ import io
 import os
 import re
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cache, singledispatch
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 from torchrepro.messages import ends_in_line_number, printable, shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 
 _UNBOUNDED = 10**9  # columns
 _PROSE_LINE = 100  # columns of a label with its text, however wide the terminal is

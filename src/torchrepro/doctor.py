@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.torch_state import cann_too_old, compiled_ops_blocked
@@ -18,9 +19,6 @@ from torchrepro.process_state import closed_doors
 from torchrepro.profile.resolved import ResolvedProfile, flatten
 from torchrepro.profile.search_path import SHIPPED
 from torchrepro.report import absent_lines
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,14 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import filter as names_like
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -38,9 +40,6 @@ from torchrepro.process_state import closed_doors
 from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
-    from types import FrameType
-
     from torchrepro.errors import TorchreproError
     from torchrepro.knobs.knob import Knob
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -39,8 +40,6 @@ from torchrepro.process_state import (
 from torchrepro.redaction import secret_values, shareable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from torchrepro.profile.resolved import ResolvedProfile
 
 FIRST = "TORCHREPRO_FIRST"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchrepro.redaction import HIDDEN, sounds_secret
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 WIDE = 80  # characters of a value that a message shows
 _ELLIPSIS = "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +17,6 @@ from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import given_by_program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from torchrepro.knobs.knob import Knob
     from torchrepro.profile.resolved import ResolvedProfile
 

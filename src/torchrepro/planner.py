@@ -8,6 +8,7 @@ and once more about one that another step can move (`Knob.reread`).
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,6 @@ from torchrepro.profile.load import resolve
 from torchrepro.report import Report, make_report, verbose_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
     from torchrepro.profile.resolved import ResolvedProfile
 
 

@@ -10,10 +10,12 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from torchrepro.callers import frames, package
 from torchrepro.errors import ApplyError, SeedingError
@@ -22,10 +24,6 @@ from torchrepro.knobs.variables import openmp_loaded
 from torchrepro.messages import shown, some
 from torchrepro.profile.resolved import NOT_INHERITED, ResolvedProfile, flatten
 from torchrepro.seeding.streams import world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import FrameType
 
 PROFILE = "TORCHREPRO_PROFILE"
 """Variable that carries the resolved profile and its origins to every process below `run`."""

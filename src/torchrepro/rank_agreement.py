@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -26,8 +27,6 @@ from torchrepro.seeding.global_seeds import seed_as_this_rank
 from torchrepro.seeding.streams import given_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torchrepro.report import Report
 
 TIMEOUT = timedelta(seconds=60)

@@ -17,18 +17,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial, wraps
 from importlib import import_module
+from types import CellType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.imports import AfterImport
 from torchrepro.patching import patch, surround_everywhere, variables_put_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import CellType
-
     from torchrepro.errors import TorchreproError
     from torchrepro.profile.resolved import ResolvedProfile
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,6 @@ from torchrepro.outcomes import (
 from torchrepro.process_state import HARDWARE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torchrepro.console import Part
     from torchrepro.policies.policy import Effect
     from torchrepro.profile.resolved import ResolvedProfile

@@ -10,11 +10,12 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torchrepro.console import Part, parts
 from torchrepro.errors import ProfileError
@@ -60,10 +61,6 @@ from torchrepro.profile.resolved import Origin, ResolvedProfile
 from torchrepro.redaction import HIDDEN, secret_values, shareable, shell_line
 from torchrepro.trace.request import VARIABLE as RECORD
 from torchrepro.trace.request import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 RUN_DIR = "hydra.run.dir"
 _NOT_FOR_ONE_JOB = (RUN_DIR, "hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher")

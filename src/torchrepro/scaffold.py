@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import join
 from shutil import which
-from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, shown
 from torchrepro.profile.search_path import DISTRIBUTION, ENTRY_POINTS, PIECES, SUFFIXES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 TEMPLATES = Path(__file__).with_name("templates")
 VERSION = "0.1.0"

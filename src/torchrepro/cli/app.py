@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -22,8 +23,6 @@ from torchrepro.errors import ProfileError
 from torchrepro.patching import variables_put_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from torchrepro.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
 

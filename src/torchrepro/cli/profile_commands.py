@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,8 +30,6 @@ from torchrepro.messages import shown
 from torchrepro.profile.resolved import flatten, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torchrepro.console import Part
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -37,8 +38,6 @@ from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_
 from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from torchrepro.profile.resolved import ResolvedProfile
 
 

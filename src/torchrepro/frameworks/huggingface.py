@@ -16,13 +16,15 @@ again only where it is asked to, so the callback reads it by itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from torchrepro.console import say_once
@@ -39,10 +41,6 @@ from torchrepro.seeding.loader_places import (
     skip_batches,
 )
 from torchrepro.seeding.state import forget, write_atomically
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from types import ModuleType
 
 _HOOKS = ("register_save_state_pre_hook", "register_load_state_pre_hook")
 _FILE = "torchrepro_{}.json"

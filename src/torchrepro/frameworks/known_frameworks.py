@@ -7,6 +7,7 @@ before when the last profile is taken back.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from torchrepro.imports import AfterImport, named, when_imported
 from torchrepro.patching import MissingHookError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import ExitStack
 
 

@@ -17,7 +17,8 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from torchrepro.console import say
 from torchrepro.frameworks import hooking
@@ -31,9 +32,6 @@ from torchrepro.frameworks.hooking import (
 )
 from torchrepro.patching import MissingHookError, surround, surround_everywhere
 from torchrepro.seeding.loader_places import await_loaders, begin_late
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 FRAMEWORK = "lightning"
 

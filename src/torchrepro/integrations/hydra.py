@@ -26,6 +26,7 @@ import atexit
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -76,8 +77,6 @@ from torchrepro.report import Report, announce, announce_end, random_number_line
 from torchrepro.seeding.streams import drawn_streams, never_drawn, world
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hydra.core.config_search_path import ConfigSearchPath
 
 

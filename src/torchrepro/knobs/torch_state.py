@@ -18,19 +18,16 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.knobs.knob import Attribute, Calls, MissingState, Variable, object_at
 from torchrepro.patching import set_variable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 
 _FINEST = (  # owners below torch.backends
     "cuda.matmul",

@@ -17,11 +17,12 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchrepro.knobs.knob import (
     Calls,
@@ -36,9 +37,6 @@ from torchrepro.knobs.knob import (
 )
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
 from torchrepro.redaction import sounds_secret
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
 """Back end of torch.distributed -> the variables that fix in which order it adds up; gloo's order

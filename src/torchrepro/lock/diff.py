@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -35,8 +36,6 @@ from torchrepro.report import for_hardware
 from torchrepro.trace.format import SUFFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from torchrepro.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.trace.reader import Trace

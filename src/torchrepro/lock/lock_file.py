@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,8 +44,6 @@ from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.redaction import HIDDEN, without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torchrepro.console import Part
     from torchrepro.report import Report
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,6 @@ from torchrepro.trace.format import ARGUMENTS
 from torchrepro.trace.reader import read_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 _ZEROS = re.compile(r"\.?0*p")

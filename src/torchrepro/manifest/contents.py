@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,8 +36,6 @@ from torchrepro.seeding.streams import VARIABLES as RANKS
 from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from omegaconf import DictConfig
 
     from torchrepro.profile.resolved import ResolvedProfile

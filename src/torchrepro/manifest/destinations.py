@@ -5,19 +5,16 @@ from __future__ import annotations
 import glob
 import json
 import sys
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torchrepro.manifest.contents import FILE, as_text, hydra_folder, hydra_job, write_manifest
 from torchrepro.messages import near
 from torchrepro.process_state import manifest_folder
 from torchrepro.profile.resolved import flatten
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 NAMESPACE = "torchrepro"
 

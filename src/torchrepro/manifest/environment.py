@@ -12,19 +12,16 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from glob import glob
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.imports import installed_version
 from torchrepro.knobs.variables import digest_of_text
 from torchrepro.redaction import HIDDEN, ordinary, url_without_login
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 
 UNKNOWN = "unknown: "  # begins a value that could not be read; the reason follows
 

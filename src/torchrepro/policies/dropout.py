@@ -23,6 +23,7 @@ import ast
 import sys
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -49,7 +50,6 @@ from torchrepro.policies.interpose import (
 from torchrepro.policies.policy import Toggle, count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from contextlib import ExitStack
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -34,7 +35,6 @@ from torchrepro.policies.on_cpu import is_on_device, on_cpu
 from torchrepro.policies.policy import Toggle, count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import ExitStack
 
 POLICY = "device.rng"

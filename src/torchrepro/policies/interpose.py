@@ -18,18 +18,16 @@ name without an overload means all of them.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache, partial, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.errors import ProfileError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem, near
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class Priority(IntEnum):

@@ -8,12 +8,11 @@ of them written to, overlap on the CPU as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     Change = Callable[[Any], Any]
 
 _NO_KERNEL = "not implemented for '"

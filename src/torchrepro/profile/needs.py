@@ -5,13 +5,11 @@ A value that breaks a guarantee is refused; a need that is not met lowers the gu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torchrepro.knobs.variables import in_fixed_order, of_fixed_size, pinned, switched_on
 from torchrepro.profile.resolved import STRICT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ALL = ("seeded", *STRICT)
 REPEATABLE = ("repeatable",)

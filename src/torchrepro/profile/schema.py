@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
@@ -58,8 +58,6 @@ from torchrepro.profile.resolved import EXTRA, STRICT, Origin, ResolvedProfile, 
 from torchrepro.profile.search_path import PIECES, SHIPPED, Folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pydantic_core import ErrorDetails
 
     from torchrepro.profile.resolved import Composition

@@ -12,19 +12,17 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from filecmp import cmp
 from importlib.metadata import Distribution, PackageNotFoundError, distributions
 from importlib.util import find_spec
 from itertools import combinations, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, near, printable, shown, some
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
 
 DISTRIBUTION = "torchrepro"
 SHIPPED = Path(__file__).parent.parent / "conf" / "repro"

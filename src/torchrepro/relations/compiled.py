@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +15,6 @@ from torchrepro.verdict.value import Advice, Compared, Divergence, Kind, Verdict
 from torchrepro.verification.perturbations import RunEnvironment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torchrepro.verification.result import Run
 
     Tolerance = tuple[float, float]

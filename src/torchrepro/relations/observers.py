@@ -15,10 +15,11 @@ import signal
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,9 +38,6 @@ from torchrepro.trace.frames import is_of_program
 from torchrepro.trace.hooks import watch_training, within_loaders_begun
 from torchrepro.trace.op_facts import tensors_in
 from torchrepro.verification.file_notes import LEFT_OUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 _TENSORS = 64  # of one value that are noted
 _OBJECTS, _DEEPEST = 2000, 4  # objects that are looked at in search of generators, and how deep

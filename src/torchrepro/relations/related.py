@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +15,6 @@ from torchrepro.verification.at_start import OBSERVED
 from torchrepro.verification.perturbations import RunEnvironment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
     from contextlib import ExitStack
     from pathlib import Path
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ from torchrepro.verification.runner import Runner, output_directory
 from torchrepro.verification.verifier import command_line, request_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torchrepro.relations.related import Relation
 
 RELATIONS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -36,8 +37,6 @@ from torchrepro.verification.repository import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torchrepro.verification.result import Run
 
 LARGE = 1 << 26  # bytes of a file above which it is linked, not copied

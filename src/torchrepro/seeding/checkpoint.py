@@ -6,6 +6,7 @@ import io
 import re
 import shutil
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,6 @@ from torchrepro.seeding.streams import nonnegative_int, world
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator
 
 FORMAT = 2
 _KEPT = 2  # a rank may have written a step that another had not when the run was killed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
@@ -17,8 +18,6 @@ from torchrepro.seeding import streams
 from torchrepro.seeding.streams import checked_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from torchrepro.seeding.streams import Stream
 
 Generator = TypeVar("Generator")

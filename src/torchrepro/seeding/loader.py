@@ -17,6 +17,7 @@ import os
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,8 +40,6 @@ from torchrepro.seeding.generators import (
 from torchrepro.seeding.streams import Stream, derive, nonnegative_int
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     import numpy as np
     import torch
 

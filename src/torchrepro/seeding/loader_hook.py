@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 from torchrepro.callers import program_place
@@ -50,9 +51,6 @@ from torchrepro.seeding.loader_places import (
 from torchrepro.seeding.seeding_calls import said_by_spawned
 from torchrepro.seeding.state import forget
 from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 KEY = "torchrepro_data"
 """Key of a StatefulDataLoader's state under which is kept what its samples draw from."""

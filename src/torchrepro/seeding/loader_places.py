@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
@@ -30,8 +31,6 @@ from torchrepro.seeding.loader import Loading, NamedLoading, loaders, unskipped
 from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     PutBack = Callable[[], None]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import sys
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from torchrepro.callers import package, program_place
 from torchrepro.console import note
@@ -18,10 +20,6 @@ from torchrepro.seeding import generators, streams
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
 from torchrepro.seeding.generators import Given
 from torchrepro.seeding.loader import in_loader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import FrameType
 
 FUNCTIONS = (
     *(("random", "seed"), ("numpy.random", "seed")),

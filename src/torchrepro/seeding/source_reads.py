@@ -22,10 +22,12 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import address, call_text, frames, is_library, line, package
@@ -54,9 +56,6 @@ from torchrepro.seeding.uncontrolled import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import CodeType, FrameType
-
     from torchrepro.seeding.uncontrolled import Arguments
 
 _MANY = 1000  # lines, and files, above which no further one is noted

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import xxhash
@@ -25,9 +25,6 @@ from torchrepro.messages import shown, some
 from torchrepro.seeding import generators, loader, loader_places, streams
 from torchrepro.seeding.generators import Given, States
 from torchrepro.seeding.streams import world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")

@@ -7,6 +7,7 @@ are given a seed.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +15,6 @@ from torchrepro.messages import WIDE, shown
 from torchrepro.seeding.seeding_calls import FUNCTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 ENTROPY = "entropy of the operating system"

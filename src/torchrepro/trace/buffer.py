@@ -9,6 +9,7 @@ import math
 import threading
 from asyncio import _get_running_loop as running_loop
 from asyncio import current_task
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import repeat
@@ -26,8 +27,6 @@ from torchrepro.trace.frames import ModuleNames, source_of
 from torchrepro.trace.op_facts import shapes_text, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-
     from torchrepro.trace.format import Row
     from torchrepro.trace.frames import Place
     from torchrepro.trace.request import Request

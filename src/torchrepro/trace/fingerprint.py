@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 torch: Any = import_module("torch")
 """Without its types: much of what is asked for here is private or of subclasses."""

@@ -10,6 +10,7 @@ import random
 import struct
 import sys
 from _random import Random as _Words
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +33,6 @@ from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
 from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
     from weakref import ReferenceType
 
     from torchrepro.trace.frames import Place

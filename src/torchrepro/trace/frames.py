@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from threading import get_ident
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -18,8 +20,6 @@ from torchrepro.callers import address, frames, is_library
 from torchrepro.policies.placement import bare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import CodeType, FrameType
     from weakref import ReferenceType
 
     from torchrepro.trace.op_facts import OpFacts

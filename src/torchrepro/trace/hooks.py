@@ -12,11 +12,13 @@ import _thread
 import marshal
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from itertools import islice
 from numbers import Number
 from pkgutil import iter_modules
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +39,7 @@ from torchrepro.trace.frames import is_of_program, place_at
 from torchrepro.trace.op_facts import shape_of, value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from types import FrameType
 
     from torchrepro.trace.frames import Place
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from asyncio import _get_running_loop as running_loop
+from collections.abc import Collection, Hashable
 from functools import partial
 from marshal import dumps
 from operator import is_
@@ -42,8 +43,6 @@ from torchrepro.trace.op_facts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable
-
     from torchrepro.trace.buffer import DetailRecorder, RecordingState
     from torchrepro.trace.frames import Place, RunPosition
 

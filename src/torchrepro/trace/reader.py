@@ -10,6 +10,7 @@ import os
 import re
 import sqlite3
 from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import astuple
 from functools import cache, cached_property
@@ -38,8 +39,6 @@ from torchrepro.trace.format import (
 from torchrepro.trace.request import LEVELS, is_range, level_of_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torchrepro.trace.format import Outline, Record
 
 LONGEST = 1 << 26

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, NoReturn
@@ -16,8 +17,6 @@ from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.trace.request import Request, bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torchrepro.trace.recording import Recording
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -39,7 +40,6 @@ from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from weakref import ReferenceType
 
     from torchrepro.trace.fingerprint_cache import Digest

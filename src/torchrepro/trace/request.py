@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.errors import TraceError
 from torchrepro.messages import near, shown
 from torchrepro.messages import size as in_units
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 VARIABLE = "TORCHREPRO_RECORD"
 """Variable that carries the request, as JSON, to every process below `run`."""

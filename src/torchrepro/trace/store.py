@@ -14,6 +14,7 @@ import sys
 import zlib
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import import_module
@@ -21,7 +22,7 @@ from itertools import chain, count
 from multiprocessing import current_process
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -50,9 +51,6 @@ from torchrepro.trace.format import (
     packed,
 )
 from torchrepro.trace.request import LEVELS, SMALLEST, Request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 LARGE = 1 << 24
 """Bytes of digests at which records become two parts. A reader holds a part in memory."""

@@ -11,6 +11,7 @@ import gc
 import math
 import sqlite3
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -52,7 +53,6 @@ from torchrepro.verdict.value import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torchrepro.verdict.recordings import Traces

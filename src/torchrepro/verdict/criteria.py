@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -20,8 +21,6 @@ from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed, Divergence, Kind, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torchrepro.trace.format import Loss
     from torchrepro.trace.reader import Trace
 

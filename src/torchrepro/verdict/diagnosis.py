@@ -6,7 +6,7 @@ With the cause comes the edit against it. Levels of stricter settings are for wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,8 +32,6 @@ from torchrepro.verdict.render import short
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torchrepro.trace.format import Site
     from torchrepro.verdict.value import (
         Divergence,

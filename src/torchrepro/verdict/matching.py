@@ -12,14 +12,12 @@ accident. The order of a thread decides only which of its records are left over.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Array = Any  # an array of numpy
 Pairs = tuple[Array, Array]

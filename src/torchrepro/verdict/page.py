@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
@@ -20,8 +21,6 @@ from torchrepro.verdict import render
 from torchrepro.verdict.value import Cell, Divergence, Kind, RunFacts, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from jinja2 import Template
 
     Curve = list[tuple[float, float | None]]

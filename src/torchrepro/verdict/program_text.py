@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -38,8 +39,6 @@ from torchrepro.verdict.render import short, source_line
 from torchrepro.verdict.value import Edit, SeedSource, UncontrolledRead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     Replacement = tuple[
         ast.expr | ast.stmt | ast.keyword, str
     ]  # A part of a line, and what takes its place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,6 @@ from torchrepro.verdict.value import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torchrepro.trace.reader import Trace
 
     Traces = Mapping[tuple[int, int], Trace]  # by rank, and by number of the process within it

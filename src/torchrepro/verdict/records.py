@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
@@ -24,8 +25,6 @@ from torchrepro.verdict.matching import CUT_OFF, FED, Matching, match, match_thr
 from torchrepro.verdict.render import counted, short
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.matching import Array

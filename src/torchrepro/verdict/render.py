@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from linecache import getline
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,6 @@ from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Kind, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     Rows = list[tuple[str, str]]
 
 _NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(never written)"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.console import Displayed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 BOTH_CUT = "both runs were cut off"
 """Begins the sentence of a divergence that is the end of two recordings that were cut off."""

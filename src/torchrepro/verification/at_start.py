@@ -10,16 +10,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.imports import AfterImport, named
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 VARIABLE = "TORCHREPRO_AT_START"
 """The variable that carries what is to be done, as JSON, to every process of a run."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import builtins
 import random
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from operator import attrgetter
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import address, is_library
@@ -35,9 +37,6 @@ from torchrepro.seeding.uncontrolled import (
 from torchrepro.verification.at_start import Entries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import FrameType
-
     from torchrepro.seeding.call_listeners import Change
     from torchrepro.seeding.uncontrolled import Arguments
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import chdir, suppress
 from dataclasses import dataclass, field, replace
@@ -66,8 +67,6 @@ from torchrepro.verification.repository import (
 from torchrepro.verification.runner import Runner, output_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from torchrepro.console import Part
     from torchrepro.lock.diff import Difference
     from torchrepro.lock.numbers import NumbersDifference

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from torchrepro.seeding.uncontrolled import ADDRESS, CLOCK, FILES, HASH, THREADS
 from torchrepro.verification.at_start import VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torchrepro.profile.resolved import ResolvedProfile

@@ -15,6 +15,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,6 @@ from torchrepro.verification.file_notes import LEFT_OUT, LISTED, READ, TOO_MANY,
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from torchrepro.verdict.value import Edit
 
 PREFIX = "torchrepro-copy-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ from torchrepro.verdict.render import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torchrepro.console import Part
     from torchrepro.verdict.value import Verdict
 

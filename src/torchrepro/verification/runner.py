@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +30,6 @@ from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict
 from torchrepro.verification.result import Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verification.perturbations import RunEnvironment
 

@@ -7,6 +7,7 @@ controls held the same. Runs that then agree show the cause, or the command that
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -55,8 +56,6 @@ from torchrepro.verification.result import UNCHANGED, Run, Trial
 from torchrepro.verification.runner import status_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.diagnosis import Evidence, Suspect

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,6 @@ from torchrepro.verification.runner import Runner, output_directory
 from torchrepro.verification.trials import MOST, Trials, carried
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.value import Divergence, Verdict
     from torchrepro.verification.runner import Setup
