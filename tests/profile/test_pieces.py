@@ -137,3 +137,20 @@ def test_what_is_deleted_is_not_in_force(app):
     assert (plain.returncode, plain.stdout) == (0, "SEEN {}\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "SEEN {}\n", plain.stderr)
     assert held is None
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ("defaults: [{repro: seed-only}, {repro/with: one}, _self_]\n", ["~repro/with"]),
+        ("{}\n", ["+repro=seed-only", "+repro/with=one", "~repro/with=one"]),
+    ],
+)
+def test_a_piece_that_is_deleted_is_not_in_force(app, config, arguments):
+    """`~repro/with` takes a piece away, with its values and from the record of what was asked."""
+    done, held = app(*arguments, config=config)
+
+    assert "'name': 'seed-only'" in done.stdout, done.stderr
+    assert not {"dropout", "env_extra"} & set(held["profile"])
+    assert not any("with/one" in origin["set_by"] for origin in held["origins"].values())
+    assert held["started"]["asked"] == ["seed-only"]

@@ -55,9 +55,9 @@ from torchrepro.integrations.hydra_source import (
     chosen,
     exit_on_error,
     note_on_the_apps_own,
-    requesting_words,
     resolved_profile,
     unapplied,
+    words_of_group,
 )
 from torchrepro.manifest.contents import (
     FILE,
@@ -174,7 +174,7 @@ class ReproCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Take the requests along: a launcher's processes have other command lines."""
         command, folder = sweep_or_this()
-        more = {"words": requesting_words(), "command": command, "folder": folder}
+        more = {"words": words_of_group(), "command": command, "folder": folder}
         return {**self.__dict__, **more}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -257,20 +257,23 @@ class ReproConfigSource(ConfigSource):
         name = _profile_name(config_path)
         if name is None:
             raise ConfigLoadError(f"Config not found: {config_path}")
-        chosen.add(name, self._folders())
+        # Hydra reads a default that `~repro/with` deletes, and deletes it afterwards.
+        is_deleted = is_piece(name) and any(map(_DELETES_PIECES.fullmatch, words_of_group()))
+        if not is_deleted:
+            chosen.add(name, self._folders())
         config = OmegaConf.create({GROUP: self._values(name)})
         # An open section: every key can be overridden, set or not. The schema refuses a wrong
         # one, with a message that says what was meant.
         OmegaConf.set_struct(config[GROUP], value=False)
-        if is_piece(name):
+        if not is_piece(name):
+            _profiles[name] = config
+            note_composed(name, str(config[GROUP].get("name", name)))
+        elif not is_deleted:
             # It lies on top of the profile, wherever it stands in a defaults list: Hydra loads
             # every config of a composition, the last one first, before it merges them.
             for profile, composed in _profiles.items():
                 for key, value in self._values(profile).items():
                     composed[GROUP][key] = value
-        else:
-            _profiles[name] = config
-            note_composed(name, str(config[GROUP].get("name", name)))
         header: dict[str, str | None] = {"package": "_global_"}
         return ConfigResult(
             provider=self.provider, path=f"{SCHEME}://", config=config, header=header
@@ -333,6 +336,7 @@ def _profile_name(config_path: str) -> str | None:
 
 
 _REQUEST = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
+_DELETES_PIECES = re.compile(rf"~{GROUP}/{PIECES}(@[^=]*)?(=.*)?")
 _SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
 _TODO = {
     "compose": f"call torchrepro.apply(config.{GROUP}) before the program's first random number",
@@ -348,7 +352,7 @@ class _Unapplied:
     names: dict[str, str] = field(default_factory=dict)  # Hydra's name: what it calls itself
     composer: str = ""
     sweeping: bool = False  # whether our callback has seen the start of the present sweep
-    sweep_words: list[str] | None = None  # in a launcher's process: what the sweep requests
+    sweep_words: list[str] | None = None  # in a launcher's process: those of the sweep's group
     reporter: int = 0  # the process that reports at its end what is left
 
 
@@ -384,11 +388,16 @@ def note_composed(name: str, own_name: str) -> None:
         atexit.register(_report_unapplied, os.getpid(), ExitStatus())
 
 
-def requesting_words() -> list[str]:
-    """Return the words of the command line that request a profile."""
+def words_of_group() -> list[str]:
+    """Return the words of the command line that are about the group `repro`."""
     if unapplied.sweep_words is not None:
         return unapplied.sweep_words
-    return [word for word in sys.argv[1:] if _REQUEST.match(word)]
+    return [word for word in sys.argv[1:] if word.lstrip("+~").startswith(GROUP)]
+
+
+def requesting_words() -> list[str]:
+    """Return the words of the command line that request a profile."""
+    return [word for word in words_of_group() if _REQUEST.match(word)]
 
 
 def requested_names() -> frozenset[str]:
@@ -474,8 +483,6 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     for text, key in keys.items():
         if text.startswith("~") and key == GROUP:
             chosen.profiles.clear()
-        if text.startswith("~") and key == f"{GROUP}.{PIECES}":
-            chosen.pieces.clear()
     names = chosen.profiles
     if len(names) > 1:
         raise ProfileError.about(
