@@ -1,6 +1,7 @@
 """Each outcome says what really happened, and strict profiles stop on three of them."""
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,41 @@ def test_a_variable_of_an_outer_profile_is_not_the_users() -> None:
         row = applied.report["env_extra.TEST_OF_TORCHREPRO"]
 
     assert (row.outcome, row.before, row.after) == (Outcome.APPLIED, "1", "2")
+
+
+def test_a_variable_that_the_program_has_changed_since_is_the_users() -> None:
+    """It is no longer what torchrepro has set: a profile within keeps it, and says so."""
+    values = {"env_extra": {"TEST_OF_TORCHREPRO": "1"}}
+
+    with torchrepro.apply(values):
+        os.environ["TEST_OF_TORCHREPRO"] = "2"
+        row = torchrepro.plan(values).report["env_extra.TEST_OF_TORCHREPRO"]
+
+    assert (row.outcome, row.after) == (Outcome.CONFLICT, "2")
+
+
+@pytest.mark.parametrize(
+    ("around", "within", "name"),
+    [
+        ({"seed": 1}, {"dataloader": {"seeding": "auto"}}, "dataloader.seeding"),
+        (
+            {"backends": {"torch": {"deterministic_algorithms": "error"}}},
+            {"device": {"fallback": "cpu"}},
+            "device.fallback",
+        ),
+    ],
+)
+def test_what_a_knob_needs_may_be_set_by_the_profile_around(
+    around: dict[str, Any], within: dict[str, Any], name: str
+) -> None:
+    """Without it nothing would act on the knob, which is then unsupported."""
+    with torchrepro.apply(around):
+        outcome = torchrepro.plan(within).report[name].outcome
+
+    assert (outcome, torchrepro.plan(within).report[name].outcome) == (
+        Outcome.APPLIED,
+        Outcome.UNSUPPORTED,
+    )
 
 
 @settings(max_examples=40)

@@ -237,6 +237,15 @@ def test_of_an_override_that_is_written_twice_the_last_one_counts(little, tmp_pa
     assert manifest["started"]["asked"][1:4] == ["seed=1", "seed=2", "seed=1"]
 
 
+def test_a_value_that_the_app_sets_is_said_to_be_the_apps(little, tmp_path):
+    """It is not the one of the file that the app has chosen."""
+    config = "defaults: [{repro: seed-only}, _self_]\nrepro: {seed: 3}\n"
+    little("hydra.run.dir=out", config=config)
+    held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
+
+    assert held["origins"]["seed"]["set_by"] == "this app's config"
+
+
 def test_variables_that_hydra_sets(app):
     """A variable that hydra.job.env_set sets counts as the user's, and is gone after the job."""
     good = app("+repro=debug-strict", "+hydra.job.env_set.CUBLAS_WORKSPACE_CONFIG=':16:8'")

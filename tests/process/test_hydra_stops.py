@@ -67,6 +67,7 @@ def test_an_app_under_another_run_is_stopped(little, under):
         (("+repro=null",), "null is no profile"),
         (("repro=null",), "null is no profile"),
         (("-m", "+repro=debug-strict,null"), "null is no profile"),
+        (("+repro=[seed-only,train-fast]",), "two profiles at once"),
         (("+repro=debug-strickt", "--cfg", "job"), "did you mean: debug-strict"),
         (("+repro=debug-strickt", "--cfg=all"), "did you mean: debug-strict"),
     ],

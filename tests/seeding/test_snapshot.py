@@ -18,11 +18,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import torchrepro
 from torchrepro.seeding.state import write_atomically
 
 from .drawing import DRAWS, OWN, draw, own, register_own
+from .loaders import AUTO, Noisy
 
 State = Callable[[], dict[str, Any]]
 
@@ -180,6 +182,17 @@ def test_a_snapshot_taken_in_a_scope_is_the_one_of_the_scope(seed_1234: Any) -> 
         torchrepro.set_rng_state(inside)
         assert torch.equal(torch.rand(3), drawn)
     assert torchrepro.rng_state() == outside
+
+
+def test_samples_go_on_under_the_seeds_that_the_program_had_given() -> None:
+    """What it gave to `random` and numpy afterwards is forgotten with the restore."""
+    with torchrepro.apply(AUTO):
+        random.seed(5), np.random.seed(5)
+        loader, snapshot = DataLoader(Noisy(), collate_fn=list), torchrepro.rng_state()
+        expected = list(loader)
+        random.seed(6), np.random.seed(6)
+        torchrepro.set_rng_state(snapshot)
+        assert list(loader) == expected
 
 
 FOREVER = """

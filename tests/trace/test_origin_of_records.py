@@ -188,3 +188,21 @@ def test_threads_are_recorded_while_a_recording_runs(recorded: Recorder) -> None
     assert (numbers["aten::sin"], numbers["aten::cos"]) == (0, 1)
     assert "aten::sum" not in numbers
     assert values == [3.0]
+
+
+def test_a_step_that_failed_is_over_at_the_next_backward_pass(net: Net, recorded: Recorder) -> None:
+    """What follows is no op of the optimizer that raised."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            raise OSError("no step")
+
+    def program() -> None:
+        net(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(OSError, match="no step"):
+            Failing(net.parameters()).step()
+        net(torch.ones(2, 4)).sum().backward()
+        torch.tanh(torch.ones(7))
+
+    *_, last = seen(recorded(program))
+    assert (last.op, last.phase) == ("aten::tanh", "forward")

@@ -177,6 +177,26 @@ def test_a_step_may_have_more_names_than_what_is_said_of_a_run(tmp_path: Path) -
         assert trace.arguments[65].lstrip("0") == "64"
 
 
+def _with_a_mark(value: Any) -> Any:
+    return [f"{text}*" for text in value] if isinstance(value, list) else value
+
+
+def test_a_text_is_redacted_whatever_its_quotes(tmp_path: Path) -> None:
+    """The arguments of an optimizer are JSON, all others as Python writes them."""
+    to = store.Store(tmp_path / "rank0.sqlite", _with_a_mark)
+    to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
+    to.add_threads(["main"])
+    to.add_sites([("forward", "", "op", "", "")])
+    to.add_arguments(["'a'", '[{"lr": "a"}]', "1"])
+    to.add_records([(0, 1, 1, b"", b"out." * 4)])
+    to.end_step(StepRow(0, 1, 1, 0, b"", b"", b"", {}, finished=True))
+    to.finish({})
+
+    with closing(Trace(to.path)) as trace:
+        texts = [trace.arguments[number] for number in (1, 2, 3)]
+    assert texts == ["'a'*", '[{"lr": "a"}]*', "1"]
+
+
 # Recordings that may take so many bytes on disk.
 
 STEPS = 150

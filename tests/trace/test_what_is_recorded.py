@@ -394,3 +394,13 @@ def test_steps_that_a_program_never_reaches_are_said(
         program()
 
     assert f"{said}; steps 7 to 9 were not reached: nothing was" in capsys.readouterr().err
+
+
+def test_an_option_of_inductor_is_put_back(recorded: Recorder) -> None:
+    """A recording has regions seen; the program compiles as before afterwards."""
+    from torch._inductor import config
+
+    options: list[bool] = []
+    before = config.wrap_inductor_compiled_regions
+    recorded(lambda: (torch.ones(2) + 1, options.append(config.wrap_inductor_compiled_regions)))
+    assert (options, config.wrap_inductor_compiled_regions) == ([True], before)

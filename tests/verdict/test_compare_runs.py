@@ -480,3 +480,13 @@ def test_naming_modules_takes_time_in_proportion() -> None:
 
     assert names[-1] == "net19999:head"
     assert time.process_time() - begin < 2
+
+
+def test_a_run_that_was_to_be_recorded_no_further_did_not_end_there() -> None:
+    """What follows its last step may be another step, and is not called the end."""
+    run = [Step(), Step()]
+    asked = {"steps": (0, 1)}
+
+    first = diverged(run, run, asked, {**asked, "finished": False})
+
+    assert (first.kind, first.step, first.after_last) == (Kind.ENDED, 2, False)

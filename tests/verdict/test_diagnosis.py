@@ -266,6 +266,21 @@ def test_what_the_program_has_decides_on_the_cause_and_the_edit(golden: Any) -> 
     golden("causes_in_programs.txt", cases)
 
 
+def test_what_was_read_just_before_the_record_that_differs_may_explain_it() -> None:
+    """No op ran in between."""
+    first, read = divergence(*MADE, record=5), replace(CLOCK, step=7, record=5)
+
+    assert read.name in advised(verdict_on(first, program=Program(reads=(read,)))).cause
+
+
+def test_what_the_line_that_differs_reads_is_suspected_first() -> None:
+    """What is read elsewhere, surer otherwise and later, need not be used there."""
+    here = replace(CLOCK, where="b/train.py:41")
+    reads = (here, replace(CLOCK, name="os.urandom", what=uncontrolled.ENTROPY))
+
+    assert here.name in advised(verdict_on(divergence(*MADE), program=Program(reads=reads))).cause
+
+
 @pytest.mark.parametrize("device", TOLERANCE)
 def test_what_lies_beyond_a_tolerance_gets_the_precision_of_the_device(device: str) -> None:
     """Where statistics are compared, precision is suspected before the order of sums."""

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -411,6 +411,21 @@ def test_the_first_of_a_longer_run_of_alike_ops_is_the_one_more() -> None:
     assert first.kind is Kind.ONLY_ONE
     assert first.right is not None
     assert first.right.output_fingerprints == (value(2).hex(),)
+
+
+def test_an_op_more_is_found_by_values_where_an_edit_has_shifted_all_lines() -> None:
+    """Lines decide only between pairs that agree alike in all else, however many they are."""
+    left = [_op("a", "first"), *(_op("a", "same") for _ in range(8)), _op("b", 1)]
+    one, other = (
+        Step(tuple(replace(op, source=f"train.py:{line}") for line, op in enumerate(ops)))
+        for ops in (left, [_op("a", "more"), *left])
+    )
+
+    first = diverged([one], [other])
+
+    assert first.kind is Kind.ONLY_ONE
+    assert first.right is not None
+    assert first.right.output_fingerprints == (value("more").hex(),)
 
 
 @given(LETTERS, LETTERS, st.randoms(use_true_random=False))
