@@ -32,7 +32,8 @@ autodoc_member_order = "bysource"
 nitpick_ignore = [
     ("py:class", name)
     for name in (
-        *("collections.abc.Callable", "collections.abc.Mapping", "os.PathLike", "Path"),
+        *(f"collections.abc.{name}" for name in ("Callable", "Iterable", "Iterator", "Mapping")),
+        *("collections.abc.Sequence", "os.PathLike", "Path", "torchrepro.knobs.knob.Knob"),
         *("random.Random", "torch.Generator", "np.random.Generator", "np.random.RandomState"),
         *("Destination", "Knob", "ProcessFacts", "Recording", "ResolvedProfile"),
         *("torchrepro.errors._WrongRequestError", "torchrepro.seeding.streams.Mesh"),

@@ -6,14 +6,14 @@ Every Python below `torchrepro run` loads this module as it starts: it imports n
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from types import ModuleType
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
+    from types import ModuleType
     from typing import Any
 
 put_off: list[Callable[[], object]] = []

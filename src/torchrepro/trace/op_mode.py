@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from asyncio import _get_running_loop as running_loop
 from collections.abc import Collection, Hashable
+from contextlib import nullcontext
 from functools import partial
 from marshal import dumps
 from operator import is_
@@ -108,6 +109,9 @@ class RecordingMode(TorchDispatchMode):
         self.now = now
         self.details = details
         self.state = state
+        # Only details are written by several threads. One that waited here for the end of a step
+        # would have its op in the next.
+        self.lock = nullcontext() if details is None else state.lock
         self.rereads = state.request.detail  # whether ops read inputs anew that were seen before
         self.buffer = state.buffer
         self.cache = state.cache
@@ -249,7 +253,7 @@ class RecordingMode(TorchDispatchMode):
             shape, buffer = shape_of(tensor), self.buffer
             key = NEW_TENSOR, phase, place, shape
             site = buffer.sites.get(key) or buffer.new_site(key, phase, place, NEW_TENSOR, (shape,))
-            with self.state.lock:
+            with self.lock:
                 buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
                 if self.details is not None:
                     self.details.made(place, tensor)
@@ -275,7 +279,7 @@ class RecordingMode(TorchDispatchMode):
         if any(map(_is_none, plain)):
             key += call_text(args, kwargs).encode()
         self._note_unset(facts, args, returned)
-        with self.state.lock:
+        with self.lock:
             self._append(facts, key, args, kwargs, inputs, outputs, shapes)
             if self.details is not None:
                 tensors = fingerprinted(facts, args, kwargs, result)
