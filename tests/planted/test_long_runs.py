@@ -13,11 +13,21 @@ from torchrepro.console import as_text
 from torchrepro.verdict.render import headline, verdict_parts
 from torchrepro.verdict.value import Agreed, Kind
 
-from .small_models import items_of, perceptron, trained
-
 STEPS = 12
-WEIGHT, MEAN = "0.weight", "1.running_mean"  # MEAN is of a buffer that no optimizer trains
 STATE, ALL_LEVELS = "by parameters, gradients and losses", "by parameters and losses"
+
+
+class _Model(torch.nn.Module):
+    """A model with a buffer that no optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = torch.nn.Linear(4, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.out = torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.norm(self.into(x))))
 
 
 def _scale(tensor: torch.Tensor) -> None:
@@ -37,17 +47,18 @@ def _run(
     spoil: Callable[[torch.Tensor], None] = _scale,
     **asked: object,
 ) -> Path:
-    model = perceptron(torch.nn.BatchNorm1d(12), torch.nn.ReLU())
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-
-    def loss(step: int) -> torch.Tensor:
-        if step == at:
-            with torch.no_grad():
-                spoil(tensors[fault])
-        return model(items_of(step)).square().mean()
-
+    torch.manual_seed(0)
+    model = _Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     with torchrepro.record(folder, every=every, **asked):
-        trained(model, loss, steps=STEPS)
+        for step in range(STEPS):
+            if step == at:
+                tensor = dict([*model.named_parameters(), *model.named_buffers()])[fault]
+                with torch.no_grad():
+                    spoil(tensor)
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return folder
 
 
@@ -66,7 +77,7 @@ def test_a_fault_between_two_full_steps_is_in_the_first_step_that_differs(
     tmp_path: Path, at: int
 ) -> None:
     """The verdict names that step, the last that agrees, and how to record what lies between."""
-    a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, WEIGHT, at)
+    a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, "into.weight", at)
 
     verdict = torchrepro.compare(a, b)
 
@@ -82,7 +93,7 @@ def test_a_fault_between_two_full_steps_is_in_the_first_step_that_differs(
 
 def test_a_fault_that_no_state_shows_is_between_the_full_steps_around_it(tmp_path: Path) -> None:
     """Nothing is said of ops that were not recorded; recording them from there names the fault."""
-    a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, MEAN, 6)
+    a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, "norm.running_mean", 6)
 
     verdict = torchrepro.compare(a, b)
 
@@ -93,7 +104,7 @@ def test_a_fault_that_no_state_shows_is_between_the_full_steps_around_it(tmp_pat
     assert _steps_to_record(verdict) == (4, 9)
     closer = torchrepro.compare(
         _run(tmp_path / "c", 1, steps=(4, 9)),
-        _run(tmp_path / "d", 1, MEAN, 6, steps=(4, 9)),
+        _run(tmp_path / "d", 1, "norm.running_mean", 6, steps=(4, 9)),
     )
     assert closer.first is not None
     assert (closer.first.step, closer.first.op) == (6, "aten::mul_.Tensor")
@@ -101,7 +112,7 @@ def test_a_fault_that_no_state_shows_is_between_the_full_steps_around_it(tmp_pat
 
 def test_the_steps_that_are_proposed_show_the_cause(tmp_path: Path) -> None:
     """They begin before the divergence: what wrote into memory between two steps is then seen."""
-    spoiled = {"fault": "3.weight", "at": 6, "spoil": _write_outside_torch}
+    spoiled = {"fault": "out.weight", "at": 6, "spoil": _write_outside_torch}
     a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, **spoiled)
 
     steps = _steps_to_record(torchrepro.compare(a, b))
@@ -132,7 +143,7 @@ def test_runs_recorded_at_other_times_are_compared_by_what_both_have(tmp_path: P
 @pytest.mark.parametrize("at", [4, 6, 8])
 def test_a_fault_is_found_at_its_step_whichever_steps_are_in_full(tmp_path: Path, at: int) -> None:
     """What both runs have of each step is enough to say which one differs first."""
-    a, b = _run(tmp_path / "a", 1), _run(tmp_path / "b", 4, WEIGHT, at)
+    a, b = _run(tmp_path / "a", 1), _run(tmp_path / "b", 4, "into.weight", at)
 
     verdict = torchrepro.compare(a, b)
 
@@ -151,7 +162,7 @@ def test_a_fault_of_one_rank_is_found_on_that_rank(
     for name, at in (("a", -1), ("b", 6)):
         for rank in range(2):
             monkeypatch.setenv("RANK", str(rank))
-            _run(tmp_path / f"{name}{rank}", 4, WEIGHT if rank else "", at if rank else -1)
+            _run(tmp_path / f"{name}{rank}", 4, "into.weight" if rank else "", at if rank else -1)
             (trace,) = (tmp_path / f"{name}{rank}").iterdir()
             (tmp_path / name).mkdir(exist_ok=True)
             trace.rename(tmp_path / name / trace.name)
