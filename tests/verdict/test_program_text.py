@@ -157,6 +157,16 @@ def test_a_seed_is_known_by_what_it_was_made_from(tmp_path: Path) -> None:
     assert seeded(OWN_GENERATOR, 9, began, own) == ("time.time", 8, True)
 
 
+def test_a_generator_is_traced_to_the_line_that_seeds_it(tmp_path: Path) -> None:
+    """Also where the call that seeds it goes over several lines: to the first of them."""
+    program = tmp_path / "program.py"
+    drawing = "x = torch.rand(2, generator=noise)\n"
+    program.write_text(f"noise = torch.Generator()\nnoise.manual_seed(\n    7,\n)\n{drawing}")
+    drawn = UncontrolledRead(OWN_GENERATOR, GIVEN_SEED, f"{program}:5", "", 0)
+
+    assert with_source(drawn, (drawn,), None).where == f"{program}:2"
+
+
 def test_a_seed_that_no_recording_hears_is_known_by_its_line(tmp_path: Path) -> None:
     """Where the line of a seed reads what varies, by its text or as a recording has heard it."""
     program = tmp_path / "program.py"

@@ -12,7 +12,7 @@ import pytest
 
 from torchrepro.profile.load import resolve
 from torchrepro.verification.at_start import IN_PROCESS, OBSERVED, VARIABLE, WORKERS
-from torchrepro.verification.perturbations import EVERYTHING, StressPlan
+from torchrepro.verification.perturbations import EVERYTHING, RunEnvironment, StressPlan
 
 START = "import os; from torchrepro.verification.at_start import begin\nbegin(os.environ)\n"
 LOADER = """
@@ -55,11 +55,13 @@ def test_a_process_of_an_unperturbed_run_is_left_alone():
 def test_the_clock_tells_another_day_in_all_its_forms_and_time_passes_as_before():
     """Every function of `time` tells the same moved moment; what measures intervals is as it was.
 
-    A moment that is given is not moved.
+    A moment that is given is not moved, and what is no call of a function fails as it does.
     """
     moved = 40 * 24 * 60 * 60
     program = (
         "import json, time\n"
+        "try: time.strftime()\n"
+        "except TypeError: pass\n"
         "print(json.dumps([time.time(), time.time_ns() / 1e9, time.mktime(time.localtime()),\n"
         "    time.mktime(time.strptime(time.ctime())),\n"
         "    time.mktime(time.strptime(time.asctime())),\n"
@@ -73,6 +75,37 @@ def test_the_clock_tells_another_day_in_all_its_forms_and_time_passes_as_before(
     assert [before - 1 < moment - moved < after for moment in told] == [True] * 6
     assert epoch == 1970
     assert begun < monotonic < ended
+
+
+def test_a_run_within_a_run_has_the_perturbations_of_both(monkeypatch):
+    """What a run around has its processes do to themselves, those of a command that it starts do.
+
+    An environment that asks for nothing leaves that to them as it is.
+    """
+    monkeypatch.setenv(VARIABLE, json.dumps({"clock": 7, "allocation": 1}))
+    own = RunEnvironment({"A": "b"}, {"allocation": 3}).all_variables()
+
+    assert own.pop("A") == "b"
+    assert {name: json.loads(text) for name, text in own.items()} == {
+        VARIABLE: {"clock": 7, "allocation": 3}
+    }
+    assert RunEnvironment({"A": "b"}).all_variables() == {"A": "b"}
+
+
+def test_what_a_process_notes_no_child_that_it_forks_does():
+    """Notes begin with torch's import, and not in a child that was forked before it."""
+    program = (
+        "import json, multiprocessing, time\n"
+        "def noted():\n"
+        "    import torch\n"
+        "    return type(time.time).__name__ == 'function'\n"
+        "with multiprocessing.get_context('fork').Pool(1) as pool:\n"
+        "    child = pool.apply(noted)\n"
+        "print(json.dumps([child, noted()]))"
+    )
+
+    begins = {"verification.at_start:_move_the_clock": 1}
+    assert perturbed({OBSERVED: begins}, program) == [False, True]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")

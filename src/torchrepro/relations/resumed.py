@@ -122,8 +122,8 @@ class Resumed(Relation):
         before = self._state(killed)
         if not before.killed:
             failed = f"the run that was to be killed failed: see {killed.log}"
-            settled = killed.status == plain.status
-            why = "it ended before a checkpoint had settled" if settled else failed
+            ended_well = killed.status == plain.status
+            why = "it ended before a checkpoint had settled" if ended_well else failed
             return Side(name, killed, unknown=why)
         command = self._resume_command(copy, before)
         run = self._run(f"resumed-{number}", copy, command=command)
@@ -236,7 +236,7 @@ class Resumed(Relation):
         files = [copy.tree / path for path in killed.saves[-1]["files"]]
         folders = {file.parent for file in files}
         alone = len(files) == 1 or folders & {copy.tree, copy.place}
-        newest = max(files, key=file_state) if alone else min(folders)
+        newest = max(files, key=lambda each: file_state(each)[0]) if alone else min(folders)
         words = shlex.split(self.resume_command)
         return [word.replace("{checkpoint}", str(newest)) for word in words]
 

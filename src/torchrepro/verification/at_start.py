@@ -93,7 +93,7 @@ def _of_now(original: Callable[..., Any], present: str, required: int = 0) -> Ca
     # The last argument of `original`, the time, may be left out.
     @wraps(original)
     def shifted(*arguments: Any) -> Any:
-        if len(arguments) == required or arguments[-1] is None:
+        if arguments[required:] in ((), (None,)):
             arguments = (*arguments[:required], getattr(time, present)())
         return original(*arguments)
 
@@ -151,8 +151,10 @@ def _load_with(workers: int) -> None:
 
 
 def _observe(kinds: Mapping[str, Any]) -> None:
+    process = os.getpid()
+
     def begin(_module: str) -> None:
-        for path, value in kinds.items():
+        for path, value in kinds.items() if os.getpid() == process else ():  # no forked child does
             named(path)(value)
 
     AfterImport(["torch"], begin).watch_all()

@@ -35,9 +35,14 @@ class RunEnvironment:
         )
 
     def all_variables(self) -> dict[str, str]:
-        """Return the variables, with the one that carries the rest to the command."""
-        carried = {VARIABLE: json.dumps(self.in_process)} if self.in_process else {}
-        return {**self.variables, **carried}
+        """Return the variables, with the one that carries the rest to the command.
+
+        What a run around this one has its processes do to themselves, those of the command do too.
+        """
+        if not self.in_process:
+            return dict(self.variables)
+        around = json.loads(os.environ.get(VARIABLE) or "{}")
+        return {**self.variables, VARIABLE: json.dumps({**around, **self.in_process})}
 
 
 def holding(held: Mapping[str, Sequence[str]]) -> RunEnvironment:

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, NamedTuple
@@ -93,10 +94,12 @@ def repository_root(folder: Path) -> Path | None:
         return None
 
 
+@lru_cache(10_000)
 def is_of_environment(path: Path, root: Path) -> bool:
     """Whether a path below `root` belongs to a virtual environment that lies there."""
-    folders = (each for each in (path, *path.parents) if root in each.parents)
-    return any((each / "pyvenv.cfg").is_file() for each in folders)
+    return root in path.parents and (
+        (path / "pyvenv.cfg").is_file() or is_of_environment(path.parent, root)
+    )
 
 
 def _submodules(root: Path, commit: str = "") -> dict[str, str]:

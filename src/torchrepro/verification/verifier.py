@@ -157,7 +157,12 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                     carried=left,
                     between=(done[0], done[number]),
                     longest=max(run.seconds for run in done),
-                    options=[s for o, its in options if its is not None for s in (o, str(its))],
+                    options=[
+                        word
+                        for option, its in options
+                        if its is not None
+                        for word in (option, str(its))
+                    ],
                     most=math.inf if escalate else MOST,
                 )
                 if escalate:
