@@ -12,6 +12,8 @@ from types import FrameType
 address = id  # the function itself, and quick: another may stand in for it among the built-in ones
 
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+# Also those of a Python below this environment, of the user, and Debian's.
+_PATHS |= {each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")}
 _OWN = str(Path(__file__).parent)
 _MANY = 1000
 _LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery

@@ -196,3 +196,23 @@ def test_what_tasks_of_a_pool_draw_is_left_to_chance_under_a_profile_too(tmp_pat
 
     drawn = {read["where"] for read in trace.meta["sources"] if read["what"] == FORKED}
     assert drawn == {f"{program}:5"}
+
+
+@pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
+def test_libraries_below_an_environment_are_none_of_the_program(tmp_path: Path, name: str) -> None:
+    """A package of another Python that this one builds on, or of the user's own, is a library."""
+    for path in (tmp_path / name / "library.py", tmp_path / "program_part.py"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    code = (
+        f"import site; site.addsitedir({str(tmp_path / name)!r})\n"
+        "import library, program_part\n"
+        "from torchrepro.callers import program_files\n"
+        "print(*program_files())"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == [str(tmp_path / "program_part.py")]
