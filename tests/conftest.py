@@ -39,12 +39,14 @@ OF_THE_USER = ("TORCHREPRO_", "CUBLAS_", "HYDRA_", "FORCE_COLOR")
 TOUCHES_TORCH = {
     *("devices", "distributed", "frameworks", "guard", "knobs", "planted", "policies", "seeding"),
     *("selftest", "trace", "test_cudnn_benchmark.py"),
-    *("test_in_effect.py", "test_late.py", "test_recorded_runs.py", "test_seeding_calls.py"),
+    *("test_in_effect.py", "test_late.py", "test_seeding_calls.py"),
 }
+OF_FILES = {"test_damage.py", "test_store.py"}
 """The folders and files of tests that another torch can break: what they try calls its internals.
 
-Left out is what never calls torch (packages, locks, manifests, what other tools are told), how
-Hydra composes, and how runs are started and compared: one torch proves it for all.
+Left out is what never calls torch (packages, locks, manifests, the files of a trace, what other
+tools are told), how Hydra composes, and how runs are started and compared: one torch proves it for
+all.
 """
 
 
@@ -79,7 +81,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here) and {*item.path.relative_to(here).parts} & TOUCHES_TORCH:
+        parts = {*item.path.parts[len(here.parts) :]} if item.path.is_relative_to(here) else set()
+        if parts & TOUCHES_TORCH and not parts & OF_FILES:
             item.add_marker("touches_torch")
         needs = {mark.name for mark in item.iter_markers()} & {"gpu", "npu"}
         item.user_properties += [("marker", name) for name in sorted(needs)]

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import traceback
@@ -27,7 +28,11 @@ TIMEOUT = 600
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: once whole, and once killed and resumed for every step of `kills`."""
+    """What is run: once whole, once killed, and once resumed from what each kill leaves.
+
+    It is killed at the last step of `kills`. What it has in its folder at the others is what a kill
+    would leave there, and is put aside.
+    """
 
     workers: int
     kills: tuple[int, ...]
@@ -113,21 +118,33 @@ def _main():
 
 
 def _carried_out(program, folder, plan):
-    whole, status, said = _run(program, folder / "whole", plan, None)
+    whole, status, said = _run(program, folder / "whole", plan)
     assert status == 0, said
     resumed = []
-    for step in plan.kills:
-        own = folder / f"killed-{step}"
-        _, killed, _ = _run(program, own, plan, step)
-        after, status, said = _run(program, own, plan, None)
+    own = folder / "killed"
+    if plan.kills:
+        _, killed, _ = _run(program, own, plan, plan.kills)
+        own.rename(_left(own, plan.kills[-1]))
+    for step in plan.kills:  # where it was: a checkpoint may name its folder
+        _left(own, step).rename(own)
+        after, status, said = _run(program, own, plan)
         assert status == 0, said
+        shutil.rmtree(own)
         equal = after["weights"] == whole["weights"]
         resumed.append(Resumed(-killed, after["resumed_from"], equal, said))
     return Outcome(whole["weights"], tuple(resumed))
 
 
-def _run(program, folder, plan, kill_at):
-    """Run `program` in as many forks as the plan has processes; return what rank 0 came to."""
+def _left(folder, step):
+    """Return where the folder of a run lies as a kill at `step` leaves it."""
+    return folder.with_name(f"{folder.name}-{step}")
+
+
+def _run(program, folder, plan, kills=()):
+    """Run `program` in as many forks as the plan has processes; return what rank 0 came to.
+
+    Its rank 0 ends at the last step of `kills`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     answer, said = folder / "answer.json", folder / "said-0.txt"
     answer.unlink(missing_ok=True)
@@ -140,7 +157,7 @@ def _run(program, folder, plan, kill_at):
     for rank in range(plan.world):
         child = os.fork()
         if not child:
-            _be_rank(rank, program, folder, plan, kill_at, store)
+            _be_rank(rank, program, folder, plan, kills, store)
         children.append(child)
     first, *others = children
     status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
@@ -152,12 +169,16 @@ def _run(program, folder, plan, kill_at):
     return found, status, said.read_text()
 
 
-def _be_rank(rank, program, folder, plan, kill_at, store):
+def _be_rank(rank, program, folder, plan, kills, store):
     """Train, write the answer, and end this process."""
 
     def after_step(step):
-        if step == kill_at and rank == 0:
+        if rank or step not in kills:
+            return
+        if step == kills[-1]:
             os.kill(os.getpid(), signal.SIGKILL)
+        if not _left(folder, step).exists():  # a step of several batches is told once for each
+            shutil.copytree(folder, _left(folder, step))
 
     status = 1
     signal.alarm(TIMEOUT)

@@ -4,9 +4,7 @@ Every captured function is made once while dropout is kept, then used in force, 
 after the undo; the rows named `in force` are made under the policy.
 """
 
-import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -23,8 +21,6 @@ import torchrepro
 from .test_dropout import CALLS, Function, X, drops, same, value_and_gradient
 
 warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
-
-TIMEOUT = 600
 
 
 def _functional(x: torch.Tensor) -> torch.Tensor:
@@ -209,23 +205,20 @@ with torchrepro.apply({"dropout": sys.argv[1]}):
 """
 
 
-def _grad_and_hits(cache_folder: Path, dropout: str) -> tuple[str, int]:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache_folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, dropout],
-        capture_output=True, text=True, timeout=TIMEOUT, check=True, env=environment,
-    )  # fmt: skip
-    gradient, _, hits = done.stdout.strip().rpartition(" ")
-    return gradient, int(hits)
-
-
 @pytest.mark.slow
 def test_processes_that_share_a_cache_on_disk_share_code_of_their_own_policy_only(
-    tmp_path: Path,
+    tmp_path: Path, fork_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     """Plain runs and zeroed runs, in either order, take only what their like has compiled."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def gradient_and_hits(dropout: str) -> tuple[str, int]:
+        done = fork_python("-c", PROGRAM, dropout, env=cache)
+        gradient, _, hits = done.stdout.strip().rpartition(" ")
+        return gradient, int(hits)
+
     plain, zeroed = "[0.0, 4.0]", "[2.0]"
-    ran = [_grad_and_hits(tmp_path, dropout) for dropout in ("keep", "zero", "keep", "zero")]
+    ran = [gradient_and_hits(dropout) for dropout in ("keep", "zero", "keep", "zero")]
 
     assert [gradient for gradient, _ in ran] == [plain, zeroed, plain, zeroed]
     assert [hits > 0 for _, hits in ran] == [False, False, True, True]
