@@ -7,6 +7,8 @@ import importlib.util
 import math
 import os
 import time
+from collections.abc import Callable, Mapping
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,12 @@ from .paired import Estimate, Question, require, take_turns
 from .workloads import Step, convolutional, tiny_ops, transformer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from .paired import Round
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.gate]
+pytestmark = pytest.mark.benchmark
 
 WORKLOADS: Mapping[str, tuple[Callable[[], Step], int]] = {
     "convolutional": (convolutional, 1),
@@ -34,6 +36,9 @@ WORKLOADS: Mapping[str, tuple[Callable[[], Step], int]] = {
     "tiny_ops": (tiny_ops, 20),
 }
 """Each workload, and the steps of the shorter one of two recordings of it."""
+
+IN_GATE = "tiny_ops"
+"""The workload that is measured before each change lands: nothing but launching ops."""
 
 PER_OP = "level op / the empty mode, of an op"
 """Shown where launching ops is all there is to a step: elsewhere it is lost in the noise."""
@@ -140,19 +145,21 @@ MISSED = pytest.mark.xfail(
     reason="the bound is asked for and not reached on every machine: the table has the figure",
 )
 
-Measured = dict[tuple[str, str], Estimate]
-"""Workload and figure -> what was measured of it."""
+Measured = Callable[[str], Mapping[str, Estimate]]
+"""Workload -> figure -> what was measured of it."""
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """Return what recording each workload costs, and print it: all of a workload in one run."""
+    """Return what recording a workload costs, and print it: all of a workload in one run."""
     folders = (str(tmp_path_factory.mktemp("recorded")) for _ in count())
-    return {
-        (workload, figure): seen
-        for workload in WORKLOADS
-        for figure, seen in _measure(workload, folders).items()
-    }
+    return cache(lambda workload: _measure(workload, folders))
+
+
+def _each(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return the parameters of a test, those of one workload as in the gate."""
+    gate = pytest.mark.gate
+    return [pytest.param(*row, marks=[gate] if row[0] == IN_GATE else []) for row in rows]
 
 
 def _measure(workload: str, folders: Iterator[str]) -> Mapping[str, Estimate]:
@@ -194,7 +201,7 @@ def _measure(workload: str, folders: Iterator[str]) -> Mapping[str, Estimate]:
 
 
 @MISSED
-@pytest.mark.parametrize(("workload", "figure", "bound", "aim"), BOUNDS)
+@pytest.mark.parametrize(("workload", "figure", "bound", "aim"), _each(BOUNDS))
 def test_recording_costs_a_fraction_of_a_step(
     measured: Measured, workload: str, figure: str, bound: float, aim: float | None
 ) -> None:
@@ -203,18 +210,19 @@ def test_recording_costs_a_fraction_of_a_step(
     Where launching ops is all there is to a step, recording one takes at most so many times what
     torch's own mode takes to do nothing with it: the least that seeing each of them can cost.
     """
-    refuted = measured[workload, figure].refutes(bound)
+    refuted = measured(workload)[figure].refutes(bound)
     require(not refuted, f"{workload}, {figure}: {bound}, aim {aim}")
 
 
 @pytest.mark.skipif(not DEBUG_MODE, reason="this torch has no DebugMode")
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", _each(zip(WORKLOADS)))
 def test_other_recorders_cost_more(measured: Measured, workload: str) -> None:
     """Recording costs less than torch's own DebugMode with modules and hashes, in the same run."""
-    ratio = measured[workload, "level op / DebugMode"]
+    ratio = measured(workload)["level op / DebugMode"]
     require(ratio.median < 1, f"{workload}: less than torch's DebugMode")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     "make", [convolutional, transformer, tiny_ops], ids=lambda make: make.__name__
 )
@@ -235,6 +243,7 @@ def test_a_record_takes_at_most_a_hundred_bytes(tmp_path: Path, make: Callable[[
     assert each <= 100
 
 
+@pytest.mark.gate
 def test_nothing_is_left_of_a_recording(tmp_path: Path) -> None:
     """After a recording, a step takes what it took before, and no hook of ours is in torch."""
     before = _doors()
