@@ -37,16 +37,15 @@ OF_THE_USER = ("TORCHREPRO_", "CUBLAS_", "HYDRA_", "FORCE_COLOR")
 """How the names begin of variables that this test run, or who started it, has a say in."""
 
 TOUCHES_TORCH = {
-    *("devices", "distributed", "frameworks", "guard", "knobs", "planted", "policies", "seeding"),
-    *("selftest", "trace", "test_cudnn_benchmark.py"),
-    *("test_in_effect.py", "test_late.py", "test_seeding_calls.py"),
+    *("devices", "distributed", "guard", "knobs", "policies", "seeding", "selftest", "trace"),
+    *("test_cudnn_benchmark.py", "test_in_effect.py", "test_seeding_calls.py"),
 }
 OF_FILES = {"test_damage.py", "test_store.py"}
 """The folders and files of tests that another torch can break: what they try calls its internals.
 
 Left out is what never calls torch (packages, locks, manifests, the files of a trace, what other
-tools are told), how Hydra composes, and how runs are started and compared: one torch proves it for
-all.
+tools are told), what calls the internals of a framework, how Hydra composes, and how runs are
+started and compared: one torch proves it for all.
 """
 
 

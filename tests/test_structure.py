@@ -213,6 +213,7 @@ for seed in range(5):
 """
 
 
+@pytest.mark.slow
 def test_public_names_stay_what_they_are_whatever_is_imported():
     """In any order of all imports, no module takes the place of a public name such as `verify`."""
     every = [name for name in MODULES if not name.startswith(ENTRANCES)]

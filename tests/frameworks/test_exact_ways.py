@@ -48,6 +48,7 @@ def _libraries(name):
     return {"torch", *(["python"] if noisy else []), *(["numpy"] if noisy or orders else [])}
 
 
+@pytest.mark.slow
 def test_what_is_exact_in_plain_python_is_exact_under_a_profile(found):
     """Killed and resumed in the main process, every way is the whole run, as in plain Python."""
     plans = [plan for profile in DAILY for plan in _plans(profile, 0)]
@@ -62,24 +63,29 @@ def test_every_way_is_exact_under_every_profile(profile, found):
 
     Which of the two goes round: every way has both, and so has every profile.
     """
-    names = list(WAYS)
-    offset = PROFILES.index(profile)
     plans = [
         plan
         for number in ((2,) if profile in DAILY else (0, 2))
         for plan in _plans(profile, number)
         if profile in DAILY
         or WAYS[plan.options["way"]].only is not None
-        or (names.index(plan.options["way"]) + offset) % 2 == (number == 0)
+        or _turn(plan.options["way"], profile) % 2 == (number == 0)
     ]
 
     assert inexact(plans, found(plans)) == []
 
 
+def _turn(way, profile):
+    return [*WAYS].index(way) + PROFILES.index(profile)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *PROFILES], ids=lambda name: name or "plain")
 def test_seeds_count_as_in_plain_python(profile, found):
-    """A seed of the program's own changes at least what it did."""
+    """A seed of the program's own changes at least what it did.
+
+    Every way is tried without a profile, and under two of the four by turns.
+    """
     tried = {
         plan.options["way"]: [
             library
@@ -87,6 +93,7 @@ def test_seeds_count_as_in_plain_python(profile, found):
             if profile is None or library in _libraries(plan.options["way"])
         ]
         for plan in _plans(profile, 0)
+        if profile is None or _turn(plan.options["way"], profile) % 2
     }
     plans = [
         Plan(0, (), profile, options={"way": way, "other_seed": other})

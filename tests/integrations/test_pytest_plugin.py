@@ -175,6 +175,7 @@ def test_the_header_says_all_that_a_run_starts_with(monkeypatch):
     assert said(verbosity="QUIET") == ""
 
 
+@pytest.mark.slow
 def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, run):
     """The nearest marker's profile holds from before fixtures to the end, and not beyond."""
     pytester.makepyfile(test_a_marked=MARKED, test_b_unmarked=UNMARKED)
@@ -202,6 +203,7 @@ def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, r
         result.stdout.no_fnmatch_line(unwanted)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_refused_ends_pytest_with_its_message(pytester, run):
     """An unknown profile, a wrong value, and values without a profile are usage errors."""
     for words, message in (

@@ -45,6 +45,7 @@ def _both(overrides):
     return of_profile("profile", resolved), of_contents("manifest", "manifest", json.loads(text))
 
 
+@pytest.mark.slow
 @given(left=OVERRIDES, right=OVERRIDES)
 def test_a_difference_is_the_same_from_both_sides(left, right):
     """diff(a, a) is empty for every profile and its manifest. diff(a, b) is diff(b, a) with the

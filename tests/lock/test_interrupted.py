@@ -24,6 +24,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_lock_is_the_old_one_or_the_new_one_at_any_moment(tmp_path):
     """Killed at whichever line of the writing, one of both is there as a whole."""
     lock, old, new = tmp_path / "repro.lock", "old\n" * 9_999, "new\n" * 9_999

@@ -329,6 +329,7 @@ def test_run_starts_under_a_lock_as_it_does_under_its_profile(tmp_path):
     assert json.loads(plain.stdout)[0] == 7
 
 
+@pytest.mark.slow
 def test_run_starts_nothing_where_the_lock_is_not_met(lock, tmp_path, edit, command):
     """run --lock ends with 1 and says what check says; the command does not start."""
     edit(lock, {"versions/torch": "2.5.0"})

@@ -199,6 +199,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 def test_a_recording_holds_no_secret_of_the_program(tmp_path, clean_environment):
     """Secrets in arguments of ops, names of threads and modules, and knobs are not in its bytes."""
     done = subprocess.run(

@@ -44,6 +44,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_the_same_numbers_are_said_and_the_settings_that_do_not_matter(training, monkeypatch):
     """The run of the lock has its numbers; what differs besides has no effect on them."""
     status, out, _ = training.lock()
@@ -152,6 +153,7 @@ def test_a_wrong_request_is_refused(training, name):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_each_kind_of_machine_has_a_section(training):
     """One file serves several: another section is kept, and one that is missing is said, with 4."""
     training.lock()

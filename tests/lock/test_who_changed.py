@@ -31,6 +31,9 @@ CODE = {
 }
 """A file, a text in it, what replaces it, and the line that is named; None where numbers stay."""
 
+OF_EACH_KIND = ("an order of layers", "a seed", "a renamed variable")
+"""Numbers change at a line, numbers change before any op, and numbers stay."""
+
 ENVIRONMENTS = {
     "as it is": ({}, False),
     "other kernels": ({"ATEN_CPU_CAPABILITY": "default"}, True),
@@ -38,11 +41,13 @@ ENVIRONMENTS = {
     "another library": ({"PYTHONPATH": "{outside}/other"}, True),
     "a variable that changes nothing": ({"OMP_PROC_BIND": "false"}, False),
 }
+ALL_CHANGES = ("as it is", "other kernels")
+"""The environments in which every change is tried: one in which numbers stay, one in which not."""
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_changes_of_code_and_environment_are_told_apart(training, monkeypatch, environment):
-    """All of ten changes in five environments: the same, code, environment, or both."""
+    """All of ten changes: the same, code, environment, or both; in other environments, of three."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     training.lock()
     training.commit({"README.md": ""})
@@ -50,7 +55,8 @@ def test_changes_of_code_and_environment_are_told_apart(training, monkeypatch, e
     for name, value in variables.items():
         monkeypatch.setenv(name, value.replace("{outside}", str(training.folder.parent)))
     found, expected, places = {}, {}, {}
-    for name, (file, before, after, line) in CODE.items():
+    for name in CODE if environment in ALL_CHANGES else OF_EACH_KIND:
+        file, before, after, line = CODE[name]
         training.change(file, before, after)
         training.commit()
         status, said = training.check()

@@ -102,6 +102,7 @@ def test_what_readers_of_dotenv_take_differently_is_refused(write_pack_profile, 
     assert "--format sh" in err
 
 
+@pytest.mark.slow
 def test_a_pack_of_thousands_of_files_is_listed_and_read(installed_pack):
     """A list looks at a bounded number of files; each profile can be asked for all the same."""
     pack = installed_pack("acme-pack", {"p0.yaml": "seed: 1\n"})

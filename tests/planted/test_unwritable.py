@@ -109,6 +109,7 @@ def _plain_result(folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_stops_whose_trace_cannot_be_written(place: Place, tmp_path: Path) -> None:
     """It ends with status 3 and says why, without a traceback; recorded steps survive."""
     done = _ended(place, tmp_path)

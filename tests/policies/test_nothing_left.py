@@ -208,6 +208,7 @@ def test_a_draw_from_code_of_any_kind_is_counted(name: str | None) -> None:
     assert effect.where.startswith(f"{name}." if name else __name__)
 
 
+@pytest.mark.slow
 def test_run_tells_what_policies_did() -> None:
     """At its end a run says on standard error which random ops still ran, and where."""
     program = "import torch\ndef noise():\n    return torch.randn(3)\nnoise()\nnoise()"

@@ -181,6 +181,7 @@ def test_explain_knows_every_row_and_every_alias():
             assert knob.name in [entry["knob"] for entry in explanations(name)], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profile", "exported"), [("debug-strict", {}), ("npu-align", {"HCCL_DETERMINISTIC": "1"})]
 )

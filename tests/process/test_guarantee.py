@@ -40,6 +40,7 @@ def lowered(report):
     return {each["knob"] for each in report["guarantee"]["lowered"]}
 
 
+@pytest.mark.slow
 def test_a_late_knob_lowers_the_guarantee_in_manifest_and_headline(manifest_of, run_python):
     """Started plainly, a strict job says in manifest and headline that the order of sets varies."""
     stderr, report = manifest_of(

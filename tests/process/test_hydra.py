@@ -167,6 +167,7 @@ def test_a_profile_of_ones_own(little, write):
     assert "Traceback" not in bad.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_dataclass_with_the_field(write, fork_python, run_python):
     """An app whose config is a closed dataclass takes a profile in a field `repro: Any = None`."""
     write({"closed.py": CLOSED})

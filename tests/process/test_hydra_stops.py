@@ -29,6 +29,7 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(app, tmp_path):
     assert "repro.json" in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_app_under_run_agrees_with_its_profile(app, under, tmp_path):
     """The same profile in run and in the job changes nothing; only the task draws numbers."""
     words = ["hydra.run.dir=out", "+repro=debug-strict"]
@@ -43,6 +44,7 @@ def test_an_app_under_run_agrees_with_its_profile(app, under, tmp_path):
     assert len(outcomes) == len(manifest["report"]["knobs"])
 
 
+@pytest.mark.slow
 def test_an_app_under_another_run_is_stopped(little, under):
     """Another profile in the job than in run is status 3 and names the keys that differ."""
     strict = partial(under, "debug-strict")

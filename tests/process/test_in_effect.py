@@ -155,6 +155,7 @@ print(json.dumps([under("1"), under("1"), under("0")]))
 """
 
 
+@pytest.mark.slow
 def test_what_inductor_took_from_a_variable_is_undone(answer_of):
     """Options of inductor are what was asked within a profile, and after it as if it never was."""
     first, again, off = answer_of("-c", INDUCTOR)
@@ -177,6 +178,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_inductor_imported_in_a_job_starts_the_next_one_afresh(write, run_python):
     """The options of inductor in a job of a sweep are those that this job asks for."""
     fast = "use_fast_math" if hasattr(inductor, "use_fast_math") else "coordinate_descent_tuning"
@@ -191,6 +193,7 @@ def test_inductor_imported_in_a_job_starts_the_next_one_afresh(write, run_python
     assert tasks == ["task True True", "task True False", "task False True", "task False False"]
 
 
+@pytest.mark.slow
 def test_a_variable_that_is_ignored_lowers_the_guarantee_with_the_reason_of_its_row(answer_of):
     """A seed of hashes that is exported and ignored is not called one that came too late."""
     code = (

@@ -71,6 +71,7 @@ with torchrepro.apply("seed-only") as applied:
     assert answer == [outcome, outcome, value, outcome == "too_late", value]
 
 
+@pytest.mark.slow
 def test_a_variable_that_torch_reads_while_loading(write, answer_of):
     """OMP_NUM_THREADS is applied before torch is loaded, and too late and unwritten after it."""
     profile = write({"threads.yaml": 'name: threads\nenv: {OMP_NUM_THREADS: "1"}\n'})
@@ -148,6 +149,7 @@ print(json.dumps([os.environ["PYTHONHASHSEED"], os.environ[row.knob[4:]], str(ro
     assert answer == ["0", exported, outcome]
 
 
+@pytest.mark.slow
 def test_no_relaunch_where_nothing_is_late(write, answer_of, under, starts):
     """A program whose environment is already right starts once, below `run` as well."""
     write({"program.py": RELAUNCHING})
@@ -158,6 +160,7 @@ def test_no_relaunch_where_nothing_is_late(write, answer_of, under, starts):
     assert starts() == 2
 
 
+@pytest.mark.slow
 def test_no_relaunch_of_a_script_that_is_read_once(write, run_python, execute, starts):
     """A script from standard input is gone: the profile stops. From a pipe a Hydra run goes on."""
     for arguments in ([], ["-"]):
@@ -222,6 +225,7 @@ def test_no_relaunch_inside_pytest(write, run_python):
     assert "2 passed" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["seed-only", "repro.on_late=relaunch"], ["debug-strict"]])
 def test_a_hydra_run_relaunches_before_the_task(write, run_python, starts, tmp_path, words):
     """Where it is asked for, and by a shipped strict profile, a Hydra run begins again in time.
@@ -252,6 +256,7 @@ def test_a_strict_hydra_run_that_may_have_read_its_input_goes_on(write, run_pyth
     assert starts() == 1
 
 
+@pytest.mark.slow
 def test_a_strict_sweep_goes_on_where_a_knob_is_late(write, run_python, starts):
     """A sweep is never begun again by itself: its jobs may ask for different variables."""
     write({"app.py": APP})
@@ -352,6 +357,7 @@ def test_a_hydra_sweep_stops_where_a_knob_is_late(write, run_python, starts, on_
     assert starts() == 1
 
 
+@pytest.mark.slow
 def test_a_relaunch_in_a_child_of_a_relaunched_process(write, answer_of):
     """A program started by a relaunched one may still relaunch itself, and ends."""
     write({"program.py": RELAUNCHING})

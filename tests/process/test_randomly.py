@@ -15,6 +15,7 @@ def test_two():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("pytest_randomly") is None, reason="pytest-randomly is missing")
 def test_pytest_randomly_seeds_torch_before_every_test(run_python, write):
     """Under pytest-randomly a test draws the same from torch for one seed, in any order."""

@@ -41,6 +41,7 @@ def browser(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_two_recorded_runs_compare(torchrepro, record, browser, tmp_path):
     """The same run twice is the same with status 0; another one differs with status 1.
 
@@ -76,6 +77,7 @@ def test_two_recorded_runs_compare(torchrepro, record, browser, tmp_path):
     assert "no browser" in nowhere.stderr
 
 
+@pytest.mark.slow
 def test_verify_runs_and_compares(torchrepro, record, browser, tmp_path):
     """`verify` answers on standard output alone, and what the program says is not in it."""
     words = ("./plain.yaml", "--json", "--open", "--", sys.executable, "train.py")
@@ -89,6 +91,7 @@ def test_verify_runs_and_compares(torchrepro, record, browser, tmp_path):
     assert (tmp_path / "shown").read_text(encoding="utf-8") == page.as_uri()
 
 
+@pytest.mark.slow
 def test_verify_without_a_profile_says_what_it_ran(torchrepro, write):
     """`verify -- COMMAND` runs the command as it is; numbers that differ are exit status 1."""
     train = "import torch; torch.{}; torch.rand(3).sum(); import torchrepro; torchrepro.end_step()"
@@ -102,6 +105,7 @@ def test_verify_without_a_profile_says_what_it_ran(torchrepro, write):
         assert answer["command"] == f"{sys.executable} draw.py"
 
 
+@pytest.mark.slow
 def test_recording_needs_no_profile_in_the_program(record, torchrepro):
     """Every level is recorded of an unchanged program, and equal runs compare at each."""
     for level in ("step", "module"):

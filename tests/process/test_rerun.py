@@ -59,6 +59,7 @@ def test_one_job_of_a_sweep_is_run_again_alone(little, fork_torchrepro, write, t
     assert not (tmp_path / "fixed").exists()
 
 
+@pytest.mark.slow
 def test_a_command_under_run_is_run_again(torchrepro, write, tmp_path):
     """A plain program computes the same numbers again and its status is passed on."""
     program = write({"train.py": TRAIN})

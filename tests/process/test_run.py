@@ -124,6 +124,7 @@ def test_in_force_however_python_is_started(
     assert [random.Random(1234).random(), int(hashed), "0"] == last(ended)
 
 
+@pytest.mark.slow
 def test_equal_seeds_draw_equal_numbers(programs, under):
     """Two runs draw the same numbers from random, numpy and torch; another seed others."""
     first = last(under("debug-strict", "numbers_.py"))

@@ -57,6 +57,7 @@ print(*applied.seeding_calls, sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_a_call_behind_a_wrapper_is_recorded_at_the_line_of_the_program(run_python, write):
     """torch.compile wraps `torch.manual_seed`, and torchrepro `set_seed`: neither hides a call."""
     file = write({"behind.py": BEHIND_WRAPPERS})

@@ -98,6 +98,7 @@ def test_hydra_composes_a_shipped_profile_as_we_do(tmp_path, group, name):
     assert _asked(compose(name).values) == _asked(_by_hydra(tmp_path, group, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["repro", "other"])
 @settings(max_examples=40)
 @given(files=chains())

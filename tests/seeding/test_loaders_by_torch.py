@@ -171,6 +171,7 @@ def _columns(seeds: tuple[Any, ...], dataset: Any, workers: int) -> list[list[An
     return [shuffled, *map(list, zip(*drawn(found), strict=True))]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     seeds=st.tuples(PYTHON_SEEDS, NUMPY_SEEDS, TORCH_SEEDS),

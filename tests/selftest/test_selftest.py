@@ -66,6 +66,7 @@ def test_a_row_for_every_promise_and_device():
     assert {trial.device for trial in all_trials} == set(DEVICES)
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found_and_named(plant, answer):
     """A knob that does not hold, one that stays and dropout left on fail, and nothing else does.
 
@@ -91,6 +92,7 @@ def test_planted_faults_are_found_and_named(plant, answer):
     assert all(rows[name]["expected"] for name in failed)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_fails_one_promise(plant, command):
     """Where a process dies, the promise that it tried failed, and the next one is tried."""
     plant("crash", promises=("dropout", "fallback"))

@@ -136,6 +136,7 @@ def _record_with_run(program: Path, code: str, *options: str) -> Trace:
     return trace
 
 
+@pytest.mark.slow
 def test_what_is_read_before_torch_is_imported_is_seen(tmp_path: Path) -> None:
     """A process that is recorded in detail imports torch as any other, sees reads from its start,
     and its own are none.

@@ -97,6 +97,7 @@ def _recorded(changes: list[str], level: str) -> list[Seen]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6), st.sampled_from(["step", "module"]))
 def test_what_is_remembered_of_parameters_changes_no_record(changes: list[str], level: str) -> None:

@@ -316,6 +316,7 @@ def test_a_size_without_room_for_a_step_is_said(
     assert "kept in full: none" in said
 
 
+@pytest.mark.slow
 def test_steps_that_grow_stay_within_the_size(tmp_path: Path) -> None:
     """Where each step takes more than the one before it, the room of old ones is given back."""
     folder, sizes = tmp_path / "run", []

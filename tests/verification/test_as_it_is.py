@@ -50,6 +50,7 @@ def program(training, end: str = "") -> list[str]:
     return command
 
 
+@pytest.mark.slow
 def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, monkeypatch):
     """A recorded program draws the numbers, and has the flags and variables, of a plain run."""
     monkeypatch.setenv("PYTHONHASHSEED", "5")

@@ -110,6 +110,7 @@ CASES = {
 """The parts of a program, the function to be named, and what is said of it."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("case", CASES)
 def test_the_line_in_the_dataset_is_named(verified, case):
@@ -129,6 +130,7 @@ def test_the_line_in_the_dataset_is_named(verified, case):
     assert found.verdict.advice.closer == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_another_order_of_samples_is_said_by_their_indices(verified):
     """Where another sample is loaded first nothing is said of what functions returned for it."""
@@ -141,6 +143,7 @@ def test_another_order_of_samples_is_said_by_their_indices(verified):
     assert re.fullmatch(r"another sample: index \d+ and \d+", first.what)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
     """Batches that differ in workers only name the line that seeds, and what it becomes."""
@@ -168,6 +171,7 @@ def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_what_depends_on_the_worker_is_said_without_a_function(verified):
     """Without a worker_init_fn of its own the line that reads something of the worker is named."""
@@ -182,6 +186,7 @@ def test_what_depends_on_the_worker_is_said_without_a_function(verified):
     assert advice.edit is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_an_op_of_the_dataset_in_the_main_process_is_the_answer_itself(verified, tmp_path):
     """Where an op of the dataset differs in the main process, nothing more is recorded."""
@@ -205,6 +210,7 @@ def test_equal_batches_of_workers_are_the_same(verified):
     assert len(found.runs) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_profile_of_the_program_itself_makes_no_difference(plain, tmp_path):
     """Where the command puts a profile in force itself, it loads in the main process too."""

@@ -92,6 +92,7 @@ def test_a_run_within_a_run_has_the_perturbations_of_both(monkeypatch):
     assert RunEnvironment({"A": "b"}).all_variables() == {"A": "b"}
 
 
+@pytest.mark.slow
 def test_what_a_process_notes_no_child_that_it_forks_does():
     """Notes begin with torch's import, and not in a child that was forked before it."""
     program = (
@@ -108,6 +109,7 @@ def test_what_a_process_notes_no_child_that_it_forks_does():
     assert perturbed({OBSERVED: begins}, program) == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
 def test_fewer_cpus_leave_the_number_of_threads_as_it_is():
     """Torch counts all CPUs, in a child of a perturbed process as well, and then uses fewer."""
@@ -131,6 +133,7 @@ def test_fewer_cpus_leave_the_number_of_threads_as_it_is():
     assert child[:2] == [expected, whole[:1]]
 
 
+@pytest.mark.slow
 def test_batches_of_workers_are_delayed(tmp_path):
     """Workers of a loader take longer to hand over their batches, and no random number is drawn."""
     plain, delayed = (

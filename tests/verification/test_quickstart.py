@@ -27,6 +27,7 @@ def next_commands(answer, monkeypatch):
     return next_commands
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("folder", [(), ("a first try",)])
 def test_the_program_diverges_and_the_profile_makes_it_the_same(next_commands, command, folder):
@@ -40,6 +41,7 @@ def test_the_program_diverges_and_the_profile_makes_it_the_same(next_commands, c
     assert statuses == [1, 0]
 
 
+@pytest.mark.slow
 def test_the_command_to_go_on_with_runs_as_it_is_printed(next_commands):
     """A shell that runs the last of the commands starts the program under the profile."""
     *_, line = next_commands()

@@ -58,6 +58,7 @@ def test_state_that_is_not_restored_is_named(forgotten: str) -> None:
     assert all(each.name.partition(":")[0] in name for each in lost)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_program_that_restores_all_agrees() -> None:
     """Killed after its first and after its last checkpoint, it goes on bit for bit.

@@ -48,6 +48,7 @@ def found(forked: None, verified: Callable[..., Verification]) -> Verification:
     return verified([sys.executable, "train.py"], runs=4)
 
 
+@pytest.mark.slow
 def test_many_runs_are_on_one_page(found: Verification, tmp_path: Path) -> None:
     """Each run has a row that leads to its comparison; values and the program's names are told."""
     page = verification_page(found)

@@ -257,6 +257,7 @@ def test_a_proposed_command_has_the_options_that_say_what_is_the_same(training, 
     assert verify("seed-only", command, folder=tmp_path / "again", **asked).same
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("escalate", [False, True])
 def test_nothing_is_proposed_with_which_runs_agree_as_they_do_without_it(
