@@ -396,13 +396,15 @@ def test_steps_that_a_program_never_reaches_are_said(
     assert f"{said}; steps 7 to 9 were not reached: nothing was" in capsys.readouterr().err
 
 
-def test_an_option_of_inductor_is_put_back(recorded: Recorder) -> None:
+def test_an_option_of_inductor_is_put_back(
+    recorded: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recording has regions seen; the program compiles as before afterwards."""
     from torch._inductor import config
 
     if not hasattr(config, "wrap_inductor_compiled_regions"):
         pytest.skip("this torch runs no compiled region as one op")
+    monkeypatch.setattr(config, "wrap_inductor_compiled_regions", False)
     options: list[bool] = []
-    before = config.wrap_inductor_compiled_regions
     recorded(lambda: (torch.ones(2) + 1, options.append(config.wrap_inductor_compiled_regions)))
-    assert (options, config.wrap_inductor_compiled_regions) == ([True], before)
+    assert (options, config.wrap_inductor_compiled_regions) == ([True], False)
