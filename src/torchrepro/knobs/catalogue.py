@@ -1,18 +1,21 @@
 """All rows, in the order in which they are set: environment, then flags, then seeds.
 
-Those of torch and its back ends, and of variables, have modules of their own. The rows of policies
-and of the seed are here, and what all rows say about a knob, in words.
+Those of variables have a module of their own. The rows of torch, torch_npu, policies and the seed
+are here, and what all rows say about a knob, in words.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.knob import (
     SEED,
+    Attribute,
+    Calls,
     Integer,
     Knob,
     LazyAccess,
@@ -20,12 +23,383 @@ from torchrepro.knobs.knob import (
     OneOf,
     Phase,
     Scope,
+    Switch,
     Text,
     WordOrMapping,
 )
-from torchrepro.knobs.torch_rows import CPU, CUDA, CUDNN, DOCS, NPU, RANDOMNESS, TORCH
+from torchrepro.knobs.torch_state import (
+    CUBE_MATH_LOWERS,
+    DETERMINISTIC_ALGORITHMS,
+    MODES,
+    DeterministicLevel,
+    FillUninitializedMemory,
+    Fp32Precision,
+    InductorSwitch,
+    JitCompile,
+    MatmulHf32,
+    NpuOption,
+    OptEinsum,
+    ReducedPrecision,
+)
 from torchrepro.knobs.variables import ENV, WITHOUT_EFFECT, allowed
 from torchrepro.messages import near
+
+DOCS = "https://docs.pytorch.org/docs/stable"
+BACKENDS = f"{DOCS}/backends.html#torch-backends"
+GENERATED = f"{DOCS}/generated/torch"
+NUMERICS = f"{DOCS}/notes/cuda.html"
+RANDOMNESS = f"{DOCS}/notes/randomness.html"
+
+_torch = partial(Knob, library="torch")
+_cuda = partial(_torch, hardware="CUDA", source=f"{BACKENDS}-cuda")
+_cudnn = partial(_torch, hardware="CUDA", source=f"{BACKENDS}-cudnn")
+_cpu = partial(_torch, source=f"{BACKENDS}-mkldnn")
+_npu = partial(_torch, hardware="Ascend", source="https://pypi.org/project/torch-npu/")
+
+
+def _flag(section: partial[Knob], name: str, access: Attribute, **columns: Any) -> Knob:
+    alias = f"{access.owner.replace(':', '.')}.{access.name}"
+    columns = {"legal": Switch(), "aliases": (alias,), **columns}
+    return section(name=f"backends.{name}", access=access, **columns)
+
+
+def _precision(owner: str, words: str, default: str, since: str, *aliases: str) -> Knob:
+    device, _, operation = owner.partition(".")
+    return _cuda(
+        name=f"backends.{device}.{operation}_fp32_precision",
+        legal=OneOf(("ieee", "tf32")),
+        access=Fp32Precision(owner),
+        reread=device == "cudnn",  # before torch 2.9 both of its operations have one switch
+        summary=f"float32 {words}: all 23 mantissa bits (ieee) or 10 (tf32{default}).",
+        cost="ieee is up to several times slower than tf32 on tensor cores",
+        source=f"{NUMERICS}#tf32-on-ampere",
+        since=f"2.9; before that {since}",
+        aliases=(f"torch.backends.{owner}.fp32_precision", *aliases, "allow_tf32"),
+    )
+
+
+TORCH = (
+    _torch(
+        name="backends.torch.deterministic_algorithms",
+        legal=OneOf(MODES),
+        access=DETERMINISTIC_ALGORITHMS,
+        summary="Every op takes a deterministic kernel; an op without one raises (error), warns "
+        "and goes on (warn), or nothing is asked (none).",
+        cost="some kernels are slower: a few per cent on most models, several times on some ops",
+        source=f"{GENERATED}.use_deterministic_algorithms.html",
+        since="1.8",
+        aliases=("torch.use_deterministic_algorithms", "torch.set_deterministic_debug_mode"),
+    ),
+    _flag(
+        _torch,
+        "torch.fill_uninitialized_memory",
+        FillUninitializedMemory("torch.utils.deterministic", "fill_uninitialized_memory"),
+        summary="Under deterministic algorithms torch.empty and its like are filled with NaN or "
+        "the largest integer, so that a read of uninitialised memory shows.",
+        cost="about 15 % of a step on large models "
+        "(https://github.com/NVIDIA/Megatron-LM/pull/7093)",
+        source=f"{DOCS}/deterministic.html",
+        since="2.2",
+    ),
+    _torch(
+        name="backends.torch.inductor_deterministic",
+        legal=Switch(),
+        access=InductorSwitch("TORCHINDUCTOR_DETERMINISTIC", "deterministic"),
+        scope=Scope.PROCESS_AND_CHILDREN,
+        summary="Compiled code makes no choice by timing: no autotuning, no benchmarked fusion.",
+        cost="compiled code can be much slower (https://github.com/pytorch/pytorch/issues/174711)",
+        source="https://github.com/pytorch/pytorch/pull/165950",
+        since="2.10",
+        aliases=("env.TORCHINDUCTOR_DETERMINISTIC", "torch._inductor.config.deterministic"),
+    ),
+    _flag(
+        _torch,
+        "torch.opt_einsum_enabled",
+        OptEinsum("torch.backends.opt_einsum", "enabled"),
+        summary="torch.einsum lets opt_einsum choose the order of contraction.",
+        cost="none to speak of; another order rounds differently",
+        source=f"{BACKENDS}-opt-einsum",
+        since="1.13",
+    ),
+    _flag(
+        _torch,
+        "torch.opt_einsum_strategy",
+        OptEinsum("torch.backends.opt_einsum", "strategy"),
+        legal=OneOf(("auto", "greedy", "optimal")),
+        summary="How opt_einsum searches for the order of contraction.",
+        cost="optimal takes long for many operands",
+        source=f"{BACKENDS}-opt-einsum",
+        since="1.13",
+    ),
+    _torch(
+        name="backends.torch.default_dtype",
+        legal=OneOf(("float32", "float64", "float16", "bfloat16")),
+        access=Calls(
+            "torch",
+            "get_default_dtype",
+            "set_default_dtype",
+            to_profile=lambda dtype: str(dtype).removeprefix("torch."),
+            to_library=lambda name: getattr(import_module("torch"), name),
+        ),
+        summary="The type of floating-point tensors made without naming one.",
+        cost="float64 doubles memory and is slow on GPUs",
+        source=f"{GENERATED}.set_default_dtype.html",
+        since="1.0",
+        aliases=("torch.set_default_dtype",),
+    ),
+)
+
+CUDA = (
+    _precision(
+        "cuda.matmul",
+        "matrix products on CUDA",
+        "",
+        "through allow_tf32",
+        "torch.backends.cuda.matmul.allow_tf32",
+        "torch.set_float32_matmul_precision",
+        "env.TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    ),
+    *(
+        _flag(
+            _cuda,
+            f"cuda.allow_{dtype}_reduced_precision_reduction",
+            ReducedPrecision(
+                "torch.backends.cuda:matmul", f"allow_{dtype}_reduced_precision_reduction"
+            ),
+            summary=f"{dtype} matrix products may add up partial sums in {dtype}.",
+            cost="off: slower products with a long inner dimension on some GPUs",
+            source=f"{NUMERICS}#reduced-precision-reduction-in-{dtype}-gemms",
+            since=since,
+        )
+        for dtype, since in (("fp16", "1.10"), ("bf16", "1.12"))
+    ),
+    _flag(
+        _cuda,
+        "cuda.allow_fp16_accumulation",
+        Attribute("torch.backends.cuda:matmul", "allow_fp16_accumulation"),
+        summary="fp16 matrix products may accumulate in fp16.",
+        cost="on: faster on some GPUs, with larger errors",
+        source=f"{NUMERICS}#full-fp16-accmumulation-in-fp16-gemms",
+        since="2.7",
+    ),
+    *(
+        _cuda(
+            name=f"backends.cuda.{kernel}_sdp",
+            legal=Switch(),
+            access=Calls("torch.backends.cuda", f"{kernel}_sdp_enabled", f"enable_{kernel}_sdp"),
+            summary=f"scaled_dot_product_attention may take its {kernel} kernel.",
+            cost=cost,
+            since=since,
+            aliases=(f"torch.backends.cuda.enable_{kernel}_sdp",),
+        )
+        for kernel, since, cost in (
+            ("flash", "2.0", "its backward is not deterministic unless algorithms are `error`"),
+            ("mem_efficient", "2.0", "its backward is deterministic only under `error`"),
+            ("math", "2.0", "the reference: slow, and the whole attention matrix in memory"),
+            ("cudnn", "2.5", "fast on recent GPUs; cuDNN chooses the kernel"),
+        )
+    ),
+    *(
+        _cuda(
+            name=f"backends.cuda.preferred_{which}_library",
+            legal=OneOf(choices),
+            access=Calls(
+                "torch.backends.cuda",
+                f"preferred_{which}_library",
+                f"preferred_{which}_library",
+                to_profile=lambda backend: backend.name.lower(),
+            ),
+            summary=f"The library that computes {which} operations on CUDA tensors.",
+            cost="each library is fastest for other shapes",
+            since=since,
+            aliases=(f"torch.backends.cuda.preferred_{which}_library",),
+        )
+        for which, choices, since in (
+            ("linalg", ("default", "cusolver", "magma"), "1.11"),
+            ("blas", ("default", "cublas", "cublaslt", "ck"), "2.4"),
+        )
+    ),
+)
+
+CUDNN = (
+    _flag(
+        _cudnn,
+        "cudnn.enabled",
+        Attribute("torch.backends.cudnn", "enabled"),
+        summary="cuDNN is used at all. (The often copied `cudnn.enable` does nothing.)",
+        cost="off: convolutions and RNNs are much slower; the last resort of a hunt",
+        since="0.3",
+        aliases=("torch.backends.cudnn.enabled", "cudnn.enable"),
+    ),
+    _flag(
+        _cudnn,
+        "cudnn.benchmark",
+        Attribute("torch.backends.cudnn", "benchmark"),
+        summary="cuDNN times its algorithms at every new shape and takes the fastest, so that "
+        "timing noise decides which one computes.",
+        cost="on: faster with constant shapes; with changing ones it tunes again at every shape "
+        "(measured 23.75 s against 0.74 s for 50 forward passes)",
+        source=RANDOMNESS,
+        since="0.3",
+    ),
+    _flag(
+        _cudnn,
+        "cudnn.benchmark_limit",
+        Attribute("torch.backends.cudnn", "benchmark_limit"),
+        legal=Integer(0),
+        summary="How many algorithms cuDNN's benchmark tries; 0 tries all.",
+        cost="more candidates take longer at the first call of a shape",
+        since="1.13",
+    ),
+    _flag(
+        _cudnn,
+        "cudnn.deterministic",
+        Attribute("torch.backends.cudnn", "deterministic"),
+        summary="cuDNN takes only deterministic algorithms.",
+        cost="some convolutions are several times slower "
+        "(https://github.com/pytorch/pytorch/issues/28777)",
+        source=RANDOMNESS,
+        since="0.4",
+    ),
+    *(
+        _precision(
+            f"cudnn.{operation}",
+            f"{operation} in cuDNN",
+            ", torch's default",
+            "one switch for both, allow_tf32",
+            "torch.backends.cudnn.allow_tf32",
+        )
+        for operation in ("conv", "rnn")
+    ),
+)
+
+CPU = (
+    _flag(
+        _cpu,
+        "cpu.mkldnn_enabled",
+        Attribute("torch.backends.mkldnn", "enabled"),
+        summary="oneDNN is used at all.",
+        cost="off: convolutions on the CPU are much slower; the last resort of a hunt",
+        since="2.6",
+    ),
+    _flag(
+        _cpu,
+        "cpu.mkldnn_deterministic",
+        Attribute("torch.backends.mkldnn", "deterministic"),
+        summary="oneDNN takes only deterministic primitives; no switch of torch does it for you.",
+        cost="some primitives are slower",
+        since="2.6",
+    ),
+    *(
+        _cpu(
+            name=f"backends.cpu.mkldnn_{operation}_fp32_precision",
+            legal=OneOf(("ieee", "tf32", "bf16")),
+            access=Fp32Precision(f"mkldnn.{operation}"),
+            summary=f"float32 {operation} in oneDNN: in full, or through tf32 or bf16 products.",
+            cost="ieee gives up the speed of the CPU's bf16 units, where it has them",
+            source=f"{DOCS}/notes/mkldnn.html",
+            since="2.9",
+            aliases=(f"torch.backends.mkldnn.{operation}.fp32_precision",),
+        )
+        for operation in ("matmul", "conv", "rnn")
+    ),
+    _cpu(
+        name="backends.cpu.num_threads",
+        legal=Integer(1, 4096),
+        access=Calls("torch", "get_num_threads", "set_num_threads"),
+        summary="Threads inside one CPU op. Another number adds up in another order.",
+        cost="fewer threads, less speed",
+        source=f"{GENERATED}.set_num_threads.html",
+        since="1.0",
+        aliases=("torch.set_num_threads",),
+    ),
+)
+
+
+def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: str) -> Knob:
+    texts = tuple(access.texts)
+    return _npu(
+        name=f"backends.npu.{field}",
+        legal=Switch() if isinstance(texts[0], bool) else OneOf(texts),
+        access=access,
+        summary=summary,
+        cost=cost,
+        since="torch_npu 2.1; looked for, not assumed",
+        aliases=aliases,
+    )
+
+
+_ENABLE = {True: "enable", False: "disable"}
+
+NPU = (
+    _npu(
+        name="backends.npu.deterministic_level",
+        legal=Integer(0, 3),
+        access=DeterministicLevel(),
+        reread=True,
+        summary="How far kernels are fixed: 1 deterministic, 2 also the order of torch.mm's "
+        "sums, 3 also over batch sizes. It moves torch's own flag along.",
+        cost="each level is slower; 3 needs CANN 9.2",
+        since="torch_npu 2.6",
+        aliases=("torch.npu.set_deterministic_level",),
+    ),
+    _option(
+        "jit_compile",
+        JitCompile("jitCompile", _ENABLE),
+        "Ops are compiled when first called. With it on and the task queue on, torch_npu "
+        "never forwards determinism.",
+        "on: slow first steps",
+        "torch.npu.set_compile_mode",
+    ),
+    _option(
+        "conv_allow_hf32",
+        NpuOption("ALLOW_CONV_HF32", _ENABLE, unset=True),
+        "float32 convolutions may drop mantissa bits (HF32); torch_npu's default is on.",
+        "off: slower convolutions",
+        "torch.npu.conv.allow_hf32",
+        "torch.npu.aclnn.allow_hf32",
+    ),
+    _option(
+        "matmul_allow_hf32",
+        MatmulHf32("ALLOW_MATMUL_HF32", _ENABLE, unset=False),
+        "float32 matrix products may drop mantissa bits (HF32).",
+        "off: slower products",
+        "torch.npu.matmul.allow_hf32",
+    ),
+    _option(
+        "cube_math_type",
+        NpuOption("CUBE_MATH_TYPE", {name: str(n) for n, name in enumerate(CUBE_MATH_LOWERS)}),
+        "How the matrix unit computes; once set it wins over matmul_allow_hf32.",
+        "KEEP_DTYPE: slowest and most exact",
+        "torch.npu.matmul.cube_math_type",
+    ),
+    _option(
+        "allow_internal_format",
+        NpuOption("ALLOW_INTERNAL_FORMAT", _ENABLE),
+        "Tensors may be kept in private layouts, which changes the order of sums.",
+        "off: some ops convert layouts more often",
+        "torch.npu.config.allow_internal_format",
+    ),
+    _npu(
+        name="backends.npu.task_queue",
+        legal=Integer(0, 2),
+        access=Calls("torch:npu", "get_task_queue_enable", "set_task_queue_enable"),
+        summary="Ops are handed to the device through a queue on another thread (1, 2) or "
+        "directly (0).",
+        cost="0: slower launches",
+        since="torch_npu 2.13",
+        aliases=("env.TASK_QUEUE_ENABLE", "torch.npu.set_task_queue_enable"),
+    ),
+    _npu(
+        name="backends.npu.compatible_impl",
+        legal=Switch(),
+        access=Calls("torch:npu", "are_compatible_impl_enabled", "use_compatible_impl"),
+        summary="gelu, matmul and max_pool follow the numerics of torch's own kernels.",
+        cost="on: slower kernels for those ops",
+        since="torch_npu 2.6",
+        aliases=("env.TORCH_NPU_USE_COMPATIBLE_IMPL", "torch.npu.use_compatible_impl"),
+    ),
+)
 
 _DEVICE = Text(r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?", "cpu, cuda, npu, xpu, mps", variable=False)
 DEVICES_OF_MODULES = MappingOf(
@@ -211,82 +585,84 @@ POLICIES = (
     ),
 )
 
-_seed = partial(Knob, key="seed", legal=SEED, moves_on=True, guarded=False)
 
-
-def _accelerator(device: str, hardware: str, source: str, since: str) -> Knob:
-    return _seed(
-        name=f"seed.{device}",
-        hardware=hardware,
-        access=LazyAccess(f"seeding.global_seeds:{device}_seed"),
-        library="torch",
-        summary=f"Seed of the default generator of every {device.upper()} device.",
-        cost="none; before device init the seed waits in torch's queue",
-        source=source,
-        since=since,
-        aliases=(f"torch.{device}.manual_seed_all", f"torch.{device}.manual_seed"),
-    )
+def _seed(
+    of: str, access: str, summary: str, source: str, cost: str = "none", **columns: Any
+) -> Knob:
+    columns = {"library": "torch", "moves_on": True, "guarded": False, **columns}
+    path = LazyAccess(f"seeding.global_seeds:{access}")
+    return Knob(f"seed.{of}", SEED, path, summary, cost, source, key="seed", **columns)
 
 
 SEEDS = (
     _seed(
-        name="seed.streams",
+        "streams",
+        "root_seed",
+        "Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",
+        "https://www.rfc-editor.org/rfc/rfc7693",
+        "none; deriving a stream takes about 5 microseconds",
         set_on_import="",
-        access=LazyAccess("seeding.global_seeds:root_seed"),
-        summary="Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",
-        cost="none; deriving a stream takes about 5 microseconds",
-        source="https://www.rfc-editor.org/rfc/rfc7693",
+        library="",
     ),
     _seed(
-        name="seed.libraries",
-        access=LazyAccess("seeding.global_seeds:library_seeds"),
-        library="torch",
-        summary="Seed of other libraries that draw numbers (cupy, tensorflow, gymnasium, "
+        "libraries",
+        "library_seeds",
+        "Seed of other libraries that draw numbers (cupy, tensorflow, gymnasium, "
         "registered ones), given when they are loaded.",
-        cost="none",
-        source="https://docs.cupy.dev/en/stable/reference/random.html",
+        "https://docs.cupy.dev/en/stable/reference/random.html",
     ),
     _seed(
-        name="seed.python",
+        "python",
+        "python_seed",
+        "Seed of the generator behind the functions of Python's `random`.",
+        "https://docs.python.org/3/library/random.html#random.seed",
         set_on_import="random",
-        access=LazyAccess("seeding.global_seeds:python_seed"),
-        summary="Seed of the generator behind the functions of Python's `random`.",
-        cost="none",
-        source="https://docs.python.org/3/library/random.html#random.seed",
+        library="",
         aliases=("random.seed",),
     ),
     _seed(
-        name="seed.numpy",
+        "numpy",
+        "numpy_seed",
+        "Seed of numpy's legacy global generator; a Generator of your own is not reached.",
+        "https://numpy.org/doc/stable/reference/random/legacy.html",
+        "about 6 ms the first time: numpy loads numpy.random",
         set_on_import="numpy.random",
-        access=LazyAccess("seeding.global_seeds:numpy_seed"),
         library="numpy",
-        summary="Seed of numpy's legacy global generator; a Generator of your own is not reached.",
-        cost="about 6 ms the first time: numpy loads numpy.random",
-        source="https://numpy.org/doc/stable/reference/random/legacy.html",
         aliases=("numpy.random.seed", "np.random.seed"),
     ),
     _seed(
-        name="seed.torch",
-        access=LazyAccess("seeding.global_seeds:torch_seed"),
-        library="torch",
-        summary="Seed of torch's default CPU generator, of which only the low 32 bits count.",
-        cost="none",
-        source=RANDOMNESS,
+        "torch",
+        "torch_seed",
+        "Seed of torch's default CPU generator, of which only the low 32 bits count.",
+        RANDOMNESS,
         aliases=("torch.manual_seed",),
     ),
     _seed(
-        name="seed.calls",
-        access=LazyAccess("seeding.global_seeds:seeding_calls"),
-        library="torch",
-        summary="Later calls of the program that seed a generator are honoured and recorded, each "
+        "calls",
+        "seeding_calls",
+        "Later calls of the program that seed a generator are honoured and recorded, each "
         "with its line.",
-        cost="about a microsecond per such call",
-        source=RANDOMNESS,
+        RANDOMNESS,
+        "about a microsecond per such call",
     ),
-    _accelerator("cuda", "CUDA", RANDOMNESS, ""),
-    _accelerator("npu", "Ascend", "https://pypi.org/project/torch-npu/", "torch_npu 2.1"),
-    _accelerator("mps", "MPS", "https://docs.pytorch.org/docs/stable/mps.html", "1.12"),
-    _accelerator("xpu", "XPU", "https://docs.pytorch.org/docs/stable/xpu.html", "2.3"),
+    *(
+        _seed(
+            device,
+            f"{device}_seed",
+            f"Seed of the default generator of every {device.upper()} device.",
+            source,
+            "none; before device init the seed waits in torch's queue",
+            hardware=hardware,
+            since=since,
+            aliases=(f"torch.{device}.manual_seed_all", f"torch.{device}.manual_seed"),
+        )
+        for device, hardware, since, source in (
+            ("cuda", "CUDA", "", RANDOMNESS),
+            ("npu", "Ascend", "torch_npu 2.1", "https://pypi.org/project/torch-npu/"),
+            ("mps", "MPS", "1.12", f"{DOCS}/mps.html"),
+            ("xpu", "XPU", "2.3", f"{DOCS}/xpu.html"),
+        )
+    ),
 )
 
 # Inside torch, the NPU's level comes after the flag that its setter also moves. The seeds are
