@@ -31,6 +31,7 @@ from torchrepro.callers import address, frames, program_place
 from torchrepro.imports import AfterImport
 from torchrepro.patching import wrap
 from torchrepro.seeding.call_listeners import on_modules_called
+from torchrepro.seeding.generators import generator_kind
 from torchrepro.trace.buffer import statistics
 from torchrepro.trace.fingerprint import fingerprint, unobserved
 from torchrepro.trace.fingerprint_cache import GeneratorStates
@@ -247,7 +248,7 @@ class _State(_Training):
         self._positions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._iterations = Counter[str]()
         self._global = GeneratorStates()
-        self._own: dict[int, tuple[str, Any]] = {}
+        self._own: dict[int, Any] = {}  # what it is called, the generator, what reads its state
         self._objects: list[tuple[str, Any]] = []
         self._last: dict[str, str] = {}
         self._begin_step()
@@ -282,8 +283,8 @@ class _State(_Training):
             place = self._positions[iterator]
             place[1] += 1
             with unobserved():
-                digest = _digest(fingerprint(tensor) for tensor in tensors_in(batch))
-            self._batches.append([where, *place, digest])
+                each = b"".join(fingerprint(tensor) for tensor in tensors_in(batch))
+            self._batches.append([where, *place, xxhash.xxh3_128_hexdigest(each)])
         self._sample()
 
     def module_begins(self, module: Any, _args: Any) -> None:
@@ -329,7 +330,9 @@ class _State(_Training):
         seen = Counter[str]()
         for kind, each in self._objects:
             name = _numbered(type(each).__name__, seen)
-            others[kind][name] = repr(each.epoch) if kind == "sampler" else _plain_state(each)
+            its = {} if kind == "sampler" else each.state_dict()
+            plain = {key: value for key, value in its.items() if isinstance(value, _PLAIN)}
+            others[kind][name] = repr(each.epoch if kind == "sampler" else plain)
         self._notes.add(
             step=self._step,
             parameters=parameters,
@@ -351,20 +354,23 @@ class _State(_Training):
         """Note the states of all generators; `counts` is whether a draw since the last counts."""
         with unobserved():
             found = dict(self._global.read())
-            for number, (name, generator) in _generators(root).items():
+            for number, (name, *its) in _generators(root).items():
                 if number not in self._own:
-                    taken = {each for each, _ in self._own.values()}
+                    taken = {each for each, *_ in self._own.values()}
                     label = name if name not in taken else f"{name}#{len(taken)}"
-                    self._own[number] = label, generator
-            for name, generator in self._own.values():
-                found[name] = _state_of(generator)
-        for name, digest in found.items():
-            self._seen.setdefault(name, {})[digest] = None
-            if counts and self._last.get(name, digest) != digest:
+                    self._own[number] = (label, *its)
+            for name, _, read in self._own.values():
+                state = read()
+                digest = fingerprint if isinstance(state, torch.Tensor) else _digest
+                found[name] = digest(state).hex()
+        for name, now in found.items():
+            self._seen.setdefault(name, {})[now] = None
+            if counts and self._last.get(name, now) != now:
                 self._drew.add(name)
         self._last = found
 
 
+_PLAIN = (int, float, str, bool, list, tuple)
 _KINDS = {"scheduler": LRScheduler, "scaler": torch.amp.GradScaler, "sampler": Sampler}
 
 
@@ -380,46 +386,17 @@ def _objects_of_interest() -> list[tuple[str, Any]]:
     ]
 
 
-def _plain_state(each: Any) -> str:
-    kept = int, float, str, bool, list, tuple
-    return repr({key: its for key, its in each.state_dict().items() if isinstance(its, kept)})
+def _digest(state: Any) -> bytes:
+    return xxhash.xxh3_128_digest(repr(state).encode())
 
 
-def _digest(texts: Any) -> str:
-    digest = xxhash.xxh3_128()
-    for text in texts:
-        digest.update(text)
-    return digest.hexdigest()
+_GLOBAL = (torch.default_generator, getattr(random.getstate, "__self__", None))
 
 
-_OF_PYTHON = getattr(random.getstate, "__self__", None)
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, torch.Generator):
-        return value is not torch.default_generator
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom) and value is not _OF_PYTHON
-    numpy = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
-
-
-def _state_of(generator: Any) -> str:
-    if isinstance(generator, torch.Generator):
-        return fingerprint(generator.get_state()).hex()
-    if isinstance(generator, random.Random):
-        return _digest([repr(generator.getstate()).encode()])
-    bits = getattr(generator, "bit_generator", None)
-    state = bits.state if bits is not None else generator.get_state(legacy=False)
-    return _digest([repr(state).encode()])
-
-
-def _generators(root: Any) -> dict[int, tuple[str, Any]]:
-    """Return the generators of the program that can be reached, by what it calls them.
-
-    They are in variables of its functions, in its modules, and in what is in these.
-    """
-    found: dict[int, tuple[str, Any]] = {}
+def _generators(root: Any) -> dict[int, tuple[str, Any, Callable[[], Any]]]:
+    # What the program calls each of its generators that can be reached, and what reads its state.
+    # They are in variables of its functions, in its modules, and in what is in these.
+    found: dict[int, tuple[str, Any, Callable[[], Any]]] = {}
     seen: set[int] = set()
     todo: list[tuple[str, Any, int]] = [] if root is None else [("loader", root, 0)]
     for frame in frames():
@@ -434,8 +411,10 @@ def _generators(root: Any) -> dict[int, tuple[str, Any]]:
         if address(value) in seen or isinstance(value, type(sys) | type):
             continue
         seen.add(address(value))
-        if _is_generator(value):
-            found[address(value)] = name, value
+        kind = generator_kind(value)
+        is_shared = isinstance(value, random.SystemRandom) or any(value is g for g in _GLOBAL)
+        if kind is not None and not is_shared:
+            found[address(value)] = name, value, kind.slot(value).read
         elif depth < _DEEPEST and not isinstance(value, torch.Tensor | str | bytes):
             todo += [(f"{name}{key}", its, depth + 1) for key, its in _parts_of(value)]
     return found
