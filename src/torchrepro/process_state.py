@@ -20,7 +20,7 @@ from typing import Any
 from torchrepro.callers import frames, package
 from torchrepro.errors import ApplyError, SeedingError
 from torchrepro.knobs.torch_state import npu_with_devices
-from torchrepro.knobs.variables import openmp_loaded
+from torchrepro.knobs.variables import openmp_of_torch
 from torchrepro.messages import shown, some
 from torchrepro.profile.resolved import NOT_INHERITED, ResolvedProfile, flatten
 from torchrepro.seeding.streams import world
@@ -58,7 +58,7 @@ def _communicator_made() -> bool:
 DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
     "interpreter": (lambda: True, "Python has started"),
     "torch": (lambda: _loaded("torch"), "torch is loaded"),
-    "openmp": (lambda: _loaded("torch") or openmp_loaded(), "OpenMP is loaded"),
+    "openmp": (lambda: _loaded("torch") or bool(openmp_of_torch()), "OpenMP is loaded"),
     "torch_npu": (lambda: _loaded("torch_npu"), "torch_npu is loaded"),
     "cuda": (lambda: _initialised("cuda"), "CUDA is initialised"),
     "npu": (lambda: _initialised("npu"), "the NPU is initialised"),

@@ -127,34 +127,15 @@ KINDS: Mapping[str, Legal] = {
 """The legal values that several variables share, or that are made of parts."""
 
 
-def pinned(value: str) -> bool:
-    """Whether a list of algorithms names some rather than excluding some."""
-    return bool(value) and not value.startswith("^")
-
-
-def of_fixed_size(value: str) -> bool:
-    """Whether a configuration of cuBLAS's workspace is one under which its sums repeat."""
-    return value in (":4096:8", ":16:8")
-
-
-def in_fixed_order(value: str) -> bool:
-    """Whether HCCL's collectives then add up in a fixed order."""
-    return value.lower() in ("true", "strict")
-
-
-def switched_on(value: str) -> bool:
-    """Whether a switch of the ATB library is on, which takes two texts for it."""
-    return value in ("1", "true")
-
-
 ENOUGH: Mapping[str, Callable[[str], bool]] = {
     "a_number": str.isdigit,
     "not_empty": bool,
-    "pinned": pinned,
-    "of_fixed_size": of_fixed_size,
-    "in_fixed_order": in_fixed_order,
-    "switched_on": switched_on,
+    "pinned": lambda value: bool(value) and not value.startswith("^"),  # it names algorithms
+    "of_fixed_size": lambda value: value in (":4096:8", ":16:8"),  # where cuBLAS's sums repeat
+    "in_fixed_order": lambda value: value.lower() in ("true", "strict"),  # as HCCL then adds up
+    "switched_on": lambda value: value in ("1", "true"),  # of the ATB library, which takes both
 }
+"""Which texts of a variable serve a guarantee, by what the rows and its needs call that."""
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 _MAPPED = Path("/proc/self/maps")
@@ -193,16 +174,12 @@ def _secret_of(text: str) -> bytes:
     return bytes(secret) or bytes(16)
 
 
-def openmp_loaded() -> bool:
-    """Whether a runtime of OpenMP that torch computes with is loaded, where the system tells."""
-    return bool(_openmp_of_torch())
-
-
-def _openmp_of_torch() -> set[str]:
+def openmp_of_torch() -> set[str]:
     """Return the paths of the loaded OpenMP runtimes that torch computes with, or will.
 
     A library brings its own runtime under another name, or shares the one that is loaded. So the
-    runtimes of torch are those with the names of the files that torch installs.
+    runtimes of torch are those with the names of the files that torch installs. There are none
+    where the system does not tell.
     """
     try:
         mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}
@@ -226,7 +203,7 @@ def _from_openmp(function: str) -> int:
     import ctypes
 
     mode = os.RTLD_NOW | os.RTLD_NOLOAD
-    runtimes = [ctypes.CDLL(path, mode=mode) for path in _openmp_of_torch()]
+    runtimes = [ctypes.CDLL(path, mode=mode) for path in openmp_of_torch()]
     answers = {int(getattr(runtime, function)()) for runtime in runtimes}
     if len(answers) != 1:
         raise MissingState("no OpenMP runtime is loaded, or several that disagree")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchrepro.knobs.variables import in_fixed_order, of_fixed_size, pinned, switched_on
+from torchrepro.knobs.variables import ENOUGH
 from torchrepro.profile.resolved import STRICT
 
 ALL = ("seeded", *STRICT)
@@ -49,13 +49,9 @@ _ON, _OFF = _is(True), _is(False)  # noqa: FBT003 - values that will do
 _IN_FULL = _is("ieee", "none")  # torch asks only whether float32 is tf32 or bf16
 
 
-def _any(_: Any) -> bool:
-    return True
-
-
-def _seed(library: str, whose: str, kind: str, *calls: str) -> Need:
+def _seed(of: str, what: str, kind: str, *calls: str) -> Need:
     kinds = (kind,) if kind else ()
-    return Need(ALL, f"seed.{library}", _any, f"{whose} random numbers", kinds, calls=calls)
+    return Need(ALL, f"seed.{of}", lambda _: True, what, kinds, calls=calls)
 
 
 def _precision(
@@ -73,17 +69,15 @@ def _precision(
 
 
 NEEDS: tuple[Need, ...] = (
-    _seed("python", "Python's", "", "random.seed"),
-    _seed("numpy", "numpy's", "numpy", "numpy.random.seed"),
-    _seed("torch", "torch's", "", *SEED_TORCH),
+    _seed("python", "Python's random numbers", "", "random.seed"),
+    _seed("numpy", "numpy's random numbers", "numpy", "numpy.random.seed"),
+    _seed("torch", "torch's random numbers", "", *SEED_TORCH),
     *(
-        Need(
-            ALL,
-            f"seed.{device}",
-            _any,
+        _seed(
+            device,
             f"the random numbers of {device.replace('cuda', 'gpu').upper()}s",
-            (device,),
-            calls=(*SEED_TORCH, f"torch.{device}.manual_seed", f"torch.{device}.manual_seed_all"),
+            device,
+            *(*SEED_TORCH, f"torch.{device}.manual_seed", f"torch.{device}.manual_seed_all"),
         )
         for device in ("cuda", "npu")
     ),
@@ -132,7 +126,13 @@ NEEDS: tuple[Need, ...] = (
         ("onednn",),
         if_there=True,
     ),
-    Need(REPEATABLE, "env.CUBLAS_WORKSPACE_CONFIG", of_fixed_size, "the sums of cuBLAS", ("cuda",)),
+    Need(
+        REPEATABLE,
+        "env.CUBLAS_WORKSPACE_CONFIG",
+        ENOUGH["of_fixed_size"],
+        "the sums of cuBLAS",
+        ("cuda",),
+    ),
     Need(
         STRICT,
         "backends.cudnn.benchmark",
@@ -162,14 +162,18 @@ NEEDS: tuple[Need, ...] = (
     ),
     *(
         Need(
-            REPEATABLE, f"env.{name}", pinned, "the sums of NCCL's collectives", ("cuda", "several")
+            REPEATABLE,
+            f"env.{name}",
+            ENOUGH["pinned"],
+            "the sums of NCCL's collectives",
+            ("cuda", "several"),
         )
         for name in ("NCCL_ALGO", "NCCL_PROTO")
     ),
     Need(
         STRICT,
         "env.HCCL_DETERMINISTIC",
-        in_fixed_order,
+        ENOUGH["in_fixed_order"],
         "the sums of HCCL's collectives",
         ("npu", "several"),
         broken_by=("false",),
@@ -178,7 +182,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         STRICT,
         "env.LCCL_DETERMINISTIC",
-        switched_on,
+        ENOUGH["switched_on"],
         "the sums of ATB's collectives",
         ("npu", "several"),
         broken_by=("0", "false"),
