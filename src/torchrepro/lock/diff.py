@@ -132,11 +132,6 @@ def _knobs(report: Any) -> Section:
     }
 
 
-def _absent_hardware(report: Any) -> Section:
-    rows = _pairs(report)["knobs"]
-    return {str(row["knob"]): row["absent"] for row in rows if row.get("absent")}
-
-
 def _state(outcome: Any, after: Any, absent: Any) -> Any:
     # The value that a knob had after applying, or the outcome if it was not set.
     return after if is_set(outcome, after, absent) else str(outcome)
@@ -153,10 +148,6 @@ def _packs(origins: Any) -> Section:
     return {package: ", ".join(sorted(versions)) for package, versions in found.items()}
 
 
-def _seeding_calls(calls: Any) -> Section:
-    return {f"{call['function']} at {call['where']}": call["value"] for call in calls}
-
-
 def _versions(value: Any) -> Section:
     found = dict(_pairs(value))
     if isinstance(found.get("python"), str):
@@ -171,8 +162,14 @@ READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "packs": ("origins", _packs),
     "guarantee": ("report", lambda report: {"held": str(report["guarantee"]["held"])}),
     "knobs": ("report", _knobs),
-    ABSENT_HARDWARE: ("report", _absent_hardware),
-    "seeding calls": ("seeding_calls", _seeding_calls),
+    ABSENT_HARDWARE: (
+        "report",
+        lambda report: {r["knob"]: r["absent"] for r in report["knobs"] if r.get("absent")},
+    ),
+    "seeding calls": (
+        "seeding_calls",
+        lambda calls: {f"{call['function']} at {call['where']}": call["value"] for call in calls},
+    ),
     "environment": ("environment", _pairs),
     "other variables": ("other_variables", _pairs),
     "compiler": ("compiler", _pairs),
