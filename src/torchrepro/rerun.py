@@ -31,7 +31,7 @@ from torchrepro.lock.diff import (
     of_contents,
     shared_impact,
 )
-from torchrepro.lock.lock_file import HERE, plan_of_a_run, refuse_lost_file, true_digest
+from torchrepro.lock.lock_file import HERE, plan_of_a_run, refuse_lost_file
 from torchrepro.manifest.contents import (
     FILE,
     HYDRA,
@@ -213,10 +213,9 @@ def prepare(
 
 
 def _original_profile(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile:
-    digest = true_digest(contents)
-    if digest is None:
+    if HIDDEN in json.dumps(contents["profile"]):
         raise ProfileError.about("a value of the profile is hidden", str(path), "profile")
-    if digest != contents.get("digest"):
+    if ResolvedProfile.of(contents["profile"]).digest != contents.get("digest"):
         what = "damaged: the values of the profile are not those of its digest"
         found = str(contents.get("digest"))[:80]
         raise ProfileError.about(what, str(path), "digest", found)

@@ -39,22 +39,16 @@ from torchrepro.manifest.environment import hardware, software
 from torchrepro.messages import some
 from torchrepro.planner import Plan, make_plan
 from torchrepro.profile.load import key_of, resolve
-from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.profile.search_path import SUFFIXES
-from torchrepro.redaction import HIDDEN, without_secrets
+from torchrepro.redaction import without_secrets
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.report import Report
 
 
 HERE = "this machine"
-
-
-def true_digest(contents: Mapping[str, Any]) -> str | None:
-    """Return the digest of the profile in a lock; None where a part of it was redacted."""
-    profile = contents["profile"]
-    return None if HIDDEN in json.dumps(profile) else ResolvedProfile.of(profile).digest
 
 
 def refuse_lost_file(profile: str) -> None:
