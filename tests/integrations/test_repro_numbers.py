@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch._dynamo  # noqa: F401 - it can be imported once, and each run below would
 
-from torchrepro.lock.numbers import NumbersOfTest, numbers_of_training
+from torchrepro.lock.numbers import hold_test, numbers_of_training
 from torchrepro.manifest.environment import kind_of_machine
 
 pytest_plugins = ("pytester",)
@@ -64,19 +65,19 @@ def test_numbers_are_written_once_and_held_from_then_on(pytester, monkeypatch):
 
 def test_a_section_of_another_machine_is_no_number_of_this_one(tmp_path, monkeypatch):
     """In CI that is a failure which says how to add one; elsewhere it is added beside the other."""
-    test = NumbersOfTest(tmp_path / "repro_numbers" / "a.lock", "test_a", None)
-    numbers = numbers_of_training([0.5, float("nan")])
+    path, numbers = tmp_path / "repro_numbers" / "a.lock", numbers_of_training([0.5, float("nan")])
+    held = partial(hold_test, path, "test_a", None, numbers)
     monkeypatch.delenv("CI", raising=False)
-    written = test.held_to(numbers, "")
-    contents = json.loads(test.path.read_text())
+    written = held("")
+    contents = json.loads(path.read_text())
     machines = contents["machines"]
     machines["H100"] = machines.pop(kind_of_machine())
-    test.path.write_text(json.dumps(contents))
+    path.write_text(json.dumps(contents))
     monkeypatch.setenv("CI", "1")
-    missing = test.held_to(numbers, "")
-    added = test.held_to(numbers, "CI, too"), test.held_to(numbers, "")
+    missing = held("")
+    added = held("CI, too"), held("")
 
     assert (written, added) == ("", ("", ""))
     assert "holds no numbers of test_a" in missing
     assert "it has some of H100" in missing
-    assert set(json.loads(test.path.read_text())["machines"]) == {"H100", kind_of_machine()}
+    assert set(json.loads(path.read_text())["machines"]) == {"H100", kind_of_machine()}

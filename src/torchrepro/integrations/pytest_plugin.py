@@ -324,7 +324,7 @@ def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
     """
     from torchrepro.applier import in_force
     from torchrepro.errors import TorchreproError
-    from torchrepro.lock.numbers import FOLDER, NumbersOfTest, numbers_of_training
+    from torchrepro.lock.numbers import FOLDER, hold_test, numbers_of_training
 
     file, calls = request.path, count(1)
     whole = request.node.nodeid.partition("::")[2] or request.node.name
@@ -332,10 +332,10 @@ def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
     def hold(losses: Any, model: Any = None) -> None:
         name = whole if (number := next(calls)) == 1 else f"{whole} {number}"
         profile = in_force()[-1].resolved.name if in_force() else None
-        test = NumbersOfTest(file.parent / FOLDER / f"{file.stem}.lock", name, profile)
-        reason = request.config.getoption("--repro-update") or ""
+        path = file.parent / FOLDER / f"{file.stem}.lock"
+        reason = " ".join((request.config.getoption("--repro-update") or "").split())
         try:
-            differs = test.held_to(numbers_of_training(losses, model), " ".join(reason.split()))
+            differs = hold_test(path, name, profile, numbers_of_training(losses, model), reason)
         except TorchreproError as error:
             differs = str(error)
         if differs:

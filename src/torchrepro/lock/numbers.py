@@ -210,69 +210,64 @@ def numbers_of_training(losses: Any, model: Any = None) -> Numbers:
     return Numbers(steps, _digest_of_all(fingerprint(tensor.detach()) for tensor in tensors))
 
 
-class NumbersOfTest(NamedTuple):
-    """One test, and the file that holds its numbers."""
+def hold_test(path: Path, name: str, profile: str | None, numbers: Numbers, reason: str) -> str:
+    """Return in what the numbers of the test `name` differ from those in its file `path`.
 
-    path: Path
-    name: str
-    profile: str | None  # the name of the profile that is in force for the test
+    Empty if in nothing. `profile` is the name of the one that is in force. With a reason the
+    numbers are written. Where there are none yet they are written as well, unless
+    the variable `CI` is set: then that is what is returned.
+    """
+    machine = kind_of_machine()
+    settings = {"torch": installed_version("torch"), "profile": profile}
+    with _opened(path) as contents:
+        section = contents[MACHINES].get(machine, {})
+        held = section.get(name)
+        if held is None and not reason and os.environ.get("CI"):
+            others = [each for each in contents[MACHINES] if each != machine]
+            there = f"; it has some of {some(others)}" if others and not section else ""
+            return (
+                f"{path} holds no numbers of {name} for {machine}{there}\n"
+                f'  to add them: pytest --repro-update "why" {path.parent.parent}'
+            )
+        if held is not None and not reason:
+            first = first_difference(Numbers.from_json(held, str(path)), numbers)
+            if first is None:
+                return ""
+            other = (
+                f"  {setting}: {held.get(setting)} in the lock, {now} here"
+                for setting, now in settings.items()
+                if held.get(setting) != now
+            )
+            todo = '  if that is as it should be: pytest --repro-update "why"'
+            return "\n".join([str(first), *other, f"  as it is: {path}", todo])
+        its = {**numbers.to_json(), **settings}
+        section[name] = {**its, "reason": reason} if reason else its
+        contents[MACHINES][machine] = section
+        write_in_place(path, by_lines(contents) + "\n")
+    return ""
 
-    def held_to(self, numbers: Numbers, reason: str) -> str:
-        """Return in what the numbers differ from those of the file; empty if in nothing.
 
-        With a reason they are written. Where there are none yet they are written as well, unless
-        the variable `CI` is set: then that is what is returned.
-        """
-        machine = kind_of_machine()
-        settings = {"torch": installed_version("torch"), "profile": self.profile}
-        with self._opened() as contents:
-            section = contents[MACHINES].get(machine, {})
-            held = section.get(self.name)
-            if held is None and not reason and os.environ.get("CI"):
-                others = [each for each in contents[MACHINES] if each != machine]
-                there = f"; it has some of {some(others)}" if others and not section else ""
-                return (
-                    f"{self.path} holds no numbers of {self.name} for {machine}{there}\n"
-                    f'  to add them: pytest --repro-update "why" {self.path.parent.parent}'
-                )
-            if held is not None and not reason:
-                first = first_difference(Numbers.from_json(held, str(self.path)), numbers)
-                if first is None:
-                    return ""
-                other = (
-                    f"  {name}: {held.get(name)} in the lock, {now} here"
-                    for name, now in settings.items()
-                    if held.get(name) != now
-                )
-                todo = '  if that is as it should be: pytest --repro-update "why"'
-                return "\n".join([str(first), *other, f"  as it is: {self.path}", todo])
-            its = {**numbers.to_json(), **settings}
-            section[self.name] = {**its, "reason": reason} if reason else its
-            contents[MACHINES][machine] = section
-            write_in_place(self.path, by_lines(contents) + "\n")
-        return ""
-
-    @contextmanager
-    def _opened(self) -> Iterator[dict[str, Any]]:
-        """Read the file, while no other process of the same tests reads or writes it."""
-        contents: dict[str, Any] = {"tests": FORMAT, MACHINES: {}}
-        if not self.path.exists() and os.environ.get("CI"):
-            yield contents
-            return
-        self.path.parent.mkdir(exist_ok=True)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            if self.path.exists():
-                try:
-                    contents = json.loads(self.path.read_text(encoding="utf-8"))
-                    valid = contents["tests"] == FORMAT and isinstance(contents[MACHINES], dict)
-                except (ValueError, TypeError, KeyError):
-                    valid = False
-                if not valid:
-                    todo = 'remove it, then pytest --repro-update "why"'
-                    what = "damaged: no numbers of tests"
-                    raise ProfileError.about(what, str(self.path), todo=todo)
-            yield contents
-        finally:
-            os.close(folder)
+@contextmanager
+def _opened(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the file, while no other process of the same tests reads or writes it."""
+    contents: dict[str, Any] = {"tests": FORMAT, MACHINES: {}}
+    if not path.exists() and os.environ.get("CI"):
+        yield contents
+        return
+    path.parent.mkdir(exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if path.exists():
+            try:
+                contents = json.loads(path.read_text(encoding="utf-8"))
+                valid = contents["tests"] == FORMAT and isinstance(contents[MACHINES], dict)
+            except (ValueError, TypeError, KeyError):
+                valid = False
+            if not valid:
+                todo = 'remove it, then pytest --repro-update "why"'
+                what = "damaged: no numbers of tests"
+                raise ProfileError.about(what, str(path), todo=todo)
+        yield contents
+    finally:
+        os.close(folder)
