@@ -529,8 +529,6 @@ class Calls:
 
 
 _ALWAYS_ACTIVE = object()
-_IN_WORKERS = "seeding.loader_hook:pass_to_workers"
-"""The function that passes a value on to data-loading workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,7 +581,8 @@ class LazyAccess:
     def _pass_to_workers(self) -> None:
         if self.inherited:
             value = self.read()
-            named(_IN_WORKERS)(self.path, None if value == self.at_rest else value)
+            pass_to_workers = named("seeding.loader_hook:pass_to_workers")
+            pass_to_workers(self.path, None if value == self.at_rest else value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,8 +201,6 @@ class InductorVariable(Variable):
 class InductorSwitch(InductorVariable):
     """The same state by the option's own values."""
 
-    __slots__ = ()
-
     def read(self) -> Any:
         if not _inductor_reads(self.name):
             raise MissingState(f"this torch's inductor has no {self.option} mode")
@@ -242,8 +240,6 @@ MODES = ("none", "warn", "error")  # those of deterministic algorithms, by torch
 class DeterministicAlgorithms(Calls):
     """torch's flag, which reaches an NPU only if torch_npu forwards it."""
 
-    __slots__ = ()
-
     def save(self) -> Any:
         warns_only = import_module("torch").is_deterministic_algorithms_warn_only_enabled()
         return Calls.save(self), warns_only
@@ -278,8 +274,6 @@ class FillUninitializedMemory(Attribute):
     (https://github.com/Ascend/pytorch, torch_npu/utils/_deterministic.py).
     """
 
-    __slots__ = ()
-
     def holds(self, value: bool) -> bool:  # noqa: FBT001 - the value of a boolean knob
         return bool(self.read() == value and self._copy() in (value, None))
 
@@ -301,8 +295,6 @@ class FillUninitializedMemory(Attribute):
 class OptEinsum(Attribute):
     """A setting of opt_einsum, which torch refuses to write where that package is absent."""
 
-    __slots__ = ()
-
     def read(self) -> Any:
         if not import_module("torch.backends.opt_einsum").is_available():
             raise MissingState("the package opt_einsum is not installed: einsum goes left to right")
@@ -313,8 +305,6 @@ class OptEinsum(Attribute):
 
 class ReducedPrecision(Attribute):
     """A reduction switch that newer torch keeps together with a second one for split-k."""
-
-    __slots__ = ()
 
     def save(self) -> Any:
         matmul = import_module("torch").backends.cuda.matmul
@@ -470,8 +460,6 @@ class JitCompile(NpuOption):
     An option that was empty before device init and is undone after it keeps the profile's value.
     """
 
-    __slots__ = ()
-
     def read(self) -> Any:
         value = NpuOption.read(self)
         if value is None and npu().is_initialized():
@@ -490,8 +478,6 @@ class JitCompile(NpuOption):
 class MatmulHf32(NpuOption):
     """The older switch for matrix products, over which cube_math_type wins once it is set."""
 
-    __slots__ = ()
-
     def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
         names = {str(number): name for number, name in enumerate(CUBE_MATH_LOWERS)}
         text = _option("CUBE_MATH_TYPE")
@@ -503,8 +489,6 @@ class MatmulHf32(NpuOption):
 
 class DeterministicLevel:
     """torch_npu's level, next to torch's flag, which the public setter moves along with it."""
-
-    __slots__ = ()
 
     def read(self) -> Any:
         getter = native("_npu_get_deterministic_level")
