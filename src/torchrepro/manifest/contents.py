@@ -46,7 +46,6 @@ FORMAT = 1
 KINDS = ("lock", "manifest")  # of such a file, by the key that holds its format
 FILE = "repro.json"  # what a manifest's file is called, wherever it is kept
 LARGEST = 16 * 2**20  # bytes of a file that is read
-DEEPEST = 40  # levels of nesting that are read
 
 LOG_TO = "TORCHREPRO_LOG_TO"
 """Variable that holds the folder of `torchrepro run --log-to`, for every process below it."""
@@ -165,7 +164,6 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
             raise ProfileError.about("not a regular file", where, todo=_NAME_ONE)
         size = status.st_size
         contents = json.loads(path.read_text(encoding="utf-8")) if size <= LARGEST else {}
-        _refuse_deep(contents, DEEPEST)
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
         raise ProfileError.about(what, where, todo=_NAME_ONE) from None
@@ -236,14 +234,6 @@ def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
         todo = "lock again: torchrepro lock PROFILE -o FILE"
         raise ProfileError.about(what, str(path), todo=todo)
     return kind, contents
-
-
-def _refuse_deep(value: Any, levels: int) -> None:
-    if isinstance(value, dict | list):
-        if not levels:
-            raise RecursionError
-        for entry in value.values() if isinstance(value, dict) else value:
-            _refuse_deep(entry, levels - 1)
 
 
 def hydra_job() -> DictConfig | None:
