@@ -27,8 +27,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    GetPydanticSchema,
     PlainSerializer,
     PrivateAttr,
     StrictStr,
@@ -97,33 +96,26 @@ with suppress(ValueError):
     create_model("First")
 
 
-class Values:
-    """Annotates a field with the legal values of a knob; null is always legal."""
+def legal_values(of: str | Legal) -> GetPydanticSchema:
+    """Return the annotation of a field with these legal values, or those of a row by its name.
 
-    def __init__(self, legal: Legal) -> None:
-        self.legal = legal
+    Null is always legal.
+    """
+    legal = knobs_by_name()[of].legal if isinstance(of, str) else of
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self._judge, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"anyOf": [self.legal.json_schema(), NULL]}
-
-    def _judge(self, value: Any) -> Any:
-        inside, complaint = ((), "") if value is None else self.legal.wrong_part(value)
+    def judge(value: Any) -> Any:
+        inside, complaint = ((), "") if value is None else legal.wrong_part(value)
         if complaint:
-            context = {"complaint": complaint, "legal": self.legal, "inside": inside}
+            context = {"complaint": complaint, "legal": legal, "inside": inside}
             raise PydanticCustomError("illegal", "{complaint}", context)
         return value
 
-
-def legal_values(knob: str) -> Values:
-    """Return the annotation for a field that obeys the row `knob`."""
-    return Values(knobs_by_name()[knob].legal)
+    return GetPydanticSchema(
+        lambda source, handler: core_schema.no_info_after_validator_function(
+            judge, handler(source)
+        ),
+        lambda _schema, _handler: {"anyOf": [legal.json_schema(), NULL]},
+    )
 
 
 def _as_text(value: Any) -> Any:
@@ -192,7 +184,9 @@ def _section(name: str, prefix: str, doc: str, **more: Any) -> Any:
     rows |= {alias: knobs[0] for alias, knobs in other_names().items()}
     fields: dict[str, Any] = {
         key.removeprefix(prefix): (
-            Annotated[Any, *([AS_TEXT] if knob.variable else []), Values(knob.legal), *FROZEN],
+            Annotated[
+                Any, *([AS_TEXT] if knob.variable else []), legal_values(knob.legal), *FROZEN
+            ],
             Field(None, description=f"{knob.summary} Cost: {knob.cost}."),
         )
         for key, knob in rows.items()
@@ -244,7 +238,7 @@ TextByName: TypeAlias = Annotated[
     Mapping[str, StrictStr | None], NULL_IS_EMPTY, AfterValidator(_frozen), PlainSerializer(dict)
 ]
 ExtraVariables: TypeAlias = Annotated[
-    Mapping[str, Annotated[Any, AS_TEXT, Values(ANY_TEXT)]],
+    Mapping[str, Annotated[Any, AS_TEXT, legal_values(ANY_TEXT)]],
     NULL_IS_EMPTY,
     AfterValidator(_extra_variables),
     PlainSerializer(dict),
@@ -290,20 +284,20 @@ class Profile(BaseModel):
 
     model_config = ConfigDict(**CONFIG, title="torchrepro profile", use_attribute_docstrings=True)
 
-    schema_version: Annotated[Any, Values(SCHEMA_VERSION)] = Field(None, alias="schema")
+    schema_version: Annotated[Any, legal_values(SCHEMA_VERSION)] = Field(None, alias="schema")
     """Version of this schema that the file was written for."""
 
-    name: Annotated[StrictStr | None, Values(PROFILE_NAME)] = None
+    name: Annotated[StrictStr | None, legal_values(PROFILE_NAME)] = None
     """What reports call the profile; the file's own name unless given."""
 
     description: StrictStr | None = None
     """One sentence for `torchrepro list`."""
 
-    guarantee: Annotated[Any, Values(OneOf(("seeded", *STRICT)))] = None
+    guarantee: Annotated[Any, legal_values(OneOf(("seeded", *STRICT)))] = None
     """The promise: same random numbers; bitwise repeatable on one machine; equal across devices
     within tolerance. The last two are strict: they stop rather than go on with less."""
 
-    seed: Annotated[Any, Values(SEED)] = None
+    seed: Annotated[Any, legal_values(SEED)] = None
     """Seed of every generator: Python, numpy, torch, all devices."""
 
     streams: Annotated[Any, NULL_IS_EMPTY, legal_values("streams"), *FROZEN] = Field(
@@ -334,7 +328,9 @@ class Profile(BaseModel):
     dataloader: Annotated[Dataloader, NULL_IS_EMPTY] = Field(default_factory=Dataloader)
     """How data is loaded."""
 
-    on_late: Annotated[Any, Values(OneOf(("relaunch", "relaunch_or_warn", "error", "warn")))] = None
+    on_late: Annotated[
+        Any, legal_values(OneOf(("relaunch", "relaunch_or_warn", "error", "warn")))
+    ] = None
     """What a knob past its phase leads to. relaunch_or_warn: a Hydra run starts its command line
     again where that is safe; everything else goes on, with the guarantee lowered in name."""
 
@@ -522,16 +518,14 @@ def _without_consent(composition: Composition) -> list[Problem]:
     return problems
 
 
-def _unmet(requires: Mapping[str, str | None], composition: Composition) -> list[Problem]:
-    if all(wanted is None for wanted in requires.values()):
+def _unmet(requires: Mapping[str, Any], composition: Composition) -> list[Problem]:
+    if not requires:
         return []
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
     from packaging.version import InvalidVersion
 
     problems = []
     for package, wanted in requires.items():
-        if wanted is None:
-            continue
         key = f"requires.{package}"
         place, installed = composition.place(key), installed_version(package)
         specifier, fits = None, False
