@@ -397,7 +397,11 @@ def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
     if queue is None and hasattr(used, "get_task_queue_enable"):
         queue = used.get_task_queue_enable()
     if queue is None:
-        queue = _task_queue_of_variables(wanted)
+        blocking, enabled = (
+            str(wanted.get(f"env.{name}", os.environ.get(name, default)))
+            for name, default in (("ASCEND_LAUNCH_BLOCKING", "0"), ("TASK_QUEUE_ENABLE", "1"))
+        )
+        queue = blocking in ("", "0") and enabled != "0"
     if not jit_compile or int(queue) == 0:
         return ""
     return (
@@ -411,14 +415,6 @@ def _option(name: str) -> str:
         return option_text(name)
     except MissingState:
         return ""
-
-
-def _task_queue_of_variables(wanted: Mapping[str, Any]) -> int:
-    def value(name: str, default: str) -> str:
-        return str(wanted.get(f"env.{name}", os.environ.get(name, default)))
-
-    blocking = value("ASCEND_LAUNCH_BLOCKING", "0") not in ("", "0")
-    return 0 if blocking or value("TASK_QUEUE_ENABLE", "1") == "0" else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -521,8 +521,7 @@ def _without_consent(composition: Composition) -> list[Problem]:
 def _unmet(requires: Mapping[str, Any], composition: Composition) -> list[Problem]:
     if not requires:
         return []
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-    from packaging.version import InvalidVersion
+    from packaging.specifiers import SpecifierSet
 
     problems = []
     for package, wanted in requires.items():
@@ -531,7 +530,7 @@ def _unmet(requires: Mapping[str, Any], composition: Composition) -> list[Proble
         specifier, fits = None, False
         # The operator === takes any text, and Python refuses a number of thousands of digits.
         if len(wanted) <= LONGEST and _ORDINARY.fullmatch(wanted):
-            with suppress(InvalidSpecifier):
+            with suppress(ValueError):
                 specifier = SpecifierSet(wanted)
         if specifier is None:
             what = "not a version range"
@@ -540,7 +539,7 @@ def _unmet(requires: Mapping[str, Any], composition: Composition) -> list[Proble
         if installed is None:
             problems.append(Problem("the package is not installed", place, key, wanted))
             continue
-        with suppress(InvalidVersion):  # metadata may hold any text as its version
+        with suppress(ValueError):  # metadata may hold any text as its version
             fits = specifier.contains(installed, prereleases=True)
         if not fits:
             what = f"{package} {shown(installed)} is installed"
