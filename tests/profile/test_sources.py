@@ -69,7 +69,8 @@ TEAM = "defaults: [seed-only, _self_]\nseed: 5\ndropout: zero\n"
 
 
 def _chain(origin):
-    return [(each.value, each.set_by) for each in (origin, *origin.earlier())]
+    replaced = origin.to_json()["replaced"]
+    return [(origin.value, origin.set_by), *((each["value"], each["set_by"]) for each in replaced)]
 
 
 @pytest.fixture

@@ -43,19 +43,13 @@ class Origin(NamedTuple):
     value: Any = None
     replaced: Origin | None = None  # the origin of the value that stood there before
 
-    def earlier(self) -> Iterator[Origin]:
-        """Yield the origins of the values that this one replaced, the nearest first."""
-        before = self.replaced
-        while before is not None:
-            yield before
-            before = before.replaced
-
     def to_json(self) -> dict[str, Any]:
-        """Return the origin as plain JSON values."""
-        replaced = [
-            {"value": each.value, "set_by": each.set_by, "package": versioned(each.package)}
-            for each in self.earlier()
-        ]
+        """Return the origin as plain JSON values, those that it replaced the nearest first."""
+        replaced, each = [], self.replaced
+        while each is not None:
+            its = {"value": each.value, "set_by": each.set_by, "package": versioned(each.package)}
+            replaced.append(its)
+            each = each.replaced
         return {"set_by": self.set_by, "package": versioned(self.package), "replaced": replaced}
 
     @classmethod
