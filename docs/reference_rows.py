@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reference_markdown import attribute_docs, code, linked, prose, records
 
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
-from torchrepro.knobs.knob import Phase
+from torchrepro.knobs.knob import PHASES
 from torchrepro.knobs.variables import WITHOUT_EFFECT, allowed
 from torchrepro.launch import IMPOSSIBLE, IN_DOUBT
 from torchrepro.outcomes import STOPPING, Outcome
@@ -90,9 +90,9 @@ def _knob(knob: Knob, profiles: dict[str, dict[str, Any]]) -> Iterator[str]:
 def phases() -> str:
     """Return the moments at which knobs latch, each with the knobs that do."""
     lines = []
-    for phase in Phase:
-        names = [knob.name for knob in CATALOGUE if knob.phase is phase]
-        shown = ", ".join(map(code, names)) if phase is not Phase.ANY_TIME else ""
+    for phase in dict.fromkeys(PHASES.values()):
+        names = [knob.name for knob in CATALOGUE if PHASES[knob.door] == phase]
+        shown = ", ".join(map(code, names)) if phase != PHASES[""] else ""
         many = f"{len(names)} knob{'s' * (len(names) > 1)}"
         lines.append(f"- **{phase}** ({many}){': ' if shown else ''}{shown}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.knob import (
+    PHASES,
     SEED,
     Attribute,
     Calls,
@@ -21,7 +22,6 @@ from torchrepro.knobs.knob import (
     LazyAccess,
     MappingOf,
     OneOf,
-    Phase,
     Scope,
     Switch,
     Text,
@@ -740,9 +740,7 @@ def explanations(name: str) -> list[dict[str, str]]:
             "knob": knob.name,
             "does": knob.summary,
             "values": knob.legal.words,
-            "latches": "never: it takes effect at any time"
-            if knob.phase is Phase.ANY_TIME
-            else str(knob.phase),
+            "latches": PHASES[knob.door] if knob.door else "never: it takes effect at any time",
             "reaches": str(knob.scope),
             "for": knob.hardware,
             "costs": knob.cost,

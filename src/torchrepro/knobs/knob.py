@@ -279,29 +279,21 @@ def waits_for_refusal(value: Value) -> bool:
     return words != {"error"} and all(map(is_pattern, named))
 
 
-class Phase(StrEnum):
-    """The last moment at which a knob still takes effect."""
-
-    INTERPRETER_START = "interpreter start"
-    LIBRARY_LOAD = "library load"
-    DEVICE_INIT = "device init"
-    COMMUNICATOR = "first communicator"
-    MODULE_CONSTRUCTION = "module construction"
-    ANY_TIME = "any time"
-
-
-_PHASES = {
-    "": Phase.ANY_TIME,
-    "interpreter": Phase.INTERPRETER_START,
-    "openmp": Phase.LIBRARY_LOAD,
-    "torch": Phase.LIBRARY_LOAD,
-    "torch_npu": Phase.LIBRARY_LOAD,
-    "cuda": Phase.DEVICE_INIT,
-    "npu": Phase.DEVICE_INIT,
-    "communicator": Phase.COMMUNICATOR,
-    "transformer_engine": Phase.MODULE_CONSTRUCTION,
+PHASES = {
+    "interpreter": "interpreter start",
+    "openmp": "library load",
+    "torch": "library load",
+    "torch_npu": "library load",
+    "cuda": "device init",
+    "npu": "device init",
+    "communicator": "first communicator",
+    "transformer_engine": "module construction",
+    "": "any time",
 }
-"""The door that closes a phase -> the phase; without a door it never ends."""
+"""The door that closes a phase -> the last moment at which a knob of it still takes effect.
+
+Without a door it never ends.
+"""
 
 
 class Scope(StrEnum):
@@ -415,10 +407,6 @@ class Knob:
 
     warn_if_unsupported: bool = False
     """Whether a user is told each time that the knob cannot be set here, not only how many."""
-
-    @property
-    def phase(self) -> Phase:
-        return _PHASES[self.door]
 
     @property
     def profile_key(self) -> str:
