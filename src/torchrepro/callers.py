@@ -14,9 +14,9 @@ address = id  # the function itself, and quick: another may stand in for it amon
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 # Also those of a Python below this environment, of the user, and Debian's.
 _PATHS |= {each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")}
-_OWN = str(Path(__file__).parent)
 _MANY = 1000
-_LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery
+_LIBRARIES = (*_PATHS, "<frozen ", str(Path(__file__).parent))
+"""Beginnings of the files that are not the program's: also Python's import machinery, and ours."""
 
 
 def frames(innermost: FrameType | None = None) -> Iterator[FrameType]:
@@ -39,7 +39,7 @@ def package(frame: FrameType) -> str:
 
 def is_library(file: str) -> bool:
     """Whether code of `file` is a library's, or torchrepro's own, and not the program's."""
-    return file.startswith(_LIBRARIES) or file.startswith(_OWN)
+    return file.startswith(_LIBRARIES)
 
 
 def program_files() -> list[str]:
