@@ -26,12 +26,8 @@ class Finding:
     """One thing a reader should know."""
 
     what: str
-    todo: str = ""
+    to_do: str = ""
     serious: bool = True  # whether it makes the profile ineffective; otherwise it is worth knowing
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the finding as plain JSON values."""
-        return {"what": self.what, "to_do": self.todo, "serious": self.serious}
 
 
 def examine(resolved: ResolvedProfile) -> list[Finding]:

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -234,11 +235,11 @@ def examine_machine(
     lines = [f"{verdict} keep {resolved.name} from taking effect"]
     for finding in findings:
         lines.append(f"  {'!' if finding.serious else '-'} {finding.what}")
-        lines += [f"      to do: {finding.todo}"] * bool(finding.todo)
+        lines += [f"      to do: {finding.to_do}"] * bool(finding.to_do)
     found = {
         "profile": resolved.name,
         "effective": not serious,
-        "findings": [finding.to_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
     }
     answer(found, lines, as_json=as_json)
     raise typer.Exit(1 if serious else 0)
