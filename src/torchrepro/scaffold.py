@@ -50,14 +50,6 @@ class NewPack:
         return f"{self.name.replace('_', '-')}-profiles"
 
 
-@dataclass(frozen=True, slots=True)
-class Quickstart:
-    """What was written, and the command lines to try on it, each with what it does."""
-
-    files: tuple[Path, ...]
-    next: tuple[tuple[str, str], ...]
-
-
 def write_pack(folder: Path) -> NewPack:
     """Write a pack named after the last part of `folder`, which has to be new or empty.
 
@@ -112,9 +104,10 @@ def _taken(pack: NewPack) -> str:
         return ""
 
 
-def write_quickstart(folder: Path) -> Quickstart:
+def write_quickstart(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Write a program and a profile into `folder`, which is made if it is not there.
 
+    Returns both files, and the command lines to try on them, each with what it does.
     Raises `ProfileError`, and leaves nothing behind, if one of them exists or cannot be written.
     """
     todo = "name another folder: torchrepro quickstart DIR"
@@ -136,8 +129,8 @@ def write_quickstart(folder: Path) -> Quickstart:
         ("verify", str(profile)): "two runs under your profile: the same, bit for bit",
         ("run", str(profile)): "one run under your profile, as from now on",
     }
-    lines = [(join(["torchrepro", *words, *command]), what) for words, what in todo_next.items()]
-    return Quickstart((program, profile), tuple(lines))
+    lines = {join(["torchrepro", *words, *command]): what for words, what in todo_next.items()}
+    return [program, profile], lines
 
 
 def _rendered(template: str, **values: str) -> dict[str, str]:

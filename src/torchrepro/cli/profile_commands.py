@@ -263,13 +263,13 @@ def quickstart(
     """Write a small program and a profile of your own, and say what to run next."""
     from torchrepro.scaffold import write_quickstart
 
-    written = write_quickstart(folder)
+    files, commands = write_quickstart(folder)
     found = {
-        "files": [str(path) for path in written.files],
-        "next": [{"command": line, "what": what} for line, what in written.next],
+        "files": [str(path) for path in files],
+        "next": [{"command": line, "what": what} for line, what in commands.items()],
     }
-    lines = [f"wrote {' and '.join(map(str, written.files))}; next:"]
-    for line, what in written.next:
+    lines = [f"wrote {' and '.join(map(str, files))}; next:"]
+    for line, what in commands.items():
         lines += ["", f"  # {what}", f"  {line}"]
     answer(found, lines, as_json=as_json)
 
