@@ -28,7 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from torchrepro.callers import frames, is_library, line, package
+from torchrepro.callers import frames, line, package, program_place
 from torchrepro.console import say
 from torchrepro.errors import DriftError, ExitStatus, by_write
 from torchrepro.knobs.catalogue import knobs_by_name
@@ -510,11 +510,8 @@ def _present_writer() -> Writer:
     nearest = _nearest()
     if nearest is None:
         return UNSEEN
-    own = next(
-        (each for each in frames(nearest) if not is_library(each.f_code.co_filename)), nearest
-    )
-    called = line(own) if own is not nearest else ""
-    return Writer(line(nearest), called, _switch(nearest))
+    where, called = line(nearest), program_place(nearest)
+    return Writer(where, called if called != where else "", _switch(nearest))
 
 
 def _nearest() -> FrameType | None:
