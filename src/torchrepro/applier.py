@@ -20,7 +20,7 @@ from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.outcomes import STOPPING, Outcome, Row, process_facts
 from torchrepro.planner import Plan, Step, decide, executed, lateness, make_plan, refusal
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
-from torchrepro.process_state import original_profile, other_than_started
+from torchrepro.process_state import closed_doors, original_profile, other_than_started
 from torchrepro.profile.load import resolve
 from torchrepro.ray_workers import reach_workers
 from torchrepro.report import Report, make_report
@@ -126,7 +126,8 @@ class Applied:
 
     def _outcomes(self, **more: Any) -> Report:
         rows = tuple(row for _, row in self._done)
-        return make_report(self.resolved, rows, process_facts(self.resolved), **more)
+        facts = process_facts(self.resolved, closed_doors())
+        return make_report(self.resolved, rows, facts, **more)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone.

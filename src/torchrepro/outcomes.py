@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import MissingState
 from torchrepro.messages import Problem, shown
-from torchrepro.process_state import absent_hardware, closed_doors, present_kinds, set_before_start
+from torchrepro.process_state import absent_hardware, present_kinds, set_before_start
 from torchrepro.profile.needs import NEEDS, WEAKER, Need
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import given_by_program
@@ -319,15 +319,12 @@ class ProcessFacts:
     """The hardware that is not here, with the reason in words."""
 
 
-def process_facts(
-    resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
-) -> ProcessFacts:
+def process_facts(resolved: ResolvedProfile, closed: Mapping[str, str]) -> ProcessFacts:
     """Read what the guarantee of `resolved` depends on beside the knobs that it names.
 
-    `closed` are the one-way doors that are closed, if not those of this moment. A variable that
-    may have been set after its door was closed proves nothing, and is left out.
+    `closed` are the one-way doors that are closed. A variable that may have been set after its
+    door was closed proves nothing, and is left out.
     """
-    closed = closed_doors() if closed is None else closed
     kinds = present_kinds()
     asked = resolved.guarantee
     needed = {need.knob for each in (asked, *WEAKER[asked]) for need in _needs(each, kinds)}
