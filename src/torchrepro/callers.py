@@ -11,12 +11,15 @@ from types import FrameType
 
 address = id  # the function itself, and quick: another may stand in for it among the built-in ones
 
-_PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-# Also those of a Python below this environment, of the user, and Debian's.
-_PATHS |= {each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")}
 _MANY = 1000
-_LIBRARIES = (*_PATHS, "<frozen ", str(Path(__file__).parent))
-"""Beginnings of the files that are not the program's: also Python's import machinery, and ours."""
+_LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    # Also those of a Python below this environment, of the user, and Debian's.
+    *(each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")),
+    "<frozen ",  # Python's import machinery
+    str(Path(__file__).parent),  # ours
+)
+"""Beginnings of the files that are not the program's."""
 
 
 def frames(innermost: FrameType | None = None) -> Iterator[FrameType]:

@@ -40,6 +40,10 @@ def _plans(profile, workers):
     ]
 
 
+def _turn(way, profile):
+    return [*WAYS].index(way) + PROFILES.index(profile)
+
+
 def _libraries(name):
     """The libraries whose seed counts in plain Python: torch's begins every network."""
     way = WAYS[name]
@@ -73,10 +77,6 @@ def test_every_way_is_exact_under_every_profile(profile, found):
     ]
 
     assert inexact(plans, found(plans)) == []
-
-
-def _turn(way, profile):
-    return [*WAYS].index(way) + PROFILES.index(profile)
 
 
 @pytest.mark.slow

@@ -63,18 +63,18 @@ def _flag(section: partial[Knob], name: str, access: Attribute, **columns: Any) 
     return section(name=f"backends.{name}", access=access, **columns)
 
 
-def _precision(owner: str, words: str, default: str, since: str, *aliases: str) -> Knob:
+def _precision(owner: str, summary: str, since: str, *aliases: str, **columns: Any) -> Knob:
     device, _, operation = owner.partition(".")
     return _cuda(
         name=f"backends.{device}.{operation}_fp32_precision",
         legal=OneOf(("ieee", "tf32")),
         access=Fp32Precision(owner),
-        reread=device == "cudnn",  # before torch 2.9 both of its operations have one switch
-        summary=f"float32 {words}: all 23 mantissa bits (ieee) or 10 (tf32{default}).",
+        summary=summary,
         cost="ieee is up to several times slower than tf32 on tensor cores",
         source=f"{NUMERICS}#tf32-on-ampere",
         since=f"2.9; before that {since}",
         aliases=(f"torch.backends.{owner}.fp32_precision", *aliases, "allow_tf32"),
+        **columns,
     )
 
 
@@ -152,8 +152,7 @@ TORCH = (
 CUDA = (
     _precision(
         "cuda.matmul",
-        "matrix products on CUDA",
-        "",
+        "float32 matrix products on CUDA: all 23 mantissa bits (ieee) or 10 (tf32).",
         "through allow_tf32",
         "torch.backends.cuda.matmul.allow_tf32",
         "torch.set_float32_matmul_precision",
@@ -264,10 +263,11 @@ CUDNN = (
     *(
         _precision(
             f"cudnn.{operation}",
-            f"{operation} in cuDNN",
-            ", torch's default",
+            f"float32 {operation} in cuDNN: all 23 mantissa bits (ieee) or 10 (tf32, torch's "
+            "default).",
             "one switch for both, allow_tf32",
             "torch.backends.cudnn.allow_tf32",
+            reread=True,  # before torch 2.9 both have that one switch
         )
         for operation in ("conv", "rnn")
     ),

@@ -214,8 +214,8 @@ def hold_test(path: Path, name: str, profile: str | None, numbers: Numbers, reas
     """Return in what the numbers of the test `name` differ from those in its file `path`.
 
     Empty if in nothing. `profile` is the name of the one that is in force. With a reason the
-    numbers are written. Where there are none yet they are written as well, unless
-    the variable `CI` is set: then that is what is returned.
+    numbers are written. Where there are none yet they are written as well, unless the variable
+    `CI` is set: then that is what is returned.
     """
     machine = kind_of_machine()
     settings = {"torch": installed_version("torch"), "profile": profile}

@@ -31,7 +31,7 @@ from torchrepro.callers import address, frames, program_place
 from torchrepro.imports import AfterImport
 from torchrepro.patching import wrap
 from torchrepro.seeding.call_listeners import on_modules_called
-from torchrepro.seeding.generators import generator_kind
+from torchrepro.seeding.generators import Kind, generator_kind
 from torchrepro.trace.buffer import statistics
 from torchrepro.trace.fingerprint import fingerprint, unobserved
 from torchrepro.trace.fingerprint_cache import GeneratorStates
@@ -248,7 +248,8 @@ class _State(_Training):
         self._positions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._iterations = Counter[str]()
         self._global = GeneratorStates()
-        self._own: dict[int, Any] = {}  # what it is called, the generator, what reads its state
+        # What it is called, the generator, whose address stays its own, and what reads its state.
+        self._own: dict[int, tuple[str, Any, Callable[[], Any]]] = {}
         self._objects: list[tuple[str, Any]] = []
         self._last: dict[str, str] = {}
         self._begin_step()
@@ -354,11 +355,11 @@ class _State(_Training):
         """Note the states of all generators; `counts` is whether a draw since the last counts."""
         with unobserved():
             found = dict(self._global.read())
-            for number, (name, *its) in _generators(root).items():
+            for number, (name, generator, kind) in _generators(root).items():
                 if number not in self._own:
                     taken = {each for each, *_ in self._own.values()}
                     label = name if name not in taken else f"{name}#{len(taken)}"
-                    self._own[number] = (label, *its)
+                    self._own[number] = label, generator, kind.slot(generator).read
             for name, _, read in self._own.values():
                 state = read()
                 digest = fingerprint if isinstance(state, torch.Tensor) else _digest
@@ -393,10 +394,10 @@ def _digest(state: Any) -> bytes:
 _GLOBAL = (torch.default_generator, getattr(random.getstate, "__self__", None))
 
 
-def _generators(root: Any) -> dict[int, tuple[str, Any, Callable[[], Any]]]:
-    # What the program calls each of its generators that can be reached, and what reads its state.
-    # They are in variables of its functions, in its modules, and in what is in these.
-    found: dict[int, tuple[str, Any, Callable[[], Any]]] = {}
+def _generators(root: Any) -> dict[int, tuple[str, Any, Kind]]:
+    # What the program calls each of its generators that can be reached. They are in variables of
+    # its functions, in its modules, and in what is in these.
+    found: dict[int, tuple[str, Any, Kind]] = {}
     seen: set[int] = set()
     todo: list[tuple[str, Any, int]] = [] if root is None else [("loader", root, 0)]
     for frame in frames():
@@ -411,10 +412,9 @@ def _generators(root: Any) -> dict[int, tuple[str, Any, Callable[[], Any]]]:
         if address(value) in seen or isinstance(value, type(sys) | type):
             continue
         seen.add(address(value))
-        kind = generator_kind(value)
-        is_shared = isinstance(value, random.SystemRandom) or any(value is g for g in _GLOBAL)
-        if kind is not None and not is_shared:
-            found[address(value)] = name, value, kind.slot(value).read
+        kind = None if isinstance(value, random.SystemRandom) else generator_kind(value)
+        if kind is not None and not any(value is shared for shared in _GLOBAL):
+            found[address(value)] = name, value, kind
         elif depth < _DEEPEST and not isinstance(value, torch.Tensor | str | bytes):
             todo += [(f"{name}{key}", its, depth + 1) for key, its in _parts_of(value)]
     return found
