@@ -165,6 +165,41 @@ def test_a_captured_model_drops_before_and_after_and_not_in_between(how: str) ->
     assert drops(call)
 
 
+COUNTING = """
+import torch, torchrepro
+from torch._dynamo.utils import counters
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+        self.recurrent = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5)
+
+    def forward(self, x):
+        return self.recurrent(self.drop(x))
+
+def traced():
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile(Net(), backend="eager")(torch.ones(3, 8))
+    return counters["frames"]["total"]
+
+print(traced())
+with torchrepro.apply({"dropout": "zero"}):
+    print(traced())
+print(traced())
+"""
+
+
+def test_torch_compile_traces_what_it_traces_without_the_policy(
+    fork_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """The policy's own functions are not traced: torch 2.6 crashes over such ones in the end."""
+    before, in_force, after = fork_python("-c", COUNTING).stdout.split()
+
+    assert in_force == after == before
+
+
 @pytest.mark.slow
 def test_an_export_that_was_taken_apart_is_zeroed_as_far_as_it_holds_dropout() -> None:
     """In core ops `native_dropout` is left and is zeroed; a mask made of others is named."""

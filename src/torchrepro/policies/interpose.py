@@ -198,30 +198,44 @@ class _Override:
 
 
 def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
-    _keep_from_dynamo()
     namespace, _, name = op.name().partition("::")
     library = import_module("torch").library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns where there is a kernel already
-        library.impl(name, kernel, key, with_keyset=True)
+        library.impl(name, _kept_from_dynamo(kernel), key, with_keyset=True)
     return library
 
 
-@cache
-def _keep_from_dynamo() -> None:
-    """Have torch.compile run what only hands calls on, and not trace it.
+def _kept_from_dynamo(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `kernel` as a function that torch.compile runs, with all it calls, and does not trace.
 
-    Private (``set_code_exec_strategy``): the public functions import torch._dynamo, which takes a
-    second. Where it is gone, Dynamo may warn that it cannot trace the kernel at the end.
+    Older torch crashes where a function of ours was traced for a compiled one that is gone since
+    (https://github.com/pytorch/pytorch/issues/155057).
+
+    Private (``set_code_exec_strategy``; on older torch ``skip_code`` and ``set_eval_frame``): the
+    public functions import torch._dynamo, which takes a second. Where they are gone, Dynamo may
+    warn that it cannot trace the kernel at the end.
     """
     frames = import_module("torch")._C._dynamo.eval_frame  # noqa: SLF001 - see above
-    needed = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
-    if not all(hasattr(frames, name) for name in needed):
-        return
-    action = frames._FrameAction  # noqa: SLF001 - see above
-    this_frame_alone = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)  # noqa: SLF001 - see above
-    for function in (_Override.__call__, _enter, _call_through):
-        frames.set_code_exec_strategy(function.__code__, this_frame_alone)
+
+    def alone(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return kernel(keyset, *args, **kwargs)
+
+    def alone_on_old_torch(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+        before = frames.set_eval_frame(None)
+        try:
+            return kernel(keyset, *args, **kwargs)
+        finally:
+            frames.set_eval_frame(before)
+
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP  # noqa: SLF001 - see above
+        frames.set_code_exec_strategy(alone.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001 - see above
+        return alone
+    if hasattr(frames, "skip_code"):
+        frames.skip_code(alone_on_old_torch.__code__)
+        return alone_on_old_torch
+    return kernel
 
 
 def can_be_interposed(op: Any) -> bool:
