@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import re
 import shlex
@@ -25,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from torchrepro.console import say
     from torchrepro.errors import INTERNAL, ProfileError, TorchreproError
 
+    atexit.register(gc.freeze)  # with torch, collecting garbage at the end takes half a second
     words = list(sys.argv[1:] if arguments is None else arguments)
     theirs = None
     try:
