@@ -433,12 +433,12 @@ def compare_runs(
     """Say whether two recorded runs are the same, or where they diverge; exit 1 if they do."""
     from torchrepro.verdict.comparison import compare
     from torchrepro.verdict.page import page
-    from torchrepro.verdict.render import verdict_json, verdict_parts
+    from torchrepro.verdict.render import verdict_parts
 
     _check_page(report)
     with doing("comparing the runs"):
         found = compare(left, right, rtol=rtol, atol=atol, ignore=ignore or ())
-    answer(verdict_json(found), verdict_parts(found), as_json=as_json)
+    answer(found.to_json(), verdict_parts(found), as_json=as_json)
     _offer_page(lambda: page(found), report, opened=open_page)
     raise typer.Exit(int(not found.same))
 

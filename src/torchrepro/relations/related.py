@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torchrepro.console import Displayed, listing, parts
 from torchrepro.messages import printable
 from torchrepro.verdict.page import Answer, Comparison, RunRow, page_of
-from torchrepro.verdict.render import counted, headline, verdict_json, verdict_parts
+from torchrepro.verdict.render import counted, headline, verdict_parts
 from torchrepro.verification.at_start import OBSERVED
 from torchrepro.verification.perturbations import RunEnvironment
 
@@ -208,7 +208,7 @@ def related_json(found: Related) -> dict[str, Any]:
     """Return the answer as plain JSON values: those of the verdict that decides, and more."""
     side, sides = found.deciding, []
     for each in found.sides:
-        verdict = each.verdict and verdict_json(each.verdict)
+        verdict = each.verdict and each.verdict.to_json()
         sides.append(
             {
                 "name": each.name,
@@ -220,7 +220,7 @@ def related_json(found: Related) -> dict[str, Any]:
             }
         )
     return {
-        **verdict_json(found.verdict),
+        **found.verdict.to_json(),
         "same": None if found.unknown else found.status == AGREE,
         "relation": found.relation,
         "unknown": found.unknown or None,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from linecache import getline
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrepro.console import Line, Part, Verbosity, listing, verbosity
 from torchrepro.messages import printable, shortened, shown, size
@@ -131,10 +131,6 @@ def _table(rows: Rows) -> list[Part]:
         for label, content in rows
     ]
     return [listing(cells, style="bold")] if rows else []
-
-
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    return verdict.to_json()
 
 
 def _where(first: Divergence) -> Rows:

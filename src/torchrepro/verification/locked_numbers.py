@@ -48,7 +48,7 @@ from torchrepro.profile.load import resolve
 from torchrepro.redaction import HIDDEN, shareable, without_secrets
 from torchrepro.trace.request import LEVELS, Request, is_range
 from torchrepro.verdict.comparison import compare_within
-from torchrepro.verdict.render import counted, from_here, moment, verdict_json
+from torchrepro.verdict.render import counted, from_here, moment
 from torchrepro.verification.file_notes import READ, WRITTEN, noted
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 from torchrepro.verification.repository import (
@@ -146,7 +146,7 @@ class LockedRun(Displayed):
         steps = None if self.numbers is None else len(self.numbers.steps)
         its = {"lock": self.lock, "written": self.numbers is not None, "steps": steps}
         its |= {"machine": self.machine, "digest": self.report.digest}
-        return its if self.numbers is not None else {**its, "verdict": verdict_json(self.verdict)}
+        return its if self.numbers is not None else {**its, "verdict": self.verdict.to_json()}
 
 
 def lock_numbers(

@@ -10,14 +10,7 @@ from torchrepro.console import Displayed, Verbosity, listing, parts, verbosity
 from torchrepro.messages import printable, shortened, some
 from torchrepro.seeding.uncontrolled import IF_THERE, SUSPECTS
 from torchrepro.verdict.page import Answer, Comparison, RunRow, facts_of, page_of
-from torchrepro.verdict.render import (
-    LINE,
-    counted,
-    headline,
-    short,
-    verdict_json,
-    verdict_parts,
-)
+from torchrepro.verdict.render import LINE, counted, headline, short, verdict_parts
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
@@ -218,7 +211,7 @@ def verification_json(found: Verification) -> dict[str, Any]:
     """Return a verification as plain JSON values: those of its verdict, and more."""
     stressed = found.stressed
     return {
-        **verdict_json(found.verdict),
+        **found.verdict.to_json(),
         "asked": found.asked,
         "command": found.command,
         "profile": found.profile,
@@ -228,12 +221,6 @@ def verification_json(found: Verification) -> dict[str, Any]:
             for position, run in enumerate(found.runs)
         ],
         "folder": found.folder or None,
-        "stress": stressed
-        and {
-            "perturbed": list(stressed.perturbed),
-            "skipped": dict(stressed.skipped),
-            "culprits": list(stressed.culprits),
-            "what": stressed.what,
-        },
+        "stress": stressed and {**asdict(stressed), "skipped": dict(stressed.skipped)},
         "tried": [asdict(trial) for trial in found.tried],
     }
