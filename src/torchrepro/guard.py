@@ -493,12 +493,12 @@ def setters() -> Iterator[tuple[Any, str]]:
         yield torch._C, name  # noqa: SLF001 - see above
         if vars(torch).get(name) is written_in_c[name]:
             yield torch, name
-    flag = getattr(import_module("torch.backends"), "ContextProp", None)
-    for name, module in list(sys.modules.items()):
-        if flag is not None and name.startswith("torch.backends."):
-            # A flag calls the function that it was made with, whatever torch._C holds later.
-            flags = (value for value in vars(type(module)).values() if isinstance(value, flag))
-            yield from ((value, "setter") for value in flags)
+    backends = import_module("torch.backends")
+    flag = getattr(backends, "ContextProp", ())
+    for module in list(vars(backends).values()):
+        # A flag calls the function that it was made with, whatever torch._C holds later.
+        flags = (value for value in vars(type(module)).values() if isinstance(value, flag))
+        yield from ((value, "setter") for value in flags)
     settings = getattr(import_module("torch.utils._config_module"), "ConfigModule", None)
     if settings is not None and "__setattr__" in vars(settings):
         yield settings, "__setattr__"

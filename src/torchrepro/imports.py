@@ -88,9 +88,9 @@ class AfterImport:
     """
 
     def __init__(self, modules: Iterable[str], call: Callable[[str], None]) -> None:
-        names = frozenset(modules)
+        names = dict.fromkeys(modules)
         self.beginnings = tuple(name[:-1] for name in names if name.endswith("*"))
-        self.modules = frozenset(name for name in names if not name.endswith("*"))
+        self.modules = {name: None for name in names if not name.endswith("*")}
         self.call = call
 
     def waits_for(self, module: str) -> bool:
@@ -105,8 +105,14 @@ class AfterImport:
     def watch_all(self) -> None:
         """Begin to wait, and call back now for each that was imported before."""
         self.watch()
-        for module in filter(self.waits_for, list(sys.modules)):
+        for module in self.loaded():
             self.call(module)
+
+    def loaded(self) -> list[str]:
+        """Return those that were imported before."""
+        if self.beginnings:
+            return [name for name in list(sys.modules) if self.waits_for(name)]
+        return [name for name in self.modules if name in sys.modules]  # which has thousands
 
     def unwatch(self) -> None:
         """Wait no longer; does nothing if somebody else has taken this out of `sys.meta_path`."""

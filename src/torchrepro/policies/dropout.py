@@ -323,7 +323,7 @@ def zero_masks() -> None:
     with _lock:
         _finder.watch()
         try:
-            for module in filter(_finder.waits_for, list(sys.modules)):
+            for module in _finder.loaded():
                 _zero_in(module)
         except BaseException:
             restore_masks()
