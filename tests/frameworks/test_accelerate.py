@@ -3,6 +3,7 @@
 import json
 import pkgutil
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -189,7 +190,8 @@ def _loaded_in_turn():
 def test_accelerate_loads_the_same_beside_lightning():
     """Whether a program imports Lightning too, for which loaders get a state, changes no batch."""
     alone = _loaded_in_turn()
-    with give_loaders_state():
+    with ExitStack() as undo:
+        give_loaders_state(undo)
         beside = _loaded_in_turn()
 
     assert alone == beside

@@ -272,34 +272,26 @@ def begin_interrupted_epochs(state: Mapping[str, Any]) -> None:
 loaded: list[tuple[Any, Mapping[str, Any]]] = []
 """Loaders whose state has been loaded, each with that state, where no run came with it."""
 
-_in_use: list[ExitStack] = []  # one entry for everyone who asks for it
 
+def give_loaders_state(undo: ExitStack) -> None:
+    """Give ``torch.utils.data.DataLoader`` a state until `undo` is closed.
 
-def give_loaders_state() -> ExitStack:
-    """Give ``torch.utils.data.DataLoader`` a state until what is returned is closed.
-
-    Raises `MissingHookError` where loaders have one by themselves.
+    Where an earlier hook has given it, that one takes it away: hooks are undone together. Raises
+    `MissingHookError` where loaders have one by themselves.
     """
     from torch.utils.data import DataLoader
 
-    methods: dict[str, Any] = {"state_dict": _state_dict, "load_state_dict": _load_state_dict}
+    def take_away(name: str, method: Any) -> None:
+        if vars(DataLoader).get(name) is method:
+            delattr(DataLoader, name)
 
-    def take_away() -> None:
-        _in_use.pop()
-        for name, method in methods.items() if not _in_use else ():
-            if vars(DataLoader).get(name) is method:
-                delattr(DataLoader, name)
-
-    with ExitStack() as undo:
-        undo.callback(take_away)
-        _in_use.append(undo)
-        for name, method in methods.items():
-            if getattr(DataLoader, name, method) is not method:
-                raise MissingHookError(
-                    "use for our state of loaders: torch gives them one of its own"
-                )
+    for name, method in (("state_dict", _state_dict), ("load_state_dict", _load_state_dict)):
+        present = getattr(DataLoader, name, None)
+        if present is None:
             setattr(DataLoader, name, method)
-        return undo.pop_all()
+            undo.callback(take_away, name, method)
+        elif present is not method:
+            raise MissingHookError("use for our state of loaders: torch gives them one of its own")
 
 
 def _state_dict(loader: Any) -> dict[str, Any]:

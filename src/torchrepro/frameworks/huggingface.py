@@ -75,7 +75,7 @@ def attach(accelerator: Any) -> None:
     accelerator.register_load_state_pre_hook(hooks.load)
 
 
-def hook_accelerator(module: ModuleType) -> ExitStack:
+def hook_accelerator(module: ModuleType, undo: ExitStack) -> None:
     """Attach every Accelerator that is made, and write the profile to its trackers.
 
     Raises `MissingHookError` where the class has no hooks.
@@ -84,17 +84,13 @@ def hook_accelerator(module: ModuleType) -> ExitStack:
     for name in _HOOKS:
         if not hasattr(accelerator, name):
             raise MissingHookError(f"Accelerator.{name}")
-    with ExitStack() as undo:
-        surround(undo, accelerator, "__init__", _attaching)
-        surround(undo, accelerator, "init_trackers", _logging)
-        return undo.pop_all()
+    surround(undo, accelerator, "__init__", _attaching)
+    surround(undo, accelerator, "init_trackers", _logging)
 
 
-def hook_seeds(module: ModuleType) -> ExitStack:
+def hook_seeds(module: ModuleType, undo: ExitStack) -> None:
     """Read the switch of `set_seed`, wherever it was imported to."""
-    undo = ExitStack()
     surround_everywhere(undo, module, "set_seed", _saying_switches)
-    return undo
 
 
 def _attaching(__init__: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -183,18 +179,16 @@ class _Hooks:
             hooking.begin_interrupted_epochs(state)
 
 
-def hook_loaders(module: ModuleType) -> ExitStack:
+def hook_loaders(module: ModuleType, undo: ExitStack) -> None:
     """Wrap what accelerate's `data_loader` makes loaders with, wherever it was imported to.
 
     Raises `MissingHookError` where a function is not there.
     """
-    with ExitStack() as undo:
-        surround_everywhere(undo, module, "skip_first_batches", _skipping)
-        mixin = getattr(module, "DataLoaderStateMixin", None)
-        if mixin is None:
-            raise MissingHookError("DataLoaderStateMixin")
-        surround(undo, mixin, "end", _ending)
-        return undo.pop_all()
+    surround_everywhere(undo, module, "skip_first_batches", _skipping)
+    mixin = getattr(module, "DataLoaderStateMixin", None)
+    if mixin is None:
+        raise MissingHookError("DataLoaderStateMixin")
+    surround(undo, mixin, "end", _ending)
 
 
 def base_loader(loader: Any) -> Any:
@@ -248,7 +242,7 @@ _FRAMEWORK = "transformers"
 _in_charge: list[tuple[ref[Any], ref[RunState]]] = []
 
 
-def hook_trainer(module: ModuleType) -> ExitStack:
+def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
     """Put our callback among those that every `Trainer` of `module` gets.
 
     Raises `MissingHookError` where there is no list of them.
@@ -257,17 +251,15 @@ def hook_trainer(module: ModuleType) -> ExitStack:
     if not isinstance(defaults, list):
         raise MissingHookError(f"{module.__name__}.DEFAULT_CALLBACKS")
     callback = callback_class(DEFAULT)
-    with ExitStack() as undo:
-        defaults.append(callback)
+    defaults.append(callback)
 
-        @undo.callback
-        def _() -> None:
-            if callback in defaults:
-                defaults.remove(callback)
+    @undo.callback
+    def _() -> None:
+        if callback in defaults:
+            defaults.remove(callback)
 
-        with suppress(MissingHookError):  # without it, streams are read again in the first step
-            surround(undo, module.Trainer, "_load_rng_state", _loading_generators)
-        return undo.pop_all()
+    with suppress(MissingHookError):  # without it, streams are read again in the first step
+        surround(undo, module.Trainer, "_load_rng_state", _loading_generators)
 
 
 def _loading_generators(load: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,16 +271,14 @@ def _loading_generators(load: Any, trainer: Any, *args: Any, **kwargs: Any) -> A
     return load(trainer, *args, **kwargs)
 
 
-def hook_reporters(module: ModuleType) -> ExitStack:
+def hook_reporters(module: ModuleType, undo: ExitStack) -> None:
     """Have the Trainer's reporters write the profile as soon as they know where."""
-    with ExitStack() as undo:
-        for name, place in _REPORTERS.items():
-            reporter = getattr(module, name, None)
-            try:
-                surround(undo, reporter, "on_train_begin", partial(_beginning, place))
-            except (MissingHookError, TypeError):
-                say_once(f"{_FRAMEWORK} has no {name}.on_train_begin: it is not given the profile")
-        return undo.pop_all()
+    for name, place in _REPORTERS.items():
+        reporter = getattr(module, name, None)
+        try:
+            surround(undo, reporter, "on_train_begin", partial(_beginning, place))
+        except (MissingHookError, TypeError):
+            say_once(f"{_FRAMEWORK} has no {name}.on_train_begin: it is not given the profile")
 
 
 def _active_in(name: str) -> Any:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torchrepro.console import say_once
 from torchrepro.frameworks.hooking import InForce, going_on_without, in_force, profiles
 from torchrepro.imports import AfterImport, named, when_imported
 from torchrepro.patching import MissingHookError
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-
 
 HOOKS = {
     "lightning.pytorch": "frameworks.lightning:hook_trainer",
@@ -31,7 +27,7 @@ HOOKS = {
     "transformers.trainer": "frameworks.huggingface:hook_trainer",
     "transformers.integrations.integration_utils": "frameworks.huggingface:hook_reporters",
 }
-"""Module of a framework -> the function that hooks into it, and returns its undo."""
+"""Module of a framework -> the function that hooks into it, and pushes its undo onto a stack."""
 
 _hooked: dict[str, ExitStack] = {}
 
@@ -63,8 +59,9 @@ def _hook(module: str) -> None:
         return
     framework = module.partition(".")[0]
     try:
-        with going_on_without(framework, f"hooking into {module}"):
-            _hooked[module] = named(HOOKS[module])(sys.modules[module])
+        with going_on_without(framework, f"hooking into {module}"), ExitStack() as undo:
+            named(HOOKS[module])(sys.modules[module], undo)
+            _hooked[module] = undo.pop_all()
     except MissingHookError as missing:
         version = getattr(sys.modules.get(framework), "__version__", "")
         say_once(

@@ -65,19 +65,17 @@ def _place_of(logger: Any) -> Any:
     return experiment if known else getattr(logger, "log_dir", None) or experiment
 
 
-def hook_trainer(module: ModuleType) -> ExitStack:
+def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
     """Give torch's loaders a state, by which Lightning resumes one, and read a Trainer's switches.
 
     Raises `MissingHookError` where `module` has no Trainer, or where loaders have a state.
     """
-    with ExitStack() as undo:
-        undo.enter_context(hooking.give_loaders_state())
-        trainer = getattr(module, "Trainer", None)
-        if trainer is None:
-            raise MissingHookError("Trainer")
-        surround(undo, trainer, "__init__", _saying_switches)
-        surround_everywhere(undo, sys.modules["torch.serialization"], "load", _reading)
-        return undo.pop_all()
+    hooking.give_loaders_state(undo)
+    trainer = getattr(module, "Trainer", None)
+    if trainer is None:
+        raise MissingHookError("Trainer")
+    surround(undo, trainer, "__init__", _saying_switches)
+    surround_everywhere(undo, sys.modules["torch.serialization"], "load", _reading)
 
 
 def _reading(load: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +232,7 @@ class ProfileLogged:
         self._is_done = True
 
 
-def hook_fabric(module: ModuleType) -> ExitStack:
+def hook_fabric(module: ModuleType, undo: ExitStack) -> None:
     """Wrap `save` and `load` of the class `Fabric` of `module`, and give torch's loaders a state.
 
     Raises `MissingHookError` where it has no such class or methods.
@@ -242,11 +240,9 @@ def hook_fabric(module: ModuleType) -> ExitStack:
     fabric = getattr(module, "Fabric", None)
     if fabric is None:
         raise MissingHookError("Fabric")
-    with ExitStack() as undo:
-        undo.enter_context(hooking.give_loaders_state())
-        surround(undo, fabric, "save", _saving_fabric)
-        surround(undo, fabric, "load", _loading_fabric)
-        return undo.pop_all()
+    hooking.give_loaders_state(undo)
+    surround(undo, fabric, "save", _saving_fabric)
+    surround(undo, fabric, "load", _loading_fabric)
 
 
 def _saving_fabric(save: Any, fabric: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
