@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 def lightning() -> "list[Any]":
     """Return the callbacks for a `Trainer` of the package `lightning`."""
-    return _callbacks("callbacks", "lightning.pytorch")
+    return _callbacks("callbacks", "LightningRunState")
 
 
 def pytorch_lightning() -> "list[Any]":
     """Return the callbacks for a `Trainer` of the package `pytorch_lightning`."""
-    return _callbacks("callbacks", "pytorch_lightning")
+    return _callbacks("callbacks", "PytorchLightningRunState")
 
 
 def fabric() -> "list[Any]":
@@ -26,6 +26,6 @@ def fabric() -> "list[Any]":
     return _callbacks("fabric_callbacks")
 
 
-def _callbacks(function: str, *package: str) -> "list[Any]":
+def _callbacks(function: str, *name: str) -> "list[Any]":
     hooked = sys.modules.get("torchrepro.frameworks.lightning")
-    return [] if hooked is None else getattr(hooked, function)(*package)
+    return [] if hooked is None else getattr(hooked, function)(*name)

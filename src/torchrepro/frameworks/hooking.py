@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import note, say
 from torchrepro.errors import SeedingError, TorchreproError
@@ -188,19 +188,29 @@ def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return entry
 
 
-def own_state(entry: Any, where: str) -> Mapping[str, Any] | None:
-    """Return this rank's state of `entry`, which a checkpoint held under `KEY`.
+def go_on_from(entry: Any, where: str) -> Mapping[str, Any] | None:
+    """Put every generator and loader where this rank's state of `entry` says; return that state.
 
-    None, and one line on standard error, where it has none for this rank.
+    `entry` is what a checkpoint held under `KEY`. None where a run cannot go on from it: one line
+    on standard error says why, and nothing is changed.
     """
     forget()  # what the framework has read is not the program's own reading
     here = ranks()
     why = _why_not(entry, here.size)
-    if not why:
-        return cast("Mapping[str, Any]", entry["ranks"][here.rank])
-    if here.rank == 0:  # it is the same on all ranks
-        say_not_resumed(where, why)
-    return None
+    if why:
+        if here.rank == 0:  # it is the same on all ranks
+            say_not_resumed(where, why)
+        return None
+    state: Mapping[str, Any] = entry["ranks"][here.rank]
+    try:
+        set_rng_state(state["rng"])
+    except SeedingError as error:
+        say_not_resumed(where, str(error))
+        return None
+    await_resting(state["resting"])
+    run_begins(resumed=True)
+    compare_at_first_step(state["optimizers"], where)
+    return state
 
 
 def expect_weights_of(entry: Any, where: str) -> None:
@@ -235,22 +245,6 @@ def _why_not(entry: Any, size: int) -> str:
 def say_not_resumed(where: str, why: str) -> None:
     """Say that a run which goes on from a checkpoint is not the uninterrupted one."""
     say(f"{where}: generators and loaders do not go on from this checkpoint: {why}")
-
-
-def put_back(state: Mapping[str, Any], where: str) -> bool:
-    """Put every generator and loader where `state` says; return whether that was possible.
-
-    Where it was not, one line on standard error says why, and nothing is changed.
-    """
-    try:
-        set_rng_state(state["rng"])
-    except SeedingError as error:
-        say_not_resumed(where, str(error))
-        return False
-    await_resting(state["resting"])
-    run_begins(resumed=True)
-    compare_at_first_step(state["optimizers"], where)
-    return True
 
 
 def generators_of(state: Mapping[str, Any]) -> Callable[[], None]:

@@ -70,9 +70,8 @@ def attach(accelerator: Any) -> None:
     if accelerator in _attached:
         return
     _attached.add(accelerator)
-    hooks = _Hooks(accelerator)
-    accelerator.register_save_state_pre_hook(hooks.save)
-    accelerator.register_load_state_pre_hook(hooks.load)
+    accelerator.register_save_state_pre_hook(partial(_save, accelerator))
+    accelerator.register_load_state_pre_hook(partial(_load, accelerator))
 
 
 def hook_accelerator(module: ModuleType, undo: ExitStack) -> None:
@@ -115,68 +114,63 @@ def _saying_switches(set_seed: Any, *args: Any, **kwargs: Any) -> Any:
     return set_seed(*args, **kwargs)
 
 
-class _Hooks:
-    """What one Accelerator calls before it saves its state, and before it loads one."""
+def _save(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
+    if in_force() is None:
+        return
+    optimizers = getattr(accelerator, "_optimizers", ())  # undocumented as well
+    here, state, iterations = hooking.ranks(), hooking.state_of_rank(optimizers), []
+    is_at_end: dict[int, bool] = {}
+    for loader in _loaders_of(accelerator):
+        made = [each for each, origin in _made_from.items() if origin() is loader]
+        deliveries = {each: latest_delivery(base_loader(each)) for each in (loader, *made)}
+        begun = [(its.number, its, each) for each, its in deliveries.items() if its is not None]
+        ends = False
+        if begun:
+            # A dispatcher reads batches ahead and sends them on, so that only it knows its end.
+            number, latest, iterated = max(begun, key=itemgetter(0))
+            ends = is_at_end[number] = getattr(iterated, "end_of_dataloader", latest.is_over)
+        # accelerate counts an epoch when the program asks for one more batch than there are
+        epoch = getattr(loader, "iteration", None)
+        iterations.append(epoch if epoch is None else epoch + ends)
+    all_places = state["interrupted"] + state["ended"]
+    ended = [each for each in all_places if is_at_end.get(each["number"], each["over"])]
+    state |= {
+        "iterations": iterations,
+        "interrupted": [each for each in all_places if each not in ended],
+        "ended": [each for each in ended if each["over"]],  # not where another rank loads
+    }
+    entry = hooking.checkpoint_entry([state]) | here._asdict()
+    write_atomically(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
 
-    def __init__(self, accelerator: Any) -> None:
-        self.accelerator = accelerator
 
-    def _prepared(self) -> list[Any]:
-        # Undocumented (`_dataloaders`); its own checkpoints number their files by it. Without it,
-        # loaders are told apart by their data and the order in which they are first iterated.
-        return list(getattr(self.accelerator, "_dataloaders", ()))
+def _load(accelerator: Any, models: Any, folder: str) -> None:
+    # accelerate then loads what it has of the same state.
+    if in_force() is None:
+        return
+    where, own = f"accelerate: {folder}", Path(folder, _FILE.format(hooking.ranks().rank))
+    there = own if own.exists() else next(Path(folder).glob(_FILE.format("*")), None)
+    entry = None
+    try:
+        if there is not None:  # a file holds the state of one rank
+            entry = json.loads(there.read_text(encoding="utf-8"))
+            states = [None] * entry["size"]
+            (states[entry["rank"]],) = entry["ranks"]
+            entry["ranks"] = states
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hooking.say_not_resumed(where, f"{own.name} is damaged: {error}")
+        return
+    state = hooking.go_on_from(entry, where)
+    if state is not None:
+        for loader, iteration in zip(_loaders_of(accelerator), state["iterations"], strict=False):
+            if iteration is not None and hasattr(loader, "iteration"):
+                loader.iteration = iteration
+        hooking.begin_interrupted_epochs(state)
 
-    def save(self, models: Any, weights: Any, folder: str) -> None:
-        """Write the complete state of this rank, before accelerate writes its own files."""
-        if in_force() is None:
-            return
-        optimizers = getattr(self.accelerator, "_optimizers", ())  # undocumented as well
-        here, state, iterations = hooking.ranks(), hooking.state_of_rank(optimizers), []
-        is_at_end: dict[int, bool] = {}
-        for loader in self._prepared():
-            made = [each for each, origin in _made_from.items() if origin() is loader]
-            deliveries = {each: latest_delivery(base_loader(each)) for each in (loader, *made)}
-            begun = [(its.number, its, each) for each, its in deliveries.items() if its is not None]
-            ends = False
-            if begun:
-                # A dispatcher reads batches ahead and sends them on, so that only it knows its end.
-                number, latest, iterated = max(begun, key=itemgetter(0))
-                ends = is_at_end[number] = getattr(iterated, "end_of_dataloader", latest.is_over)
-            # accelerate counts an epoch when the program asks for one more batch than there are
-            epoch = getattr(loader, "iteration", None)
-            iterations.append(epoch if epoch is None else epoch + ends)
-        all_places = state["interrupted"] + state["ended"]
-        ended = [each for each in all_places if is_at_end.get(each["number"], each["over"])]
-        state |= {
-            "iterations": iterations,
-            "interrupted": [each for each in all_places if each not in ended],
-            "ended": [each for each in ended if each["over"]],  # not where another rank loads
-        }
-        entry = hooking.checkpoint_entry([state]) | here._asdict()
-        write_atomically(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
 
-    def load(self, models: Any, folder: str) -> None:
-        """Put back the state of this rank; accelerate then loads what it has of the same."""
-        if in_force() is None:
-            return
-        where, own = f"accelerate: {folder}", Path(folder, _FILE.format(hooking.ranks().rank))
-        there = own if own.exists() else next(Path(folder).glob(_FILE.format("*")), None)
-        entry = None
-        try:
-            if there is not None:  # a file holds the state of one rank
-                entry = json.loads(there.read_text(encoding="utf-8"))
-                states = [None] * entry["size"]
-                (states[entry["rank"]],) = entry["ranks"]
-                entry["ranks"] = states
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            hooking.say_not_resumed(where, f"{own.name} is damaged: {error}")
-            return
-        state = hooking.own_state(entry, where)
-        if state is not None and hooking.put_back(state, where):
-            for loader, iteration in zip(self._prepared(), state["iterations"], strict=False):
-                if iteration is not None and hasattr(loader, "iteration"):
-                    loader.iteration = iteration
-            hooking.begin_interrupted_epochs(state)
+def _loaders_of(accelerator: Any) -> list[Any]:
+    # Undocumented (`_dataloaders`); its own checkpoints number their files by it. Without it,
+    # loaders are told apart by their data and the order in which they are first iterated.
+    return list(getattr(accelerator, "_dataloaders", ()))
 
 
 def hook_loaders(module: ModuleType, undo: ExitStack) -> None:
@@ -406,8 +400,8 @@ class RunState:
         if entry is not None and None in entry.get("ranks", ()):
             hooking.say_not_resumed(where, "it holds the state of rank 0 alone")
             return
-        run = hooking.own_state(entry, where)
-        if run is not None and hooking.put_back(run, where):
+        run = hooking.go_on_from(entry, where)
+        if run is not None:
             self.has_gone_on = True
             hooking.begin_interrupted_epochs(run)
             self._pending = hooking.generators_of(run)

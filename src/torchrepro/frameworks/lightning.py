@@ -36,18 +36,18 @@ from torchrepro.seeding.loader_places import await_loaders, begin_late
 FRAMEWORK = "lightning"
 
 PACKAGES = {
-    "lightning.pytorch": "LightningRunState",
-    "pytorch_lightning": "PytorchLightningRunState",
+    "LightningRunState": "lightning.pytorch",
+    "PytorchLightningRunState": "pytorch_lightning",
 }
-"""Package with a `Trainer` -> our callback for it, by which pickle finds it in this module."""
+"""Class of our callback, by which pickle finds it in this module -> package with its `Trainer`."""
 
 _LOADERS = "combined_loader"
 """Under this name Lightning's checkpoint lists the states of loaders that have one."""
 
 
-def callbacks(package: str) -> list[Any]:
-    """Return the callback that a `Trainer` of `package` gets; none without a profile."""
-    return [] if in_force() is None else [_callback_class(PACKAGES[package])()]
+def callbacks(name: str) -> list[Any]:
+    """Return the callback of the class `name` for a `Trainer`; none without a profile."""
+    return [] if in_force() is None else [_callback_class(name)()]
 
 
 def fabric_callbacks() -> list[Any]:
@@ -149,8 +149,8 @@ class TrainerHooks:
             return
         where = f"{FRAMEWORK}: {trainer.ckpt_path or 'the checkpoint'}"
         with going_on_without(FRAMEWORK, f"going on from {trainer.ckpt_path}"):
-            state = hooking.own_state(checkpoint.get(KEY), where)
-            if state is not None and hooking.put_back(state, where):
+            state = hooking.go_on_from(checkpoint.get(KEY), where)
+            if state is not None:
                 self._go_on(trainer, checkpoint, state, where)
 
     def _go_on(self, trainer: Any, checkpoint: Any, state: Any, where: str) -> None:
@@ -179,15 +179,14 @@ class TrainerHooks:
 
 @cache
 def _callback_class(name: str) -> type:
-    package = next(package for package, own in PACKAGES.items() if own == name)
-    base = import_module(package).Callback
+    base = import_module(PACKAGES[name]).Callback
     return type(
         name, (TrainerHooks, base), {"__module__": __name__, "__doc__": TrainerHooks.__doc__}
     )
 
 
 def __getattr__(name: str) -> Any:
-    if name not in PACKAGES.values():
+    if name not in PACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _callback_class(name)
 
@@ -268,8 +267,8 @@ def _loading_fabric(
     if in_force() is not None and any(hasattr(part, "param_groups") for part in parts):
         with going_on_without("fabric", f"going on from {path}"):
             where = f"fabric: {path}"
-            run = hooking.own_state(entry, where)
-            if run is not None and hooking.put_back(run, where):
+            run = hooking.go_on_from(entry, where)
+            if run is not None:
                 hooking.begin_interrupted_epochs(run)
                 for loader, saved in loaders:
                     if not saved["over"]:
