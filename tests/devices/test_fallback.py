@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import torchrepro
 from torchrepro.policies.deterministic_ops import OPS
-from torchrepro.policies.interpose import interposed_ops, ops_named
+from torchrepro.policies.interpose import interposed, ops_named
 from torchrepro.policies.on_cpu import on_cpu
 from torchrepro.policies.policy import effects
 
@@ -277,13 +277,13 @@ def test_advice_is_given_once(composed: str) -> None:
 
 def test_where_torch_refuses_one_op_nothing_is_put_in_front_of_any(composed: str) -> None:
     """An op that has a kernel of another library at the same key fails the knob and leaves none."""
-    before = interposed_ops()
+    before = tuple(interposed)
     theirs = torch.library.Library(composed, "IMPL")
     theirs.impl("again", lambda keys, x: x, "BackendSelect", with_keyset=True)
     with deciding({"ops": {f"{composed}::again": "cpu"}}) as applied:
         row = next(row for row in applied.report if row.knob == "device.fallback")
 
-        assert (row.outcome, interposed_ops()) == ("failed", before)
+        assert (row.outcome, tuple(interposed)) == ("failed", before)
     theirs._destroy()
 
 
@@ -353,10 +353,10 @@ def test_error_by_name_refuses_every_call(run: OnNpu, device: str) -> None:
 )
 def test_an_op_that_cannot_be_decided_about_is_refused(op: str, says: str) -> None:
     """A name that torch does not know, or that names nothing to run, fails and changes nothing."""
-    before = interposed_ops()
+    before = tuple(interposed)
     with deciding({"ops": {"put_": "native", op: "cpu"}}) as applied:
         row = applied.report["device.fallback"]
-        inside = interposed_ops()
+        inside = tuple(interposed)
 
     assert row.outcome == "failed"
     assert says in row.why
@@ -393,19 +393,19 @@ def test_what_waits_for_torch_to_refuse_is_unsupported_while_torch_refuses_nothi
 
 def test_nothing_is_interposed_without_a_profile_and_nothing_stays() -> None:
     """The policy stands in front of ops only while it is in force, also nested and by turns."""
-    before = interposed_ops()
+    before = tuple(interposed)
     with deciding("error") as outer:
-        advising = set(interposed_ops())
+        advising = set(interposed)
         with deciding({"ops": {"cumsum": "native"}}):
             result = torch.ones(2).cumsum(0)
-        after_inner = set(interposed_ops())
+        after_inner = set(interposed)
         with pytest.raises(RuntimeError, match="torchrepro:"):
             put()
 
     assert outer.report["device.fallback"].outcome == "applied"
     assert result.tolist() == [1, 2]
     assert advising == after_inner != set(before)
-    assert interposed_ops() == before
+    assert tuple(interposed) == before
 
 
 def test_the_same_value_again_is_unchanged() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.compiler.config
 
 import torchrepro
-from torchrepro.policies.interpose import interposed_ops
+from torchrepro.policies.interpose import interposed
 
 POLICIES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": "zero"},
@@ -36,7 +36,7 @@ def _dispatcher() -> dict[str, str]:
         "hooks": str(len(hooks)),
         "finders": str([type(finder).__name__ for finder in sys.meta_path]),
         "cache tag": torch.compiler.config.cache_key_tag,
-        "interposed": str(interposed_ops()),
+        "interposed": str(tuple(interposed)),
     }
 
 

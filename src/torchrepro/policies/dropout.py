@@ -45,7 +45,6 @@ from torchrepro.policies.interpose import (
     override,
     packet_name,
     random_ops,
-    withdraw,
 )
 from torchrepro.policies.policy import Toggle, count
 
@@ -99,14 +98,10 @@ def _identity_and_mask(kind: str, tensor: Any, *rest: Any, **more: Any) -> Any:
     return tensor.clone(), torch.ones_like(tensor, dtype=getattr(torch, kind))
 
 
-def _rrelu(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any) -> Any:
-    return import_module("torch").nn.functional.leaky_relu(tensor, (lower + upper) / 2)
-
-
-def _rrelu_in_place(
-    tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any
+def _rrelu(
+    kind: str, tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any
 ) -> Any:
-    return import_module("torch").nn.functional.leaky_relu_(tensor, (lower + upper) / 2)
+    return getattr(import_module("torch").nn.functional, kind)(tensor, (lower + upper) / 2)
 
 
 def _slopes(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any) -> Any:
@@ -116,17 +111,17 @@ def _slopes(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any)
         return torch.ones_like(tensor).masked_fill_(tensor <= 0, (lower + upper) / 2)
 
 
-def _with_noise(rrelu: Callable[..., Any], tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+def _with_noise(kind: str, tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
     noise.copy_(_slopes(tensor, *rest))
-    return rrelu(tensor, *rest)
+    return _rrelu(kind, tensor, *rest)
 
 
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 COMPOSITE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_DROPOUTS, _identity),
     **{f"{name}_": _identity_in_place for name in _DROPOUTS},
-    "rrelu": _rrelu,
-    "rrelu_": _rrelu_in_place,
+    "rrelu": partial(_rrelu, "leaky_relu"),
+    "rrelu_": partial(_rrelu, "leaky_relu_"),
 }
 """Ops that torch makes of other ops, and what stands in for them."""
 
@@ -135,10 +130,10 @@ WITH_KERNELS: dict[str, Callable[..., Any]] = {
     # TorchScript saves a mask of ones and asks for 1 / (1 - p) times the gradient.
     "native_dropout_backward": lambda gradient, mask, scale: gradient.clone(),
     "_fused_dropout": partial(_identity_and_mask, "uint8"),
-    "rrelu_with_noise": partial(_with_noise, _rrelu),
-    "rrelu_with_noise_": partial(_with_noise, _rrelu_in_place),
+    "rrelu_with_noise": partial(_with_noise, "leaky_relu"),
+    "rrelu_with_noise_": partial(_with_noise, "leaky_relu_"),
     "rrelu_with_noise_functional": lambda tensor, noise, *rest, **more: (
-        _rrelu(tensor, *rest),
+        _rrelu("leaky_relu", tensor, *rest),
         _slopes(tensor, *rest),
     ),
 }
@@ -146,28 +141,24 @@ WITH_KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def _zero(undo: ExitStack) -> None:
-    def interpose_for_now(op: Any, priority: Priority, around: Callable[..., Any]) -> None:
-        undo.callback(withdraw, op, priority)
-        interpose(op, priority, around)
-
     for table, keys in ((COMPOSITE, _COMPOSITE_KEYS), (WITH_KERNELS, _KERNEL_KEYS)):
         for name, stand_in in table.items():
             for op in ops_named(f"aten::{name}"):
                 for key in filter(partial(has_kernel, op), keys):
                     undo.callback(override(op, key, partial(_instead, stand_in)))
                 if table is WITH_KERNELS:
-                    interpose_for_now(op, Priority.DROPOUT, partial(_instead, stand_in))
+                    undo.callback(interpose(op, Priority.DROPOUT, partial(_instead, stand_in)))
                 else:
                     _replace_in_python(undo, op, stand_in)
     for op, places in _larger_kernels():
-        interpose_for_now(op, Priority.DROPOUT, partial(_without_dropout, places))
+        undo.callback(interpose(op, Priority.DROPOUT, partial(_without_dropout, places)))
     undo.callback(restore_masks)
     zero_masks()
     for op in random_ops():
         arguments = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
         # Dropout, and what drops inside, draws nothing when it is zeroed.
         if packet_name(op) not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES):
-            interpose_for_now(op, Priority.DROPOUT, partial(_count, op.name()))
+            undo.callback(interpose(op, Priority.DROPOUT, partial(_count, op.name())))
 
 
 policy = Toggle("keep", "zero", "dropout zero", _zero)

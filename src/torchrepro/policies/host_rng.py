@@ -29,7 +29,6 @@ from torchrepro.policies.interpose import (
     override,
     random_ops,
     seeded_ops,
-    withdraw,
 )
 from torchrepro.policies.on_cpu import is_on_device, on_cpu
 from torchrepro.policies.policy import Toggle, count
@@ -65,8 +64,7 @@ def _host(undo: ExitStack) -> None:
             undo.callback(override(op, _OWN_DEVICE, partial(_on_host, op, generators)))
     # Ops that torch makes of others, but a device of its own kind does not, are among them.
     for op in (*random_ops(), *(op for op in of_device if has_kernel(op, _COMPOSITE))):
-        undo.callback(withdraw, op, Priority.HOST_RNG)
-        interpose(op, Priority.HOST_RNG, partial(_on_host, op, generators))
+        undo.callback(interpose(op, Priority.HOST_RNG, partial(_on_host, op, generators)))
 
 
 policy = Toggle("native", "host", "host rng", _host)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -46,39 +45,37 @@ _RUNTIME_KEYS = {"CompositeImplicitAutograd": "CPU", "Autograd": "AutogradCPU"}
 """Alias keys, and a key at which torch keeps the kernel that was registered at the alias."""
 
 _lock = fork_safe_lock()
-_around: dict[Any, dict[Priority, Callable[..., Any]]] = {}
+interposed: dict[Any, dict[Priority, Callable[..., Any]]] = {}  # now, at which overloads
 _libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
 _names: set[str] = set()  # of these ops, and of custom ones that were defined anew since
-_overrides: dict[tuple[Any, str], _Override] = {}
+_overrides: dict[tuple[Any, str], tuple[list[Callable[..., Any]], Any]] = {}
+"""Op and key -> what stands in for the kernel there, the latest last, and the registration."""
 
 
-def interpose(op: Any, priority: Priority, around: Callable[..., Any]) -> None:
-    """Have every call of the overload `op` made through `around`; changes torch's dispatcher.
+def interpose(op: Any, priority: Priority, around: Callable[..., Any]) -> Callable[[], None]:
+    """Have every call of the overload `op` made through `around`; return the call that undoes it.
 
     `around(proceed, *args, **kwargs)` returns what the caller gets; `proceed` takes the arguments
-    on towards the kernel. Calls with tensors of the device type `meta` do not reach it.
+    on towards the kernel. Calls with tensors of the device type `meta` do not reach it. Changes
+    torch's dispatcher.
     """
     with _lock:
-        _around[op] = {**_around.get(op, {}), priority: around}
         if op not in _libraries:
             call = _with_tensors(op, partial(_call_through, op))
             _names.add(op.name())
             _libraries[op] = _registered(op, _KEY, partial(_enter, op, call, _keys_below()))
+        interposed[op] = {**interposed.get(op, {}), priority: around}
+    return partial(withdraw, op, priority)
 
 
 def withdraw(op: Any, priority: Priority) -> None:
     """Take back what `interpose` has put at `op`; does nothing if there is none."""
     with _lock:
-        left = {key: around for key, around in _around.get(op, {}).items() if key != priority}
+        left = {key: around for key, around in interposed.get(op, {}).items() if key != priority}
         if left:
-            _around[op] = left
+            interposed[op] = left
         else:
-            _around.pop(op, None)
-
-
-def interposed_ops() -> tuple[Any, ...]:
-    """Return the overloads at which something is interposed now."""
-    return tuple(_around)
+            interposed.pop(op, None)
 
 
 def _enter(op: Any, call: Any, below: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +85,7 @@ def _enter(op: Any, call: Any, below: Any, keyset: Any, /, *args: Any, **kwargs:
 def _call_through(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
     if _is_meta(args, kwargs):
         return proceed(*args, **kwargs)
-    around = _around.get(op, {})
+    around = interposed.get(op, {})
     for priority in sorted(around, reverse=True):
         proceed = partial(around[priority], proceed)
     return proceed(*args, **kwargs)
@@ -158,43 +155,36 @@ def override(op: Any, key: str, stand_in: Callable[..., Any]) -> Callable[[], No
     call on to the kernel that was there: its registration is taken back, and another thread that
     runs the op at that moment may crash.
     """
+    library = import_module("torch").library
+    can_hand_on = hasattr(library, "get_kernel")
     with _lock:
-        present = _overrides.get((op, key))
-        if present is None:
-            library, kernel = import_module("torch").library, None
-            if hasattr(library, "get_kernel"):  # which takes a keyset first
-                kernel = library.get_kernel(op, _RUNTIME_KEYS.get(key, key)).call_boxed
-            present = _Override(kernel)
-            present.library = _registered(op, key, present)
-            _overrides[op, key] = present
-        present.stand_ins.append(stand_in)
+        stand_ins, registration = _overrides.get((op, key), ([], None))
+        if registration is None:
+            where = _RUNTIME_KEYS.get(key, key)
+            original = library.get_kernel(op, where).call_boxed if can_hand_on else None
+            kernel = partial(_overridden, stand_ins, original)
+            _overrides[op, key] = stand_ins, _registered(op, key, kernel)
+        stand_ins.append(stand_in)
 
     def take_back() -> None:
         with _lock:
-            present.stand_ins.remove(stand_in)
-            if present.original is None and not present.stand_ins:
-                del _overrides[op, key]
-                present.library = None  # dropping the library takes its registration back
+            stand_ins.remove(stand_in)
+            if not can_hand_on and not stand_ins:
+                del _overrides[op, key]  # dropping the library takes its registration back
 
     return take_back
 
 
-@dataclass(eq=False)
-class _Override:
-    """What is registered in the place of a kernel: the latest stand-in, or that kernel again."""
-
-    original: Callable[..., Any] | None
-    stand_ins: list[Callable[..., Any]] = field(default_factory=list)
-    library: Any = None
-
-    def __call__(self, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-        stand_ins = self.stand_ins[-1:]  # read once: another thread may take the stand-in back
-        proceed = partial(self.original, keyset) if self.original is not None else None
-        if stand_ins:
-            return stand_ins[0](proceed, *args, **kwargs)
-        if proceed is None:
-            raise RuntimeError("this op was called while its override was being undone")
-        return proceed(*args, **kwargs)
+def _overridden(
+    stand_ins: list[Any], original: Any, keyset: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    latest = stand_ins[-1:]  # read once: another thread may take the stand-in back
+    proceed = partial(original, keyset) if original is not None else None  # it takes a keyset first
+    if latest:
+        return latest[0](proceed, *args, **kwargs)
+    if proceed is None:
+        raise RuntimeError("this op was called while its override was being undone")
+    return proceed(*args, **kwargs)
 
 
 def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
