@@ -52,6 +52,7 @@ _WRITE = "use index_put, which writes in order"
 _REDUCE = "use scatter_reduce with reduce='sum', or sort by index and reduce segment by segment"
 _GRID = "interpolate by gathering neighbours with index_select and weighting them"
 _UNPOOL = "use index_put on a flat plane, with indices that have no duplicates"
+_SUM = "multiply by a triangular matrix of ones, or sum integers"
 _MEDIAN = "sort and take the middle, or take median() without a dimension, which gives no indices"
 
 _F = "torch.nn.functional."
@@ -95,7 +96,7 @@ OPS: tuple[NondeterministicOp, ...] = (
         "use mode='sum' or 'mean', or embedding followed by amax",
         ("torch.nn.EmbeddingBag",),
     ),
-    NondeterministicOp("put_", "use index_put, which writes in order", ("torch.Tensor.put_",)),
+    NondeterministicOp("put_", _WRITE, ("torch.Tensor.put_",)),
     NondeterministicOp("histc", _COUNT, ("torch.histc",)),
     NondeterministicOp("histogram", _COUNT),
     NondeterministicOp("_histogramdd_from_bin_cts", _COUNT),
@@ -110,10 +111,8 @@ OPS: tuple[NondeterministicOp, ...] = (
     NondeterministicOp("nanmedian", _MEDIAN),
     NondeterministicOp("grid_sampler_2d_backward", _GRID, (f"{_F}grid_sample",)),
     NondeterministicOp("grid_sampler_3d_backward", _GRID, (f"{_F}grid_sample",)),
-    NondeterministicOp(
-        "cumsum", "multiply by a triangular matrix of ones, or sum integers", ("torch.cumsum",)
-    ),
-    NondeterministicOp("cumsum_", "multiply by a triangular matrix of ones, or sum integers"),
+    NondeterministicOp("cumsum", _SUM, ("torch.cumsum",)),
+    NondeterministicOp("cumsum_", _SUM),
     NondeterministicOp("scatter", _WRITE),
     NondeterministicOp("scatter_", _WRITE),
     NondeterministicOp("scatter_add", _SCATTER),

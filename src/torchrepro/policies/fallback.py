@@ -258,8 +258,20 @@ def _always(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any)
 
 
 def _native(op: Any, proceed: Action, args: Any, kwargs: Any) -> Any:
-    with _may_vary():
+    # Lets torch take any kernel. The mode is the process's: an op that another thread runs
+    # meanwhile may vary as well. Of calls in several threads the last to end puts the mode back.
+    torch = import_module("torch")
+    with _modes:
+        before = _varying[0] if _varying else torch.get_deterministic_debug_mode()
+        _varying.append(before)
+        torch.set_deterministic_debug_mode("default")
+    try:
         result = proceed(*args, **kwargs)
+    finally:
+        with _modes:
+            _varying.pop()
+            if not _varying:
+                torch.set_deterministic_debug_mode(before)
     _count(op, NATIVE)
     return result
 
@@ -319,27 +331,6 @@ def _handling(op: Any) -> Iterator[None]:
         yield
     finally:
         _handled.names = before
-
-
-@contextmanager
-def _may_vary() -> Iterator[None]:
-    """Let torch take any kernel within the block.
-
-    The mode is the process's: an op that another thread runs meanwhile may vary as well. Of calls
-    in several threads the last to end puts the mode back.
-    """
-    torch = import_module("torch")
-    with _modes:
-        before = _varying[0] if _varying else torch.get_deterministic_debug_mode()
-        _varying.append(before)
-        torch.set_deterministic_debug_mode("default")
-    try:
-        yield
-    finally:
-        with _modes:
-            _varying.pop()
-            if not _varying:
-                torch.set_deterministic_debug_mode(before)
 
 
 def _with_advice(op: Any, message: str) -> str:

@@ -54,7 +54,7 @@ def on_cpu(
             nonlocal moved
             if id(value) in originals:
                 return originals[id(value)]
-            if place is None or place.type == "cpu" or not _is_tensor(value):
+            if place is None or place.type == "cpu" or not is_tensor(value):
                 return value
             moved += _bytes(value)
             return value.to(place)
@@ -108,14 +108,14 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
-        kinds = [its.dtype for its in leaves([args, kwargs]) if _is_tensor(its)]
+        kinds = [its.dtype for its in leaves([args, kwargs]) if is_tensor(its)]
         short = next((kind for kind in kinds if kind in (torch.float16, torch.bfloat16)), None)
         if _NO_KERNEL not in str(error) or short is None:
             raise
     copies: dict[int, tuple[Any, Any]] = {}
 
     def widened(value: Any) -> Any:
-        if _is_tensor(value) and value.dtype == short:
+        if is_tensor(value) and value.dtype == short:
             return copies.setdefault(id(value), (value, value.float()))[1]
         return value
 
@@ -127,7 +127,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             original = originals[id(value)]
             fit_to(original, value)
             return original.copy_(value)
-        return value.to(short) if _is_tensor(value) and value.dtype == torch.float32 else value
+        return value.to(short) if is_tensor(value) and value.dtype == torch.float32 else value
 
     return mapped(narrowed, result)
 
@@ -201,12 +201,13 @@ def _place(values: list[Any]) -> Any:
     return next(iter([*named, *tensors, *generators]), None)
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is a tensor of torch."""
     return isinstance(value, import_module("torch").Tensor)
 
 
 def _is_far(value: Any) -> bool:
-    return _is_tensor(value) and value.device.type != "cpu"
+    return is_tensor(value) and value.device.type != "cpu"
 
 
 def leaves(values: Any) -> list[Any]:

@@ -32,6 +32,7 @@ from torchrepro.console import note
 from torchrepro.errors import ApplyError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem, near, some
+from torchrepro.policies.on_cpu import is_tensor
 from torchrepro.policies.policy import count, forget_compiled, refuse
 
 POLICY = "device.modules"
@@ -45,22 +46,16 @@ _PREFIX = "module."  # of the names of a module's tensors in `functional_call`
 _ABSENT = object()
 
 
-def devices_here() -> tuple[str, ...]:
-    """Return the devices of this process that can compute: ``cpu``, ``cuda:0``, ``cuda:1``.
-
-    Initialises none (https://docs.pytorch.org/docs/stable/accelerator.html).
-    """
-    accelerator = import_module("torch").accelerator
-    if not accelerator.is_available():
-        return ("cpu",)
-    kind = accelerator.current_accelerator().type
-    return ("cpu", *(f"{kind}:{index}" for index in range(accelerator.device_count())))
-
-
 def absence(word: str) -> str:
-    """Return why nothing can run on the device `word` here, or an empty string."""
-    here = devices_here()
-    kinds = {device.partition(":")[0]: device for device in here}
+    """Return why nothing can run on the device `word` here, or an empty string.
+
+    Initialises no device (https://docs.pytorch.org/docs/stable/accelerator.html).
+    """
+    accelerator, here, kinds = import_module("torch").accelerator, ["cpu"], ["cpu"]
+    if accelerator.is_available():
+        kind = accelerator.current_accelerator().type
+        here += [f"{kind}:{index}" for index in range(accelerator.device_count())]
+        kinds.append(kind)
     if word in (*here, *kinds, "cpu:0"):
         return ""
     close = near(word, [*here, *kinds])
@@ -387,9 +382,7 @@ class PlacedForward:
     def _plain(self, module: Any) -> Any:
         return partial(type(module).forward, module) if self._own is _ABSENT else self._own
 
-    @property
-    def __name__(self) -> str:
-        return "forward"
+    __name__ = "forward"
 
     @property
     def __signature__(self) -> Signature:
@@ -430,7 +423,9 @@ def run_there(
     call = import_module("torch").func.functional_call
     with _attributes(module, transfer, attributes_there), _as_at_home(transfer.home, there):
         before = dict(state_there)
-        stage = _stage()(module, forward)
+        # Without hooks: those of the module have run, or will run, around its forward.
+        stage = _stage_class()()
+        stage.module, stage.run = module, forward
         result = call(stage, state_there, args_there, kwargs_there, tie_weights=False)
         transfer.settle()
         for name, tensor in state_there.items():
@@ -441,23 +436,11 @@ def run_there(
 
 
 @cache
-def _stage() -> type:
-    """Return the class of what functional_call is asked to call: a forward, without any hooks.
+def _stage_class() -> Any:
+    def call(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        return stage.run(*args, **kwargs)
 
-    The hooks of the module have run, or will run, around its forward, where they belong.
-    """
-    torch = import_module("torch")
-
-    class Stage(torch.nn.Module):  # type: ignore[misc, name-defined]
-        def __init__(self, module: Any, run: Callable[..., Any]) -> None:
-            super().__init__()
-            self.module = module
-            self.run = run
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.run(*args, **kwargs)
-
-    return Stage
+    return type("Stage", (import_module("torch").nn.Module,), {"__call__": call})
 
 
 @contextmanager
@@ -484,7 +467,7 @@ def _attributes(module: Any, transfer: _Transfer, there: list[dict[str, Any]]) -
 
 
 def _tensors_of(part: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if _is_tensor(value)}
+    return {name: value for name, value in vars(part).items() if is_tensor(value)}
 
 
 @contextmanager
@@ -607,7 +590,7 @@ class NestedMap:
         """Return `value` with its tensors changed."""
         if id(value) in self._done:
             return self._done[id(value)][1]
-        if _is_tensor(value):
+        if is_tensor(value):
             new = self._change(value)
         elif isinstance(value, tuple):
             new = self._tuple(value)
@@ -629,14 +612,8 @@ class NestedMap:
         parts = [part if part is on_host else self(part) for part in value]
         if all(map(operator.is_, parts, value)):
             return value
-        make = getattr(
-            type(value), "_make", type(value)
-        )  # a named tuple takes its fields one by one
-        return make(parts)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, import_module("torch").Tensor)
+        # A named tuple takes its fields one by one.
+        return getattr(type(value), "_make", type(value))(parts)
 
 
 def _parts_of(value: Any) -> dict[Any, Any] | None:
