@@ -82,11 +82,7 @@ def _scan(library: str) -> Scan:
     scan = Scan({}, set())
     for module, name, function in _functions(library):
         read = _read(function)
-        rows = {
-            row
-            for row in WRITTEN_MASKS
-            if row.draws_in(module, name) and any(fnmatchcase(one, row.name) for one in read)
-        }
+        rows = {row for row in WRITTEN_MASKS if row.draws_in(module, name, read)}
         scan.used.update(rows)
         if not rows and _draws(function):
             scan.unknown[f"{module}:{name}"] = read

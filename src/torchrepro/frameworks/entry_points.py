@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 def lightning() -> "list[Any]":
     """Return the callbacks for a `Trainer` of the package `lightning`."""
-    return _callbacks("callbacks", "LightningRunState")
+    return _callback("LightningRunState")
 
 
 def pytorch_lightning() -> "list[Any]":
     """Return the callbacks for a `Trainer` of the package `pytorch_lightning`."""
-    return _callbacks("callbacks", "PytorchLightningRunState")
+    return _callback("PytorchLightningRunState")
 
 
 def fabric() -> "list[Any]":
     """Return the callbacks for a `Fabric`, of whichever package."""
-    return _callbacks("fabric_callbacks")
+    return _callback("ProfileLogged")
 
 
-def _callbacks(function: str, *name: str) -> "list[Any]":
+def _callback(name: str) -> "list[Any]":
     hooked = sys.modules.get("torchrepro.frameworks.lightning")
-    return [] if hooked is None else getattr(hooked, function)(*name)
+    return [] if hooked is None or hooked.in_force() is None else [getattr(hooked, name)()]

@@ -45,16 +45,6 @@ _LOADERS = "combined_loader"
 """Under this name Lightning's checkpoint lists the states of loaders that have one."""
 
 
-def callbacks(name: str) -> list[Any]:
-    """Return the callback of the class `name` for a `Trainer`; none without a profile."""
-    return [] if in_force() is None else [_callback_class(name)()]
-
-
-def fabric_callbacks() -> list[Any]:
-    """Return the callback that a `Fabric` gets; none without a profile."""
-    return [] if in_force() is None else [ProfileLogged()]
-
-
 def _place_of(logger: Any) -> Any:
     from torchrepro.manifest.destinations import destination_of
 
@@ -116,7 +106,7 @@ def _saying_switches(__init__: Any, *args: Any, **kwargs: Any) -> None:
 class TrainerHooks:
     """Puts the state of the run into the checkpoints of a `Trainer`, and takes it up again.
 
-    The hooks of a callback; `_callback_class` makes it one of the package that asks.
+    The hooks of a callback; `__getattr__` makes it one of the package that asks.
     """
 
     def __init__(self) -> None:
@@ -178,17 +168,11 @@ class TrainerHooks:
 
 
 @cache
-def _callback_class(name: str) -> type:
-    base = import_module(PACKAGES[name]).Callback
-    return type(
-        name, (TrainerHooks, base), {"__module__": __name__, "__doc__": TrainerHooks.__doc__}
-    )
-
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     if name not in PACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _callback_class(name)
+    bases = TrainerHooks, import_module(PACKAGES[name]).Callback
+    return type(name, bases, {"__module__": __name__, "__doc__": TrainerHooks.__doc__})
 
 
 def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:

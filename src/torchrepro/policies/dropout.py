@@ -23,7 +23,7 @@ import ast
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -249,9 +249,10 @@ class WrittenMask:
     name: str  # pattern of the parameters, variables or attributes that are read as `value`
     value: str = "0.0"  # A Python expression
 
-    def draws_in(self, module: str, function: str) -> bool:
-        """Whether the function of that qualified name in `module` is one of this row's."""
-        return fnmatchcase(module, self.modules) and fnmatchcase(function, self.functions)
+    def draws_in(self, module: str, function: str, read: Iterable[str]) -> bool:
+        """Whether the function of that name in `module`, with the names it reads, is this row's."""
+        is_known = fnmatchcase(module, self.modules) and fnmatchcase(function, self.functions)
+        return is_known and any(fnmatchcase(each, self.name) for each in read)
 
 
 _NEVER_SKIP = "-1.0"  # below every draw: some layers are skipped at `draw <= layerdrop`
@@ -352,11 +353,7 @@ def _zero_in(name: str) -> None:
     for function in _functions(module):
         code = function.__code__
         read = (*code.co_varnames, *code.co_names)
-        rows = [
-            row
-            for row in WRITTEN_MASKS
-            if row.draws_in(name, code.co_qualname) and any(fnmatchcase(n, row.name) for n in read)
-        ]
+        rows = [row for row in WRITTEN_MASKS if row.draws_in(name, code.co_qualname, read)]
         if rows and function not in _exchanged:
             drawing[function] = rows
     if not drawing:

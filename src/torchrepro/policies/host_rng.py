@@ -56,15 +56,15 @@ def _host(undo: ExitStack) -> None:
     if not import_module("torch").accelerator.is_available():
         return
     _compose_fused_ops(undo)
-    generators = HostGenerators()
+    stand_in = partial(_stand_in, OrderedDict())
     of_device = [op for op in seeded_ops() if has_kernel(op, _OWN_DEVICE)]
     for op in of_device:
         # torch places the tensors that these make: no other key is between it and the kernel.
         if has_kernel(op, "BackendSelect"):
-            undo.callback(override(op, _OWN_DEVICE, partial(_on_host, op, generators)))
+            undo.callback(override(op, _OWN_DEVICE, partial(_on_host, op, stand_in)))
     # Ops that torch makes of others, but a device of its own kind does not, are among them.
     for op in (*random_ops(), *(op for op in of_device if has_kernel(op, _COMPOSITE))):
-        undo.callback(interpose(op, Priority.HOST_RNG, partial(_on_host, op, generators)))
+        undo.callback(interpose(op, Priority.HOST_RNG, partial(_on_host, op, stand_in)))
 
 
 policy = Toggle("native", "host", "host rng", _host)
@@ -73,7 +73,7 @@ policy = Toggle("native", "host", "host rng", _host)
 
 def _on_host(
     op: Any,
-    generators: HostGenerators,
+    stand_in: Callable[[Any], Any],
     proceed: Callable[..., Any],
     /,
     *args: Any,
@@ -81,7 +81,7 @@ def _on_host(
 ) -> Any:
     if not is_on_device(args, kwargs):
         return proceed(*args, **kwargs)
-    result, moved = on_cpu(op, args, kwargs, generators.of)
+    result, moved = on_cpu(op, args, kwargs, stand_in)
     count(POLICY, op.name(), "drawn on the host", moved=moved)
     return result
 
@@ -97,35 +97,27 @@ class _Pair:
     """State of the device's generator -> that of its stand-in, the latest ones."""
 
 
-class HostGenerators:
-    """A CPU generator of the same seed for every generator of a device that draws.
-
-    A device's generator is moved on a little at every draw. A change from outside is noticed by
-    that: where it is seeded again or given back a state it had, its stand-in goes there too.
-    """
-
-    def __init__(self) -> None:
-        # Every call gets another Python object for one generator, whose address stays: each is
-        # kept alive here, so that no other generator can have that address.
-        self._pairs: OrderedDict[int, _Pair] = OrderedDict()
-
-    def of(self, generator: Any) -> Any:
-        """Return the CPU generator that stands in for `generator`, which may be one itself."""
-        if generator.device.type == "cpu":
-            return generator
-        address = generator._cdata  # noqa: SLF001 - see __init__; torch has no public identity
-        pair = self._pairs.get(address) or _Pair(generator, import_module("torch").Generator())
-        _keep(self._pairs, address, pair, _GENERATORS)
-        state = bytes(generator.get_state().tolist())
-        if state != pair.left:
-            known = pair.states.get(state)
-            if known is None:
-                pair.stand_in.manual_seed(generator.initial_seed())
-            else:
-                pair.stand_in.set_state(known)
-        _keep(pair.states, state, pair.stand_in.get_state(), _STATES)
-        pair.left = _advanced(generator, state)
-        return pair.stand_in
+def _stand_in(pairs: OrderedDict[int, _Pair], generator: Any) -> Any:
+    # A CPU generator of the same seed. A device's generator is moved on a little at every draw. A
+    # change from outside is noticed by that: where it is seeded again or given back a state it had,
+    # its stand-in goes there too.
+    if generator.device.type == "cpu":
+        return generator
+    # Every call gets another Python object for one generator, whose address stays: each is kept
+    # alive in its pair, so that no other generator can have that address.
+    address = generator._cdata  # noqa: SLF001 - torch has no public identity
+    pair = pairs.get(address) or _Pair(generator, import_module("torch").Generator())
+    _keep(pairs, address, pair, _GENERATORS)
+    state = bytes(generator.get_state().tolist())
+    if state != pair.left:
+        known = pair.states.get(state)
+        if known is None:
+            pair.stand_in.manual_seed(generator.initial_seed())
+        else:
+            pair.stand_in.set_state(known)
+    _keep(pair.states, state, pair.stand_in.get_state(), _STATES)
+    pair.left = _advanced(generator, state)
+    return pair.stand_in
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
