@@ -34,9 +34,6 @@ from torchrepro.policies.on_cpu import fit_to, is_on_device, on_cpu
 from torchrepro.policies.policy import Effect, add_effects, count
 
 KNOB = "device.fallback"
-ON_CPU = "ran on the CPU"
-OWN = "ran in a deterministic implementation of torchrepro's"
-NATIVE = "ran non-deterministically, as the profile allows"
 
 Action = Callable[..., Any]
 """What is done at a call of an op: takes `proceed`, which goes on to the kernel, and arguments."""
@@ -237,7 +234,7 @@ def _where_refused(op: Any, choice: str, proceed: Action, /, *args: Any, **kwarg
         own = implementation(packet_name(op), args, kwargs)
         if own is not None:
             result = _filling_outputs(op, own)(*args, **kwargs)
-            _count(op, OWN)
+            _count(op, "ran in a deterministic implementation of torchrepro's")
             return result
         if is_on_device(args, kwargs):
             return _moved(op, args, kwargs)
@@ -272,14 +269,14 @@ def _native(op: Any, proceed: Action, args: Any, kwargs: Any) -> Any:
             _varying.pop()
             if not _varying:
                 torch.set_deterministic_debug_mode(before)
-    _count(op, NATIVE)
+    _count(op, "ran non-deterministically, as the profile allows")
     return result
 
 
 def _moved(op: Any, args: Any, kwargs: Any) -> Any:
     with _handling(op):
         result, moved = on_cpu(op, args, kwargs)
-    _count(op, ON_CPU, moved)
+    _count(op, "ran on the CPU", moved)
     return result
 
 
