@@ -576,18 +576,13 @@ def test_what_forked_children_read_and_seed_is_noted(tmp_path: Path) -> None:
     assert several == {read.name: read.value for read in _children("by_executor(seeded)", tmp_path)}
 
 
-def test_what_is_no_note_of_a_child_is_passed_over(tmp_path: Path) -> None:
-    """A line that a killed child has cut, or that is not ours, neither counts nor raises."""
+def test_a_note_that_a_killed_child_has_cut_is_passed_over(tmp_path: Path) -> None:
+    """It neither counts nor raises, and those before it count."""
     told = tmp_path / f"told-{os.getpid()}.jsonl"
     with _watched(WITHOUT_COST, tmp_path) as watch:
-        for line in ("{", "7", "null", '{"kind": "read"}', '{"kind": "file", "use": "path"}'):
-            told.write_text(f"{line}\n")
-            assert watch.reads() == ()
         good = SourceRead("time.time", "the clock", "a.py:1", 1, 0, 0, None, "", in_sample=False)
-        for wrong in ({"name": 5}, {"step": "0"}, {"value": 7}, {"more": 1}):
-            told.write_text(json.dumps({"kind": "read", **good.to_json(), **wrong}) + "\n")
-            assert watch.reads() == ()
-        told.write_text(json.dumps({"kind": "read", **good.to_json()}) + "\n{")
+        text = json.dumps({"kind": "read", **good.to_json()})
+        told.write_text(f"{text}\n{text[:30]}")
 
         assert watch.reads() == (good,)
 

@@ -143,7 +143,7 @@ class ChildNotes:
 
         A child has none to take.
         """
-        found: list[Any] = []
+        found: list[dict[str, Any]] = []
         if self.in_child:
             return found
         with suppress(OSError):
@@ -152,7 +152,7 @@ class ChildNotes:
             for line in lines:
                 with suppress(ValueError):
                     found.append(json.loads(line))
-        return [each for each in found if isinstance(each, dict)]
+        return found
 
 
 @dataclass(slots=True)
@@ -199,13 +199,6 @@ class FileUses:
         used = self._files.values()
         return [each for each in used if each.asked and each.read and each.changed < self.began]
 
-    def add_told(self, note: Mapping[str, Any]) -> None:
-        """Add what a forked child has told. Raises `TypeError` for what no child has written."""
-        path, use, where, changed = (note[name] for name in ("path", "use", "where", "changed"))
-        if use not in FileUse.__slots__ or not {str}.issuperset(map(type, (path, where))):
-            raise TypeError(use)
-        self._add(path, use, where, float(changed))
-
     def _note(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> None:
@@ -246,10 +239,11 @@ class FileUses:
         if self._of_line[where, use] >= _FEW_FILES:
             return
         changed = os.stat(path).st_mtime if use == "read" else 0.0  # noqa: PTH116 - a text
-        if self._add(path, use, where, changed) and self._told.in_child:
+        if self.add(path, use, where, changed) and self._told.in_child:
             self._told.tell("file", path=path, use=use, where=where, changed=changed)
 
-    def _add(self, path: str, use: str, where: str, changed: float) -> bool:
+    def add(self, path: str, use: str, where: str, changed: float) -> bool:
+        """Note a `use` of a file, by this process or a child; return whether that is new."""
         if path not in self._files and len(self._files) >= _MANY:
             return False
         known = self._files.setdefault(path, FileUse(path))
@@ -298,12 +292,10 @@ class Watch:
         What children have told comes last. What several of them gave as a seed is one text.
         """
         for note in self._told.take() if self._told is not None else ():
-            kind = note.pop("kind", "")
-            with suppress(TypeError, ValueError, LookupError):
-                if kind == "read":
-                    self._add_told(SourceRead(**note))
-                elif self.files is not None:
-                    self.files.add_told(note)
+            if note.pop("kind") == "read":
+                self._add_told(SourceRead(**note))
+            elif self.files is not None:
+                self.files.add(**note)
         for key, values in self._seeds.items():
             first, *others = sorted(values)
             digest = blake2b(repr([first, *others]).encode(), digest_size=4).hexdigest()
@@ -449,9 +441,6 @@ class Watch:
         return None
 
     def _add_told(self, read: SourceRead) -> None:
-        texts = read.name, read.what, read.where, read.instead, read.value or ""
-        if {str} != set(map(type, texts)) or {int} != set(map(type, (read.step, read.record))):
-            raise TypeError(read)
         key = read.name, read.value is None, read.where
         if key not in self._reads and len(self._reads) >= _MANY:
             return
