@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.seeding.global_seeds import seed_as_this_rank
-from torchrepro.seeding.streams import AGREEING, Mesh, World, coordinate, seed_of_rank, world
+from torchrepro.seeding.streams import AGREEING, Mesh, SeedPlan, World, seed_of_rank, world
 
 LAUNCHERS = [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
 NO_NUMBERS = ("", "-1", "one", "1.0", "0x1", " 1", "\uff11")
@@ -100,6 +100,7 @@ def test_along_a_mesh_ranks_agree_exactly_where_the_policy_says(
     )
     positions = st.tuples(*(st.integers(0, size - 1) for size in sizes))
     one, other = (Mesh(names, tuple(sizes), data.draw(positions)) for _ in "ab")
+    plans = [SeedPlan(ranks=policy, mesh=mesh) for mesh in (one, other)]
 
     def differs(name: str) -> bool:
         named = policy.get(name) if isinstance(policy, dict) else None
@@ -107,16 +108,18 @@ def test_along_a_mesh_ranks_agree_exactly_where_the_policy_says(
 
     steps = zip(names, one.position, other.position, strict=True)
     apart = any(here != there for name, here, there in steps if differs(name))
-    assert (coordinate(policy, one) != coordinate(policy, other)) == apart
-    assert coordinate("same", one) == 0
+    assert (plans[0].coordinate() != plans[1].coordinate()) == apart
+    assert plans[0].coordinate("same") == 0
 
 
 def test_dimensions_without_a_mesh_are_refused(be: Place) -> None:
     """A policy by dimension needs a mesh as soon as there is more than one rank."""
-    assert coordinate({"dp": "same"}, None) == 0
+    plan = SeedPlan(ranks={"dp": "same"})
+
+    assert plan.coordinate() == 0
     be(0, 2)
     with pytest.raises(torchrepro.SeedingError, match="use_mesh"):
-        coordinate({"dp": "same"}, None)
+        plan.coordinate()
 
 
 def _global_numbers() -> tuple[Any, ...]:
@@ -306,7 +309,6 @@ import json, random, sys
 import numpy as np, torch, torch.distributed as dist, torchrepro
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchrepro.seeding.streams import coordinate
 
 def on_every_rank(size, work):
     answers = []

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST = 2**63 - 1
-_ENTROPY_BYTES = 32  # 256 bits per generator; a collision needs 2**128 streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Stream:
 
     def entropy(self, purpose: str) -> int:
         """Return 256 bits for `purpose`, independent of those for any other."""
-        return int.from_bytes(self.bytes(purpose, _ENTROPY_BYTES), "little")
+        return int.from_bytes(self.bytes(purpose, 32), "little")  # a collision takes 2**128 streams
 
     def bytes(self, purpose: str, count: int) -> bytes:
         """Return `count` bytes for `purpose`, independent of those for any other."""
@@ -236,33 +235,6 @@ def world() -> World:
     return World()
 
 
-def coordinate(policy: RankPolicy, mesh: Mesh | None) -> int:
-    """Return the number by which ranks differ under `policy`; ranks that share it draw the same.
-
-    Along a mesh, dimensions that `policy` does not name differ, save those in `AGREEING`.
-    Raises `SeedingError` if `policy` names mesh dimensions and no mesh, or another, is known.
-    """
-    if policy == "same":
-        return 0
-    if mesh is None:
-        here = world()
-        if isinstance(policy, Mapping) and here.size > 1:
-            raise SeedingError.about(
-                "names dimensions of a device mesh, and this process knows none",
-                key="ranks",
-                found=shown(dict(policy)),
-                todo="call torchrepro.use_mesh(mesh) once the mesh is made",
-            )
-        return here.rank
-    check_dimensions(policy, mesh.names)
-    number = 0
-    for name, size, place in zip(mesh.names, mesh.sizes, mesh.position, strict=True):
-        default = "same" if name in AGREEING else "distinct"
-        if (policy.get(name, default) if isinstance(policy, Mapping) else default) == "distinct":
-            number = number * size + place
-    return number
-
-
 def checked_policy(policy: Any) -> RankPolicy:
     for choice in policy.values() if isinstance(policy, Mapping) else [policy]:
         if choice is not None and choice not in POLICIES:
@@ -339,11 +311,32 @@ class SeedPlan:
         return int(seed) % 2**64
 
     def coordinate(self, policy: RankPolicy = None) -> int:
-        """Return the number by which ranks that draw differently differ; 0 under `same`."""
-        chosen = self.ranks if policy is None else policy
-        if self.rank is not None and chosen != "same":
+        """Return the number by which ranks that draw differently differ; 0 under `same`.
+
+        Along a mesh, dimensions that the policy does not name differ, save those in `AGREEING`.
+        Raises `SeedingError` if it names mesh dimensions and no mesh, or another, is known.
+        """
+        policy = self.ranks if policy is None else policy
+        if policy == "same":
+            return 0
+        if self.rank is not None:
             return self.rank
-        return coordinate(chosen, self.mesh)
+        if self.mesh is None:
+            here = world()
+            if isinstance(policy, Mapping) and here.size > 1:
+                raise SeedingError.about(
+                    "names dimensions of a device mesh, and this process knows none",
+                    key="ranks",
+                    found=shown(dict(policy)),
+                    todo="call torchrepro.use_mesh(mesh) once the mesh is made",
+                )
+            return here.rank
+        check_dimensions(policy, self.mesh.names)
+        number, named = 0, policy if isinstance(policy, Mapping) else {}
+        for name, size, place in zip(*self.mesh, strict=True):
+            if named.get(name, "same" if name in AGREEING else "distinct") == "distinct":
+                number = number * size + place
+        return number
 
     def to_json(self) -> dict[str, Any]:
         ranks = dict(self.ranks) if isinstance(self.ranks, Mapping) else self.ranks
