@@ -15,7 +15,7 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from itertools import count
 from multiprocessing import current_process
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
@@ -25,9 +25,6 @@ from torchrepro.messages import shown
 from torchrepro.seeding import generators, loader, streams
 from torchrepro.seeding.seeding_calls import SeedingCalls, moved_by_program
 from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, seed_of_rank
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +111,6 @@ class TorchSeed:
     def restore(self, saved: Any) -> None:
         _torch().set_rng_state(saved)
 
-    def holds(self, value: int) -> bool:
-        return bool(self.read() == value)
-
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorSeed:
@@ -201,7 +195,9 @@ class SeedByRank:
         self.generator.write(streams.current_plan().started_from(value))
 
     def holds(self, value: int) -> bool:
-        return bool(self.generator.holds(streams.current_plan().started_from(value)))
+        seed = streams.current_plan().started_from(value)
+        holds = getattr(self.generator, "holds", None)
+        return bool(holds(seed) if holds else self.generator.read() == seed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.generator, name)
@@ -300,13 +296,10 @@ class LibrarySeeds:
     def __init__(self) -> None:
         self.seed: int | None = None
         self.seeded: dict[str, Any] = {}  # library -> its own state before
-        self._waiting: AfterImport | None = None  # for those that are not loaded yet
+        self._waiting = AfterImport((), self._seed_when_loaded)  # for those not loaded yet
 
     def read(self) -> Any:
         return self.seed
-
-    def holds(self, value: int) -> bool:
-        return self.seed == value
 
     def write(self, value: int) -> None:
         self.seed, self.seeded = value, {}
@@ -316,17 +309,17 @@ class LibrarySeeds:
         return self.seed, dict(self.seeded)
 
     def restore(self, saved: Any) -> None:
-        self._stop()
+        self._waiting.unwatch()
         for module, state in self.seeded.items():
-            seeder = _seeders().get(module)
-            if seeder is not None and seeder.restore is not None:
-                seeder.restore(state)
+            restore = _seeders()[module].restore
+            if restore is not None:
+                restore(state)
         self.seed, self.seeded = saved
         if self.seed is not None:
             self.watch()
 
     def watch(self) -> None:
-        self._stop()
+        self._waiting.unwatch()
         seeders = _seeders()
         for module in seeders:
             if sys.modules.get(module) is not None and module not in self.seeded:
@@ -334,11 +327,6 @@ class LibrarySeeds:
         waiting = [module for module in seeders if module not in sys.modules]
         self._waiting = AfterImport(waiting, self._seed_when_loaded)
         self._waiting.watch()
-
-    def _stop(self) -> None:
-        if self._waiting is not None:
-            self._waiting.unwatch()
-        self._waiting = None
 
     def seed_library(self, module: str) -> None:
         seeder = _seeders()[module]
@@ -367,12 +355,11 @@ def _installed() -> dict[str, Seeder]:
     # Searched once: that takes milliseconds.
     from importlib.metadata import entry_points  # takes 20 ms, and only a seed needs it
 
-    def seed_by(entry: EntryPoint, seed: int) -> None:
-        # Loading the entry point may import the library, so it happens no sooner than this.
-        entry.load()(seed)
-
-    found = entry_points(group=GROUP)
-    return {entry.name: Seeder(entry.name, partial(seed_by, entry)) for entry in found}
+    # To load an entry point may import the library, so that waits until there is a seed to give.
+    return {
+        entry.name: Seeder(entry.name, partial(lambda entry, seed: entry.load()(seed), entry))
+        for entry in entry_points(group=GROUP)
+    }
 
 
 def reseed(seed: int) -> None:
