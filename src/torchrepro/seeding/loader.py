@@ -294,15 +294,33 @@ def _index_in(request: Any) -> Any:
     return request.index if isinstance(request, Request) else request
 
 
-def reader_of_samples(
-    reader: Any, note: Callable[[bool], None] | None, *, in_any_thread: bool
-) -> Any:
-    """Have `reader`, torch's of a map-style dataset in the main process, seed what it reads.
+def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Callable[[], None]:
+    """Have this process seed what it reads by `loading`, without workers; return the undo.
 
-    The program's own generators stay where they are. `note` is called with whether the first
-    sample draws. A thread beside the main one reads as without a profile, unless `in_any_thread`:
-    samples are seeded through the global generators, from which the main thread draws meanwhile.
+    `note` is called with whether the first sample draws.
     """
+    named = loading if isinstance(loading, NamedLoading) else None
+
+    def make(by_index: bool, original: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
+        if named is not None and not by_index:
+            start_from(worker_stream(named.stream, 0))  # torch has drawn since the epoch began
+        reader = original()
+        if by_index:
+            reader.fetch = _fetch_of_samples(reader, note, in_any_thread=named is not None)
+        elif named is not None:
+            reader.fetch = _fetch_of_named_items(reader.fetch)
+        else:
+            reader.fetch = _fetch_of_items(reader.fetch, loading)
+        return reader
+
+    return put_reader_maker(make)
+
+
+def _fetch_of_samples(
+    reader: Any, note: Callable[[bool], None] | None, *, in_any_thread: bool
+) -> Callable[[Any], Any]:
+    # A thread beside the main one reads as without a profile, unless `in_any_thread`: samples are
+    # seeded through the global generators, from which the main thread draws meanwhile.
     unseeded, seeded = reader.fetch, _seeded_fetch(reader)
     warned: list[bool] = []
     _here.note_first = note
@@ -321,48 +339,36 @@ def reader_of_samples(
             )
         return unseeded(_index_in(request))
 
-    reader.fetch = fetch
-    return reader
+    return fetch
 
 
-def reader_of_items(make: Callable[[], Any], epoch: Callable[[], Stream | None]) -> Any:
-    """Return a reader of an `IterableDataset` that draws from the program's own generators.
-
-    `sample_rng` draws from the stream that `epoch` returns, once there is one.
-    """
-    reader = make()
-    original = reader.fetch
+def _fetch_of_items(original: Callable[[Any], Any], loading: Loading) -> Callable[[Any], Any]:
+    # An `IterableDataset` draws from the program's own generators; `sample_rng` has a stream once
+    # torch has drawn the base seed.
     draws: list[_Draw] = []
 
     def fetch(request: Any) -> Any:
-        stream = epoch()
-        if not draws and stream is not None:
-            draws.append(_Draw(worker_stream(stream, 0)))
+        if not draws and loading.stream is not None:
+            draws.append(_Draw(worker_stream(loading.stream, 0)))
         before, _here.draw = _here.draw, draws[0] if draws else None
         try:
             return original(_index_in(request))
         finally:
             _here.draw = before
 
-    reader.fetch = fetch
-    return reader
+    return fetch
 
 
-def reader_of_named_items(make: Callable[[], Any], epoch: Stream) -> Any:
-    """Return a reader of an `IterableDataset` in the main process that draws from `epoch` alone.
-
-    It reads as the only worker of a loader, and leaves the program's generators where they are.
-    """
-    start_from(worker_stream(epoch, 0))  # torch has drawn from it since the epoch began
-    reader = make()
-    position, original = Position([*host_slots().values()]), reader.fetch
+def _fetch_of_named_items(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    # It reads as the only worker of a loader, from where the generators stand now, and leaves the
+    # program's own where they are.
+    position = Position([*host_slots().values()])
 
     def fetch(request: Any) -> Any:
         with position.resumed():
             return original(_index_in(request))
 
-    reader.fetch = fetch
-    return reader
+    return fetch
 
 
 class _ItemReader:
@@ -451,6 +457,8 @@ class NamedLoading(Loading):
     on (seed, name, epoch), a sample's numbers on (seed, name, rank, epoch, index). What the program
     itself had seeded torch with when the epoch began is part of the seed.
     """
+
+    stream: Stream  # known as an epoch begins
 
     def __init__(
         self, name: str, epoch: int = 0, author_init: Callable[[int], Any] | None = None

@@ -32,10 +32,7 @@ from torchrepro.seeding.loader import (
     in_loader,
     isolated_draws,
     loaders,
-    put_reader_maker,
-    reader_of_items,
-    reader_of_named_items,
-    reader_of_samples,
+    seed_readers,
     set_automatic,
     start_from,
     worker_stream,
@@ -447,43 +444,35 @@ def _seed_iteration(
     By torch's protocol, torch draws the order and the base seed as ever. A named loader draws its
     order and samples from the streams of its epoch, and moves no generator of the program.
     """
-    is_named = isinstance(loading, NamedLoading)
-    if isinstance(loading, NamedLoading):
-        loading.begin()
+    named = loading if isinstance(loading, NamedLoading) else None
+    if named is not None:
+        named.begin()
     if delivery is not None:
         delivery.seeded_by(loading)
     generator = loader.generator
-    if isinstance(loading, NamedLoading) and loading.stream is not None:
+    if named is not None:
         undo.enter_context(isolated_draws())
         # In the main process an IterableDataset is read as by the only worker of a loader.
-        start_from(worker_stream(loading.stream, 0))
+        start_from(worker_stream(named.stream, 0))
         # A loader that was made of a named one may keep the generator in a sampler alone:
         # accelerate's dispatcher does.
         within = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         parts = (getattr(part, "generator", None) for part in (loader, *samplers_within(within)))
         generator = next((own for own in parts if own is not None), None)
         if generator is not None:
-            loading.start_order(generator)
+            named.start_order(generator)
     elif saved := _saved_streams.pop(loader, None):
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = Given(*map(bytes.fromhex, saved["given"]))
         loader_places.say_other_reading(loader, saved["reading"])
-    epoch: Any = loading.stream
-    note = None if delivery is None or is_named else partial(setattr, delivery, "samples_draw")
-
-    def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
-        if by_index:
-            return reader_of_samples(make(), note, in_any_thread=is_named)
-        if is_named:
-            return reader_of_named_items(make, epoch)
-        return reader_of_items(make, lambda: loading.stream)
-
     of_batches = loader.batch_sampler is not None
     holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
     sampler = SeededSampler(getattr(loader, holder), loading, generator, yields)
     undo.enter_context(_with(loader, worker_init_fn=loading, **{holder: sampler}))
     if not loader.num_workers:  # a worker that is forked here must find torch's own readers
-        undo.callback(put_reader_maker(make_reader))
+        is_noted = named is None and delivery is not None
+        note = partial(setattr, delivery, "samples_draw") if is_noted else None
+        undo.callback(seed_readers(loading, note))
 
 
 @contextmanager
