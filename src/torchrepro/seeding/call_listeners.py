@@ -21,7 +21,7 @@ from importlib import import_module
 from types import FrameType, MethodType
 from typing import Any
 
-from torchrepro.callers import address
+from torchrepro.callers import address, is_library
 from torchrepro.patching import patch
 
 Change = Callable[[Any], Any]  # what a program gets in place of what the function returned
@@ -76,16 +76,13 @@ def stop_listening(listener: Listener) -> None:
             heard.undo.close()
 
 
-def put_by_name(listeners: Iterable[Listener], is_program: Callable[[str], bool]) -> None:
-    """Put stand-ins where modules of the program hold functions by names of their own, for good.
-
-    `is_program` says whether a file is the program's.
-    """
+def put_by_name(listeners: Iterable[Listener]) -> None:
+    """Put stand-ins where modules of the program hold functions by names of their own, for good."""
     ours = set(listeners)
     heard = {address(each.original): each for each in _heard.values() if ours & {*each.listeners}}
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and is_program(file):
+        if isinstance(file, str) and not is_library(file):
             for name, value in [*vars(module).items()]:
                 if address(value) in heard:
                     setattr(module, name, heard[address(value)].stand_in)

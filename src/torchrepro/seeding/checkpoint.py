@@ -278,17 +278,13 @@ class Checkpoint:
     def _load(self, path: Path) -> None:
         try:
             saved = _read(path)
-            rng, parts = saved["rng"], saved["parts"]
-            done = saved["epoch"], saved["batch"], saved["step"]
-            loop, place, root = saved["loop"], saved["place"], saved["root"]
-            rested, begun = saved["resting"], saved["begun"]
-            optimizers = saved["optimizers"]
         except Exception as error:
             raise SeedingError.about(
                 f"not a complete checkpoint: {_reason(error)}",
                 str(path),
                 todo="delete its folder, to go on from the step before",
             ) from error
+        parts = saved["parts"]
         if parts.keys() != self.parts.keys():
             raise SeedingError.about(
                 "the checkpoint holds other parts",
@@ -298,13 +294,13 @@ class Checkpoint:
             )
         for name, part in self.parts.items():
             part.load_state_dict(parts[name])
-        self.epoch, self.batch, self.step = done
-        self._loop, self._place, self._root, self._rng = loop, place, root, rng
-        self._begun = begun
-        loader_places.await_resting(rested)
+        self.epoch, self.batch, self.step = saved["epoch"], saved["batch"], saved["step"]
+        self._loop, self._place, self._begun = saved["loop"], saved["place"], saved["begun"]
+        self._root, self._rng = saved["root"], saved["rng"]
+        loader_places.await_resting(saved["resting"])
         # A run that is done makes no step: the next one in this process is another run's.
-        self._compare = partial(compare_at_first_step, optimizers, str(path))
-        set_epochs(rng["loaders"])  # a loader has to know which epoch comes next
+        self._compare = partial(compare_at_first_step, saved["optimizers"], str(path))
+        set_epochs(saved["rng"]["loaders"])  # a loader has to know which epoch comes next
 
 
 def _check_state(name: str, state: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from torchrepro.callers import package
@@ -30,8 +30,7 @@ from torchrepro.seeding.generators import (
 from torchrepro.seeding.loader import Loading, NamedLoading, loaders, unskipped
 from torchrepro.seeding.streams import world
 
-if TYPE_CHECKING:
-    PutBack = Callable[[], None]
+PutBack = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)

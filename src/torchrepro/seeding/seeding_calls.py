@@ -43,7 +43,7 @@ _STATES = (
 
 _HOST = {"random": "python", "numpy.random": "numpy"}  # generators whose seeds samples depend on
 _DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")  # they seed those of a device
-_OWN = ("torchrepro", "torch")  # their calls are not calls of the program
+OWN = ("torchrepro", "torch")  # packages whose calls are not calls of the program
 _DYNAMO_WRAPPERS = ("torch._dynamo.eval_frame", "torch._compile")
 _MANY = 1000
 
@@ -176,7 +176,7 @@ def _note(
     # for it is called by torch, on behalf of the code that seeds.
     while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
         frame = frame.f_back
-    if package(frame) in _OWN:
+    if package(frame) in OWN:
         return
     where = program_place(frame)  # a framework's function may be within a wrapper of ours
     seeds = ", ".join(shown(value) for value in (*args, *kwargs.values()))
@@ -201,7 +201,7 @@ def _note_state(
 ) -> None:
     # The program puts back a state, and with it the seed that it had given: it is known for a state
     # that this process has read, and for one from which nothing was drawn since it was seeded.
-    if package(frame) in _OWN or in_loader():
+    if package(frame) in OWN or in_loader():
         return
     module, _, name = function.rpartition(".")
     generator = _HOST[module]

@@ -35,7 +35,7 @@ from torchrepro.imports import AfterImport
 from torchrepro.patching import patch
 from torchrepro.seeding.call_listeners import Change, Listener, listen, put_by_name, stop_listening
 from torchrepro.seeding.loader import in_loader
-from torchrepro.seeding.seeding_calls import FUNCTIONS, say_in_first_worker
+from torchrepro.seeding.seeding_calls import FUNCTIONS, OWN, say_in_first_worker
 from torchrepro.seeding.streams import present_worker
 from torchrepro.seeding.uncontrolled import (
     ANY,
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
 _MANY = 1000  # lines, and files, above which no further one is noted
 _FEW_SEEDS = 100  # that a child tells of a line; those of more than that are not compared
-_OWN = ("torchrepro", "torch")  # they seed for purposes of their own
 _POOLS = {  # functions that run the tasks of a pool, and the variable that holds one
     ("multiprocessing.pool", "worker"): "task",
     ("concurrent.futures.process", "_process_worker"): "call_item",
@@ -329,7 +328,7 @@ class Watch:
         for row, listener in more.items():
             if row.module in sys.modules:  # others once they are imported: a fork imports nothing
                 listen(row.module, row.attribute, listener)
-        put_by_name(more.values(), lambda file: not is_library(file))
+        put_by_name(more.values())
 
     def _listen_to(self, module: str) -> None:
         if module == "numpy.random" and any(row.what == ENTROPY for row in self._listeners):
@@ -381,7 +380,7 @@ class Watch:
                         return self.heard(row, arguments, front, line(each))
                     return None
                 # Otherwise it may be code that calls the source for its own caller.
-                any_library = row.through == (ANY,) and package(each) not in _OWN
+                any_library = row.through == (ANY,) and package(each) not in OWN
                 if not (any_library or each.f_globals.get("__name__") in row.through):
                     return None
                 front = each
