@@ -8,7 +8,7 @@ where they stood when the epoch was interrupted.
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -588,9 +588,9 @@ def encoded_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
 # draw from that generator. Under `auto` they draw from the base seed with which the epoch began,
 # which is then another than in the uninterrupted run: this is said.
 
-_READ, _PUT, _MANY = "get_rng_state", "set_rng_state", 1000
-_states_read: dict[int, None] = {}  # digests of those that the program read in this process
-_states_put: list[bool] = []  # an entry for each that it put back without having read it here
+_READ, _PUT = "get_rng_state", "set_rng_state"
+_states_read: deque[int] = deque(maxlen=1000)  # digests of those that the program read here
+_states_put: list[bool] = []  # an entry once it has put one back that it had not read here
 
 
 def watch_own_resumes(*, begins: bool) -> None:
@@ -611,16 +611,14 @@ def _note_state(
     if package(frame) in ("torch", "torchrepro"):
         return  # `fork_rng` and checkpointed layers put back what they have read
     state = hash(sys.modules["torch"].default_generator.get_state().numpy().tobytes())
+    if state in _states_read:
+        return
     if function.endswith(_READ):
-        while len(_states_read) >= _MANY:
-            del _states_read[next(iter(_states_read))]
-        _states_read[state] = None
-    elif state not in _states_read:
+        _states_read.append(state)
+    elif not _states_put:
         _states_put.append(True)
-        del _states_put[2:]
         late = [e for e in _alive() if e.batches and e.samples_draw and not e.is_over]
-        by_torch = late and late[-1].loading is not None
-        if len(_states_put) == 1 and by_torch and not isinstance(late[-1].loading, NamedLoading):
+        if late and type(late[-1].loading) is Loading:
             say_once(
                 f"the program put torch's generator back after {late[-1].batches} batches of an "
                 "epoch. Samples draw from a base seed that torch draws as an epoch begins, so they "
