@@ -31,11 +31,9 @@ Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], Change
 
 @dataclass(slots=True, eq=False)
 class _Heard:
-    """A function with a stand-in; `undo` gives it back to the modules and classes that show it."""
-
     original: Any
     stand_in: Any = None
-    undo: ExitStack = field(default_factory=ExitStack)
+    undo: ExitStack = field(default_factory=ExitStack)  # for the modules and classes that show it
     listeners: list[Listener] = field(default_factory=list)
 
 

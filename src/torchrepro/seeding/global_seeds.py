@@ -439,10 +439,6 @@ def seed_as_this_rank() -> None:
 
 
 def _start(plan: SeedPlan, own: Collection[str] = ()) -> None:
-    """Start the global generators from the seed of this rank, if ranks have seeds of their own.
-
-    Those whose names are in `own` stay where they are.
-    """
     if plan.seed is None or not plan.ranks_differ:
         return
     rank = plan.coordinate()

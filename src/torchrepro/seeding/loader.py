@@ -49,10 +49,8 @@ _AGAIN = "torchrepro_again"  # key in a sampler's state: how often it has yielde
 
 @dataclass(slots=True)
 class _Draw:
-    """The stream from which the host's generators were started, and `sample_rng` on it."""
-
-    stream: Stream
-    generator: np.random.Generator | None = None
+    stream: Stream  # from which the host's generators were started
+    generator: np.random.Generator | None = None  # what `sample_rng` returns
 
 
 class _Present(threading.local):

@@ -424,10 +424,8 @@ def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PreparedWorker:
-    """The ``worker_init_fn`` of a worker that puts policies in force before its author's."""
-
     policies: Mapping[str, Any]
-    after: Callable[[int], None] | None
+    after: Callable[[int], None] | None  # the author's `worker_init_fn`
 
     def __call__(self, worker: int) -> None:
         for policy, value in self.policies.items():
@@ -439,11 +437,8 @@ class _PreparedWorker:
 def _seed_iteration(
     undo: ExitStack, loader: Any, loading: Loading, delivery: Delivery | None
 ) -> None:
-    """Have what `loader` builds until `undo` is closed be seeded.
-
-    By torch's protocol, torch draws the order and the base seed as ever. A named loader draws its
-    order and samples from the streams of its epoch, and moves no generator of the program.
-    """
+    # By torch's protocol, torch draws the order and the base seed as ever. A named loader draws its
+    # order and samples from the streams of its epoch, and moves no generator of the program.
     named = loading if isinstance(loading, NamedLoading) else None
     if named is not None:
         named.begin()
@@ -477,10 +472,7 @@ def _seed_iteration(
 
 @contextmanager
 def _with(loader: Any, **attributes: Any) -> Iterator[None]:
-    """Give `loader` other attributes for the length of the block.
-
-    Through its dict, because a DataLoader forbids to assign some of them.
-    """
+    # Through its dict, because a DataLoader forbids to assign some of them.
     before = {name: vars(loader)[name] for name in attributes}
     vars(loader).update(attributes)
     try:

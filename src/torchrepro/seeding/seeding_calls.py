@@ -245,10 +245,8 @@ def _put(generator: str, seed: bytes, *, is_unknown: bool = False) -> None:
 
 
 def _name_of(generator: str, state: Any) -> bytes:
-    """Return bytes for the seed that has just given `generator` this state.
-
-    They are the same in every process, and empty for the seed of the profile.
-    """
+    # Of the seed that has just given it this state: the same in every process, and empty for that
+    # of the profile.
     plan, text = streams.current_plan(), repr(generators.plain_state(state))
     if plan.seed is not None:
         seeded = generators.fresh_state(generator, plan.started_from(plan.seed))
@@ -258,12 +256,9 @@ def _name_of(generator: str, state: Any) -> bytes:
 
 
 def _is_fresh(generator: str, state: Any) -> bool:
-    """Whether nothing was drawn from a Mersenne Twister with this state since it was seeded.
-
-    Seeded from an array, as Python does, its first word has the top bit alone; seeded from a
-    number, as numpy does, each word follows from the one before
-    (http://www.math.sci.hiroshima-u.ac.jp/m-mat/MT/MT2002/CODES/mt19937ar.c).
-    """
+    # Seeded from an array, as Python does, the first word of a Mersenne Twister has the top bit
+    # alone; seeded from a number, as numpy does, each word follows from the one before
+    # (http://www.math.sci.hiroshima-u.ac.jp/m-mat/MT/MT2002/CODES/mt19937ar.c).
     if generator == "python":
         first, second, position = state[1][0], state[1][1], state[1][streams.WORDS]
     else:

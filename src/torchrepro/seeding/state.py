@@ -165,10 +165,7 @@ def _check_complete(snapshot: dict[str, Any]) -> None:
 
 
 def _check_fits(snapshot: dict[str, Any]) -> None:
-    """Raise `SeedingError` where this process differs from the one that `snapshot` is of.
-
-    It says one sentence on one line: a framework's run goes on with that line.
-    """
+    # Each refusal is one sentence on one line: a framework's run goes on with that line.
     saved, now = snapshot["world"], world()._asdict()
     if saved != now:
         raise SeedingError.about(

@@ -436,11 +436,8 @@ def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Gen
 
 @cache
 def _layout() -> tuple[Any, Any]:
-    """Return the state of a freshly seeded generator and a view of its words, to be overwritten.
-
-    Raises `SeedingError` if this torch lays out the state in another way, rather than giving
-    other numbers.
-    """
+    # The state of a freshly seeded generator, and a view of its words, to be overwritten. A torch
+    # that lays it out in another way is refused, rather than given other numbers.
     import numpy as np
     import torch
 
