@@ -106,10 +106,7 @@ def _function(name: str, heard: _Heard) -> Any:
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        done = original(*args, **kwargs)
-        if not _is_compiling() and listeners:
-            return _tell(listeners, name, args, kwargs, done)
-        return done
+        return _tell(listeners, name, args, kwargs, original(*args, **kwargs))
 
     return call
 
@@ -121,6 +118,8 @@ def _tell(
     kwargs: Mapping[str, Any],
     done: Any,
 ) -> Any:
+    if _is_compiling() or not listeners:
+        return done
     caller = sys._getframe(1).f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if caller is None:
         return done  # a thread has begun with the function: no line of the program called it
@@ -143,9 +142,7 @@ class _BuiltIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         done = self._original(*args, **kwargs)
-        if not _is_compiling() and self._listeners:
-            return _tell(self._listeners, self._name, args, kwargs, done)
-        return done
+        return _tell(self._listeners, self._name, args, kwargs, done)
 
     def __reduce__(self) -> str:
         return str(vars(self)["__qualname__"])
