@@ -324,12 +324,12 @@ def place_of(loader: Any) -> dict[str, Any] | None:
 
 
 def _know(loader: Any) -> _Known | None:
-    if not is_kept(loader) or (loader not in _known and not _own_slots(loader)):
+    if not is_kept(loader):
         return None
-    if loader not in _known:
+    if loader not in _known and _own_slots(loader):
         known = _known[loader] = _Known(kind_of(loader), next(_begun))
         finalize(loader, _note_end, known)
-    return _known[loader]
+    return _known.get(loader)
 
 
 def _note_end(known: _Known) -> None:

@@ -35,7 +35,7 @@ from torchrepro.imports import AfterImport
 from torchrepro.patching import patch
 from torchrepro.seeding.call_listeners import Change, Listener, listen, put_by_name, stop_listening
 from torchrepro.seeding.loader import in_loader
-from torchrepro.seeding.seeding_calls import FUNCTIONS, OWN, say_in_first_worker
+from torchrepro.seeding.seeding_calls import FUNCTIONS, OWN, SeedingCall, say_in_first_worker
 from torchrepro.seeding.streams import present_worker
 from torchrepro.seeding.uncontrolled import (
     ANY,
@@ -45,6 +45,7 @@ from torchrepro.seeding.uncontrolled import (
     FORKED,
     FORKED_DRAWS,
     GIVEN_SEED,
+    GIVEN_SEEDS,
     IF_THERE,
     MADE_BY_NUMPY,
     OWN_GENERATOR,
@@ -52,7 +53,6 @@ from torchrepro.seeding.uncontrolled import (
     WITHOUT_COST,
     WITHOUT_SEED,
     Source,
-    row_of_read,
 )
 
 if TYPE_CHECKING:
@@ -97,14 +97,12 @@ class SourceRead:
         return asdict(self)
 
     def __str__(self) -> str:
-        often = f" ({self.times} times)" if self.times > 1 else ""
-        return f"{self.name}({self.value or ''}) at {self.where}{often}"
+        return str(SeedingCall(self.name, self.value or "", self.where, self.times))
 
 
 def seed_of_generator(where: str, step: int, record: int, seed: str) -> SourceRead:
     """Return the seed of a generator from which a line draws, as a seed that the program gives."""
-    row = row_of_read(OWN_GENERATOR, GIVEN_SEED)
-    first = 1, step, record, seed, row.instead if row is not None else ""
+    first = 1, step, record, seed, GIVEN_SEEDS[0].instead
     return SourceRead(OWN_GENERATOR, GIVEN_SEED, where, *first, in_sample=False)
 
 
