@@ -191,10 +191,14 @@ class FileUses:
     def to_json(self) -> dict[str, Any]:
         return {"files": [asdict(each) for each in self._files.values()], "began": self.began}
 
-    def if_there(self) -> list[FileUse]:
+    def reads(self) -> list[SourceRead]:
         """Return the files that the program asked for and read, as an earlier run had left them."""
-        used = self._files.values()
-        return [each for each in used if each.asked and each.read and each.changed < self.began]
+        first = 1, -1, 0, None, FILE_IF_THERE.instead
+        return [
+            SourceRead(Path(each.path).name, IF_THERE, each.read, *first, in_sample=False)
+            for each in self._files.values()
+            if each.asked and each.read and each.changed < self.began
+        ]
 
     def _note(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
@@ -298,14 +302,7 @@ class Watch:
             digest = blake2b(repr([first, *others]).encode(), digest_size=4).hexdigest()
             together = f"{first} and {len(others)} more #{digest}" if others else first
             self._reads[key].value = together if len(values) <= _FEW_SEEDS else ""
-        files = [
-            SourceRead(
-                *(os.path.basename(each.path), IF_THERE, each.read, 1, -1, 0, None),  # noqa: PTH119 - a text
-                *(FILE_IF_THERE.instead, False),
-            )
-            for each in (self.files.if_there() if self.files is not None else ())
-        ]
-        return (*self._reads.values(), *files)
+        return (*self._reads.values(), *(self.files.reads() if self.files is not None else ()))
 
     def stop(self) -> None:
         """Note nothing more; every function is then the one that it was."""
