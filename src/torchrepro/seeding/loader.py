@@ -494,10 +494,6 @@ class NamedLoading(Loading):
         self.go_to(epoch)
         self._resumed_seed = [program_seed]
 
-    def start_order(self, generator: torch.Generator) -> None:
-        # From the generator of a loader torch draws the workers' own seeds.
-        generator.set_state(self.order.torch().get_state())
-
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
         return self._from_own_place(sampler, generator, self.order)  # of the epoch that begins here
 

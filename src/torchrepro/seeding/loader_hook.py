@@ -175,17 +175,13 @@ def dataloader_kwargs(
 
     Wraps `DataLoader.__iter__` for as long as a loader made this way is alive.
     """
-    import torch
-
     checked_name(name)
     first = loaders.register.named.pop(name, 0) if epoch is None else epoch
     loading = NamedLoading(name, first, worker_init_fn)
     loaders.explicit.add(loading)
     finalize(loading, _settle)
     _settle()
-    generator = torch.Generator()
-    loading.start_order(generator)
-    return {"generator": generator, "worker_init_fn": loading}
+    return {"generator": loading.order.torch(), "worker_init_fn": loading}
 
 
 def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
@@ -454,8 +450,8 @@ def _seed_iteration(
         within = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         parts = (getattr(part, "generator", None) for part in (loader, *samplers_within(within)))
         generator = next((own for own in parts if own is not None), None)
-        if generator is not None:
-            named.start_order(generator)
+        if generator is not None:  # from which torch draws the workers' own seeds
+            generator.set_state(named.order.torch().get_state())
     elif saved := _saved_streams.pop(loader, None):
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = Given(*map(bytes.fromhex, saved["given"]))
