@@ -221,6 +221,12 @@ def verification_json(found: Verification) -> dict[str, Any]:
             for position, run in enumerate(found.runs)
         ],
         "folder": found.folder or None,
-        "stress": stressed and {**asdict(stressed), "skipped": dict(stressed.skipped)},
+        "stress": stressed
+        and {
+            "perturbed": list(stressed.perturbed),
+            "skipped": dict(stressed.skipped),
+            "culprits": list(stressed.culprits),
+            "what": stressed.what,
+        },
         "tried": [asdict(trial) for trial in found.tried],
     }
