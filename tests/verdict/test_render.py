@@ -21,7 +21,6 @@ from torchrepro.verdict.render import (
     headline,
     size,
     source_line,
-    verdict_json,
     verdict_parts,
 )
 from torchrepro.verdict.value import (
@@ -210,7 +209,7 @@ def test_a_verdict_is_shown_the_same_wherever_it_comes_from() -> None:
 def test_the_json_is_valid_and_has_the_documented_keys() -> None:
     """A verdict goes through JSON; of the map it keeps what differs."""
     verdict = unequal()
-    found = json.loads(json.dumps(verdict_json(verdict)))
+    found = json.loads(json.dumps(verdict.to_json()))
 
     assert found["same"] is False
     keys = {"rank", "step", "phase", "module", "op", "source", "kind", "left", "right", "elements"}
@@ -221,15 +220,13 @@ def test_the_json_is_valid_and_has_the_documented_keys() -> None:
     assert found["first"]["left"]["output_fingerprints"] == ["3f1c0000aaaabbbb3f1c0000aaaabbbb"]
     assert found["map"]
     assert all(cell["differing"] for cell in found["map"])
-    assert verdict_json(equal())["first"] is None
+    assert equal().to_json()["first"] is None
 
 
 @given(losses=st.lists(st.tuples(st.integers(0, 9), st.floats(), st.none() | st.floats())))
 def test_no_number_breaks_the_json(losses: list[tuple[int, float, float | None]]) -> None:
     """NaN and infinities, which JSON does not have, are text; every other number is itself."""
-    verdict = equal(losses=tuple(losses))
-    text = json.dumps(verdict.to_json(), allow_nan=False)
+    text = json.dumps(equal(losses=tuple(losses)).to_json(), allow_nan=False)
 
-    assert verdict_json(verdict) == verdict.to_json()
     for (_, left, _), (_, again, _) in zip(losses, json.loads(text)["losses"], strict=True):
         assert again == (left if math.isfinite(left) else str(left))
