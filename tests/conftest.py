@@ -36,6 +36,7 @@ OF_THE_RUN = ("PYTEST_", "COV_", "TEST_REPORTS")
 OF_THE_USER = ("TORCHREPRO_", "CUBLAS_", "HYDRA_", "FORCE_COLOR")
 """How the names begin of variables that this test run, or who started it, has a say in."""
 
+HERE = Path(__file__).parent
 TOUCHES_TORCH = {
     *("devices", "distributed", "guard", "knobs", "policies", "seeding", "selftest", "trace"),
     *("test_cudnn_benchmark.py", "test_in_effect.py", "test_seeding_calls.py"),
@@ -70,6 +71,18 @@ def pytest_configure(config):
         config.option.xmlpath = str(Path(folder) / f"{os.getpid()}.xml")
 
 
+def _touches_torch(path):
+    parts = {*path.parts[len(HERE.parts) :]} if path.is_relative_to(HERE) else set()
+    return bool(parts & TOUCHES_TORCH) and not parts & OF_FILES
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Where the tests of what calls torch's internals are asked for, import no other file."""
+    asked = config.option.markexpr.startswith("touches_torch ")
+    is_other = collection_path.name.startswith("test_") and not _touches_torch(collection_path)
+    return True if asked and is_other else None
+
+
 def pytest_collection_modifyitems(items):
     """Mark the tests of what calls torch's internals, before pytest selects by marks.
 
@@ -78,10 +91,8 @@ def pytest_collection_modifyitems(items):
     The slow ones come first: none of them is left at the end, while all cores but one wait.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    here = Path(__file__).parent
     for item in items:
-        parts = {*item.path.parts[len(here.parts) :]} if item.path.is_relative_to(here) else set()
-        if parts & TOUCHES_TORCH and not parts & OF_FILES:
+        if _touches_torch(item.path):
             item.add_marker("touches_torch")
         needs = {mark.name for mark in item.iter_markers()} & {"gpu", "npu"}
         item.user_properties += [("marker", name) for name in sorted(needs)]
