@@ -71,7 +71,8 @@ def _wall(code: str, environment: dict[str, str] | None = None) -> float:
 
 
 def _said(code: str) -> float:
-    return float(_run(_python(code))[1])
+    at_once = "import os, sys; sys.stdout.flush(); os._exit(0)"  # how it ends is not measured
+    return float(_run(_python(f"{code}\n{at_once}"))[1])
 
 
 def _report(title: str, rows: list[tuple[str, str]]) -> None:
