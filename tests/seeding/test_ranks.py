@@ -65,6 +65,14 @@ def test_a_variable_that_holds_no_number_is_refused(
     assert str(refused.value).startswith(f"${variable}: {text or chr(39) * 2}")
 
 
+def test_a_number_too_long_for_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of thousands of digits gets the error that other nonsense gets."""
+    monkeypatch.setenv("RANK", "1" * 5000)
+
+    with pytest.raises(torchrepro.SeedingError, match=r"\$RANK: 111"):
+        world()
+
+
 def test_a_process_group_is_asked_before_any_variable(forked_answer_of: Callable[..., Any]) -> None:
     """Once torch.distributed is initialised its rank counts, and a stream is that rank's."""
     program = """

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
+from torchrepro.seeding import state
 from torchrepro.seeding.generators import registered
 
 State = Callable[[], dict[str, Any]]
@@ -225,3 +226,18 @@ def test_an_interrupt_halfway_takes_everything_back(generators: State) -> None:
         torchrepro.set_rng_state(snapshot)
 
     assert generators() == before
+
+
+PARTS = ("generators", "world", "seed_plan", "devices", "kinds", "loaders")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_missed_even_where_the_checksum_fits(
+    part: str, refused: Callable[[Any], str]
+) -> None:
+    """A snapshot that somebody edited, checksum and all, is refused where a part is gone."""
+    edited = _moved()
+    del edited[part]
+    edited["checksum"] = state._checksum(edited)
+
+    assert refused(edited)

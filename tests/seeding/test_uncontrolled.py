@@ -354,11 +354,11 @@ def test_whatever_a_listener_raises_the_call_succeeds() -> None:
         assert hash((Odd(), 1)) == hash((Odd(), 1))
 
 
-def test_the_hash_of_a_tuple_is_noted_by_what_it_holds() -> None:
-    """A text within tuples makes a hash that varies; numbers alone make none."""
+def test_however_deep_a_tuple_is_its_hash_is_noted_by_what_it_holds() -> None:
+    """A text at any depth makes a hash that varies; numbers alone make none."""
     for leaf, noted in ((1, 0), ("text", 1)):
         _names["deep"] = (leaf,)
-        for _ in range(100):
+        for _ in range(3000):
             _names["deep"] = (_names["deep"],)
         with _watched() as watch:
             _run("hash(deep)")

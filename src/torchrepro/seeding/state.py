@@ -27,6 +27,7 @@ from torchrepro.seeding.generators import Given, States
 from torchrepro.seeding.streams import world
 
 FORMAT = 1
+PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
 
 _resumed = False  # whether the run goes on from a checkpoint, for the recordings of it
 _awaiting_step: list[Any] = []  # the hook that waits for the first step, if any
@@ -162,6 +163,9 @@ def _check_complete(snapshot: dict[str, Any]) -> None:
         is_intact = False
     if not is_intact:
         raise SeedingError.about("the snapshot is damaged: its checksum does not fit its content")
+    for part in PARTS:
+        if not isinstance(snapshot.get(part), Mapping):
+            raise SeedingError.about("the snapshot lacks a part", key=part)
 
 
 def _check_fits(snapshot: dict[str, Any]) -> None:

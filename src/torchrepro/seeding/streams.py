@@ -197,6 +197,8 @@ RankPolicy = str | Mapping[str, str] | None
 VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """Variables that name a process and count them: torchrun's, then Slurm's."""
 
+_LONGEST = 18  # digits: no run has as many processes
+
 AGREEING = frozenset({"tp", "sp", "cp", "tensor", "tensor_parallel", "sequence", "context"})
 """Mesh dimensions along which ranks work on one sample and so draw the same numbers."""
 
@@ -261,7 +263,7 @@ def check_dimensions(policy: RankPolicy, names: Sequence[str]) -> None:
 
 def _number(variable: str) -> int:
     text = os.environ.get(variable, "1")
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < _LONGEST):
         raise SeedingError.about("not the number of a process", f"${variable}", found=shown(text))
     return int(text)
 

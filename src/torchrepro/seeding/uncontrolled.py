@@ -254,10 +254,16 @@ WITHOUT_COST = tuple(row for row in EVERY_SOURCE if row.what not in (ADDRESS, HA
 
 
 def _hash_varies(value: Any) -> bool:
-    if isinstance(value, tuple | frozenset):
-        return any(map(_hash_varies, value))
-    own: Any = type(value).__hash__
-    return isinstance(value, str | bytes) or own is object.__hash__
+    waiting = [value]
+    while waiting:  # a tuple may be nested deeper than Python's own calls
+        value = waiting.pop()
+        if isinstance(value, tuple | frozenset):
+            waiting.extend(value)
+            continue
+        own: Any = type(value).__hash__
+        if isinstance(value, str | bytes) or own is object.__hash__:
+            return True
+    return False
 
 
 def row_of_read(name: str, what: str) -> Source | None:
