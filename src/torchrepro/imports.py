@@ -88,9 +88,9 @@ class AfterImport:
     """
 
     def __init__(self, modules: Iterable[str], call: Callable[[str], None]) -> None:
-        names = dict.fromkeys(modules)
+        names = [*modules]
         self.beginnings = tuple(name[:-1] for name in names if name.endswith("*"))
-        self.modules = {name: None for name in names if not name.endswith("*")}
+        self.modules = dict.fromkeys(name for name in names if not name.endswith("*"))
         self.call = call
 
     def waits_for(self, module: str) -> bool:
@@ -112,7 +112,7 @@ class AfterImport:
         """Return those that were imported before."""
         if self.beginnings:
             return [name for name in list(sys.modules) if self.waits_for(name)]
-        return [name for name in self.modules if name in sys.modules]  # which has thousands
+        return [name for name in self.modules if name in sys.modules]  # of thousands
 
     def unwatch(self) -> None:
         """Wait no longer; does nothing if somebody else has taken this out of `sys.meta_path`."""

@@ -45,7 +45,7 @@ _RUNTIME_KEYS = {"CompositeImplicitAutograd": "CPU", "Autograd": "AutogradCPU"}
 """Alias keys, and a key at which torch keeps the kernel that was registered at the alias."""
 
 _lock = fork_safe_lock()
-interposed: dict[Any, dict[Priority, Callable[..., Any]]] = {}  # now, at which overloads
+interposed: dict[Any, dict[Priority, Callable[..., Any]]] = {}  # op -> what is in front of it now
 _libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
 _names: set[str] = set()  # of these ops, and of custom ones that were defined anew since
 _overrides: dict[tuple[Any, str], tuple[list[Callable[..., Any]], Any]] = {}
@@ -187,7 +187,7 @@ def _overridden(
     return proceed(*args, **kwargs)
 
 
-def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
+def _registered(op: Any, key: str, kernel: partial[Any]) -> Any:
     namespace, _, name = op.name().partition("::")
     library = import_module("torch").library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
@@ -196,8 +196,8 @@ def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
     return library
 
 
-def _kept_from_dynamo(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `kernel` as a function that torch.compile runs, with all it calls, and does not trace.
+def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
+    """Return `kernel` so that torch.compile runs it, with all it calls, and does not trace it.
 
     Older torch crashes where a function of ours was traced for a compiled one that is gone since
     (https://github.com/pytorch/pytorch/issues/155057).
@@ -207,25 +207,23 @@ def _kept_from_dynamo(kernel: Callable[..., Any]) -> Callable[..., Any]:
     warn that it cannot trace the kernel at the end.
     """
     frames = import_module("torch")._C._dynamo.eval_frame  # noqa: SLF001 - see above
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP  # noqa: SLF001 - see above
+        with_its_calls = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - see above
+        frames.set_code_exec_strategy(kernel.func.__code__, with_its_calls)
+        return kernel
+    if not hasattr(frames, "skip_code"):
+        return kernel
 
     def alone(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return kernel(keyset, *args, **kwargs)
-
-    def alone_on_old_torch(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
         before = frames.set_eval_frame(None)
         try:
             return kernel(keyset, *args, **kwargs)
         finally:
             frames.set_eval_frame(before)
 
-    if hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP  # noqa: SLF001 - see above
-        frames.set_code_exec_strategy(alone.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001 - see above
-        return alone
-    if hasattr(frames, "skip_code"):
-        frames.skip_code(alone_on_old_torch.__code__)
-        return alone_on_old_torch
-    return kernel
+    frames.skip_code(alone.__code__)
+    return alone
 
 
 def can_be_interposed(op: Any) -> bool:
