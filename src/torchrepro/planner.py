@@ -249,7 +249,7 @@ def _conflict(knob: Knob, value: Any, exported: Mapping[str, str], before: Any) 
 
 def _lacking(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
     """Return why nothing sets the knob on which `value` acts, here or around this profile."""
-    if not knob.needs or value not in knob.needing:
+    if not knob.needs or not knob.needing(value):
         return ""
     needed = knobs_by_name()[knob.needs]
     present = wanted.get(needed.name)

@@ -126,7 +126,7 @@ def _same_variables(knob: Knob, before: Mapping[str, str]) -> None:
 
 def _asking_for(knob: Knob, value: Any) -> dict[str, Any]:
     wanted = {knob.profile_key: value}
-    if knob.needs and value in knob.needing:
+    if knob.needs and knob.needing(value):
         needed = knobs_by_name()[knob.needs]
         wanted[needed.profile_key] = (knob.needed or needed.legal.examples())[0]
     profile: dict[str, Any] = {}

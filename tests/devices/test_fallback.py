@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -187,37 +186,21 @@ def test_calls_are_counted_with_the_line_they_came_from() -> None:
     assert effect.where.startswith(f"{__file__}:")
 
 
-def test_advice_says_what_to_set_and_what_to_use_instead() -> None:
-    """After torch's own words come the op to use instead and the key that lets it go on."""
-    advice = _refusal("put_", "cpu", "error")
-
-    assert "device.fallback: cpu" in advice
-    assert "index_put" in advice
-
-
-def test_native_lets_one_op_vary_and_says_so() -> None:
-    """Under `native` an op runs, torch's mode is what it was, and other ops still raise."""
-    with deciding({"ops": {"put_": "native"}}):
-        put()
-        mode = torch.get_deterministic_debug_mode()
-        with pytest.raises(RuntimeError, match=REFUSED):
-            unpool()
-
-    assert mode == 2
-    assert counted()["aten::put_"] == {NATIVELY: (1, 0)}
-
-
 @pytest.mark.parametrize("algorithms", ["none", "warn", "error"])
-def test_native_restores_each_of_torchs_three_modes(algorithms: str) -> None:
-    """Whatever the mode was before a native call, it is so after it, also if the call raises."""
+def test_native_lets_one_op_vary_and_says_so(algorithms: str) -> None:
+    """Torch's mode is what it was, also after a call that raises, and other ops raise as ever."""
     with deciding({"ops": {"put_": "native"}}, algorithms):
         before = torch.get_deterministic_debug_mode()
         put()
         with pytest.raises(IndexError):
             torch.zeros(1).put_(torch.tensor([7]), torch.ones(1))
         after = torch.get_deterministic_debug_mode()
+        if algorithms == "error":
+            with pytest.raises(RuntimeError, match=REFUSED):
+                unpool()
 
     assert before == after
+    assert counted()["aten::put_"] == {NATIVELY: (1, 0)}
 
 
 def test_native_calls_in_many_threads_leave_the_mode_as_it_was() -> None:
@@ -352,28 +335,20 @@ def test_error_by_name_refuses_every_call(run: OnNpu, device: str) -> None:
     ],
 )
 def test_an_op_that_cannot_be_decided_about_is_refused(op: str, says: str) -> None:
-    """A name that torch does not know, or that names nothing to run, fails and changes nothing."""
+    """A name that torch does not know, or that names nothing to run, fails and changes nothing.
+
+    A promise of repeatability is not made with it.
+    """
     before = tuple(interposed)
     with deciding({"ops": {"put_": "native", op: "cpu"}}) as applied:
         row = applied.report["device.fallback"]
         inside = tuple(interposed)
+    with pytest.raises(torchrepro.ApplyError, match=re.escape(says)):
+        torchrepro.apply({**applied.resolved.values, "guarantee": "repeatable"})
 
     assert row.outcome == "failed"
     assert says in row.why
     assert before == inside
-
-
-def test_a_strict_profile_with_an_unknown_op_does_not_start() -> None:
-    """A promise of repeatability is not made with a typing error in it."""
-    profile = {
-        "guarantee": "repeatable",
-        "backends": {"torch": {"deterministic_algorithms": "error"}},
-        "device": {"fallback": {"ops": {"cumsmu": "cpu"}}},
-    }
-    with pytest.raises(torchrepro.ApplyError, match="did you mean `cumsum`"):
-        torchrepro.apply(profile)
-
-    assert torch.get_deterministic_debug_mode() == 0
 
 
 @pytest.mark.parametrize("value", ["cpu", {"ops": {"*": "cpu"}}, {"ops": {"*": "native"}}])
@@ -387,8 +362,7 @@ def test_what_waits_for_torch_to_refuse_is_unsupported_while_torch_refuses_nothi
 
     assert row.outcome == "unsupported"
     assert "backends.torch.deterministic_algorithms" in row.why
-    if value == "cpu":
-        assert torchrepro.plan(profile).report["device.fallback"] == row
+    assert torchrepro.plan(profile).report["device.fallback"] == row
 
 
 def test_nothing_is_interposed_without_a_profile_and_nothing_stays() -> None:
@@ -429,17 +403,10 @@ def test_backward_in_threads_of_torchs_own_falls_back() -> None:
 
 def test_an_op_in_torchscript_falls_back() -> None:
     """Compiled TorchScript calls ops through the same dispatcher."""
-
-    class Put(torch.nn.Module):
-        def forward(
-            self, x: torch.Tensor, places: torch.Tensor, values: torch.Tensor
-        ) -> torch.Tensor:
-            return x.clone().put_(places, values)
-
     arguments = torch.zeros(4), torch.tensor([0, 0, 3]), torch.tensor([1.0, 2.0, 5.0])
     with warnings.catch_warnings(), deciding("cpu"):
         warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.trace(Put(), arguments)
+        scripted = torch.jit.trace(lambda x, *written: x.clone().put_(*written), arguments)
         result = scripted(*arguments)
 
     assert result.tolist() == [2, 0, 0, 5]
@@ -457,30 +424,16 @@ def test_an_op_without_any_deterministic_kernel_says_so() -> None:
 
 
 def test_debug_strict_says_error_and_acts_on_it() -> None:
-    """The shipped strict profile's `fallback: error` is in force, with its advice."""
+    """The shipped strict profile's `fallback: error` is in force, with its advice.
+
+    After torch's own words come the op to use instead and the key that lets it go on.
+    """
     with torchrepro.apply("debug-strict") as applied:
         row = applied.report["device.fallback"]
-        with pytest.raises(RuntimeError, match="torchrepro:"):
+        with pytest.raises(RuntimeError, match=r"torchrepro: .*index_put.* device\.fallback: cpu"):
             put()
 
     assert row.outcome == "applied"
-
-
-def test_the_policy_imports_nothing_heavy() -> None:
-    """Applying it needs torch and nothing else that is slow to import."""
-    code = (
-        "import sys, torch, torchrepro\n"
-        "before = set(sys.modules)\n"
-        "from torchrepro.policies.fallback import install\n"
-        "install('error')\n"
-        "print(*set(sys.modules) - before)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
-    )
-    heavy = ("hydra", "omegaconf", "pydantic", "rich", "typer", "yaml", "torch._")
-
-    assert [name for name in done.stdout.split() if name.startswith(heavy)] == []
 
 
 COMPILED = """
@@ -632,32 +585,6 @@ def _other_ops() -> int:
 def test_other_ops_do_nothing_more(on_npu: OnNpu) -> None:
     """An op that is not in the table reaches its kernel as ever: no copy, no other op."""
     assert on_npu(_other_ops) == 2
-
-
-def _replaced() -> tuple[list[float], Any, list[str]]:
-    alert_on("aten::cumsum")
-
-    def matrix(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        ones = torch.ones(len(x), len(x), device=x.device).tril()
-        return ones @ x
-
-    torchrepro.register_replacement("cumsum", matrix)
-    try:
-        with deciding("cpu"):
-            log.clear()
-            result = torch.arange(4.0, device="npu").cumsum(0).tolist()
-            return result, counted(), [name for name in log if "cumsum" in name]
-    finally:
-        torchrepro.unregister_replacement("cumsum")
-
-
-def test_a_replacement_goes_before_the_fallback(on_npu: OnNpu) -> None:
-    """A program's own deterministic implementation runs on the device, and the kernel does not."""
-    result, done, kernels = on_npu(_replaced)
-
-    assert result == [0, 1, 3, 6]
-    assert kernels == []
-    assert [what.rpartition(".")[2] for what in done["aten::cumsum"]] == ["matrix"]
 
 
 NPU = "npu"

@@ -153,14 +153,18 @@ def test_an_output_given_by_the_caller_is_filled(replaced: Callable[..., None]) 
 
 
 def test_an_in_place_op_is_replaced(replaced: Callable[..., None]) -> None:
-    """A function for an op that writes to its argument writes to the caller's tensor."""
-    replaced("put_", lambda x, places, values, accumulate=False: x.index_put_((places,), values))
-    with torchrepro.apply({**ERROR, "backends": {"torch": {"deterministic_algorithms": "error"}}}):
+    """A function for an op that writes to its argument writes to the caller's tensor.
+
+    It goes before an implementation of torchrepro's.
+    """
+    replaced("put_", lambda x, places, values, accumulate=False: x.index_put_((places,), -values))
+    algorithms = {"torch": {"deterministic_algorithms": "error"}}
+    with torchrepro.apply({"device": {"fallback": "cpu"}, "backends": algorithms}):
         x = torch.zeros(3)
         result = x.put_(torch.tensor([2]), torch.ones(1))
 
     assert result is x
-    assert x.tolist() == [0, 0, 1]
+    assert x.tolist() == [0, 0, -1]
 
 
 def test_numbers_beside_tensors_keep_torchs_types(replaced: Callable[..., None]) -> None:

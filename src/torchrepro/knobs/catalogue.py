@@ -26,6 +26,7 @@ from torchrepro.knobs.knob import (
     Switch,
     Text,
     WordOrMapping,
+    waits_for_refusal,
 )
 from torchrepro.knobs.torch_state import (
     CUBE_MATH_LOWERS,
@@ -401,32 +402,30 @@ NPU = (
     ),
 )
 
-_DEVICE = Text(r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?", "cpu, cuda, npu, xpu, mps", variable=False)
+_DEVICE = Text(
+    r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?",
+    "cpu, cuda, npu, xpu, mps",
+    "not the name of a device",
+    variable=False,
+)
 DEVICES_OF_MODULES = MappingOf(
     _DEVICE,
+    "patterns to devices",
     "a mapping such as {encoder.layer.*: cpu}, of devices such as cpu, cuda or cuda:1",
-    no_mapping="not a mapping of patterns to devices",
-    is_name=lambda name: isinstance(name, str) and name != "",
-    no_name="a key is not the name of a module",
-    wrong="not the name of a device",
     nested="not a device: write the whole name of a module as one key",
 )
 SEEDS_OF_STREAMS = MappingOf(
     SEED,
+    "streams to seeds",
     "a mapping such as {split: 3}, each a whole number, 0 to 4294967295",
-    no_mapping="not a mapping of streams to seeds",
-    no_name="not a mapping of streams to seeds",
-    wrong="{name}: {why}",
-    located=False,
 )
 _RANK_POLICY = OneOf(("distinct", "same"))
 RANK_POLICIES = WordOrMapping(
     _RANK_POLICY,
     MappingOf(
         _RANK_POLICY,
+        "mesh dimensions to words",
         "one of them per mesh dimension as in {dp: distinct}",
-        is_name=lambda _: True,
-        located=False,
     ),
 )
 _FALLBACK_OF_OP = OneOf(("cpu", "error", "native"))
@@ -434,9 +433,8 @@ FALLBACK = WordOrMapping(
     OneOf(("error", "cpu")),
     MappingOf(
         _FALLBACK_OF_OP,
+        "ops to words",
         f"per op as in {{ops: {{cumsum: cpu}}}}: {_FALLBACK_OF_OP.words}",
-        no_mapping="not a mapping of ops to words",
-        no_name="not the name of an op",
     ),
     under="ops",
 )
@@ -514,7 +512,7 @@ POLICIES = (
         "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
         scope=Scope.EVERY_THREAD,
         needs="backends.torch.deterministic_algorithms",
-        needing=("cpu",),
+        needing=waits_for_refusal,
         needed=("error",),
     ),
     _policy(
@@ -557,7 +555,7 @@ POLICIES = (
         "auto: 14 us per sample; per batch 40 us more in a worker, 160 us in the main process",
         source=RANDOMNESS,
         needs="seed.streams",
-        needing=("auto",),
+        needing=lambda value: value == "auto",
     ),
     _policy(
         "dataloader.num_workers",

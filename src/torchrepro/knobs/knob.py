@@ -180,27 +180,18 @@ class MappingOf(Legal):
     """A mapping from names to legal values, each of which may be null."""
 
     of: Legal
+    maps: str  # what to what: ``patterns to devices``
     words: str
-    no_mapping: str = ""  # the complaint about a value that is no mapping
-    is_name: Callable[[Any], bool] = lambda name: isinstance(name, str)
-    no_name: str = ""  # the complaint about a key for which `is_name` does not hold
-    wrong: str = "{why}"  # the complaint about the value of a `name`, whose own complaint is `why`
     nested: str = ""
     """The complaint about a mapping in place of a value, where there is more to say."""
 
-    located: bool = True  # whether a message says under which key the wrong value stands
-
     def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
-        if not isinstance(value, Mapping):
-            return (), self.no_mapping
+        if not isinstance(value, Mapping) or not all(n and isinstance(n, str) for n in value):
+            return (), f"not a mapping of {self.maps}"
         for name, one in value.items():
-            if not self.is_name(name):
-                return (), self.no_name
             why = "" if one is None else self.of.complaint(one)
             if why:
-                wrong = self.nested if isinstance(one, Mapping) else ""
-                why = wrong or self.wrong.format(name=name, why=why)
-                return (str(name),) if self.located else (), why
+                return (name,), (isinstance(one, Mapping) and self.nested) or why
         return (), ""
 
     def examples(self) -> tuple[Any, ...]:
@@ -371,9 +362,8 @@ class Knob:
 
     key: str = ""  # the key of the profile that this knob obeys, where it is not `name`
     variable: str = ""  # the environment variable behind the row, if it is one
-    needs: str = ""  # the knob without which a value of `needing` has nothing to act on
-    needing: tuple[Any, ...] = ()
-
+    needs: str = ""  # the knob without which a value that is `needing` has nothing to act on
+    needing: Callable[[Any], bool] = lambda _: False
     needed: tuple[Any, ...] = ()
     """The values of the knob `needs` that suffice; any value, if this is empty."""
 

@@ -7,7 +7,6 @@ Nothing is decided here about which kernels are deterministic: torch decides tha
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from torchrepro.callers import frames, program_place
 from torchrepro.errors import ProfileError
 from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.knobs.knob import MissingState, Value, is_pattern, per_op, waits_for_refusal
+from torchrepro.knobs.knob import Value, is_pattern, per_op
 from torchrepro.messages import near
 from torchrepro.policies import interpose
 from torchrepro.policies.deterministic_ops import (
@@ -37,12 +36,6 @@ KNOB = "device.fallback"
 
 Action = Callable[..., Any]
 """What is done at a call of an op: takes `proceed`, which goes on to the kernel, and arguments."""
-
-_IDLE = {
-    0: "torch's deterministic algorithms are off",
-    1: "torch only warns about ops without a deterministic kernel",
-}
-"""What torch's debug mode means where no op is refused."""
 
 
 class _InForce(NamedTuple):
@@ -68,15 +61,7 @@ class FallbackPolicy:
         return _in_force.value
 
     def write(self, value: str | Mapping[str, Any]) -> None:
-        asked = value if isinstance(value, str) else {"ops": dict(per_op(value))}
-        mode = sys.modules["torch"].get_deterministic_debug_mode()
-        if waits_for_refusal(asked) and mode in _IDLE:
-            _decided(asked)  # a wrong name is wrong in any case
-            raise MissingState(
-                f"{_IDLE[mode]}, so that no op falls back: set "
-                "backends.torch.deterministic_algorithms to error"
-            )
-        install(asked)
+        install(value if isinstance(value, str) else {"ops": dict(per_op(value))})
 
     save = read
 
