@@ -94,7 +94,7 @@ def note_regions(told: Mapping[str, Any]) -> None:
     regions = _Regions(Notes(told["folder"]), told.get("only"))
     wrap(_lasting, torch, "compile", regions.watched_compile)
     _lasting.enter_context(on_modules_called(regions.module_returned))
-    _lasting.enter_context(watch_training(regions))
+    watch_training(_lasting, regions)
 
 
 class _Regions(_Training):
@@ -233,8 +233,8 @@ def note_state(told: Mapping[str, Any]) -> None:
     notes = Notes(told["folder"])
     watched = {name: its for name, its in told.items() if name != "folder"}
     state = _State(notes, _Checkpoints(notes, **watched))
-    _lasting.enter_context(watch_training(state))
-    _lasting.enter_context(within_loaders_begun(state.loader_begins))
+    watch_training(_lasting, state)
+    within_loaders_begun(_lasting, state.loader_begins)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(state.module_begins)
     _lasting.callback(hook.remove)
 

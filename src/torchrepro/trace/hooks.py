@@ -13,7 +13,7 @@ import marshal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib import import_module
 from itertools import islice
 from numbers import Number
@@ -80,8 +80,8 @@ _digest = xxhash.xxh3_128_digest
 _left_out: list[bool] = []  # once is enough for a process
 
 
-def watch_training(listener: Any) -> ExitStack:
-    """Call `listener` at each backward pass, optimizer step and batch, until the stack is closed.
+def watch_training(undo: ExitStack, listener: Any) -> None:
+    """Call `listener` at each backward pass, optimizer step and batch, until `undo` is closed.
 
     Its methods are `backward_begins` (losses), `backward_ends`, `optimizer_begins` (optimizer,
     its closure if any), `optimizer_ends` (optimizer), `batch_begins` (the loader's iterator)
@@ -90,9 +90,6 @@ def watch_training(listener: Any) -> ExitStack:
 
     def optimizer_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
         listener.optimizer_begins(optimizer, args[1:] or kwargs)
-
-    def optimizer_ends(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        listener.optimizer_ends(optimizer)
 
     def around_backward(backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         listener.backward_begins(tensors)
@@ -110,18 +107,16 @@ def watch_training(listener: Any) -> ExitStack:
             listener.batch_ends(iterator, batch)
         return batch
 
-    stack = ExitStack()
-    stack.callback(register_optimizer_step_pre_hook(optimizer_begins).remove)
-    stack.callback(register_optimizer_step_post_hook(optimizer_ends).remove)
-    surround(stack, torch.autograd, "backward", around_backward)
-    _surround_once_imported(stack, _ITERATORS, "__next__", around_batch)
-    return stack
+    undo.callback(register_optimizer_step_pre_hook(optimizer_begins).remove)
+    optimizer_ends = register_optimizer_step_post_hook(lambda its, *_: listener.optimizer_ends(its))
+    undo.callback(optimizer_ends.remove)
+    surround(undo, torch.autograd, "backward", around_backward)
+    _surround_once_imported(undo, _ITERATORS, "__next__", around_batch)
 
 
-@contextmanager
 def within_loaders_begun(
-    around: Callable[[Any], AbstractContextManager[None]],
-) -> Iterator[None]:
+    undo: ExitStack, around: Callable[[Any], AbstractContextManager[None]]
+) -> None:
     """Have loaders begin to be iterated within ``around(loader)``.
 
     One with workers draws the order of its first samples then, one without them at its first batch.
@@ -131,9 +126,7 @@ def within_loaders_begun(
         with around(loader):
             return begin(loader)
 
-    with ExitStack() as stack:
-        _surround_once_imported(stack, _LOADERS, "__iter__", within)
-        yield
+    _surround_once_imported(undo, _LOADERS, "__iter__", within)
 
 
 def _surround_once_imported(
@@ -147,12 +140,11 @@ def _surround_once_imported(
             watched.add(owner)
             surround(undo, owner, method, around)
 
-    undo.enter_context(_once_imported(tuple(classes), watch))
+    _once_imported(undo, tuple(classes), watch)
 
 
-@contextmanager
-def on_threads_started(first: Callable[[], object]) -> Iterator[None]:
-    """Call `first` on each thread that `threading` starts within the block, before its own code.
+def on_threads_started(undo: ExitStack, first: Callable[[], object]) -> None:
+    """Call `first` on each thread that is started until `undo` is closed, before its own code.
 
     Left out is the thread on which a loader pins memory: it moves batches at any time, and they are
     recorded where they are used.
@@ -177,18 +169,16 @@ def on_threads_started(first: Callable[[], object]) -> Iterator[None]:
 
         return start(run, *given)
 
-    threading.setprofile(begin)
-    try:
-        with ExitStack() as stack:
-            surround(stack, _thread, "start_new_thread", watched)  # which needs no `threading`
-            yield
-    finally:
+    def put_back() -> None:
         if threading.getprofile() is begin:
             threading.setprofile(before)
 
+    threading.setprofile(begin)
+    undo.callback(put_back)
+    surround(undo, _thread, "start_new_thread", watched)  # which needs no `threading`
 
-@contextmanager
-def objects_sent_within(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+
+def objects_sent_within(undo: ExitStack, around: Callable[[], AbstractContextManager[Any]]) -> None:
     """Send Python objects to other ranks within `around`.
 
     They are sent as pickled bytes, and equal objects need not have equal ones: a name in them may
@@ -199,16 +189,13 @@ def objects_sent_within(around: Callable[[], AbstractContextManager[Any]]) -> It
         with around():
             return original(*args, **more)
 
-    with ExitStack() as stack:
-        for owner in map(sys.modules.get, _DISTRIBUTED):
-            for name in _OBJECT_COLLECTIVES:
-                if callable(getattr(owner, name, None)):  # a torch may be built without
-                    surround(stack, owner, name, within)
-        yield
+    for owner in map(sys.modules.get, _DISTRIBUTED):
+        for name in _OBJECT_COLLECTIVES:
+            if callable(getattr(owner, name, None)):  # a torch may be built without
+                surround(undo, owner, name, within)
 
 
-@contextmanager
-def higher_order_ops_run(mode: type[TorchDispatchMode]) -> Iterator[None]:
+def higher_order_ops_run(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
     """Have higher-order ops run under `mode`, those that are defined later as well.
 
     Newer torch asks a mode once, by `supports_higher_order_operators`. Older torch refuses a
@@ -219,21 +206,16 @@ def higher_order_ops_run(mode: type[TorchDispatchMode]) -> Iterator[None]:
     def rule(op: Any) -> Callable[..., Any]:
         return lambda own, *args, **kwargs: own.__torch_dispatch__(op, (), args, kwargs)
 
-    def give_rules(_module: str = "") -> None:
+    def give_rules(_module: str) -> None:
         for op in getattr(torch._ops, "_higher_order_ops", {}).values():  # noqa: SLF001 - see above
             if mode not in op.python_key_table:
                 op.py_impl(mode)(rule(op))
 
-    if hasattr(TorchDispatchMode, "supports_higher_order_operators"):
-        yield
-        return
-    give_rules()
-    with _once_imported(_HIGHER_ORDER, give_rules):
-        yield
+    if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+        _once_imported(undo, _HIGHER_ORDER, give_rules)
 
 
-@contextmanager
-def hidden_ops_noted(note: Callable[[str], object]) -> Iterator[None]:
+def hidden_ops_noted(undo: ExitStack, note: Callable[[str], object]) -> None:
     """Call `note` with each line of the program that hides its ops from all modes.
 
     Torch itself does so where it prints a tensor and within its compiler. The functions are
@@ -249,14 +231,11 @@ def hidden_ops_noted(note: Callable[[str], object]) -> Iterator[None]:
                 note(program_place(by))
         return pop(*args)
 
-    with ExitStack() as stack:
-        if hasattr(_python_dispatch, "_pop_mode"):
-            surround(stack, _python_dispatch, "_pop_mode", noticed)
-        yield
+    if hasattr(_python_dispatch, "_pop_mode"):
+        surround(undo, _python_dispatch, "_pop_mode", noticed)
 
 
-@contextmanager
-def compiled_regions_seen() -> Iterator[None]:
+def compiled_regions_seen(undo: ExitStack) -> None:
     """Have regions that inductor compiles from now on pass through the dispatcher as one op.
 
     The option is inductor's own and leaves the generated code as it is. Without it (older torch)
@@ -267,14 +246,12 @@ def compiled_regions_seen() -> Iterator[None]:
         config = sys.modules[module]
         if hasattr(config, _WRAP_REGIONS):
             before = getattr(config, _WRAP_REGIONS)
-            patch(stack, config, _WRAP_REGIONS, value=True, before=before)
+            patch(undo, config, _WRAP_REGIONS, value=True, before=before)
 
-    with ExitStack() as stack, _once_imported((_INDUCTOR,), wrap_regions):
-        yield
+    _once_imported(undo, (_INDUCTOR,), wrap_regions)
 
 
-@contextmanager
-def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
+def left_out_of_compilation(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
     """Have torch.compile leave torchrepro's own code out where it finds it between two regions.
 
     ``trace_rules.add`` is not documented. The documented ``torch.compiler.disable`` costs a
@@ -290,13 +267,13 @@ def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
             dispatch: Any = mode.__torch_dispatch__
             mode.__torch_dispatch__ = torch.compiler.disable(dispatch)  # type: ignore[method-assign, no-untyped-call]
             return
-        with ExitStack() as undo:
+        with ExitStack() as built:
             # It builds its one pattern anew for each module that is added: a fifth of a second for
             # all of ours. Where that can be put off, it is built once.
             build = getattr(rules, "_recompile_re", None)
             if build is not None:
-                undo.callback(build)
-                patch(undo, rules, "_recompile_re", lambda: None, build)
+                built.callback(build)
+                patch(built, rules, "_recompile_re", lambda: None, build)
             divided = _COMPILED.rpartition(".")[0]
             for parent in (__name__.partition(".")[0], divided):
                 for module in iter_modules(import_module(parent).__path__):
@@ -304,18 +281,13 @@ def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
                     if own not in (divided, _COMPILED):
                         rules.add(own)
 
-    with _once_imported((_DYNAMO,), leave_out):
-        yield
+    _once_imported(undo, (_DYNAMO,), leave_out)
 
 
-@contextmanager
-def _once_imported(modules: Sequence[str], call: Callable[[str], None]) -> Iterator[None]:
+def _once_imported(undo: ExitStack, modules: Sequence[str], call: Callable[[str], None]) -> None:
     waiting = AfterImport(modules, call)
+    undo.callback(waiting.unwatch)
     waiting.watch_all()
-    try:
-        yield
-    finally:
-        waiting.unwatch()
 
 
 def parts_of(value: Any) -> list[Part]:

@@ -79,7 +79,7 @@ class Level:
         self.open = ExitStack()
 
     def __enter__(self) -> None:
-        self.open.enter_context(hooks.left_out_of_compilation(RecordingMode))
+        hooks.left_out_of_compilation(self.open, RecordingMode)
 
     def __exit__(self, *error: object) -> None:
         self.open.close()
@@ -195,7 +195,7 @@ class StepLevel(Level):
 
     def __enter__(self) -> None:
         self.state.buffer.new_thread()
-        self.open.enter_context(hooks.on_threads_started(self.state.buffer.new_thread))
+        hooks.on_threads_started(self.open, self.state.buffer.new_thread)
         super().__enter__()
         self._watch()
 
@@ -296,11 +296,11 @@ class OpLevel(Level):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.open.enter_context(hooks.compiled_regions_seen())
-        self.open.enter_context(hooks.higher_order_ops_run(RecordingMode))
-        self.open.enter_context(hooks.hidden_ops_noted(self.state.hidden.add))
-        self.open.enter_context(hooks.on_threads_started(self._enter_thread))
-        self.open.enter_context(hooks.objects_sent_within(self.paused))
+        hooks.compiled_regions_seen(self.open)
+        hooks.higher_order_ops_run(self.open, RecordingMode)
+        hooks.hidden_ops_noted(self.open, self.state.hidden.add)
+        hooks.on_threads_started(self.open, self._enter_thread)
+        hooks.objects_sent_within(self.open, self.paused)
         self.open.callback(self.abandon)
         self._mode = self.open.enter_context(self._new_mode())
 

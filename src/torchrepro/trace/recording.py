@@ -101,10 +101,11 @@ class Recording:
         with ExitStack() as undo:
             undo.callback(self._sources.stop)
             undo.callback(register_module_parameter_registration_hook(self._model_is_built).remove)
-            undo.enter_context(watch_training(self))
-            undo.enter_context(self._full)
+            hooks = undo.enter_context(ExitStack())  # more are put in as libraries are imported
+            watch_training(hooks, self)
             if not self.request.loading:
-                undo.enter_context(within_loaders_begun(lambda _: self._full.paused()))
+                within_loaders_begun(hooks, lambda _: self._full.paused())
+            undo.enter_context(self._full)
             undo.enter_context(self._naming)
             undo.callback(self._forget)
             _recordings.append(self)
