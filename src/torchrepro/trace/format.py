@@ -96,9 +96,6 @@ OPTIMIZER_STEP = ".step()"
 ARGUMENTS = "the arguments of "
 """Begins the name of what is left of an optimizer at the end, besides its state: no tensors."""
 
-OTHERS = "others"
-"""The name of all values together for which there was no room at the end."""
-
 
 @dataclass(frozen=True, slots=True)
 class Site:

@@ -26,7 +26,7 @@ from torchrepro.trace.frames import (
     place_of_user,
 )
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
-from torchrepro.trace.op_mode import ModesTakenOff, RecordingMode
+from torchrepro.trace.op_mode import ModeTakenOff, RecordingMode
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
@@ -292,7 +292,7 @@ class OpLevel(Level):
         wanted = request.statistics or request.keep or request.detail
         self._details = DetailRecorder(state) if wanted else None
         self._by_thread: WeakValueDictionary[int, RecordingMode] = WeakValueDictionary()
-        self._taken_off = ModesTakenOff()
+        self._taken_off = ModeTakenOff()
 
     def __enter__(self) -> None:
         super().__enter__()

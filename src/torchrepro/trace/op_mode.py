@@ -11,7 +11,7 @@ from marshal import dumps
 from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch.utils import _python_dispatch
@@ -436,8 +436,8 @@ def _written_by_region(args: Any) -> list[Any]:
     ]
 
 
-class ModesTakenOff:
-    """The modes that were taken off the stacks of their threads while they have nothing to do.
+class ModeTakenOff:
+    """The mode that was taken off the stack of its thread while it has nothing to do.
 
     A mode on the stack costs a call of Python for every op, whatever it does. A thread's stack can
     be changed on that thread alone, and not within a backward pass: autograd puts back the stack
@@ -446,31 +446,28 @@ class ModesTakenOff:
     """
 
     def __init__(self) -> None:
-        self._modes: WeakKeyDictionary[threading.Thread, Any] = WeakKeyDictionary()
+        self._mode: Any = None
+        self._thread: threading.Thread | None = None
         self._is_allowed = _STACK_IS_KNOWN
 
     def take_off(self, modes: Collection[Any]) -> None:
         """Take the one of `modes` that this thread has off its stack, wherever in it."""
-        if self._is_allowed and _backward_pass() != _NO_PASS:
-            self._is_allowed = False
-        if not self._is_allowed:
-            return
-        own = next((mode for mode in _of_thread() if mode in modes), None)
-        if own is not None:
-            _remove(own)
-            self._modes[threading.current_thread()] = own
+        self._is_allowed = self._is_allowed and _backward_pass() == _NO_PASS
+        own = [mode for mode in _of_thread() if mode in modes] if self._is_allowed else []
+        if own:
+            self._mode, self._thread = own[0], threading.current_thread()
+            _remove(own[0])
 
     def put_back(self) -> bool:
-        """Put all back at the bottom of their stacks; returns whether all of them are there.
+        """Put it back at the bottom of its stack; returns whether no thread lacks its mode.
 
         Whatever the program has entered meanwhile stays above: it is what the program leaves next.
         """
         self._put_back_own()
-        # Another thread may put its own back meanwhile: `keyrefs` is a copy.
-        threads = (known() for known in self._modes.keyrefs())
-        left = any(thread is not None and thread.is_alive() for thread in threads)
-        self._is_allowed = self._is_allowed and not left
-        return not left
+        if self._thread is not None and self._thread.is_alive():
+            self._is_allowed = False
+            return False
+        return True
 
     def before_backward(self) -> None:
         """Put the mode of this thread back if steps end within the pass that is about to begin."""
@@ -479,17 +476,15 @@ class ModesTakenOff:
 
     def end(self, mode: Any) -> None:
         """Have `mode` at the top of this thread's stack, where leaving it takes it off."""
-        self._modes.pop(threading.current_thread(), None)
         if _STACK_IS_KNOWN:
             _remove(mode)
             _push(mode)
 
     def _put_back_own(self) -> None:
-        if self._modes and _backward_pass() == _NO_PASS:
-            mode = self._modes.pop(threading.current_thread(), None)
+        if self._thread is threading.current_thread() and _backward_pass() == _NO_PASS:
             modes = _of_thread()
-            if mode is not None and mode not in modes:
-                _replace(modes, [mode, *modes])
+            self._thread = None
+            _replace(modes, [self._mode, *modes])
 
 
 def _of_thread() -> list[Any]:

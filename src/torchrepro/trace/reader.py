@@ -53,7 +53,7 @@ _TYPES = {"integer": int, "text": str, "blob": bytes, "real": float}
 
 META: Mapping[str, Any] = {
     "rank": int,
-    **dict.fromkeys(("ordinal", "world_size", "max_size", "dropped", "rows"), _Number),
+    **dict.fromkeys(("ordinal", "world_size", "max_size", "rows"), _Number),
     **dict.fromkeys(("every", "built"), _Number),
     **dict.fromkeys(("finished", "statistics", "detail"), bool | None),
     **dict.fromkeys(("program", "program_text", "process", "resumed", "level"), _Words),

@@ -31,7 +31,7 @@ from torchrepro.seeding.source_reads import seed_of_generator, watch_for_recordi
 from torchrepro.seeding.state import is_resumed
 from torchrepro.trace.buffer import RecordingState, joined
 from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
-from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OTHERS, OUTPUT, StepRow
+from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OUTPUT, StepRow
 from torchrepro.trace.frames import parameters_of, place_of_user, source_of
 from torchrepro.trace.hooks import SampleRecorder, watch_training, within_loaders_begun
 from torchrepro.trace.levels import LEVELS, StepLevel, arguments_of
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 _MOST = 64  # reads of unwritten memory, lines that hide ops, and optimizers, that a trace names
 _OF_DATAPIPES = "_sharding_worker_init_fn"  # torch's own, around that of the author
-_NAMED = 500  # values of one kind that have a digest each at the end; the others have one together
 _PARAMETERS, _BUFFERS, _OPTIMIZERS = "parameters", "buffers", "optimizers"
 
 
@@ -273,7 +272,6 @@ class Recording:
             found["end"] = _end_state(self.state, optimizers, knows_ops=self._full.name == "op")
         return {
             **{key: value for key, value in found.items() if value},
-            **({"dropped": self._limit.count} if self._limit is not None else {}),
             **(self._sources.files.to_json() if self._sources.files is not None else {}),
             "loaders": list(self._loaders.values()),
             "modules": sorted({*self._files, *program_files()}),
@@ -466,10 +464,6 @@ def _end_state(
             found[kind][name] = xxhash.xxh3_64_hexdigest(value_text(value).encode())
     for number, (kind, name, _) in enumerate(tensors):
         found[kind][name] = marks[number * OUTPUT : (number + 1) * OUTPUT].hex()[:OUTPUT]
-    for its in found.values():
-        others = [its.pop(name) for name in [*its][_NAMED:]]
-        if others:
-            its[OTHERS] = xxhash.xxh3_64_hexdigest("".join(others).encode())
     return dict(found)
 
 

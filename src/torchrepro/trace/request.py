@@ -29,11 +29,8 @@ UNITS = {
 SMALLEST = 200_000
 """Bytes that a trace without a single op has room in, its log and the index of that included."""
 
-LARGEST = 10**15 - 1
-"""Bytes that no recording comes near to: its digits are as many as a number may have."""
-
 _SIZE = re.compile(
-    rf"(?P<number>\d{{1,15}}(?:\.\d{{1,15}})?)\s*(?P<unit>{'|'.join(filter(None, UNITS))}|)B?",
+    rf"(?P<number>\d{{1,30}}(?:\.\d{{1,30}})?)\s*(?P<unit>{'|'.join(filter(None, UNITS))}|)B?",
     re.IGNORECASE | re.ASCII,
 )
 
@@ -134,7 +131,7 @@ def bytes_of(size: Any) -> int:
     found = _SIZE.fullmatch(shown(size).strip())
     number = float(found["number"]) if found else 0.0
     asked = int(number * UNITS[found["unit"].lower()]) if found else 0
-    if not found or asked > LARGEST:
+    if not found:
         legal = "a number of bytes, or one with kB, MB, GB, TB, KiB, MiB, GiB or TiB, as in 500MB"
         raise _wrong("not a size", "max_size", size, legal=legal)
     if asked < SMALLEST:

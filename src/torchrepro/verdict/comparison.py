@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
 from torchrepro.messages import printable
-from torchrepro.trace.format import OPTIMIZER_STEP, OTHERS
+from torchrepro.trace.format import OPTIMIZER_STEP
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict import recordings
@@ -561,7 +561,7 @@ def _first_from(pair: Pair) -> Divergence | None:
     for kind in ("optimizers", "buffers"):
         its = theirs.get(kind) or {}
         for name, held in (mine.get(kind) or {}).items():
-            if name in its and name != OTHERS and held not in its.values():
+            if name in its and held not in its.values():
                 what = f"not the same when the runs end: {printable(name)}"
                 return pair.at_step(pair.steps[-1], Kind.VALUES, what)
     return None
