@@ -83,7 +83,7 @@ def _shuffled(values, seed):
     return {key: _shuffled(values[key], seed) for key in keys}
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(values=PROFILES)
 def test_what_is_shown_is_the_profile(tmp_path_factory, values):
     """What `show` prints, read again, is the same profile, with its name and its digest."""

@@ -282,6 +282,11 @@ REFUSED_DEFAULTS = {
     "nothing": ("''", "unknown profile"),
     "a stranger's home": ("~no-such-user/strict", "unknown profile"),
     "a name longer than names are": ("a" * 300, "unknown profile"),
+    "a URL": ("'file:///etc/hostname'", "unknown profile"),
+    "a Windows path": ("C:\\Windows\\x", "unknown profile"),
+    "a backslash": ("..\\x", "unknown profile"),
+    "a package without files": ("'pkg://os/..'", "no such package"),
+    "a package with a root": ("'pkg:///etc/hostname'", "no such package"),
 }
 
 
@@ -321,12 +326,3 @@ def test_a_defaults_list_may_name_an_installed_package(write):
     path = write("defaults: ['pkg://torchrepro.conf.repro/seed-only']\n")
 
     assert _asked(compose("seed-only").values) == _asked(compose(str(path)).values)
-
-
-def test_a_defaults_list_that_unfolds_without_end_is_refused(write, refusal):
-    """A few files that inherit each other twice over and over are refused, not followed."""
-    write("seed: 1\n", "f0.yaml")
-    for n in range(1, 40):
-        write(f"defaults: [f{n - 1}, f{n - 1}]\n", f"f{n}.yaml")
-
-    assert "more than" in refusal("defaults: [f39]\n")

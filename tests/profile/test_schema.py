@@ -158,7 +158,16 @@ def test_what_cannot_hold_together_is_refused(refusal, guarantee, text, words):
 
 
 ILLEGAL = {
-    **{f"seed {seed}": (f"seed: {seed}", "0 to 4294967295") for seed in (-1, 2**32, 1.5, "true")},
+    **{
+        f"seed {seed[:12]}": (f"seed: {seed}", "0 to 4294967295")
+        for seed in (
+            *("-1", str(2**32), "9" * 4000, f"0x{'f' * 4000}", "1.5", ".inf", ".nan", "1.0e+400"),
+            *("true", "yes", "010", "0o10", "0b1", "1:30:00", "2026-11-20"),  # some, in YAML 1.1
+        )
+    },
+    "a key that is nearly one": ("sede: 7", "did you mean: seed"),
+    "a knob without its sections": ("benchmark: true", "did you mean: backends.cudnn.benchmark"),
+    "a word that is nearly one": ("dropout: zeor", "did you mean: zero"),
     "seed in quotes": ('seed: "7"', "0 to 4294967295"),
     "seeds": ("seed: [1, 2]", "0 to 4294967295"),
     "cublas": ("env: {CUBLAS_WORKSPACE_CONFIG: ':8:8'}", ":4096:8, :16:8"),
@@ -206,6 +215,9 @@ DANGEROUS = (
     *("LD_PRELOAD", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONHOME"),
     *("BASH_ENV", "ENV", "IFS", "HTTPS_PROXY", "https_proxy", "HOME", "GIT_SSH_COMMAND"),
     *("AWS_SECRET_KEY", "HF_TOKEN", "MY_PASSWORD", "TORCHREPRO_ACTIVE", "CUDA_INJECTION64_PATH"),
+    *("MPLBACKEND", "LOKY_PICKLER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "OPENSSL_ENGINES"),
+    *("NVCC_PREPEND_FLAGS", "HF_ENDPOINT", "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URL"),
+    *("MASTER_ADDR", "ld_preload"),
 )
 
 

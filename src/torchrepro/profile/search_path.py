@@ -38,8 +38,6 @@ _PACKAGE = re.compile(r"[\w.]+(:[\w.]+)?")
 
 MANY = 1000  # files and folders in a folder of profiles that are read for a list of names
 DEEPEST = 8
-MOST = 16  # packs that one distribution may declare
-LARGEST = 100_000  # characters of entry points; more would take `importlib.metadata` seconds
 
 
 class UnknownProfileError(ProfileError):
@@ -129,7 +127,6 @@ class Pack(NamedTuple):
     distribution: Distribution
     name: str = ""  # what the names of its profiles begin with; empty where that cannot be read
     value: str = ""  # the package that holds the profiles, as the entry point names it
-    complaint: str = ""  # why no pack of the distribution is read, if so
 
     @property
     def package(self) -> str:
@@ -142,7 +139,7 @@ class Pack(NamedTuple):
         They came with the distribution itself: an entry point may name any installed package, or a
         folder of the working directory.
         """
-        if self.complaint:
+        if not self.name:
             return []
         source = _source(self.distribution)
         root = (source or Path(str(self.distribution.locate_file("")))).resolve()
@@ -160,8 +157,9 @@ class Pack(NamedTuple):
     def problem(self) -> Problem:
         """What is wrong with a pack that has no folders."""
         where = f"entry point of {self.owner}"
-        if self.complaint:
-            return Problem(self.complaint, where, todo="uninstall it, or tell its author")
+        if not self.name:
+            what = "its entry points cannot be read"
+            return Problem(what, where, todo="uninstall it, or tell its author")
         why = "is not a folder here; packages in zip files are not read"
         if package_folders(self.package)[0]:
             why = "did not come with it: only its own is read"
@@ -310,18 +308,12 @@ def packs() -> list[Pack]:
         owner = owner or "a distribution without a name"
         if owner in found:
             continue
-        unreadable = Pack(owner, distribution, complaint="its entry points cannot be read")
-        found[owner] = [unreadable]
-        if len(text) > LARGEST:
-            continue
+        found[owner] = [Pack(owner, distribution)]  # unless its lines can be read
         with suppress(TypeError, ValueError, AttributeError):  # a line may be anything as well
             lines = distribution.entry_points.select(group=ENTRY_POINTS)
             values = {line.name: line.value for line in lines}
             names = [n for n in values if is_name(n) and "/" not in n and n != PIECES]
             found[owner] = [Pack(owner, distribution, name, values[name]) for name in names]
-            if len(values) > MOST:
-                many = f"one distribution declares more than {MOST} packs"
-                found[owner] = [unreadable._replace(name=n, complaint=many) for n in names[:1]]
     return [pack for of_one in found.values() for pack in of_one]
 
 
