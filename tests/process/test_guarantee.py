@@ -40,20 +40,6 @@ def lowered(report):
     return {each["knob"] for each in report["guarantee"]["lowered"]}
 
 
-@pytest.mark.slow
-def test_a_late_knob_lowers_the_guarantee_in_manifest_and_headline(manifest_of, run_python):
-    """Started plainly, a strict job says in manifest and headline that the order of sets varies."""
-    stderr, report = manifest_of(
-        OFF.replace("False", "True"), *("+repro=debug-strict", "repro.on_late=warn"), run=run_python
-    )
-
-    assert report["guarantee"]["asked"] == "repeatable"
-    assert report["guarantee"]["held"] == "seeded"
-    assert HASH_SEED in lowered(report)
-    assert "the order of sets" in stderr.partition("\n")[0]
-    assert "at the end" not in stderr
-
-
 @pytest.mark.parametrize("more", [(), ("repro.guard=none",), ("+leave=true",)])
 def test_the_manifest_of_a_job_that_did_not_hold_says_so(manifest_of, more):
     """A flag that the task switches off is in the manifest at the end, however the task ends."""

@@ -253,6 +253,7 @@ def test_variables_that_hydra_sets(app):
     bad = app("+repro=debug-strict", "+hydra.job.env_set.CUBLAS_WORKSPACE_CONFIG=':0:0'")
 
     assert good.tasks[0]["env"]["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert "drift" not in good.stderr  # read again while the variable is there
     assert good.after["env"] == {}
     assert (bad.status, bad.tasks) == (3, [])
     assert good.before == good.after

@@ -24,15 +24,6 @@ def main(config):
 if __name__ == "__main__":
     main()
 """
-CATCHING = """
-import torchrepro
-def attempt(overrides=("on_late=relaunch",)):
-    try:
-        torchrepro.apply("seed-only", list(overrides))
-    except torchrepro.LateError as error:
-        return f"LateError: {error}"
-    return "applied"
-"""
 
 
 @pytest.fixture
@@ -178,51 +169,14 @@ def test_no_relaunch_of_a_script_that_is_read_once(write, run_python, execute, s
     assert starts() == 3
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_no_relaunch_of_a_worker(write, answer_of, method):
-    """A multiprocessing worker is not relaunched, because its parent waits for it."""
-    write(
-        {
-            "late.py": CATCHING,
-            "program.py": f"""
-import json, multiprocessing
-from late import attempt
-if __name__ == "__main__":
-    with multiprocessing.get_context("{method}").Pool(1) as pool:
-        print(json.dumps(pool.apply_async(attempt).get(500)))
-""",
-        }
-    )
-    answer = answer_of("program.py")
-
-    assert answer.partition(":")[0] == "LateError"
-    assert "worker" in answer
-
-
-def test_no_relaunch_for_a_second_profile(write, answer_of):
+def test_no_relaunch_for_a_second_profile(run_python):
     """Once a profile was applied a relaunch would lose work, so a late knob stops instead."""
-    write({"late.py": CATCHING})
-    source = "import json, late; print(json.dumps([late.attempt([]), late.attempt()]))"
-    first, second = answer_of("-c", source)
+    call = "torchrepro.apply('seed-only', ['on_late={}'])"
+    ended = run_python("-c", f"import torchrepro; {call.format('warn')}; {call.format('relaunch')}")
 
-    assert (first, second.partition(":")[0]) == ("applied", "LateError")
-    assert "applied before" in second
-
-
-def test_no_relaunch_inside_pytest(write, run_python):
-    """Inside pytest a relaunch becomes LateError, and the test session goes on."""
-    write(
-        {
-            "late.py": CATCHING,
-            "test_inner.py": "import late\ndef test_it():\n"
-            "    answer = late.attempt()\n    assert 'LateError' in answer and 'pytest' in answer\n"
-            "def test_next():\n    pass\n",
-        }
-    )
-    result = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_inner.py")
-
-    assert result.returncode == 0, result.stdout
-    assert "2 passed" in result.stdout
+    assert ended.returncode == 1
+    assert "LateError" in ended.stderr
+    assert "applied before" in ended.stderr
 
 
 @pytest.mark.slow
@@ -280,8 +234,20 @@ def test_code_never_begins_again_by_itself(write, run_python, starts):
 ASK = """
 import json
 from torchrepro.launch import obstacle_to_relaunch
-print(json.dumps([bool(obstacle_to_relaunch(insists=insists)) for insists in (False, True)]))
+print(json.dumps([obstacle_to_relaunch(insists=insists) for insists in (False, True)]), flush=True)
 """
+PROCESS = """
+import multiprocessing, sys
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=__import__, args=("ask",))
+    worker.start(), worker.join()
+"""
+NEVER = [  # a part of the reason, the words after `python`
+    ("pytest", ["-m", "pytest", "-sq", "-p", "no:cacheprovider", "ask.py"]),
+    ("worker", ["process.py", "spawn"]),
+    ("worker", ["process.py", "fork"]),
+]
+
 FIRST = {
     "a tracer": "import sys; sys.settrace(lambda *_: None)",
     "a profiler": "import sys; sys.setprofile(lambda *_: None)",
@@ -311,7 +277,7 @@ RUNNERS = {
 
 
 def obstacles(result):
-    """Whether there is one for a relaunch by itself, and for one that is insisted on."""
+    """What is in the way of a relaunch by itself, and of one that is insisted on."""
     answers = [line for line in result.stdout.splitlines() if line.startswith("[")]
     assert answers, result.stderr
     return json.loads(answers[0])
@@ -322,7 +288,16 @@ def test_a_plain_program_may_begin_again(write, run_python, words):
     """A script and a module that nobody else runs have no obstacle, in every folder."""
     write({"ask.py": ASK, "__main__.py": ASK})
 
-    assert obstacles(run_python(*words)) == [False, False]
+    assert obstacles(run_python(*words)) == ["", ""]
+
+
+@pytest.mark.parametrize(("reason", "words"), NEVER)
+def test_nothing_begins_again_where_others_wait(write, run_python, reason, words):
+    """What runs tests, or has a parent that waits for it, is not relaunched for anybody."""
+    write({"ask.py": ASK, "process.py": PROCESS})
+    found = obstacles(run_python(*words))
+
+    assert [reason in each for each in found] == [True, True], found
 
 
 @pytest.mark.parametrize("what", [*FIRST, *AROUND, *RUNNERS])
@@ -340,7 +315,7 @@ def test_a_file_on_standard_input_that_was_read_is_not_lost(write, execute, read
     write({"words": "a", "ask.py": f"import sys\n{reads}\n{ASK}"})
     result = execute("bash", "-c", f"exec {sys.executable} ask.py < words")
 
-    assert obstacles(result) == [bool(reads), False]
+    assert [*map(bool, obstacles(result))] == [bool(reads), False]
 
 
 @pytest.mark.parametrize("on_late", ["relaunch", "error"])

@@ -1,6 +1,7 @@
 """What answers look like where a notebook shows them."""
 
-from html.parser import HTMLParser
+import re
+from html import unescape
 
 import pytest
 import torch
@@ -8,21 +9,6 @@ import torch
 import torchrepro
 
 MARKUP = "[red]a[/red] <script>alert</script> & more"
-
-
-class Tags(HTMLParser):
-    """Collects the tags and the text of a page."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.text = set(), ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture
@@ -45,8 +31,9 @@ def answers(tmp_path):
 def test_answers_show_themselves(answers):
     """The HTML of an answer says what its text says, and holds no markup of the user's."""
     for kind, answer in answers.items():
-        page = Tags(answer._repr_html_())
+        page = answer._repr_html_()
+        text = unescape(re.sub("<[^>]*>", "", page))
 
-        assert page.tags <= {"pre", "span", "a"}, kind
-        assert page.text.split() == str(answer).split(), kind
-        assert "script>" in page.text, kind
+        assert {*re.findall(r"</?(\w+)", page)} <= {"pre", "span", "a"}, kind
+        assert text.split() == str(answer).split(), kind
+        assert "script>" in text, kind

@@ -30,6 +30,9 @@ if __name__ == "__main__":
 """
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, 'probe.py'], check=True)"
 NUMBERS = """
+import importlib.util
+for name in ("torch", "numpy", "numpy.random", "random"):  # probing, as libraries do
+    importlib.util.find_spec(name)
 import json, os, random, sys
 import numpy
 drawn = [random.random(), numpy.random.rand()]
@@ -61,6 +64,7 @@ INTERPRETER = """
 import json, os, sys
 print(json.dumps([sys.path, sys.argv, sys.orig_argv, sorted(map(str, sys.flags)), os.getcwd()]))
 """
+FIRST_OF_1234 = [random.Random(1234).random(), np.random.RandomState(1234).rand()]
 WAYS = {
     "script": ["probe.py"],
     "module": ["-m", "pkg"],
@@ -132,7 +136,7 @@ def test_equal_seeds_draw_equal_numbers(programs, under):
     other = last(under(["debug-strict", "seed=5"], "numbers_.py"))
 
     assert first == second
-    assert first[:3] == ["-", False, True]
+    assert first[:5] == ["-", False, True, *FIRST_OF_1234]
     assert [a != b for a, b in zip(first[3:6], other[3:6], strict=True)] == [True, True, True]
 
 

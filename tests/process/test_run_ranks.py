@@ -112,17 +112,6 @@ def test_a_seeder_that_fails_fails_no_import(fork_under, write):
 
 
 @pytest.mark.slow
-def test_a_stream_with_a_wrong_seed_is_named_as_it_was_given(little):
-    """Hydra's override of a stream with what is no seed is named as its author wrote it."""
-    ended = little("+repro=seed-only", "+repro.streams.x=-1")
-
-    assert ended.returncode != 0
-    assert ended.tasks == []
-    assert "override +repro.streams.x=-1" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("named", "is_told"), [("spilt", True), ("split", False)])
 def test_a_stream_that_nobody_draws_from_is_told(hydra_app, fork_python, named, is_told):
     """A stream named in a profile that no program draws from is told, with the one it may mean."""

@@ -74,6 +74,24 @@ def test_a_file_that_cannot_be_started_is_told(write, torchrepro, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("words", [["timeout", "300", "echo"], ["nice", "echo"], ["env", "echo"]])
+def test_a_wrapped_command_that_is_no_python_is_started(torchrepro, words):
+    """Words that only look like an isolated Python stop no command."""
+    done = torchrepro("run", "seed-only", "--", *words, "python", "-E")
+
+    assert (done.returncode, done.stdout) == (0, "python -E\n")
+
+
+def test_a_damaged_profile_stops_the_process(run_python):
+    """A process whose inherited profile cannot be read ends with 3 and without a traceback."""
+    code = "import torchrepro.bootstrap as b; b.put_in_force_on_import(); import torch; print('on')"
+    done = run_python("-c", code, env={"TORCHREPRO_PROFILE": "{bad"})
+
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "TORCHREPRO_PROFILE" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_contradicting_variable_stops_a_strict_profile(torchrepro):
     """A strict profile names the exported value that contradicts it and starts nothing."""
     result = torchrepro("run", "debug-strict", "--", "echo", "started", env={CUBLAS: ":0:0"})

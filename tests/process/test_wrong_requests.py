@@ -18,6 +18,8 @@ SAID = {
     "env debug-strict --format csv": ("csv", "dotenv"),
     "doctor debug-strikt": ("debug-strikt", "debug-strict"),
     "list --jsn": ("--jsn",),
+    "list -- junk": ("junk",),  # only a command that starts one drops what follows
+    "show seed-only -- seed=tru": ("override seed=tru",),
     "lst": ("lst",),
     "show": ("PROFILE",),
     "check train.py": ("nor a lock", "torchrepro lock PROFILE"),
