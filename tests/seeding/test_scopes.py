@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,62 +36,48 @@ def _own_generators(seed_1234: Any) -> Iterator[None]:
 
 @every_scope
 @settings(max_examples=60)
-@given(before=DRAWS, inside=DRAWS)
+@given(
+    around=st.lists(st.sampled_from([*SCOPES]), max_size=3),
+    before=DRAWS,
+    inside=DRAWS,
+    raised=st.none() | st.sampled_from([OSError, KeyboardInterrupt, SystemExit, StopIteration]),
+)
 def test_a_scope_leaves_every_generator_as_it_found_it(
-    scope: Callable[[], Any], before: list[str], inside: list[str], generators: State
+    scope: Callable[[], Any],
+    around: list[str],
+    before: list[str],
+    inside: list[str],
+    raised: type[BaseException] | None,
+    generators: State,
 ) -> None:
-    """Whatever is drawn and seeded inside, what comes afterwards is what would have come anyway."""
-    for name in before:
-        draw(name)
-    found = generators()
+    """What is drawn and seeded inside changes nothing that comes after, within other scopes too.
 
-    with scope():
-        for name in inside:
-            draw(name)
-
-    assert found == generators()
-
-
-@every_scope
-@settings(max_examples=20)
-@given(inside=DRAWS, error=st.sampled_from([OSError, KeyboardInterrupt, SystemExit, StopIteration]))
-def test_a_scope_that_is_left_by_an_exception_restores_too(
-    scope: Callable[[], Any], inside: list[str], error: type[BaseException], generators: State
-) -> None:
-    """An exception passes through the scope unchanged, and the generators are as before."""
-    found, raised = generators(), error("from inside")
+    An exception passes through unchanged.
+    """
+    error = raised and raised("from inside")
 
     def work() -> None:
         with scope():
             for name in inside:
                 draw(name)
-            raise raised
+            if error is not None:
+                raise error
 
-    with pytest.raises(error) as left:
-        work()
-
-    assert left.value is raised
-    assert found == generators()
-
-
-@settings(max_examples=40)
-@given(scopes=st.lists(st.sampled_from(list(SCOPES)), min_size=2, max_size=4), drawn=DRAWS)
-def test_scopes_nest(scopes: list[str], drawn: list[str], generators: State) -> None:
-    """Each scope restores what it found, inside any others."""
-    found = [generators()]
-    with torchrepro.isolated_rng():
-        open_scopes = []
-        for name in scopes:
-            scope = SCOPES[name]()
-            scope.__enter__()
-            for each in drawn:
+    for name in before:
+        draw(name)
+    outermost = generators()
+    with ExitStack() as scopes:
+        for name in around:
+            scopes.enter_context(SCOPES[name]())
+            for each in before:
                 draw(each)
-            open_scopes.append(scope)
-            found.append(generators())
-        while open_scopes:
-            assert generators() == found.pop()
-            open_scopes.pop().__exit__(None, None, None)
-        assert generators() == found[0]
+        found = generators()
+        with pytest.raises(raised) if raised else nullcontext() as left:
+            work()
+
+        assert left is None or left.value is error
+        assert found == generators()
+    assert outermost == generators()
 
 
 @every_scope
@@ -170,15 +157,10 @@ def test_a_generator_that_is_forgotten_inside_comes_back_too(generators: State) 
     assert found == generators()
 
 
-def test_a_generator_without_a_state_cannot_be_registered() -> None:
-    """The system's own generator, which nobody can restore, is refused when it is registered."""
-    with pytest.raises(torchrepro.SeedingError, match="not a generator that can be registered"):
-        torchrepro.register_generator("system", random.SystemRandom())
-
-
 def test_what_is_no_generator_cannot_be_registered() -> None:
     """Registering takes a name and a generator of a known kind, unregistering a known name."""
-    for value in (random, np.random, torch, "x", None, np.random.PCG64(1)):
+    no_state = random.SystemRandom()  # the system's own, which nobody can restore
+    for value in (random, np.random, torch, "x", None, np.random.PCG64(1), no_state):
         with pytest.raises(torchrepro.SeedingError, match="not a generator that can be registered"):
             torchrepro.register_generator("bad", value)
     for name in ("", None, 3):
