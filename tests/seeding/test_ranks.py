@@ -20,32 +20,31 @@ from torchrepro.seeding.global_seeds import seed_as_this_rank
 from torchrepro.seeding.streams import AGREEING, Mesh, SeedPlan, World, seed_of_rank, world
 
 LAUNCHERS = [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
-NO_NUMBERS = ("", "-1", "one", "1.0", "0x1", " 1", "\uff11")
+NO_NUMBERS = ("", "-1", "one", "1.0", "0x1", " 1", "\uff11", "1" * 5000)  # the last for Python
 Place = Callable[..., None]
 
 
-@pytest.mark.parametrize(("rank", "size"), LAUNCHERS)
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": 3, "WORLD_SIZE": 8},
+        {"SLURM_PROCID": 3, "SLURM_NTASKS": 8},
+        {"SLURM_PROCID": 1, "SLURM_NTASKS": 4, "RANK": 3, "WORLD_SIZE": 8},
+    ],
+    ids=["torchrun", "Slurm", "torchrun on a node of Slurm"],
+)
 def test_a_launcher_numbers_this_process(
-    rank: str, size: str, seed_1234: Any, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, int], seed_1234: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank and size, and with them a stream, are those of torchrun's or Slurm's variables."""
     alone = torchrepro.stream("augment")
     assert world() == World(1, 0)
-    monkeypatch.setenv(rank, "3")
-    monkeypatch.setenv(size, "8")
+    for name, number in variables.items():
+        monkeypatch.setenv(name, str(number))
 
     assert world() == World(8, 3)
     assert torchrepro.stream("augment") == torchrepro.stream("augment", rank=3) != alone
     assert torchrepro.stream("augment", rank=0) == alone
-
-
-def test_torchrun_is_asked_before_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun on a Slurm node the process is torchrun's, not Slurm's."""
-    for (rank, size), number in zip(LAUNCHERS, ("3", "1"), strict=True):
-        monkeypatch.setenv(rank, number)
-        monkeypatch.setenv(size, "8")
-
-    assert world() == World(8, 3)
 
 
 @pytest.mark.parametrize("text", NO_NUMBERS)
@@ -62,33 +61,7 @@ def test_a_variable_that_holds_no_number_is_refused(
     with pytest.raises(torchrepro.SeedingError) as refused:
         torchrepro.stream("augment")
 
-    assert str(refused.value).startswith(f"${variable}: {text or chr(39) * 2}")
-
-
-def test_a_number_too_long_for_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable of thousands of digits gets the error that other nonsense gets."""
-    monkeypatch.setenv("RANK", "1" * 5000)
-
-    with pytest.raises(torchrepro.SeedingError, match=r"\$RANK: 111"):
-        world()
-
-
-def test_a_process_group_is_asked_before_any_variable(forked_answer_of: Callable[..., Any]) -> None:
-    """Once torch.distributed is initialised its rank counts, and a stream is that rank's."""
-    program = """
-import json, torch.distributed as dist, torchrepro
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchrepro.seeding.streams import world
-with torchrepro.apply({"seed": 1}):
-    before = world().rank, torchrepro.stream("a") == torchrepro.stream("a", rank=1)
-dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-with torchrepro.apply({"seed": 1}):
-    after = world().rank, torchrepro.stream("a") == torchrepro.stream("a", rank=5)
-print(json.dumps([before, after, world().size]))
-"""
-    answer = forked_answer_of(program, RANK="1", WORLD_SIZE="2")
-
-    assert answer == [[1, True], [5, True], 8]
+    assert str(refused.value).startswith(f"${variable}: {text[:9] or chr(39) * 2}")
 
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -131,7 +104,7 @@ def test_dimensions_without_a_mesh_are_refused(be: Place) -> None:
 
 
 def _global_numbers() -> tuple[Any, ...]:
-    return (random.random(), np.random.random_sample(), torch.rand(2).tolist())
+    return random.random(), np.random.random_sample(), torch.rand(()).item()
 
 
 def _numbers_under(profile: dict[str, Any]) -> tuple[Any, ...]:
@@ -159,37 +132,28 @@ def test_distinct_ranks_start_from_seeds_of_their_own(
 
 
 LATE = """
-import json, random, sys, numpy as np, torch, torch.distributed as dist, torchrepro
+import json, random, numpy as np, torch, torch.distributed as dist, torchrepro
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-def seed(number):
-    random.seed(number), np.random.seed(number), torch.manual_seed(number)
-
-def draws():
-    return [random.random(), np.random.random(), torch.rand(()).item()]
-
-seed(int(sys.argv[2]))
-before = draws() if sys.argv[1] == "states" else None
-states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-expected = draws()
 with torchrepro.apply({"seed": 1, "ranks": "distinct"}):
-    if sys.argv[1] == "program":
-        seed(int(sys.argv[2]))
-    if sys.argv[1] == "states":
-        random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
+    random.seed(3)
+    stream = torchrepro.stream("a") == torchrepro.stream("a", rank=1)
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    print(json.dumps(draws() == expected))
+    drawn = [random.random(), np.random.random_sample(), torch.rand(()).item()]
+    print(json.dumps([drawn, stream, torchrepro.stream("a") == torchrepro.stream("a", rank=5)]))
 """
 
 
-@pytest.mark.parametrize(
-    ("by", "seed"), [("program", 3), ("states", 3), ("profile", seed_of_rank(1, 5))]
-)
-def test_a_rank_that_learns_its_number_late_keeps_what_its_program_seeded(
-    forked_answer_of: Callable[..., Any], by: str, seed: int
-) -> None:
-    """Once the group is made it draws from its own seed, or goes on where the program put it."""
-    assert forked_answer_of(LATE, by, seed)
+def test_a_process_group_is_asked_before_any_variable(forked_answer_of: Callable[..., Any]) -> None:
+    """Once it is made its rank counts: streams and generators are of that rank.
+
+    One that the program has seeded goes on from there.
+    """
+    _, of_numpy, of_torch = _numbers_under({"seed": seed_of_rank(1, 5)})
+
+    found = forked_answer_of(LATE, RANK="1", WORLD_SIZE="2")
+
+    assert found == [[random.Random(3).random(), of_numpy, of_torch], True, True]
 
 
 def _put_python(seed: int) -> Any:
@@ -299,18 +263,6 @@ def test_an_unknown_policy_is_refused(
     assert before == generators()
 
 
-def test_a_policy_that_is_wrong_in_a_profile_is_refused_before_anything_is_set(
-    generators: Callable[[], Any],
-) -> None:
-    """`ranks: sam` in a profile names key, value, legal values and a near match."""
-    before = generators()
-
-    with pytest.raises(torchrepro.ProfileError, match=r"ranks = sam[\s\S]*did you mean: same"):
-        torchrepro.apply({"seed": 1, "ranks": "sam"})
-
-    assert before == generators()
-
-
 NAMES = ("dp", "tp", "pp")
 START = """
 import json, random, sys
@@ -328,12 +280,6 @@ def on_every_rank(size, work):
 
 def draws():
     return [random.random(), np.random.random_sample(), torch.rand(()).item()]
-
-def message(call, *arguments):
-    try:
-        call(*arguments)
-    except torchrepro.SeedingError as error:
-        return str(error)
 """
 PLACES = """
 def work():
@@ -380,7 +326,11 @@ POLICIES = [  # `ranks`, then along which dimensions global generators and strea
 def test_ranks_differ_along_the_dimensions_that_the_profile_says(
     forked_answer_of: Callable[..., Any],
 ) -> None:
-    """Data-parallel ranks differ pairwise and tensor-parallel ones agree, unless told otherwise."""
+    """Data-parallel ranks differ pairwise and tensor-parallel ones agree, unless told otherwise.
+
+    Where ranks differ, the first along every dimension draws what a lone run draws.
+    """
+    alone = [*_numbers_under({"seed": 1234})]
     profiles = [{"seed": 1234} | ({"ranks": ranks} if ranks else {}) for ranks, *_ in POLICIES]
 
     answers = forked_answer_of(START + PLACES, json.dumps([profiles, SHAPES]))
@@ -388,29 +338,12 @@ def test_ranks_differ_along_the_dimensions_that_the_profile_says(
     for (_, globals_along, streams_along), of_profile in zip(POLICIES, answers, strict=True):
         for shape, of_ranks in zip(SHAPES, of_profile, strict=True):
             drawn, streams, usual, same, turned = zip(*of_ranks, strict=True)
+            assert not globals_along or drawn[0] == alone
             _groups(shape, drawn, globals_along)
             _groups(shape, streams, streams_along)
             _groups(shape, usual, streams_along)
             _groups(shape, same, "")
             _groups(shape, turned, "tp")
-
-
-def test_rank_0_of_a_mesh_draws_what_a_lone_run_draws(forked_answer_of: Callable[..., Any]) -> None:
-    """Where ranks differ, the first along every dimension starts from the seed itself."""
-    program = """
-def work():
-    with torchrepro.apply({"seed": 5, "ranks": "distinct"}):
-        torchrepro.use_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-        return draws()
-
-with torchrepro.apply({"seed": 5}):
-    alone = draws()
-print(json.dumps([alone, on_every_rank(4, work)]))
-"""
-    alone, (first, second, *others) = forked_answer_of(START + program)
-
-    assert first == second == alone
-    assert alone not in others
 
 
 def test_a_mesh_goes_with_the_profile(forked_answer_of: Callable[..., Any]) -> None:
@@ -444,41 +377,35 @@ print(json.dumps(on_every_rank(4, work)))
 
 BAD = """
 from torchrepro.seeding import streams
-profile = json.loads(sys.argv[1])
 dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
-torchrepro.apply(profile)
 named = {"mesh_dim_names": ("dp", "tp")}
-meshes = {
-    "good": lambda: init_device_mesh("cpu", (2, 2), **named),
-    "no names": lambda: init_device_mesh("cpu", (2, 2)),
-    "left out": lambda: DeviceMesh("cpu", [[0, 1]], **named),
-}
-mesh = meshes[sys.argv[2]]()
-before = random.getstate(), torch.get_rng_state().tolist(), streams.current_plan()
-refused = message(torchrepro.use_mesh, mesh)
-after = random.getstate(), torch.get_rng_state().tolist(), streams.current_plan()
-print(json.dumps([refused, before == after]))
+answers = []
+for ranks, mesh in (
+    ("distinct", init_device_mesh("cpu", (2, 2))),
+    ("distinct", DeviceMesh("cpu", [[0, 1]], **named)),
+    ({"dpp": "same"}, init_device_mesh("cpu", (2, 2), **named)),
+):
+    with torchrepro.apply({"seed": 5, "ranks": ranks}):
+        before = random.getstate(), torch.get_rng_state().tolist(), streams.current_plan()
+        try:
+            torchrepro.use_mesh(mesh)
+        except torchrepro.SeedingError as error:
+            after = random.getstate(), torch.get_rng_state().tolist(), streams.current_plan()
+            answers.append([str(error), before == after])
+print(json.dumps(answers))
 """
+WORDS = [
+    ("has no names", "mesh_dim_names"),
+    ("leaves this rank out",),
+    ("ranks.dpp", "legal: dp, tp", "did you mean: dp"),
+]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mesh", "words"),
-    [
-        ("distinct", "no names", ("has no names", "mesh_dim_names")),
-        ("distinct", "left out", ("leaves this rank out",)),
-        ({"dpp": "same"}, "good", ("ranks.dpp", "legal: dp, tp", "did you mean: dp")),
-    ],
-)
-def test_a_mesh_that_says_too_little_is_refused(
-    ranks: Any, mesh: str, words: tuple[str, ...], forked_answer_of: Callable[..., Any]
-) -> None:
+def test_a_mesh_that_says_too_little_is_refused(forked_answer_of: Callable[..., Any]) -> None:
     """The message says what the mesh lacks, and nothing has changed."""
-    profile = json.dumps({"seed": 5, "ranks": ranks})
-
-    refused, unchanged = forked_answer_of(START + BAD, profile, mesh)
-
-    assert [word for word in words if word not in refused] == []
-    assert unchanged
+    for (refused, unchanged), words in zip(forked_answer_of(START + BAD), WORDS, strict=True):
+        assert [word for word in words if word not in refused] == []
+        assert unchanged
 
 
 @pytest.mark.parametrize("given", [None, 3, [[0, 1]]])
