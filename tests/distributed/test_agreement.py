@@ -3,8 +3,6 @@
 They compare again where a second profile, or a second process group, comes in force.
 """
 
-import sys
-
 import pytest
 
 from torchrepro.rank_agreement import name_what_is_not_pinned
@@ -60,14 +58,6 @@ def test_ranks_that_differ_stop_and_name_only_what_differs(on_two_ranks, start, 
     assert any(first in line and other in line for line in named)
 
 
-@pytest.mark.parametrize("start", [START, STEP], ids=["as the group is made", "at a step"])
-def test_ranks_that_agree_go_on(on_two_ranks, start):
-    """Ranks under one profile go on, whether or not their generators start from one seed."""
-    ended = on_two_ranks(_program(start, "['ranks=distinct', 'streams.a=1']"))
-
-    assert (ended.returncode, ended.stdout.count("went on")) == (0, 2), ended.stderr
-
-
 def test_a_rank_without_a_profile_is_named(on_two_ranks):
     """A rank that has no profile in force does not answer, and the others say which it is."""
     quick = "import torchrepro.rank_agreement as a; from datetime import timedelta\n"
@@ -102,26 +92,6 @@ main()
     assert "seed plan: seed: 0 on rank 0, 1 on rank 1" in ended.stderr
     assert "exitcode  : 3" in ended.stderr
     assert "torchrepro.ApplyError" not in ended.stderr
-
-
-def test_under_run_the_profile_is_in_force_on_every_rank_before_the_group_is_made(by_torchrun):
-    """`torchrepro run` puts the profile in force on every rank before its first collective."""
-    program = """
-import torch, time
-assert torch.are_deterministic_algorithms_enabled()
-assert torch.initial_seed() == 1234
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-print("went on", flush=True)
-dist.destroy_process_group()
-time.sleep(1)
-"""
-    ended = by_torchrun(
-        program, before=(sys.executable, "-m", "torchrepro", "run", "debug-strict", "--")
-    )
-
-    assert (ended.returncode, ended.stdout.count("went on")) == (0, 2), ended.stderr
 
 
 def test_undo_takes_the_comparison_back(on_two_ranks):
@@ -164,14 +134,14 @@ NESTED = """
 with torchrepro.apply("seed-only"):
     make(0)
     optimizer.step()
-    with torchrepro.apply("seed-only", INNER):
+    with torchrepro.apply("seed-only", OVERRIDES):
         optimizer.step()
         print("went on", flush=True)
     optimizer.step()
     end()
 """
 AGAIN = """
-for number, overrides in enumerate(([], SECOND)):
+for number, overrides in enumerate(([], OVERRIDES)):
     with torchrepro.apply("seed-only", overrides):
         make(number)
         optimizer.step()
@@ -179,42 +149,37 @@ for number, overrides in enumerate(([], SECOND)):
         end()
 """
 KEPT = """
-with torchrepro.apply("seed-only", SECOND) as applied:
+with torchrepro.apply("seed-only", OVERRIDES):
     for number in range(3):
         make(number)
         optimizer.step()
         print("went on", flush=True)
         end()
 """
-ALIKE = "['dropout=keep']"
+ALIKE = "['dropout=keep', 'ranks=distinct', 'streams.a=1']"
 DIFFERING = '[f\'dropout={["keep", "zero"][rank]}\']'
 
 
-@pytest.mark.parametrize("inner", [ALIKE, DIFFERING])
-def test_a_second_profile_is_compared_at_the_next_step(on_two_ranks, inner):
-    """A profile within another stops all ranks where it differs between them, and only there."""
-    ended = on_two_ranks(AGAIN_HEAD + NESTED.replace("INNER", inner))
+@pytest.mark.parametrize(
+    ("program", "overrides", "times"),
+    [
+        (NESTED, ALIKE, 2),
+        (NESTED, DIFFERING, 0),
+        (AGAIN, ALIKE, 4),
+        (AGAIN, DIFFERING, 2),
+        (KEPT, ALIKE, 6),
+    ],
+    ids=["within", "differing within", "group anew", "differing in a group anew", "group kept"],
+)
+def test_a_second_profile_or_group_is_compared_again(on_two_ranks, program, overrides, times):
+    """Ranks that agree go on, whether or not they start from one seed; others stop right there.
 
-    assert ((ended.returncode == 0), ended.stdout.count("went on")) == (
-        (True, 2) if inner == ALIKE else (False, 0)
-    )
+    A profile within another is compared at the next step.
+    """
+    ended = on_two_ranks(AGAIN_HEAD + program.replace("OVERRIDES", overrides))
+
+    agree = overrides == ALIKE
+    assert (ended.returncode == 0, ended.stdout.count("went on")) == (agree, times), ended.stderr
     named = [line for line in ended.stderr.splitlines() if " on rank 0, " in line]
-    assert bool(named) == (inner == DIFFERING)
+    assert bool(named) == (not agree)
     assert all("dropout" in line for line in named)
-
-
-@pytest.mark.parametrize(("program", "times"), [(AGAIN, 2), (KEPT, 3)], ids=["anew", "kept"])
-def test_a_group_made_again_under_equal_profiles_goes_on(on_two_ranks, program, times):
-    """Ranks that agree go on with every further process group, under one profile or the next."""
-    ended = on_two_ranks(AGAIN_HEAD + program.replace("SECOND", ALIKE))
-
-    assert (ended.returncode, ended.stdout.count("went on")) == (0, 2 * times), ended.stderr
-
-
-def test_a_group_made_again_is_compared_again(on_two_ranks):
-    """Profiles that differ only under a second process group stop all ranks there."""
-    ended = on_two_ranks(AGAIN_HEAD + AGAIN.replace("SECOND", DIFFERING))
-
-    assert (ended.returncode != 0, ended.stdout.count("went on")) == (True, 2), ended.stderr
-    assert "dropout" in ended.stderr
-    assert " on rank 0, " in ended.stderr

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+assert torch.initial_seed() == 1234
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -74,7 +75,7 @@ def test_two_runs_of_two_ranks_are_the_same(tmp_path, record, by_torchrun, kind)
     """Under DDP and FSDP each rank leaves a trace, collectives included, and runs compare equal.
 
     What `torch.distributed.checkpoint` has the ranks send each other is no difference, nor is it
-    one that `torchrepro run` and torchrun started one of them.
+    one that `torchrepro run` and torchrun started one of them, with the profile in force.
     """
     one = tmp_path / "one"
     if kind == "ddp":

@@ -47,39 +47,6 @@ def words(kept: Path) -> list[str]:
     ]
 
 
-class Runs:
-    """Runs of the example in forks, which keep their checkpoints in one folder."""
-
-    def __init__(self, fork: Callable[..., int], folder: Path) -> None:
-        self.fork = fork
-        self.folder = folder
-        self.kept = folder / "kept"
-
-    def _run(self, *program: object) -> tuple[int, str, str]:
-        streams = [self.folder / name for name in ("in", "out", "err")]
-        for path in streams:
-            path.write_text("")
-        environment = {k: v for k, v in os.environ.items() if k != "PYTEST_VERSION"}
-        environment |= IN_FORCE_FROM_THE_START
-        status = self.fork([*program, *words(self.kept)], environment, self.folder, streams)
-        return status, streams[1].read_text(), streams[2].read_text()
-
-    def killed(self, whom: str, step: int) -> tuple[int, str, str]:
-        """Kill `whom` of a run once it has kept `step`."""
-        return self._run("-c", KILLED, DIGITS, whom, step)
-
-    def finished(self) -> str:
-        """Run the example to its end, from where the checkpoints say; return what it printed."""
-        status, printed, errors = self._run(DIGITS)
-        assert status == 0, errors
-        return printed
-
-    def steps(self) -> int:
-        """Return the latest step that is whole, 0 where there is none."""
-        files = self.kept.glob("step-*/rank-0-of-1.pt")
-        return max((int(path.parent.name.removeprefix("step-")) for path in files), default=0)
-
-
 @pytest.fixture(scope="module")
 def peaceful(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the example prints when a user types it and nobody disturbs it."""
@@ -90,33 +57,45 @@ def peaceful(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def runs(fork: Callable[..., int], tmp_path: Path) -> Runs:
-    """Runs of the example in a folder of the test."""
-    return Runs(fork, tmp_path)
+def run(fork: Callable[..., int], tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """Run a program on the words of the example in a fork; return its status, and what it said."""
+
+    def run(*program: object) -> tuple[int, str, str]:
+        streams = [tmp_path / name for name in ("in", "out", "err")]
+        for path in streams:
+            path.write_text("")
+        environment = {k: v for k, v in os.environ.items() if k != "PYTEST_VERSION"}
+        environment |= IN_FORCE_FROM_THE_START
+        status = fork([*program, *words(tmp_path / "kept")], environment, tmp_path, streams)
+        return status, streams[1].read_text(), streams[2].read_text()
+
+    return run
 
 
-@pytest.mark.parametrize("steps", [[1, EPOCH + 9], [EPOCH + 1]])
-def test_a_run_whose_main_process_is_killed_ends_with_the_same_weights(
-    runs: Runs, peaceful: str, steps: list[int]
+@pytest.mark.parametrize(("whom", "steps"), [("itself", [1, EPOCH + 9]), ("a worker", [5])])
+def test_a_run_that_is_killed_and_started_again_ends_with_the_same_weights(
+    run: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    peaceful: str,
+    whom: str,
+    steps: list[int],
 ) -> None:
-    """SIGKILL after whatever steps, in whatever epochs, changes nothing of the end."""
+    """SIGKILL after whatever steps, in whatever epochs, changes nothing of the end.
+
+    That of a loader's worker stops the run with an error.
+    """
     for step in steps:
-        status, _, errors = runs.killed("itself", step)
+        status, printed, errors = run("-c", KILLED, DIGITS, whom, step)
+        kept = [path.parent.name for path in tmp_path.glob("kept/step-*/rank-0-of-1.pt")]
 
-        assert status == -signal.SIGKILL, errors
-        assert step <= runs.steps() < EPOCHS * EPOCH
-
-    assert runs.finished() == peaceful
-
-
-def test_a_run_whose_worker_is_killed_stops_and_ends_with_the_same_weights(
-    runs: Runs, peaceful: str
-) -> None:
-    """SIGKILL of a loader's worker stops the run with an error; resumed, it ends as ever."""
-    status, printed, errors = runs.killed("a worker", 5)
-    workers, killed = printed.split()
-
-    assert workers == "2"
-    assert status > 0
-    assert f"DataLoader worker (pid {killed}" in errors
-    assert runs.finished() == peaceful
+        assert f"step-{step:09}" <= max(kept) < f"step-{EPOCHS * EPOCH:09}"
+        if whom == "itself":
+            assert status == -signal.SIGKILL, errors
+        else:
+            workers, killed = printed.split()
+            assert status > 0
+            assert workers == "2"
+            assert f"DataLoader worker (pid {killed}" in errors
+    status, printed, errors = run(DIGITS)
+    assert status == 0, errors
+    assert printed == peaceful

@@ -77,19 +77,6 @@ def test_an_epoch_is_the_same_on_any_workers_in_any_batches(
         assert states == [*found[1:]]
 
 
-@by_way
-def test_loaders_over_one_dataset_draw_other_numbers(way: str) -> None:
-    """Each epoch of each loader draws its own, even if it loads the same in the same order."""
-    dataset = Noisy(draw=all_draws)
-    with run(way) as make:
-        one, two = make(dataset, name="one"), make(dataset, name="two")
-        found = [*chain(epoch(one), epoch(two), epoch(one))]
-
-    assert order(found) == [*range(8)] * 3
-    for numbers in zip(*drawn(found), strict=True):
-        assert len(set(numbers)) == len(found)
-
-
 def _collate(samples: list[Any]) -> list[Any]:
     return [*samples, (order(samples), all_draws())]
 
@@ -244,21 +231,6 @@ def test_an_iteration_moves_what_torch_moves_or_nothing(
         assert parts == (dict(vars(loader)), _DatasetKind.create_fetcher)
         with pytest.raises(torchrepro.SeedingError, match="no sample is being loaded"):
             torchrepro.sample_rng()
-
-
-@by_way
-@by_workers
-def test_a_loader_goes_on_after_a_sample_that_raised(way: str, workers: int) -> None:
-    """The epoch after one that an error ended is what it is after a complete one."""
-    found = []
-    for bad in (4, None):
-        with run(way) as make:
-            loader = make(Noisy(bad=bad), shuffle=True, num_workers=workers)
-            (epoch if bad is None else fails)(loader)
-            loader.dataset.bad = None
-            found.append(epoch(loader))
-
-    assert found[0] == found[1]
 
 
 def _twice() -> tuple[Any, ...]:
