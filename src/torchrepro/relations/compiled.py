@@ -161,7 +161,7 @@ def _compare(
                 within = f"rtol={rtol:g}, atol={atol:g}"
                 first = Divergence(
                     *(0, unit.step, unit.phase, unit.name, "compiled region", unit.where),
-                    *(Kind.OUTPUTS, "", None, None),
+                    kind=Kind.OUTPUTS,
                     what=f"compiled and eager: {how}, which is not within {within}",
                 )
                 return Compared(1, len(steps), compared, 0, ""), first, ""

@@ -299,11 +299,8 @@ def _first_buffer(whole: State, resumed: State, begins: int) -> Divergence | Non
     ):
         for name in _unequal(left["buffers"], right["buffers"])[:1]:
             what = f"buffer {name} differs as the step begins"
-            return Divergence(
-                *(0, place, "forward", name.rpartition(".")[0], "buffer", ""),
-                *(Kind.VALUES, "", None, None),
-                what=what,
-            )
+            module = name.rpartition(".")[0]
+            return Divergence(0, place, "forward", module, "buffer", kind=Kind.VALUES, what=what)
     return None
 
 

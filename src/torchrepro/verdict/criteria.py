@@ -188,9 +188,9 @@ class Pair:
         self, number: int, kind: Kind, what: str, phase: str = "", op: str = ""
     ) -> Divergence:
         """Return a divergence of a step without a record that shows it."""
-        after_last = self.is_after_last(number)
-        found = Divergence.without_op(self.left.rank, number, kind, what, after_last=after_last)
-        return replace(found, phase=phase, op=op)
+        after = self.is_after_last(number)
+        place = self.left.rank, number, phase
+        return Divergence(*place, op=op, kind=kind, what=what, after_last=after)
 
     def digests(self, number: int, name: str) -> Sequence[bytes]:
         """Return a digest of a step in both runs; nothing for one that has none.

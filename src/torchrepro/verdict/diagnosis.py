@@ -79,11 +79,11 @@ class Fix:
 
     key: str
     value: str  # as an override writes it: a word that YAML takes for a boolean is in quotes
-    enough: tuple[str, ...] = ()  # other values that help as well; ``*`` for any
+    enough: Sequence[str] = ()  # other values that help as well; ``*`` for any
     needs: str = ""  # the feature without which the program cannot feel it (see `FEATURES`)
 
     def is_met_by(self, value: str | None) -> bool:
-        return value is not None and (self.enough == ("*",) or value in (self.value, *self.enough))
+        return value is not None and ("*" in self.enough or value in (self.value, *self.enough))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +91,12 @@ class Rule:
     """A reason for two runs to diverge, and when it applies. The table says what fields mean."""
 
     cause: str
-    kinds: tuple[str, ...] = tuple(Kind.__members__)
-    ops: tuple[str, ...] = ()
+    kinds: Sequence[str] = tuple(Kind.__members__)
+    ops: Sequence[str] = ()
     device: str = ""
-    fits: tuple[str, ...] = ()
-    fixes: tuple[Fix, ...] = ()
-    knobs: tuple[str, ...] = ()
+    fits: Sequence[str] = ()
+    fixes: Sequence[Fix] = ()
+    knobs: Sequence[str] = ()
     by_program: bool = False
     rerecord: bool = True
     kernel: bool = False  # whether an op gave two results for equal inputs
@@ -107,17 +107,14 @@ class EscalationRow:
     """Settings that are tried together."""
 
     name: str
-    fixes: tuple[Fix, ...]
+    fixes: Sequence[Fix]
     helps: str  # the predicate that says whether it can help
     needs: str = ""  # as of a `Fix`; an accelerator is ``device``
     of_module: bool = False  # whether its key is a module, that of the divergence
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: tuple(each) if isinstance(each, list) else each for name, each in row.items()}
-    if "fixes" in found:
-        found["fixes"] = tuple(Fix(**_values(each)) for each in found["fixes"])
-    return found
+    return {**row, "fixes": [Fix(**each) for each in row.get("fixes", ())]}
 
 
 RULES = (

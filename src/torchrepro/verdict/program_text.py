@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
@@ -350,12 +350,12 @@ def edits_elsewhere(what: str, files: Iterable[str], steps: int) -> Iterator[Edi
     ends by the clock ends after so many `steps`.
     """
     for file in dict.fromkeys(files):
-        module = module_of(file)
-        nodes = module.nodes if module is not None else ()
-        for number in dict.fromkeys(each.lineno for each in nodes if isinstance(each, ast.expr)):
-            if (line := _Line.of(f"{file}:{number}")) is not None:
-                found = line.with_steps(steps) if what == CLOCK else line.with_one_worker()
-                yield from filter(None, map(line.edited, found))
+        if (module := module_of(file)) is None:
+            continue
+        for number in module.of_line:
+            line = _Line(file, number, module)
+            found = line.with_steps(steps) if what == CLOCK else line.with_one_worker()
+            yield from filter(None, map(line.edited, found))
 
 
 class _Line:
@@ -370,8 +370,7 @@ class _Line:
     def of(cls, where: str) -> _Line | None:
         file, _, number = where.rpartition(":")
         module = module_of(file) if number.isdecimal() else None
-        is_there = module is not None and 0 < int(number) <= len(module.lines)
-        return cls(file, int(number), module) if module is not None and is_there else None
+        return None if module is None else cls(file, int(number), module)
 
     def edited(self, replacement: Replacement | None) -> Edit | None:
         if replacement is None:
@@ -509,24 +508,16 @@ class _Line:
 
     def _sets_in_order(self, *, is_text: bool) -> Iterator[Replacement]:
         # A dict keeps the order in which it was made; what is text can be sorted.
-        sets = _Sets(self._module)
-        iterated: list[ast.AST] = []
-        for node in self._nodes:
-            if isinstance(node, ast.For | ast.AsyncFor):
-                iterated.append(node.iter)
-            elif isinstance(node, ast.Starred):
-                iterated.append(node.value)
-            elif isinstance(node, ast.ListComp | ast.DictComp | ast.GeneratorExp):
-                iterated += (each.iter for each in node.generators)
-        iterated += (call.args[0] for call in self.calls(*_ORDERED, "join") if call.args)
-        for node in iterated:
+        sets, pops = _Sets(self._module), self.calls("pop")  # a dict takes a key to pop
+        taken = (sets.read_in_order(node) for node in self._nodes if node not in pops)
+        for node in chain.from_iterable(taken):
             if isinstance(node, ast.Call) and self._called(node) in _MAKES_SET:
                 yield node, f"dict.fromkeys({', '.join(map(self._source, node.args))})"
             elif isinstance(node, ast.Set | ast.SetComp):
                 inside = self._source(node)[1:-1]
                 inside = f"[{inside}]" if isinstance(node, ast.Set) else inside
                 yield node, f"dict.fromkeys({inside})"
-            elif is_text and isinstance(node, ast.expr) and sets.is_set(node):
+            elif is_text and sets.is_set(node):
                 yield node, f"sorted({self._source(node)})"
             elif made := sets.made_once(node):
                 value, members, left_out = made

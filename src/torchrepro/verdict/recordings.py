@@ -108,7 +108,7 @@ def missing_processes(left: Traces, right: Traces) -> Iterator[Divergence]:
     for rank, ordinal in sorted(left.keys() ^ right.keys()):
         which = f"process {ordinal}" if ordinal else "a recording"
         what = f"only {NAMES[(rank, ordinal) not in left]} has {which} of rank {rank}"
-        yield Divergence.without_op(rank, 0, Kind.ENDED, what)
+        yield Divergence(rank, 0, kind=Kind.ENDED, what=what)
 
 
 # What holds settings in a trace's meta: sections, with the prefix of their names, and single keys.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -74,14 +74,14 @@ class Divergence:
 
     rank: int
     step: int
-    phase: str  #: ``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``.
-    module: str
-    op: str
-    source: str  #: ``file:line`` of the user's code, in the run that has it.
-    kind: Kind
-    thread: str
-    left: Side | None
-    right: Side | None  #: None for the run that does not have the op at all.
+    phase: str = ""  #: ``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``.
+    module: str = ""
+    op: str = ""
+    source: str = ""  #: ``file:line`` of the user's code, in the run that has it.
+    kind: Kind = field(kw_only=True)
+    thread: str = ""
+    left: Side | None = None
+    right: Side | None = None  #: None for the run that does not have the op at all.
     elements: tuple[Element, ...] = ()  #: The first wrong elements, where tensors were kept.
     distances: tuple[Distance, ...] = ()
     what: str = ""
@@ -108,15 +108,6 @@ class Divergence:
     def both_were_cut(self) -> bool:
         """Whether both recordings were cut off, so that neither is known to be shorter."""
         return self.kind is Kind.ENDED and self.what.startswith(BOTH_CUT)
-
-    @classmethod
-    def without_op(
-        cls, rank: int, step: int, kind: Kind, what: str, *, after_last: bool = False
-    ) -> Divergence:
-        """Return a divergence that has no op."""
-        return cls(
-            *(rank, step, "", "", "", "", kind, "", None, None), what=what, after_last=after_last
-        )
 
 
 AT_ONE_LEVEL = {

@@ -131,7 +131,7 @@ class Runner:
                 left=first.folder,
                 right=other.folder,
                 compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
-                first=Divergence.without_op(0, 0, Kind.ENDED, what, after_last=after_last),
+                first=Divergence(0, 0, kind=Kind.ENDED, what=what, after_last=after_last),
             )
         found = compare_within(
             first.folder, other.folder, self.tolerance, self.ignore, one_program=True
@@ -147,7 +147,7 @@ class Runner:
             left=first.folder,
             right=other.folder,
             compared=found.compared,
-            first=Divergence.without_op(0, steps, Kind.ENDED, what, after_last=True),
+            first=Divergence(0, steps, kind=Kind.ENDED, what=what, after_last=True),
             losses=found.losses,
             map=found.map,
         )
