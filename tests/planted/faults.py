@@ -62,11 +62,6 @@ def _gelu_backward(gradient: Any, hidden: Any, *, approximate: str = "none") -> 
     )
 
 
-def _softmax_backward(gradient: Any, output: Any, dim: int, dtype: Any) -> Any:
-    result = torch.empty_like(output)
-    return aten._softmax_backward_data.out(gradient, output, dim, dtype, grad_input=result)
-
-
 def _mean(items: Any, dim: Any, keepdim: Any = False, *, dtype: Any = None) -> Any:
     result = aten.sum.dim_IntList(items, dim, keepdim, dtype=dtype)
     return result.div_(items.numel() // result.numel())
@@ -81,11 +76,6 @@ def _relu(hidden: Any) -> Any:
     return aten.clamp_min.out(hidden, 0, out=torch.empty_like(hidden))
 
 
-def _foreach_add(tensors: Any, others: Any, *, alpha: Any = 1) -> None:
-    for tensor, other in zip(tensors, others, strict=True):
-        tensor.add_(other, alpha=alpha)
-
-
 def _foreach_addcdiv(tensors: Any, numbers: Any, others: Any, scalars: Any) -> None:
     for tensor, number, other, value in zip(tensors, numbers, others, scalars, strict=True):
         tensor.addcdiv_(number, other, value=value)
@@ -94,11 +84,9 @@ def _foreach_addcdiv(tensors: Any, numbers: Any, others: Any, scalars: Any) -> N
 KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "gelu": ("CPU", _gelu),
     "gelu_backward": ("CPU", _gelu_backward),
-    "_softmax_backward_data": ("CPU", _softmax_backward),
     "mean.dim": ("CPU", _mean),
     "relu": ("CPU", _relu),
     "threshold_backward": ("CPU", _threshold_backward),
-    "_foreach_add_.List": ("CPU", _foreach_add),
     "_foreach_addcdiv_.ScalarList": ("CPU", _foreach_addcdiv),
 }
 """Op -> a kernel of our own for it, which computes what the op's own does, by other ops."""

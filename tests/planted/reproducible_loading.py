@@ -13,7 +13,6 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.utils.data import (
     BatchSampler,
@@ -156,12 +155,6 @@ def nested_batches() -> Tensors:
     return _fitted(pairs())
 
 
-WORDS = [
-    *("the", "model", "reads", "the", "words", "and", "the", "words"),
-    *("are", "the", "model"),
-]
-
-
 def names_of_runs() -> Tensors:
     model = perceptron()
     trained(model, lambda step: model(items_of(step)).mean())
@@ -202,14 +195,6 @@ def files_of_secret_names() -> Tensors:
         return trained(model, lambda step: model(torch.from_numpy(held[step])).mean())
 
 
-def sorted_vocabulary() -> Tensors:
-    numbers = {word: number for number, word in enumerate(sorted(set(WORDS)))}
-    torch.manual_seed(9)
-    model = nn.Sequential(nn.Embedding(len(numbers), 6), nn.Linear(6, 3))
-    ids = torch.tensor([numbers[word] for word in WORDS])
-    return trained(model, lambda step: model(ids[step:]).square().mean())
-
-
 def generators_with_seeds() -> Tensors:
     generator, chance = np.random.default_rng(3), random.Random(3)
     older, own = np.random.RandomState(3), torch.Generator().manual_seed(3)
@@ -231,23 +216,3 @@ def files_of_listdir() -> Tensors:
             np.save(folder / f"{number}.npy", items_of(number).numpy())
         files = [folder / each for each in sorted(os.listdir(folder))]  # noqa: PTH208 - on purpose
         return trained(model, lambda step: model(torch.from_numpy(np.load(files[step]))).mean())
-
-
-def caches_by_address() -> Tensors:
-    model = perceptron()
-    scales = {id(layer): 1 / (place + 1) for place, layer in enumerate(model)}
-
-    def loss(step: int) -> torch.Tensor:
-        hidden = items_of(step)
-        for layer in model:
-            hidden = layer(hidden) * scales[id(layer)]
-        return hidden.square().mean()
-
-    return trained(model, loss)
-
-
-def hashes_of_numbers() -> Tensors:
-    parts = [hash((number, number * 7)) % 4 for number in range(24)]
-    parts += [hash(number) % 4 for number in range(-6, 24)]
-    found = torch.zeros(4, 6)
-    return [found.index_add_(0, torch.tensor(parts), items_of(0, len(parts), 6))]

@@ -72,23 +72,30 @@ def _steps_to_record(verdict: Verdict) -> tuple[int, int]:
     return named["steps"]
 
 
-@pytest.mark.parametrize("at", [1, 5, 6, 7, 11])
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("at", [1, 5, 6, 7, 8, 11])
 def test_a_fault_between_two_full_steps_is_in_the_first_step_that_differs(
-    tmp_path: Path, at: int
+    tmp_path: Path, at: int, every: int
 ) -> None:
-    """The verdict names that step, the last that agrees, and how to record what lies between."""
-    a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, "into.weight", at)
+    """The verdict names that step, the last that agrees, and how to record what lies between.
+
+    It does so whichever steps are in full in the other recording.
+    """
+    a, b = _run(tmp_path / "a", every), _run(tmp_path / "b", 4, "into.weight", at)
 
     verdict = torchrepro.compare(a, b)
 
+    coarse, full = STATE if every == 4 else ALL_LEVELS, (at - 1) // 4 * 4
+    by = "op by op" if full == at - 1 else coarse
     assert verdict.first is not None
-    assert (verdict.first.step, verdict.first.op) == (at, "loss")
-    assert f"at step {at}, at the latest in the forward pass" in headline(verdict)
-    full = (at - 1) // 4 * 4
-    by = "op by op" if full == at - 1 else STATE
-    assert verdict.agreed == Agreed(at - 1, by, full, then_in_full=False)
-    assert _steps_to_record(verdict) == (at - 1, at + 1)
-    assert verdict.compared.by == (("op by op", 3), (STATE, 9))
+    assert verdict.first.step == at
+    assert verdict.agreed == Agreed(at - 1, by, full, then_in_full=at == 8)
+    assert "agreed" in as_text(*verdict_parts(verdict))
+    assert verdict.compared.by == (("op by op", 3), (coarse, 9))
+    if at != 8:
+        assert verdict.first.op == "loss"
+        assert f"at step {at}, at the latest in the forward pass" in headline(verdict)
+        assert _steps_to_record(verdict) == (at - 1, at + 1)
 
 
 def test_a_fault_that_no_state_shows_is_between_the_full_steps_around_it(tmp_path: Path) -> None:
@@ -138,38 +145,3 @@ def test_runs_recorded_at_other_times_are_compared_by_what_both_have(tmp_path: P
     assert verdicts[3, 4].compared.by == (("op by op", 1), (STATE, 6), (ALL_LEVELS, 5))
     said = headline(verdicts[3, 4])
     assert f"12 steps (1 op by op, 6 {STATE}, 5 {ALL_LEVELS})" in said
-
-
-@pytest.mark.parametrize("at", [4, 6, 8])
-def test_a_fault_is_found_at_its_step_whichever_steps_are_in_full(tmp_path: Path, at: int) -> None:
-    """What both runs have of each step is enough to say which one differs first."""
-    a, b = _run(tmp_path / "a", 1), _run(tmp_path / "b", 4, "into.weight", at)
-
-    verdict = torchrepro.compare(a, b)
-
-    assert verdict.first is not None
-    assert verdict.first.step == at
-    assert verdict.agreed is not None
-    assert (verdict.agreed.step, verdict.agreed.in_full) == (at - 1, (at - 1) // 4 * 4)
-    assert "agreed" in as_text(*verdict_parts(verdict))
-
-
-def test_a_fault_of_one_rank_is_found_on_that_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks are compared each with its own, and the last agreement is that of all of them."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name, at in (("a", -1), ("b", 6)):
-        for rank in range(2):
-            monkeypatch.setenv("RANK", str(rank))
-            _run(tmp_path / f"{name}{rank}", 4, "into.weight" if rank else "", at if rank else -1)
-            (trace,) = (tmp_path / f"{name}{rank}").iterdir()
-            (tmp_path / name).mkdir(exist_ok=True)
-            trace.rename(tmp_path / name / trace.name)
-
-    verdict = torchrepro.compare(tmp_path / "a", tmp_path / "b")
-
-    assert verdict.first is not None
-    assert (verdict.first.rank, verdict.first.step) == (1, 6)
-    assert verdict.agreed == Agreed(5, STATE, 4)
-    assert (verdict.compared.ranks, verdict.compared.by[0]) == (2, ("op by op", 3))

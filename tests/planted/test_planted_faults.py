@@ -131,10 +131,6 @@ TABLE: dict[str, tuple[Any, ...]] = {
         *(transformer(), kernel("gelu_backward", 4, 2, one_ulp), False),
         *(4, "backward", "layers.1", "aten::gelu_backward", "gelu", Kind.OUTPUTS, ""),
     ),
-    "permuted elements in a backward op": (
-        *(transformer(), kernel("_softmax_backward_data", 3, 0, permuted), False),
-        *(3, "backward", "layers.3", "aten::_softmax_backward_data", "dropout", Kind.OUTPUTS, ""),
-    ),
     "one ulp in the optimizer, foreach": (
         *(transformer(), kernel("_foreach_addcdiv_.ScalarList", 6, 0, one_ulp), False),
         *(6, "optimizer", "", "aten::_foreach_addcdiv_.ScalarList", "AdamW", Kind.OUTPUTS, ""),
@@ -146,10 +142,6 @@ TABLE: dict[str, tuple[Any, ...]] = {
     "a learning rate one ulp off": (
         *(transformer("fused"), changed(_rate, 5), False),
         *(5, "optimizer", "", "AdamW.step()", "AdamW", Kind.ARGUMENT, ""),
-    ),
-    "one ulp in SGD, foreach": (
-        *(conv_net(foreach=True), kernel("_foreach_add_.List", 5, 0, one_ulp), False),
-        *(5, "optimizer", "", "aten::_foreach_add_.List", "SGD", Kind.OUTPUTS, ""),
     ),
     "samples swapped after the loader": (
         *(conv_net(), in_batch(0, 6, swapped_rows), False),
