@@ -135,63 +135,6 @@ def test_replicas_that_stopped_agreeing_are_said(tmp_path: Path, *, agreed: bool
     assert verdict.across_ranks == ((said,) if agreed else ())
 
 
-@pytest.mark.parametrize("finished", [True, None])
-def test_a_run_that_ended_earlier_is_not_the_same(finished: object) -> None:
-    """Runs are compared as far as both go, and the verdict says where and how one stops."""
-    meta = {"finished": finished}
-
-    for verdict, name in (
-        (compared(_run(5), _run(3), {}, meta), "B"),
-        (compared(_run(3), _run(5), meta, {}), "A"),
-    ):
-        first = first_of(verdict)
-        assert (first.kind, first.step) == (Kind.ENDED, 3)
-        assert f"{name} ended after step 2" in first.what
-        assert ("killed" in first.what) == (finished is None)
-        assert verdict.compared.steps == 3
-
-
-@pytest.mark.parametrize("steps", [2, 5])
-def test_two_runs_that_were_cut_off_are_named_as_such(steps: int) -> None:
-    """Where both were cut off, whatever their lengths, neither is called the shorter one."""
-    verdict = compared(_run(5), _run(steps), {"finished": None})
-    first = first_of(verdict)
-
-    assert verdict.advice is not None
-    assert first.kind is Kind.ENDED
-    assert first.what.startswith("both runs were cut off (killed")
-    assert f"A after step 4 and B after step {steps - 1}" in first.what
-    assert verdict.advice.cause.startswith("Both runs were cut off")
-    assert str(verdict).startswith("not the same: both runs were cut off, at step")
-
-
-def test_a_run_that_ended_within_a_step_is_said() -> None:
-    """An exception in the middle of a step is the end of the run, not an op that others have."""
-    run = _run()
-    first = diverged(run, [*run[:2], replace(run[2], ops=run[2].ops[:2], finished=False)])
-
-    assert (first.kind, first.step, first.op) == (Kind.ENDED, 2, run[2].ops[2].op)
-    assert "B ended in the middle of step 2" in first.what
-
-
-def test_a_difference_is_named_before_an_earlier_end() -> None:
-    """A run that computed something else and stopped early differs where it did."""
-    first = diverged(_run(), [_run()[0], Step(chain(4, step=1, weights="v"))])
-
-    assert first.step == 1
-    assert first.kind is not Kind.ENDED
-
-
-@pytest.mark.parametrize("right", [0, 2])
-def test_nothing_recorded_is_not_the_same(right: int) -> None:
-    """A run that was killed before its first step ended is the same as none, not even as itself."""
-    verdict = compared([], _run(right))
-
-    assert first_of(verdict).kind is Kind.ENDED
-    assert "nothing was recorded in A" in first_of(verdict).what
-    assert verdict.compared.steps == 0
-
-
 def test_steps_that_one_recording_left_out_are_said(tmp_path: Path) -> None:
     """A recording of some steps is compared with those of a whole one, which a note says."""
     whole = write(tmp_path / "whole", _run(5))
@@ -218,20 +161,6 @@ def test_a_divergence_comes_with_advice() -> None:
     assert compared(_run(), _run(), meta).advice is None
 
 
-@pytest.mark.parametrize(
-    ("number", "note"),
-    [
-        (1, "1 more op is in one of the runs only"),
-        (2, "2 more ops are in one of the runs only"),
-    ],
-)
-def test_one_op_is_one_op(number: int, note: str) -> None:
-    """A note counts as one speaks."""
-    more = tuple(Op("aten::tanh", outputs=(value(at),)) for at in range(number + 1))
-
-    assert compared([Step(chain(6))], [Step((*more, *chain(6)))]).notes == (note,)
-
-
 def test_settings_that_differ_are_listed() -> None:
     """Knobs, versions and hardware in which two runs differ are in the verdict, and no others."""
     left = {"knobs": {"seed.torch": "1", "env.OMP_NUM_THREADS": "2"}, "versions": {"torch": "2.6"}}
@@ -252,13 +181,6 @@ def test_a_loss_of_several_passes_is_their_mean() -> None:
     run = [*_run(1), Step(chain(4, step=1), losses=(0.5, float("nan")))]
 
     assert compared(run, _run(1)).losses == ((0, 1.0, 1.0), (1, None, None))
-
-
-def test_the_same_nan_is_the_same() -> None:
-    """Runs that compute NaN at the same place are the same: bytes are compared, not numbers."""
-    run = [Step(chain(4), losses=(float("nan"),))]
-
-    assert compared(run, run).same
 
 
 def test_other_levels_have_their_steps_in_common() -> None:
@@ -331,22 +253,6 @@ def test_a_generator_that_nobody_seeded_is_noted_where_nothing_else_differs() ->
     assert verdict.notes == ("the states of numpy differ from the end of step 0 on",)
 
 
-GUARANTEES = ["seeded", "repeatable", "aligned", None]
-
-
-@pytest.mark.parametrize("left", GUARANTEES)
-@pytest.mark.parametrize("right", GUARANTEES)
-def test_other_bits_are_never_the_same_whatever_the_guarantees(
-    left: str | None, right: str | None
-) -> None:
-    """Two guarantees change nothing about the answer."""
-    metas = [{"guarantee": each, "profile": each} for each in (left, right)]
-    verdict = compared(_run(), OTHER, *metas)
-
-    assert not verdict.same
-    assert compared(_run(), _run(), *metas).same
-
-
 def test_levels_without_anything_in_common_are_no_answer() -> None:
     """Where neither loss nor parameters were recorded at both levels nothing was compared."""
     run = [Step(chain(4))]
@@ -355,18 +261,81 @@ def test_levels_without_anything_in_common_are_no_answer() -> None:
         compared(run, run, {}, {"level": "module"})
 
 
-def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
-    """A folder that is not there, or that holds no trace, cannot be compared."""
-    run = write(tmp_path / "a", _run())
-    (tmp_path / "empty").mkdir()
-
-    for folder in ("absent", "empty"):
-        with pytest.raises(TraceError, match=folder):
-            compare(run, tmp_path / folder)
-
-
 def _with_end(steps: int, weights: object = "w", ops: int = 4) -> Run:
     return [*_run(steps), Step(chain(4, step=steps, weights=weights)[:ops], finished=False)]
+
+
+KILLED, SEEDED, ASKED = {"finished": None}, {"knobs": {"seed.torch": "1"}}, {"steps": (0, 1)}
+EARLIER, CUT = "one run ended earlier", "both runs were cut off"
+AT_END = [[*_run(2), Step(chain(4), random={"torch": n}, finished=False)] for n in "ab"]
+ENDS: dict[str, tuple[Run, Run, list[dict[str, Any]], int, str, str]] = {
+    "B earlier": (_run(5), _run(3), [{}, {}], 3, f"{EARLIER}, at step 3", "B ended after step 2; "),
+    "A earlier": (_run(3), _run(5), [{}, {}], 3, f"{EARLIER}, at step 3", "A ended after step 2; "),
+    "B killed": (
+        *(_run(5), _run(3), [{}, KILLED], 3),
+        *(f"{EARLIER}, at step 3", "B ended after step 2 (killed"),
+    ),
+    "A killed": (
+        *(_run(3), _run(5), [KILLED, {}], 3),
+        *(f"{EARLIER}, at step 3", "A ended after step 2 (killed"),
+    ),
+    "both killed": (
+        *(_run(5), _run(5), [KILLED, KILLED], 5),
+        *(f"{CUT}, at step 5", "still running): A after step 4 and B after step 4"),
+    ),
+    "both killed, one earlier": (
+        *(_run(5), _run(2), [KILLED, KILLED], 2),
+        *(f"{CUT}, at step 2", "still running): A after step 4 and B after step 1"),
+    ),
+    "within a step": (
+        *(_run(), [*_run(2), replace(_run()[2], ops=_run()[2].ops[:2], finished=False)], [{}, {}]),
+        *(2, f"{EARLIER}, at step 2, in the forward pass of layers.2", "B ended in the middle of"),
+    ),
+    "within the first step that the other one ended": (
+        *(_run(4), _with_end(2, ops=3), [{}, {}]),
+        *(2, f"{EARLIER}, at step 2, in the forward pass of layers.3", "B ended in the middle of"),
+    ),
+    "after a difference": (
+        *(_run(), [_run()[0], Step(chain(4, step=1, weights="v"))], [{}, {}]),
+        *(2, "diverged at step 1, in the forward pass of layers.0", ""),
+    ),
+    "nothing was recorded": ([], [], [{}, {}], 0, EARLIER, "nothing was recorded in A and B"),
+    "nothing was recorded of one": ([], _run(2), [{}, {}], 0, EARLIER, "nothing was recorded in A"),
+    "less after the last step": (
+        *(_with_end(3), _with_end(3, ops=2), [{}, {}]),
+        *(3, f"{EARLIER}, after the last step", "B ended before this op"),
+    ),
+    "nothing after the last step": (
+        *(_with_end(3), _run(3), [{}, {}], 3),
+        *(f"{EARLIER}, after the last step", "B ended after step 2; A goes on after it"),
+    ),
+    "killed after the last step": (
+        *(_with_end(3), _run(3), [{}, KILLED], 3),
+        *(f"{EARLIER}, after the last step", "B ended after step 2 (killed"),
+    ),
+    "a generator after the last step": (
+        *(*AT_END, [SEEDED, SEEDED], 2),
+        *("diverged after the last step", "the states of torch differ when the runs end"),
+    ),
+    "killed where no more was to be recorded": (
+        *([Step(), Step()], [Step(), Step()], [ASKED, {**ASKED, **KILLED}], 2),
+        *(f"{EARLIER}, at step 2", "B ended after step 1 (killed"),
+    ),
+}
+"""Two runs, the metas of their traces, the steps that both ended, the headline, and why."""
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_where_and_how_a_run_ends_is_said(case: str) -> None:
+    """Runs are compared as far as both go; what one does no more is no op that it left out."""
+    left, right, metas, steps, said, what = ENDS[case]
+    verdict = compared(left, right, *metas)
+
+    assert str(verdict).startswith(f"not the same: {said}")
+    assert what in first_of(verdict).what
+    assert verdict.compared.steps == steps
+    assert verdict.advice is not None
+    assert verdict.advice.cause.startswith("Both runs were cut off") == (CUT in said)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 20])
@@ -404,47 +373,6 @@ def test_data_built_before_any_model_is_before_the_first_step(tmp_path: Path, be
     assert str(verdict).splitlines()[0] == f"not the same: diverged {place}"
 
 
-@pytest.mark.parametrize(
-    ("run", "meta", "what"),
-    [
-        (_with_end(3, ops=2), {}, "ended before this op"),
-        (_run(3), {}, "ended after step 2; A goes on after it"),
-        (_run(3), {"finished": None}, "ended after step 2 (killed"),
-    ],
-    ids=["less", "none", "killed"],
-)
-def test_what_only_one_run_does_after_its_last_step_is_said(
-    run: Run, meta: dict[str, None], what: str
-) -> None:
-    """A run that computes less at its end, nothing at all, or was killed, ended earlier."""
-    verdict = compared(_with_end(3), run, {}, meta)
-    first = first_of(verdict)
-
-    assert (first.kind, first.after_last) == (Kind.ENDED, True)
-    assert f"B {what}" in first.what
-    assert str(verdict).startswith("not the same: one run ended earlier, after the last step")
-    assert verdict.compared.steps == 3
-
-
-def test_a_step_that_one_run_ended_is_a_step() -> None:
-    """What a run was doing in mid-step when it ended is not after its last step."""
-    verdict = compared(_run(4), _with_end(2, ops=3))
-
-    assert (first_of(verdict).step, first_of(verdict).after_last) == (2, False)
-    assert "at step 2" in str(verdict)
-    assert verdict.compared.steps == 2
-
-
-def test_generators_that_differ_after_the_last_step_are_said_of_the_end() -> None:
-    """Their states at the end of a run belong to no step."""
-    a, b = ([*_run(2), Step(chain(4), random={"torch": name}, finished=False)] for name in "ab")
-    verdict = compared(a, b, {"knobs": {"seed.torch": "1"}})
-
-    assert (first_of(verdict).kind, first_of(verdict).after_last) == (Kind.RANDOM, True)
-    assert first_of(verdict).what == "the states of torch differ when the runs end"
-    assert verdict.notes == ("the states of torch differ when the runs end",)
-
-
 def test_what_one_recording_leaves_out_after_the_last_step_is_no_step() -> None:
     """A recording of some steps beside a whole one: the rest of it is named by what it is."""
     assert compared(_with_end(5), _run(2), {}, {"steps": (0, 1)}).notes == (
@@ -480,13 +408,3 @@ def test_naming_modules_takes_time_in_proportion() -> None:
 
     assert names[-1] == "net19999:head"
     assert time.process_time() - begin < 2
-
-
-def test_a_run_that_was_to_be_recorded_no_further_did_not_end_there() -> None:
-    """What follows its last step may be another step, and is not called the end."""
-    run = [Step(), Step()]
-    asked = {"steps": (0, 1)}
-
-    first = diverged(run, run, asked, {**asked, "finished": False})
-
-    assert (first.kind, first.step, first.after_last) == (Kind.ENDED, 2, False)

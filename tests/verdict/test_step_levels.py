@@ -10,7 +10,7 @@ from torchrepro import TraceError, compare
 from torchrepro.console import as_text
 from torchrepro.verdict.page import page
 from torchrepro.verdict.render import headline, verdict_parts
-from torchrepro.verdict.value import Kind
+from torchrepro.verdict.value import Agreed, Kind
 
 from .traces import Op, Step, chain, compared, diverged, first_of, value, write
 
@@ -172,6 +172,7 @@ def test_of_several_ranks_the_one_whose_loss_differs_is_named(tmp_path: Path) ->
 
     assert (first_of(verdict).rank, first_of(verdict).op) == (1, "loss")
     assert headline(verdict).endswith("on rank 1")
+    assert verdict.agreed == Agreed(0, BY_STATE, None)
 
 
 def test_the_end_of_a_run_is_no_other_state_of_a_generator() -> None:
