@@ -28,7 +28,6 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 _numbers = torch.Generator().manual_seed(5)
 X = torch.randn(4, 6, 8, generator=_numbers)  # as channels, a sequence, or heads
-STATE = torch.zeros(3, 6, 8)
 SLOPE = (1 / 8 + 1 / 3) / 2
 
 
@@ -93,35 +92,12 @@ def _weights(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module(x, x, x, need_weights=True, average_attn_weights=False)[1]
 
 
-def _self_attention_with_weights(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return module(x, x, x, need_weights=True)[0]
-
-
 def _recurrent(kind: str, **more: Any) -> Callable[[], nn.Module]:
     return lambda: getattr(nn, kind)(8, 8, num_layers=3, dropout=0.5, **more)
 
 
 LSTM, GRU = _recurrent("LSTM"), _recurrent("GRU")
 TANH, RELU = _recurrent("RNN"), _recurrent("RNN", nonlinearity="relu")
-
-
-def _layers(function: Any, make: Callable[[], nn.Module], state: Any = STATE) -> Any:
-
-    def call(p: float) -> Function:
-        return lambda x: function(
-            x, state, list(_made(make).parameters()), True, 3, p, True, False, False
-        )[0]
-
-    return call(0.5), call(0.0)
-
-
-def _heads(x: torch.Tensor, p: float) -> torch.Tensor:
-    layer = _made(lambda: nn.MultiheadAttention(8, 2))
-    out, _ = functional.multi_head_attention_forward(
-        *(x, x, x, 8, 2, layer.in_proj_weight, layer.in_proj_bias, None, None, False, p),
-        *(layer.out_proj.weight, layer.out_proj.bias),
-    )
-    return out
 
 
 def _in_place(function: Callable[..., Any], *args: Any) -> Function:
@@ -150,20 +126,8 @@ BY_OP: dict[str, Function] = {
 
 IDENTITY: dict[str, Function] = {
     "F.dropout": functional.dropout,
-    "F.dropout by keyword": lambda x: functional.dropout(input=x, p=0.3),
     "F.dropout in place": _in_place(functional.dropout, 0.5, True, True),
     "imported before": imported_before,
-    "F.dropout1d": functional.dropout1d,
-    "F.dropout1d in place": _in_place(functional.dropout1d, 0.5, True, True),
-    "F.dropout2d": lambda x: functional.dropout2d(_plane(x)),
-    "F.dropout3d": lambda x: functional.dropout3d(_cube(x)),
-    "F.dropout3d in place": lambda x: functional.dropout3d(_cube(x).clone(), inplace=True),
-    "F.alpha_dropout": lambda x: functional.alpha_dropout(x, training=True),
-    "F.alpha_dropout in place": _in_place(functional.alpha_dropout, 0.5, True, True),
-    "F.feature_alpha_dropout": lambda x: functional.feature_alpha_dropout(x, training=True),
-    "F.feature_alpha_dropout in place": _in_place(
-        functional.feature_alpha_dropout, 0.5, True, True
-    ),
     "nn.Dropout": nn.Dropout(0.5),
     "nn.Dropout in place": _in_place(nn.Dropout(0.5, inplace=True)),
     "nn.Dropout1d": nn.Dropout1d(0.5),
@@ -173,7 +137,6 @@ IDENTITY: dict[str, Function] = {
     "nn.FeatureAlphaDropout": nn.FeatureAlphaDropout(0.5),
     "torch.native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
     "torch.native_dropout without train": lambda x: torch.native_dropout(x, 0.5, None)[0],
-    "aten.dropout.default": lambda x: ATEN.dropout.default(x, 0.5, True),
     **BY_OP,
     "aten.native_dropout": lambda x: ATEN.native_dropout(x, 0.5, True)[0],
     "through a checkpoint": lambda x: checkpoint(functional.dropout, x, use_reentrant=False),
@@ -218,13 +181,8 @@ OTHERS: dict[str, tuple[Function, Function]] = {
         lambda x: _autocast(lambda y: y @ y.mT, x),
     ),
     "F.rrelu": (lambda x: functional.rrelu(x, training=True), _leaky),
-    "F.rrelu in place": (_in_place(functional.rrelu, 1 / 8, 1 / 3, True, True), _leaky),
-    "F.rrelu_": (_in_place(functional.rrelu_, 1 / 8, 1 / 3, True), _leaky),
     "nn.RReLU": (nn.RReLU(), _leaky),
     "nn.RReLU in place": (_in_place(nn.RReLU(inplace=True)), _leaky),
-    "torch.rrelu": (lambda x: torch.rrelu(x, training=True), _leaky),
-    "torch.rrelu_": (_in_place(torch.rrelu_, 1 / 8, 1 / 3, True), _leaky),
-    "aten.rrelu": (lambda x: ATEN.rrelu(x, 1 / 8, 1 / 3, True), _leaky),
     "aten.rrelu_with_noise": (
         lambda x: ATEN.rrelu_with_noise(x, NOISE(x), 1 / 8, 1 / 3, True),
         _leaky,
@@ -245,17 +203,11 @@ OTHERS: dict[str, tuple[Function, Function]] = {
         lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
         lambda x: _attention(x[None]),
     ),
-    "aten.scaled_dot_product_attention": (
-        lambda x: ATEN.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
-        _attention,
-    ),
     "aten._scaled_dot_product_attention_math": (
         lambda x: ATEN._scaled_dot_product_attention_math(x, x, x, dropout_p=0.5)[0],
         _attention,
     ),
-    "F.multi_head_attention_forward": (lambda x: _heads(x, 0.5), lambda x: _heads(x, 0.0)),
     "nn.MultiheadAttention": _module(MULTIHEAD, _self_attention),
-    "nn.MultiheadAttention with weights": _module(MULTIHEAD, _self_attention_with_weights),
     "weights of nn.MultiheadAttention": _module(MULTIHEAD, _weights),
     "nn.LSTM": _module(LSTM, _first),
     "nn.LSTM, both directions": _module(_recurrent("LSTM", bidirectional=True), _first),
@@ -265,13 +217,6 @@ OTHERS: dict[str, tuple[Function, Function]] = {
     "nn.GRU, packed": _module(GRU, _packed),
     "nn.RNN": _module(TANH, _first),
     "nn.RNN with relu": _module(RELU, _first),
-    "torch.lstm": _layers(torch.lstm, LSTM, (STATE, STATE)),
-    "torch.gru": _layers(torch.gru, GRU),
-    "torch.rnn_tanh": _layers(torch.rnn_tanh, TANH),
-    "torch.rnn_relu": _layers(torch.rnn_relu, RELU),
-    "torch._VF.lstm": _layers(torch._VF.lstm, LSTM, (STATE, STATE)),
-    "aten.lstm": _layers(ATEN.lstm.input, LSTM, (STATE, STATE)),
-    "aten.gru": _layers(ATEN.gru.input, GRU),
     "nn.TransformerEncoderLayer": _module(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.5)),
     "nn.TransformerEncoderLayer, norm first": _module(
         lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.5, norm_first=True)

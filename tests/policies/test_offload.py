@@ -1,10 +1,12 @@
 """A module run elsewhere gives what it gives in place, bit for bit, and leaves the same behind."""
 
 import copy
+import operator
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -146,6 +148,7 @@ def _train(
         optimizer.step()
         results += [result.detach(), hidden.detach().clone()]
         results += [weight.grad for weight in weights if weight.grad is not None]
+    assert all(map(operator.is_, [*first.parameters(), *model.parameters()], weights))
     return model, [*results, *model.state_dict().values(), torch.get_rng_state()]
 
 
@@ -155,25 +158,17 @@ def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_training_elsewhere_is_training_in_place(name: str) -> None:
-    """Results, gradients, weights, buffers, inputs and generators are bitwise those in place."""
-    assert _same(_train(Direct, name)[1], _train(Elsewhere, name)[1])
+    """Results, gradients, weights, buffers, inputs and generators are bitwise those in place.
 
+    So are the attributes that the module is left with; its parameters are those that it had.
+    """
+    (here, expected), (there, found) = _train(Direct, name), _train(Elsewhere, name)
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_is_left_as_it_would_have_been(name: str) -> None:
-    """After a call a module has the attributes, and the very parameters, that it had before."""
-    model, _ = _train(Elsewhere, name, steps=1)
-    parts = list(model.modules())
-    kept = [dict(vars(part)) for part in parts]
-    weights = dict(model.named_parameters())
-    lists = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
-
-    model(torch.randn((4, 5, 8) if name in SEQUENCES else (6, 8)))
-
-    assert [vars(part).keys() for part in parts] == [before.keys() for before in kept]
-    assert all(weight is weights[name] for name, weight in model.named_parameters())
-    now = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
-    assert all(old is new for old, new in zip(lists, now, strict=True))
+    assert _same(expected, found)
+    for left, right in zip(here.modules(), there.modules(), strict=True):
+        assert [*vars(left)] == [*vars(right)]
+        if isinstance(right, nn.RNNBase):
+            assert all(map(operator.is_, right._flat_weights, right.parameters()))
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -200,31 +195,17 @@ def test_evaluation_elsewhere_is_evaluation_in_place(mode: str, name: str) -> No
     assert _same([*direct.state_dict().values()], [*moved.state_dict().values()])
 
 
-def test_gradients_of_gradients_are_those_in_place() -> None:
-    """Backward can be differentiated again, through the module's weights too."""
-
-    def penalty(wrap: type[Elsewhere]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model, x = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8)
-        x.requires_grad_()
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        grad.square().sum().backward()
-        return [next(model.parameters()).grad, x.grad]
-
-    assert _same(penalty(Direct), penalty(Elsewhere))
+def _of_gradients(wrap: type[Elsewhere]) -> list[torch.Tensor]:
+    model, x = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return [next(model.parameters()).grad, x.grad]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_part_that_is_recomputed_in_backward_runs_there_again(reentrant: bool) -> None:
-    """Under activation checkpointing gradients are those in place, masks of dropout included."""
-
-    def gradients(wrap: type[Elsewhere]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model, x = wrap(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))), torch.randn(4, 8)
-        checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().sum().backward()
-        return [x.grad, *(weight.grad for weight in model.parameters())]
-
-    assert _same(gradients(Direct), gradients(Elsewhere))
+def _recomputed(wrap: type[Elsewhere], *, reentrant: bool) -> list[torch.Tensor]:
+    model, x = wrap(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))), torch.randn(4, 8)
+    checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().sum().backward()
+    return [x.grad, *(weight.grad for weight in model.parameters())]
 
 
 class Scaling(nn.Module):
@@ -238,19 +219,31 @@ class Scaling(nn.Module):
         return x.mul_(self.scale)
 
 
-def test_gradients_flow_through_an_input_that_was_written_to() -> None:
-    """The caller's tensor is the result, and its gradient reaches the weights that wrote to it."""
+def _through_a_write(wrap: type[Elsewhere]) -> list[torch.Tensor]:
+    model, first = wrap(Scaling()), nn.Linear(8, 8)
+    hidden = first(torch.randn(4, 8))
+    assert model(hidden) is hidden
+    hidden.square().sum().backward()
+    return [model.part.scale.grad, first.weight.grad]
 
-    def trained(wrap: type[Elsewhere]) -> list[torch.Tensor]:
+
+GRADIENTS: dict[str, Callable[[type[Elsewhere]], list[torch.Tensor]]] = {
+    "of gradients": _of_gradients,
+    "of a part that backward runs again": partial(_recomputed, reentrant=False),
+    "of one that a reentrant backward runs again": partial(_recomputed, reentrant=True),
+    "through an input that was written to": _through_a_write,
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_any_kind_are_those_in_place(name: str) -> None:
+    """They reach weights and inputs alike, with the same masks of dropout."""
+    found = []
+    for wrap in (Direct, Elsewhere):
         torch.manual_seed(0)
-        model, first = wrap(Scaling()), nn.Linear(8, 8)
-        hidden = first(torch.randn(4, 8))
-        result = model(hidden)
-        assert result is hidden
-        hidden.square().sum().backward()
-        return [model.part.scale.grad, first.weight.grad]
+        found.append(GRADIENTS[name](wrap))
 
-    assert _same(trained(Direct), trained(Elsewhere))
+    assert _same(*found)
 
 
 def test_a_packed_sequence_comes_and_goes() -> None:
@@ -381,27 +374,18 @@ def test_a_value_comes_back_as_it_went(value: Any) -> None:
     assert len(changed) == len(set(changed))
 
 
-def test_what_holds_itself_ends() -> None:
-    """A list that holds itself is gone through once."""
-    value: list[Any] = [TENSORS[1]]
-    value.append(value)
-
-    assert torch.equal(placement.NestedMap(torch.neg)(value)[0], -TENSORS[1])
-
-
-def test_other_objects_are_handed_on_themselves() -> None:
-    """An object that is no container keeps its identity: it may be somebody's state."""
+def test_what_is_no_plain_container_stays_what_it_is() -> None:
+    """A list that holds itself ends, results of torch keep their type, other objects are state."""
     cache = type("Cache", (), {"keys": TENSORS[1]})()
+    value: list[Any] = [TENSORS[1], cache, torch.tensor([1, 2]).max(0)]
+    value.append(value)
+    found = placement.NestedMap(torch.neg)(value)
 
-    assert placement.NestedMap(torch.neg)([cache])[0] is cache
-
-
-def test_a_result_of_torchs_own_type_keeps_it() -> None:
-    """The named results of torch's functions stay what they are."""
-    found = placement.NestedMap(torch.neg)(torch.tensor([1, 2]).max(0))
-
-    assert isinstance(found, torch.return_types.max)
-    assert found.values == -2
+    assert torch.equal(found[0], -TENSORS[1])
+    assert found[1] is cache
+    assert isinstance(found[2], torch.return_types.max)
+    assert found[2].values == -2
+    assert len(found) == 4
 
 
 def test_an_output_of_transformers_keeps_its_type() -> None:

@@ -86,15 +86,6 @@ def manual_seed_all(seed: int) -> None:
         generator.manual_seed(int(seed))
 
 
-def seed() -> None:
-    GENERATORS[current_device()].seed()
-
-
-def seed_all() -> None:
-    """Seed every device with one number from the operating system."""
-    manual_seed_all(GENERATORS[0].seed())
-
-
 def initial_seed() -> int:
     return GENERATORS[current_device()].initial_seed()
 

@@ -33,9 +33,6 @@ class Generator:
         self._seed, self._offset = seed % 2**64, 0
         return self
 
-    def seed(self) -> int:
-        return self.manual_seed(torch.Generator().seed()).initial_seed()
-
     def initial_seed(self) -> int:
         return self._seed
 
