@@ -9,7 +9,6 @@ library is imported, and prints as JSON what each of them did.
 import importlib
 import json
 import random
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,6 +160,7 @@ def transformers() -> dict[str, Layer]:
     sequence = (2, 16, WIDTH)
     return {
         **_skipping_layers(),
+        "DropPath": Layer(lambda: _modeling("beit").BeitDropPath(0.5)),
         "StableDropout": Layer(lambda: _modeling("sew_d").StableDropout(0.5)),
         "XDropout": Layer(lambda: lambda x: _modeling("sew_d").XDropout.apply(x, 0.5)),
         "consistent dropout": Layer(
@@ -249,33 +249,10 @@ def _quantizer() -> nn.Module:
     return layer
 
 
-def drop_paths() -> dict[str, Layer]:
-    """Return every class of transformers that is named for dropping paths."""
-    return {name: Layer(_drop_path(file, name)) for file, name in drop_path_classes()}
-
-
-def drop_path_classes() -> list[tuple[str, str]]:
-    """Return where transformers defines classes called DropPath, read from its source."""
-    folder = package_folder("transformers")
-    return [
-        (".".join(path.relative_to(folder.parent).with_suffix("").parts), name)
-        for path in sorted((folder / "models").rglob("modeling_*.py"))
-        if not re.search(r"_(tf|flax)_", path.name)
-        for name in re.findall(
-            r"^class (\w*DropPath)\(", path.read_text(encoding="utf-8"), re.MULTILINE
-        )
-    ]
-
-
-def _drop_path(file: str, name: str) -> Callable[[], Call]:
-    return lambda: getattr(importlib.import_module(file), name)(0.5)
-
-
 LIBRARIES: dict[str, Callable[[], dict[str, Layer]]] = {
     "torchvision": torchvision,
     "timm": timm,
     "transformers": transformers,
-    "drop_paths": drop_paths,
 }
 
 

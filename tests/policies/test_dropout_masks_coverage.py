@@ -60,7 +60,6 @@ LIBRARIES = {
 }
 
 
-TORCHS_OWN = {"dropout"}  # calls of nn.functional.dropout and layers called so
 OTHER_VERSIONS = {  # rows for functions that transformers had before 5
     ("transformers.models.*", "drop_path"),
     ("transformers.models.*", "LayerDropModuleList.__iter__"),
@@ -130,31 +129,22 @@ def _excused(name: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_mask_is_known_or_is_no_dropout(library: str) -> None:
-    """Whatever draws random numbers in a library's layers has a row, or a reason to have none."""
-    assert [name for name in _scan(library).unknown if not _excused(name)] == []
+    """Whatever draws random numbers in a library's layers has a row, or a reason to have none.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_nothing_that_speaks_of_dropping_is_excused(library: str) -> None:
-    """Outside of constructors no excused function speaks of dropping, but for torch's own."""
+    Outside of constructors nothing that is excused speaks of dropping. No row has gone stale, but
+    for those kept for an older version of the library.
+    """
+    scan = _scan(library)
     speaking = [
         name
-        for name, read in _scan(library).unknown.items()
+        for name, read in scan.unknown.items()
         if not name.endswith("__init__")
         and (
             "drop" in name.lower() or any("drop_prob" in one or "layerdrop" in one for one in read)
         )
     ]
-
-    assert speaking == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_every_row_knows_a_function(library: str) -> None:
-    """No row has gone stale, but for those kept for an older version of the library."""
     rows = {row for row in WRITTEN_MASKS if row.modules.startswith(f"{library}.")}
-    unused = {(row.modules, row.functions) for row in rows - _scan(library).used}
 
-    assert unused <= OTHER_VERSIONS
+    assert [name for name in scan.unknown if not _excused(name)] == []
+    assert speaking == []
+    assert {(row.modules, row.functions) for row in rows - scan.used} <= OTHER_VERSIONS
