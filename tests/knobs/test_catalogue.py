@@ -1,19 +1,16 @@
 """The catalogue: one row per piece of state, and the row drives everything."""
 
-import contextlib
 import os
 import re
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import PHASES, Knob, MissingState
-from torchrepro.knobs.variables import WITHOUT_EFFECT, refusal
+from torchrepro.knobs.variables import refusal
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import DOORS
 from torchrepro.profile.resolved import OPAQUE, knobs_for_key
@@ -61,21 +58,20 @@ def test_the_catalogue_has_every_knob_that_the_seed_documents_name() -> None:
 
 @pytest.mark.parametrize("knob", ROWS)
 def test_every_row_is_whole(knob: Knob) -> None:
-    """A row says what it does, what it costs, where that is written, and when it latches."""
+    """A row says what it does, what it costs, where that is written, and when it latches.
+
+    It has examples of its values, all of them legal and no two the same.
+    """
+    examples = knob.legal.examples()
+
     assert knob.summary.endswith((".", ")"))
     assert knob.cost
     assert re.match(r"https://\S+\.\S+", knob.source)
     assert knob.door in {"", *DOORS} & PHASES.keys()
     assert knob.legal.words
-
-
-@pytest.mark.parametrize("knob", ROWS)
-def test_every_row_can_be_explained_by_its_name_and_its_aliases(knob: Knob) -> None:
-    """`explain` finds a row by every name it has."""
-    for name in (knob.name, *knob.aliases):
-        assert knob.name in [entry["knob"] for entry in explanations(name)] or name in (
-            other.name for other in CATALOGUE
-        )
+    assert examples
+    assert [value for value in examples if knob.legal.complaint(value)] == []
+    assert len({repr(value) for value in examples}) == len(examples)
 
 
 def test_names_are_unique_and_no_two_rows_are_one_state() -> None:
@@ -113,24 +109,18 @@ def _leaf_keys(model: Any, prefix: str) -> Any:
 
 
 @pytest.mark.parametrize("knob", ROWS)
-def test_reading_changes_nothing_and_needs_no_hardware(knob: Knob, world: Any) -> None:
-    """A row can be read anywhere: it gives a value, or says why the state is not here."""
+def test_reading_and_restoring_change_nothing_and_need_no_hardware(knob: Knob, world: Any) -> None:
+    """A row can be read anywhere: it gives a value, or says why the state is not here.
+
+    Restoring what was just saved changes nothing.
+    """
     before = world()
     try:
         knob.access.read()
+        knob.access.restore(knob.access.save())
     except MissingState as missing:
         text = str(missing)
         assert text
-
-    assert before == world()
-
-
-@pytest.mark.parametrize("knob", ROWS)
-def test_what_save_saw_restore_puts_back(knob: Knob, world: Any) -> None:
-    """Restoring what was just saved changes nothing."""
-    before = world()
-    with contextlib.suppress(MissingState):
-        knob.access.restore(knob.access.save())
 
     assert before == world()
 
@@ -144,10 +134,7 @@ def test_inductor_gets_its_flag_without_being_imported() -> None:
     assert variable == (None if row.outcome is Outcome.UNSUPPORTED else "1")
 
 
-@settings(max_examples=20)
-@example(seed=0)
-@example(seed=2**32 - 1)
-@given(seed=st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
 def test_every_generator_starts_from_the_seed(seed: int) -> None:
     """One seed fixes Python, numpy and torch, and the same seed gives the same numbers."""
     import random
@@ -160,17 +147,6 @@ def test_every_generator_starts_from_the_seed(seed: int) -> None:
             drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
 
     assert drawn[0] == drawn[1]
-
-
-def test_numbers_after_the_scope_are_those_that_would_have_come_anyway() -> None:
-    """A profile in between does not move the generators of the program around it."""
-    torch.manual_seed(5)
-    expected = torch.rand(4)
-    torch.manual_seed(5)
-    with torchrepro.apply("seed-only"):
-        torch.rand(100)
-
-    assert torch.equal(expected, torch.rand(4))
 
 
 def test_an_undo_before_device_init_takes_a_queued_seed_back() -> None:
@@ -189,26 +165,7 @@ def test_an_undo_before_device_init_takes_a_queued_seed_back() -> None:
     assert before == (list(module._queued_calls), dict(vars(tracker)) if tracker else None)
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
-def test_a_variable_that_nothing_reads_is_refused_with_what_to_set_instead(name: str) -> None:
-    """A setting copied from a recipe that does nothing is refused, not obeyed."""
-    with pytest.raises(torchrepro.ProfileError, match=name):
-        torchrepro.apply({"env": {name: "1"}})
-    with pytest.raises(torchrepro.ProfileError, match=name):
-        torchrepro.apply({"env_extra": {name: "1"}})
-
-
 @pytest.mark.parametrize("knob", [p for p in ROWS if p.values[0].variable])
 def test_no_variable_of_the_catalogue_is_refused(knob: Knob) -> None:
     """The lists of refused variables and of known ones have nothing in common."""
     assert refusal(knob.variable) == ""
-
-
-@pytest.mark.parametrize("knob", CATALOGUE, ids=lambda knob: knob.name)
-def test_examples_of_values_are_legal(knob: Knob) -> None:
-    """Every knob has examples of its values, all of them legal and no two the same."""
-    examples = knob.legal.examples()
-
-    assert examples
-    assert [knob.legal.complaint(value) for value in examples if knob.legal.complaint(value)] == []
-    assert len({repr(value) for value in examples}) == len(examples)

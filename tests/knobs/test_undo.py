@@ -126,9 +126,13 @@ def test_a_refused_profile_is_not_in_force_even_if_its_undo_raises(
 
 
 def test_every_knob_is_put_back_even_if_one_restore_raises(world: World) -> None:
-    """A raising restore in the middle is reported, and stops no other knob from being put back."""
+    """A raising restore in the middle is reported, and stops no other knob from being put back.
+
+    Nor does it matter that the program has flipped one that the profile had found as it should be.
+    """
     before = world()
     scope = torchrepro.apply("debug-strict")
+    torch.backends.cudnn.benchmark = True
 
     def broken() -> None:
         raise OSError("this one cannot be put back")
@@ -164,16 +168,6 @@ def test_an_exception_in_the_scope_is_passed_on_and_undone(world: World) -> None
     assert before == world()
 
 
-def test_the_scope_undoes_what_the_program_did_to_its_knobs(world: World) -> None:
-    """A knob that the profile names is put back even if it was unchanged and flipped inside."""
-    before = world()
-
-    with torchrepro.apply("debug-strict"):
-        torch.backends.cudnn.benchmark = True
-
-    assert before == world()
-
-
 def test_a_profile_touches_exactly_what_it_names(world: World) -> None:
     """Null leaves alone: nothing but the named knobs, and nothing behind them, has changed."""
     before = world()
@@ -204,20 +198,6 @@ def test_undo_is_exact_from_any_start_as_torch_itself_says() -> None:
     )
 
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("profile", ["debug-strict", "train-fast"])
-def test_a_flag_that_would_only_warn_comes_back(profile: str, world: World) -> None:
-    """Undo keeps `warn_only` also where determinism is off."""
-    torch._C._set_deterministic_algorithms(False, warn_only=True)
-    try:
-        before = world()
-        torchrepro.apply(profile).restore()
-
-        assert before == world()
-        assert before["warn_only"]
-    finally:
-        torch._C._set_deterministic_algorithms(False, warn_only=False)
 
 
 FROZEN = """

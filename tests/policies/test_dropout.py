@@ -317,11 +317,3 @@ def test_modules_stay_in_training_mode() -> None:
 
     assert model.training
     assert model[0].num_batches_tracked == 1
-
-
-def test_keep_leaves_dropout_alone() -> None:
-    """`dropout: keep` changes nothing."""
-    with torchrepro.apply({"dropout": "keep"}) as applied:
-        assert drops(functional.dropout)
-
-    assert applied.report["dropout"].outcome == "unchanged"

@@ -4,7 +4,6 @@ import itertools
 import json
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,17 +205,3 @@ def test_a_draw_from_code_of_any_kind_is_counted(name: str | None) -> None:
     (effect,) = applied.report.effects
 
     assert effect.where.startswith(f"{name}." if name else __name__)
-
-
-@pytest.mark.slow
-def test_run_tells_what_policies_did() -> None:
-    """At its end a run says on standard error which random ops still ran, and where."""
-    program = "import torch\ndef noise():\n    return torch.randn(3)\nnoise()\nnoise()"
-    tool = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
-    done = subprocess.run(
-        [tool, "run", "seed-only", "dropout=zero", "--", sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    assert "2      dropout  aten::normal_  drew random numbers  __main__.noise:3" in done.stderr
