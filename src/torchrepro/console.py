@@ -155,37 +155,22 @@ def show_aside(*parts: Part) -> None:
         _show(sys.stderr, parts)
 
 
-def _show(stream: TextIO, parts: Iterable[Part]) -> None:
-    if stream.isatty():
-        console = _rich()(file=stream)
-        lines = _lines(console, parts, console.width)
-    else:
-        lines = _plain_lines(parts)
-    stream.write("\n".join(lines) + "\n")
+def _show(stream: TextIO, parts: Sequence[Part]) -> None:
+    text = _printed(_rich()(file=stream), parts) if stream.isatty() else as_text(*parts)
+    stream.write(f"{text}\n")
 
 
 def as_text(*parts: Part) -> str:
     """Return tables and lines as plain text, without trailing blanks: one line for each row."""
-    return "\n".join(_plain_lines(parts))
+    return _printed(_rich()(file=io.StringIO(), color_system=None, width=_UNBOUNDED), parts)
 
 
 def as_html(*parts: Part) -> str:
     """Return tables and lines as HTML, as a notebook shows them."""
-    console = _rich()(record=True, file=io.StringIO())
-    _print(console, parts, _PAGE)
+    console = _rich()(file=io.StringIO(), record=True, width=_PAGE)
+    _print(console, parts)
     html: str = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     return html
-
-
-def height(columns: int, *parts: Part) -> int:
-    """Return how many lines tables and lines take on a terminal of so many columns."""
-    from rich.cells import cell_len
-
-    return sum(max(1, -(-cell_len(line) // columns)) for line in _plain_lines(parts, columns))
-
-
-def _plain_lines(parts: Iterable[Part], room: int = _UNBOUNDED) -> list[str]:
-    return _lines(_rich()(color_system=None), parts, room)
 
 
 @cache
@@ -199,14 +184,15 @@ def _rich() -> Any:
     return Console
 
 
-def _lines(console: Any, parts: Iterable[Part], room: int) -> list[str]:
+def _printed(console: Any, parts: Iterable[Part]) -> str:
     with console.capture() as captured:
-        _print(console, parts, room)
-    return [line.rstrip() for line in captured.get().splitlines()]
+        _print(console, parts)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def _print(console: Any, parts: Iterable[Part], room: int) -> None:
-    console.width = _UNBOUNDED  # what is wider than `room` is broken by the terminal, not by rich
+def _print(console: Any, parts: Iterable[Part]) -> None:
+    # What is wider than `room` is broken by the terminal, not by rich.
+    room, console.width = console.width, _UNBOUNDED
     for part in parts:
         for each in [_text(part)] if isinstance(part, str) else _laid_out(part, console, room):
             console.print(each, highlight=False)

@@ -16,8 +16,8 @@ import torch
 
 import torchrepro
 from torchrepro.imports import installed_version
-from torchrepro.lock.lock_file import by_lines
 from torchrepro.lock.numbers import Numbers, first_difference, numbers_of
+from torchrepro.manifest.contents import as_text
 from torchrepro.manifest.environment import kind_of_machine
 
 from ..benchmarks.paired import compare, require
@@ -78,10 +78,10 @@ def test_a_lock_has_a_line_for_each_step_and_is_small(training):
     many = [line.replace("0:", f"{n}:", 1) for n, line in enumerate([first] * 100)]
     section["numbers"]["steps"] = many
     section["files"] = {}
-    large = by_lines(training.contents | {"machines": {kind_of_machine(): section}})
+    large = as_text(training.contents | {"machines": {kind_of_machine(): section}})
 
     assert (training.folder / "repro.lock").read_text() == text
-    assert [f'    "{line}"' in text for line in (first, *others)] == [True] * 3
+    assert [f'  "{line}"' in text for line in (first, *others)] == [True] * 3
     step, loss, bar, digest = first.split()
     assert (step, bar, len(digest)) == ("0:", "|", 16)
     assert float.fromhex(loss) > 0

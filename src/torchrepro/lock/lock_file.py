@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -138,23 +137,6 @@ def write_in_place(path: Path, text: str) -> None:
 
 SHARED = ("lock", "manifest", "named", "profile", "digest")
 """What all sections of a lock with numbers share, besides the command and its options."""
-
-_WIDE = 96  # columns of a line that holds all of a value
-
-
-def by_lines(value: Any, indent: int = 0) -> str:
-    """Return JSON in which a value that fits on a line has one line; equal values, equal texts."""
-    plain = json.dumps(value, sort_keys=True)
-    if not isinstance(value, dict | list) or len(plain) + indent <= _WIDE or not value:
-        return plain
-    inner = indent + 1
-    if isinstance(value, dict):
-        each = [f"{json.dumps(key)}: {by_lines(value[key], inner)}" for key in sorted(value)]
-    else:
-        each = [by_lines(one, inner) for one in value]
-    opened, closed = "{}" if isinstance(value, dict) else "[]"
-    ends = f",\n{' ' * inner}".join(each)
-    return f"{opened}\n{' ' * inner}{ends}\n{' ' * indent}{closed}"
 
 
 @dataclass(frozen=True, slots=True)

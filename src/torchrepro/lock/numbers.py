@@ -19,8 +19,8 @@ import xxhash
 
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.imports import import_torch, installed_version
-from torchrepro.lock.lock_file import by_lines, write_in_place
-from torchrepro.manifest.contents import MACHINES
+from torchrepro.lock.lock_file import write_in_place
+from torchrepro.manifest.contents import MACHINES, as_text
 from torchrepro.manifest.environment import kind_of_machine
 from torchrepro.messages import some
 from torchrepro.trace.format import ARGUMENTS
@@ -243,7 +243,7 @@ def hold_test(path: Path, name: str, profile: str | None, numbers: Numbers, reas
         its = {**numbers.to_json(), **settings}
         section[name] = {**its, "reason": reason} if reason else its
         contents[MACHINES][machine] = section
-        write_in_place(path, by_lines(contents) + "\n")
+        write_in_place(path, as_text(contents))
     return ""
 
 

@@ -26,7 +26,6 @@ from torchrepro.lock.diff import ENFORCED, change
 from torchrepro.lock.lock_file import (
     SHARED,
     CheckResult,
-    by_lines,
     check,
     contents_of_lock,
     is_relative_path,
@@ -37,6 +36,7 @@ from torchrepro.lock.lock_file import (
 from torchrepro.lock.numbers import Numbers, first_difference, numbers_of
 from torchrepro.manifest.contents import (
     MACHINES,
+    as_text,
     read_complete,
     read_contents,
     seal_of,
@@ -206,7 +206,7 @@ def lock_numbers(
     # Each section has a seal of its own: those that two branches have changed can be merged.
     section["seal"] = seal_of({**shared, **section})
     its = {**shared, MACHINES: {**machines, machine: section}}
-    write_in_place(path, by_lines(its) + "\n")
+    write_in_place(path, as_text(its))
     return LockedRun(str(path), report, numbers, verdict, machine)
 
 
