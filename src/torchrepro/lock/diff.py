@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 
     Section = Mapping[str, Any]
 
-ABSENT_IS_UNSET = (
-    *("profile", "knobs", "seeding calls", "environment", "other variables", "compiler", "packs"),
-)
-"""Sections in which an absent key was not set; in others an absent key was not recorded."""
-
 ABSENT_HARDWARE = "absent hardware"
 """Section of the knobs whose hardware a process did not have, each with the reason in words.
 
@@ -104,15 +99,15 @@ def of_profile(name: str, resolved: ResolvedProfile) -> Snapshot:
 def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Snapshot:
     """Return the snapshot of a manifest or a lock; raises `ProfileError` for a damaged one."""
     sections: dict[str, Section] = {}
-    for section, (key, read) in READERS.items():
-        if key not in contents:
+    for section, its in SECTIONS.items():
+        if its.key not in contents:
             continue
         try:
-            its = read(contents[key])
+            held = its.read(contents[its.key])
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-            raise ProfileError.about("damaged: not what is written there", name, key) from None
-        if its is not None:
-            sections[section] = its
+            raise ProfileError.about("damaged: not what is written there", name, its.key) from None
+        if held is not None:
+            sections[section] = held
     digest = contents.get("digest")
     if isinstance(digest, str):
         sections["asked"] = {"digest": digest}
@@ -157,28 +152,44 @@ def _versions(value: Any) -> Section:
     return found
 
 
-READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
-    "profile": ("profile", lambda value: flatten(_pairs(value))),
-    "packs": ("origins", _packs),
-    "guarantee": ("report", lambda report: {"held": str(report["guarantee"]["held"])}),
-    "knobs": ("report", _knobs),
-    ABSENT_HARDWARE: (
+class _SectionRow(NamedTuple):
+    key: str  # of a manifest, which holds it
+    read: Callable[[Any], Section | None] = _pairs  # None leaves it out
+    prefix: str = ""  # what stands before a name, because tables have no column for the section
+    absent: str = ""
+    """What a name is that one side does not have; empty where it was not recorded."""
+
+
+SECTIONS: Mapping[str, _SectionRow] = {
+    "profile": _SectionRow("profile", lambda value: flatten(_pairs(value)), absent="not set"),
+    "packs": _SectionRow("origins", _packs, "version of pack ", "not used"),
+    "guarantee": _SectionRow(
+        "report", lambda report: {"held": str(report["guarantee"]["held"])}, "guarantee "
+    ),
+    "knobs": _SectionRow("report", _knobs, absent="not set"),
+    ABSENT_HARDWARE: _SectionRow(
         "report",
         lambda report: {r["knob"]: r["absent"] for r in report["knobs"] if r.get("absent")},
     ),
-    "seeding calls": (
+    "seeding calls": _SectionRow(
         "seeding_calls",
         lambda calls: {f"{call['function']} at {call['where']}": call["value"] for call in calls},
+        absent="not seeded",
     ),
-    "environment": ("environment", _pairs),
-    "other variables": ("other_variables", _pairs),
-    "compiler": ("compiler", _pairs),
-    "versions": ("versions", _versions),
-    "hardware": ("hardware", _pairs),
-    "source": ("repository", lambda value: None if "unknown" in _pairs(value) else value),
-    "started": ("command_line", lambda words: {"command line": " ".join(map(str, words))}),
+    "environment": _SectionRow("environment", _pairs, "exported ", "not set"),
+    "other variables": _SectionRow("other_variables", _pairs, "exported ", "not set"),
+    "compiler": _SectionRow("compiler", _pairs, "setting of torch's compiler ", "the default"),
+    "versions": _SectionRow("versions", _versions, "version of "),
+    "hardware": _SectionRow("hardware"),
+    "source": _SectionRow("repository", lambda its: None if "unknown" in _pairs(its) else its),
+    "started": _SectionRow(
+        "command_line", lambda words: {"command line": " ".join(map(str, words))}, absent="none"
+    ),
 }
-"""Section -> the key of a manifest that holds it, and how it is read; None leaves it out."""
+
+
+def _row_of(name: str) -> _SectionRow:
+    return SECTIONS.get(name, _SectionRow(""))  # of another name are those of a recording
 
 
 def _of_folder(name: str, folder: Path) -> Snapshot:
@@ -458,7 +469,7 @@ def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
         for key in sorted({*one, *two}):
             if section == "profile" and key in NOT_INHERITED:
                 continue
-            if section not in (*ABSENT_IS_UNSET, "started") and not (key in one and key in two):
+            if not _row_of(section).absent and not (key in one and key in two):
                 continue
             values = one.get(key), two.get(key)
             if section != "started" and any(map(_is_unknown, values)):
@@ -489,7 +500,7 @@ def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
                 continue
             if section not in mine.sections:
                 yield Gap(mine.name, section)
-            elif section not in ABSENT_IS_UNSET:
+            elif not _row_of(section).absent:
                 absent = its.keys() - mine.sections[section].keys()
                 yield from (Gap(mine.name, section, key) for key in sorted(absent))
         for section, its in mine.sections.items():
@@ -514,25 +525,6 @@ def _follows(
     if (found.section, found.key) == ("hardware", "threads"):
         return not knobs.isdisjoint(THREADS)
     return (found.section, FOLLOWS.get(found.key, "")) in differ
-
-
-_PREFIXES = {
-    "guarantee": "guarantee ",
-    "versions": "version of ",
-    "environment": "exported ",
-    "other variables": "exported ",
-    "compiler": "setting of torch's compiler ",
-    "packs": "version of pack ",
-}
-"""What is written before a key, because tables have no column for the section."""
-
-_ABSENT = {
-    **dict.fromkeys(("profile", "knobs", "environment", "other variables"), "not set"),
-    "compiler": "the default",
-    "seeding calls": "not seeded",
-    "packs": "not used",
-}
-"""What is written for a value that one side does not have."""
 
 
 @parts.register(Comparison)
@@ -586,8 +578,8 @@ def gap_lines(rows: Iterable[Gap]) -> list[str]:
 
 def _name(found: Difference) -> str:
     where = f"{', '.join(found.ranks)}: " if found.ranks else ""
-    return where + _PREFIXES.get(found.section, "") + printable(found.key)
+    return where + _row_of(found.section).prefix + printable(found.key)
 
 
 def _value(found: Difference, value: Any) -> str:
-    return _ABSENT.get(found.section, "none") if value is None else shown(value)
+    return shown(value) if value is not None else _row_of(found.section).absent or "none"
