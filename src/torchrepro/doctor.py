@@ -17,7 +17,6 @@ from torchrepro.outcomes import Outcome
 from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import closed_doors
 from torchrepro.profile.resolved import ResolvedProfile, flatten
-from torchrepro.profile.search_path import SHIPPED
 from torchrepro.report import absent_lines
 
 
@@ -84,7 +83,6 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
             )
     if "torch_npu" in sys.modules:
         yield from _npu_findings(resolved.guarantee, wanted, plan, torch.npu)
-    again = "install torchrepro again"
     spec = find_spec("hydra_plugins")
     if spec is not None and spec.origin:
         yield Finding(
@@ -94,9 +92,7 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
         )
     elif find_spec("hydra_plugins.torchrepro") is None:
         what = "Hydra cannot find torchrepro's plugin: `+repro=` would set a plain string"
-        yield Finding(what, again)
-    if not (SHIPPED / "debug-strict.yaml").is_file():
-        yield Finding(f"the shipped profiles are missing from {SHIPPED}", again)
+        yield Finding(what, "install torchrepro again")
     if wanted.get("seed") is None:
         yield Finding("no seed: every run draws other random numbers", "set `seed`")
     for name, why in WITHOUT_EFFECT.items():

@@ -96,13 +96,12 @@ class Report(Displayed):
         return len(self.rows)
 
     def __getitem__(self, knob: str) -> Row:
-        for row in self.rows:
-            if row.knob == knob:
-                return row
-        names = [row.knob for row in self.rows]
-        close = near(knob, names)
+        by_name = {row.knob: row for row in self.rows}
+        if knob in by_name:
+            return by_name[knob]
+        close = near(knob, by_name)
         raise KeyError(
-            f"no knob {knob!r} in this report" + (f"; did you mean {close!r}?" if close else "")
+            f"no knob {knob!r} in this report" + f"; did you mean {close!r}?" * bool(close)
         )
 
     def having(self, *outcomes: Outcome) -> tuple[Row, ...]:
