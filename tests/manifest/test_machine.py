@@ -133,11 +133,6 @@ def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
     assert "secret" not in str(found)
 
 
-def test_outside_of_a_repository(tmp_path, source):
-    """A folder that no repository holds is said to be in none."""
-    assert module.repository("/proc/self") == {"unknown": "not in a git repository"}
-
-
 def test_a_row_that_fails_is_a_value_and_one_nobody_can_tell_is_left_out():
     """Reading a machine never raises: what fails is unknown, with the reason."""
 

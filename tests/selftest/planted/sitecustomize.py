@@ -78,29 +78,26 @@ def try_instead(**attempts):
 
 
 @fault
-def failure_that_lingers():
-    """A promise fails with a secret in its error, and the next one fails in the same process."""
+def failures_that_linger():
+    """A promise fails with a secret in its error, after which all fail in the same process.
+
+    The next one says a secret and ends its process.
+    """
     failed = []
 
     def fails(device):
         failed.append(device)
         raise RuntimeError("no access with " + os.environ["API_TOKEN"])
 
-    def holds(device):
-        assert not failed
-
-    try_instead(dropout=fails, fallback=holds)
-
-
-@fault
-def crash():
-    """The process says a secret and dies while it tries a promise."""
-
     def crashes(device):
+        assert not failed
         print("no access with", os.environ["API_TOKEN"], flush=True)
         os.abort()
 
-    try_instead(dropout=crashes)
+    def holds(device):
+        assert not failed
+
+    try_instead(dropout=fails, fallback=crashes, **{"one bit": holds})
 
 
 @fault
