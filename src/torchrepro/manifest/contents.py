@@ -50,20 +50,11 @@ LARGEST = 16 * 2**20  # bytes of a file that is read
 LOG_TO = "TORCHREPRO_LOG_TO"
 """Variable that holds the folder of `torchrepro run --log-to`, for every process below it."""
 
-PARTS_OF_A_LOCK: Mapping[str, tuple[str, ...]] = {
-    "named": ("profile", "overrides"),
-    "profile": (),
-    "digest": (),
-    "origins": (),
-    "report": ("knobs",),
-    "versions": ("python", "torch"),
-    "hardware": ("system", "machine", "cpu", "threads"),
-    "environment": (),
-    "other_variables": (),
-    "repository": (),
-    "seal": (),
-    "manifest": (),
-}
+PARTS_OF_A_LOCK = (
+    *("profile", "digest", "origins", "environment", "other_variables", "repository", "seal"),
+    *("manifest", "named.profile", "named.overrides", "report.knobs", "versions.python"),
+    *("versions.torch", "hardware.system", "hardware.machine", "hardware.cpu", "hardware.threads"),
+)
 """Every part that a lock is written with, and what is in it on every machine."""
 
 
@@ -224,13 +215,13 @@ def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
         contents = {**common, **sections[machine]}
     contents = {**contents, "true_seal": seal_of(contents)}
     lacking = []
-    for part, inner in PARTS_OF_A_LOCK.items() if kind == "lock" else ():
-        if part not in contents:
-            lacking.append(part)
-        elif isinstance(contents[part], dict):
-            lacking += [f"{part}.{key}" for key in inner if key not in contents[part]]
+    for part in PARTS_OF_A_LOCK if kind == "lock" else ():
+        section, _, key = part.partition(".")
+        its = contents.get(section)
+        if section not in contents or (key and isinstance(its, dict) and key not in its):
+            lacking.append(part if section in contents else section)
     if lacking:
-        what = f"damaged: these parts are missing: {some(lacking)}"
+        what = f"damaged: these parts are missing: {some(dict.fromkeys(lacking))}"
         todo = "lock again: torchrepro lock PROFILE -o FILE"
         raise ProfileError.about(what, str(path), todo=todo)
     return kind, contents
