@@ -26,8 +26,6 @@ from torchrepro.trace.fingerprint import (
     unobserved,
 )
 
-from .conftest import Counting
-
 MIXINGS = pytest.mark.parametrize("mixing", [WIDE, NARROW], ids=lambda mixing: mixing.name)
 CPU = torch.device("cpu")
 
@@ -112,21 +110,6 @@ def test_sums_are_spread_evenly(mixing: Mixing) -> None:
     count = sum(int((changed >> bit & 1).sum()) for bit in range(8))
 
     assert 0.48 < count / (changed.numel() * 8) < 0.52
-
-
-WAITING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique")
-"""Parts of the names of ops that wait for a device."""
-
-
-def test_computing_waits_for_nothing() -> None:
-    """No op on the way reads a value back to the host."""
-    tensors = [torch.randn(33, 65), torch.randn(33, 65)[:, 1:], torch.ones(3).bfloat16()]
-    with Counting() as seen:
-        for tensor in tensors:
-            for mixing in (WIDE, NARROW):
-                sums(iter([tensor.contiguous()]), mixing)
-
-    assert [op for op in seen.ops if any(name in op for name in WAITING)] == []
 
 
 def _fetched(*tensors: torch.Tensor) -> list[bytes | None]:

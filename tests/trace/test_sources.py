@@ -199,15 +199,15 @@ def test_what_tasks_of_a_pool_draw_is_left_to_chance_under_a_profile_too(tmp_pat
     assert drawn == {f"{program}:5"}
 
 
-@pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
-def test_libraries_below_an_environment_are_none_of_the_program(tmp_path: Path, name: str) -> None:
+def test_libraries_below_an_environment_are_none_of_the_program(tmp_path: Path) -> None:
     """A package of another Python that this one builds on, or of the user's own, is a library."""
-    for path in (tmp_path / name / "library.py", tmp_path / "program_part.py"):
+    folders = [tmp_path / name for name in ("site-packages", "dist-packages")]
+    for path in (folders[0] / "one.py", folders[1] / "other.py", tmp_path / "program_part.py"):
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
     code = (
-        f"import site; site.addsitedir({str(tmp_path / name)!r})\n"
-        "import library, program_part\n"
+        f"import site; site.addsitedir({str(folders[0])!r}); site.addsitedir({str(folders[1])!r})\n"
+        "import one, other, program_part\n"
         "from torchrepro.callers import program_files\n"
         "print(*program_files())"
     )

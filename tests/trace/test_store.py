@@ -38,23 +38,32 @@ GROWTH = 50_000
 """Bytes that 2,000 more steps may take in memory."""
 
 
-def _written(folder: Path, steps: Sequence[Sequence[Row]], dropped: int | None = None) -> Path:
+def _written(
+    folder: Path,
+    steps: Sequence[Sequence[Row]],
+    dropped: int | None = None,
+    arguments: Sequence[str] = ("1", "2"),
+    clean: Callable[[Any], Any] = lambda text: text,
+) -> Path:
     """Write records as the recorder does, drop those of a step again, and return their file."""
-    to = store.Store(folder / "rank0.sqlite", shrinks=True)
+    to = store.Store(folder / "rank0.sqlite", clean, shrinks=True)
     to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
     to.add_threads([str(number) for number in range(3)])
     to.add_sites([("forward", "", "op", "", "")] * SITES)
-    to.add_arguments(["1", "2"])
-    first = 1
+    to.add_arguments(arguments)
     for number, rows in enumerate(steps):
-        to.add_records(list(rows))
-        to.end_step(StepRow(number, first, len(rows), 0, b"", b"", b"", {}, finished=True))
-        first += len(rows)
+        _write_step(to, number, rows)
     if dropped is not None:
         to.drop(dropped)
         to.shrink(file=True)
     to.finish({})
     return to.path
+
+
+def _write_step(to: store.Store, number: int, rows: Sequence[Row]) -> None:
+    first = to.records + 1
+    to.add_records(list(rows))
+    to.end_step(StepRow(number, first, len(rows), 0, b"", b"", b"", {}, finished=True))
 
 
 def _read(path: Path) -> list[list[Row]]:
@@ -151,8 +160,7 @@ def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path
     try:
         for number in range(3000):
             random.Random(number).shuffle(rows)
-            to.add_records(rows)
-            to.end_step(StepRow(number, 1 + 50 * number, 50, 0, b"", b"", b"", {}, finished=True))
+            _write_step(to, number, rows)
             if number % 1000 == 999:
                 held.append(tracemalloc.get_traced_memory()[0])
     finally:
@@ -164,16 +172,10 @@ def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path
 
 def test_a_step_may_have_more_names_than_what_is_said_of_a_run(tmp_path: Path) -> None:
     """A program without an optimizer is one step, whose names take as much as they take."""
-    to = store.Store(tmp_path / "rank0.sqlite", shrinks=False)
-    to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
-    to.add_threads(["main"])
-    to.add_sites([("forward", "", "op", "", "")])
-    to.add_arguments([f"{number}".zfill(LONGEST // 64) for number in range(65)])
-    to.add_records([(0, 1, 65, b"", b"out." * 4)])
-    to.end_step(StepRow(0, 1, 1, 0, b"", b"", b"", {}, finished=True))
-    to.finish({})
+    names = [f"{number}".zfill(LONGEST // 64) for number in range(65)]
+    path = _written(tmp_path, [[(0, 1, 65, b"", b"out." * 4)]], arguments=names)
 
-    with closing(Trace(to.path)) as trace:
+    with closing(Trace(path)) as trace:
         assert trace.arguments[65].lstrip("0") == "64"
 
 
@@ -183,18 +185,12 @@ def _with_a_mark(value: Any) -> Any:
 
 def test_a_text_is_redacted_whatever_its_quotes(tmp_path: Path) -> None:
     """The arguments of an optimizer are JSON, all others as Python writes them."""
-    to = store.Store(tmp_path / "rank0.sqlite", _with_a_mark)
-    to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
-    to.add_threads(["main"])
-    to.add_sites([("forward", "", "op", "", "")])
-    to.add_arguments(["'a'", '[{"lr": "a"}]', "1"])
-    to.add_records([(0, 1, 1, b"", b"out." * 4)])
-    to.end_step(StepRow(0, 1, 1, 0, b"", b"", b"", {}, finished=True))
-    to.finish({})
+    texts = ["'a'", '[{"lr": "a"}]', "1"]
+    path = _written(tmp_path, [_step(0, 1)], arguments=texts, clean=_with_a_mark)
 
-    with closing(Trace(to.path)) as trace:
-        texts = [trace.arguments[number] for number in (1, 2, 3)]
-    assert texts == ["'a'*", '[{"lr": "a"}]*', "1"]
+    with closing(Trace(path)) as trace:
+        found = [trace.arguments[number] for number in (1, 2, 3)]
+    assert found == ["'a'*", '[{"lr": "a"}]*', "1"]
 
 
 # Recordings that may take so many bytes on disk.
@@ -205,10 +201,6 @@ MB = 10**6
 
 def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def _train(before_step: Callable[[int], object] = lambda _: None, steps: int = STEPS) -> Any:
-    return weights_trained(steps, before_step)
 
 
 def _trace(folder: Path) -> Trace:
@@ -252,11 +244,11 @@ def test_a_recording_never_takes_more_than_its_share(
 
     ranks(count)
     with torchrepro.record(folder, max_size=count * most, **asked):
-        weights = _train(lambda _: sizes.append(_bytes_in(folder)), steps)
+        weights = weights_trained(steps, lambda _: sizes.append(_bytes_in(folder)))
 
     assert max(sizes) <= most
     assert _bytes_in(folder) <= most
-    assert weights == _train(steps=steps)
+    assert weights == weights_trained(steps)
     trace = _trace(folder)
     for level in ("op", "module", "step"):
         rows = [row.dropped for row in trace.steps.values() if row.level == level]
@@ -276,7 +268,7 @@ def test_the_oldest_steps_in_full_are_dropped_first_and_the_last_two_at_the_end(
     """No smaller step is dropped while more than two in full are left; the end says what is."""
     folder = tmp_path / "run"
     with torchrepro.record(folder, max_size=most, every=every):
-        _train(steps=450)
+        weights_trained(450)
 
     steps = {step: row for step, row in _trace(folder).steps.items() if row.finished}
     in_full = [step for step, row in steps.items() if row.level == "op" and not row.dropped]
@@ -307,7 +299,7 @@ def test_a_size_without_room_for_a_step_is_said(
     """It is said when it happens and at the end, with what a step takes and what it may take."""
     ranks(2)
     with torchrepro.record(tmp_path / "run", max_size=600_000, keep=["layers*"], statistics=True):
-        _train(steps=40)
+        weights_trained(40)
     said = capsys.readouterr().err
 
     assert all(row.dropped for row in _trace(tmp_path / "run").steps.values())
@@ -340,7 +332,7 @@ def test_a_size_that_cannot_be_held_is_said_once(
 ) -> None:
     """The run goes on, without records, and every step is there."""
     with torchrepro.record(tmp_path / "run", max_size=200_000, level="step"):
-        _train(steps=400)
+        weights_trained(400)
 
     assert capsys.readouterr().err.count("more than 200 kB: no records are left") == 1
     trace = _trace(tmp_path / "run")
@@ -357,7 +349,7 @@ def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> N
         ("late", STEPS - 5, {"max_size": MB * 3 // 4}),
     ):
         with torchrepro.record(tmp_path / name, **asked):
-            _train(lambda step, at=at: step == at and torch.randn(1))
+            weights_trained(STEPS, lambda step, at=at: step == at and torch.randn(1))
     runs = {name: tmp_path / name for name in ("whole", "within", "faulty", "late")}
 
     same = torchrepro.compare(runs["whole"], runs["within"])
@@ -386,14 +378,17 @@ def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> N
 
 def test_a_killed_recording_is_whole_and_within_its_size(tmp_path: Path) -> None:
     """Whenever it is killed, steps without records say so, and all others have theirs."""
-    _train(steps=1)
+    weights_trained(1)
     for step in (3, 40, 41, 42, 100):
         folder = tmp_path / str(step)
         child = os.fork()
         if not child:
             torch.set_num_threads(1)
             with torchrepro.record(folder, max_size=MB, every=2):
-                _train(lambda at, end=step + 1: at == end and os.kill(os.getpid(), signal.SIGKILL))
+                weights_trained(
+                    STEPS,
+                    lambda at, end=step + 1: at == end and os.kill(os.getpid(), signal.SIGKILL),
+                )
         os.waitpid(child, 0)
 
         assert _bytes_in(folder) <= MB

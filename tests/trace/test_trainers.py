@@ -64,26 +64,10 @@ Trainer(model=model, train_dataset=Data(), args=TrainingArguments(
     "out", max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2,
     report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)).train()
 """
-HYDRA = """
-import hydra
-
-@hydra.main(version_base=None, config_path=None)
-def main(config):
-    import torch
-    net = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(8):
-        optimizer.zero_grad()
-        net(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-
-main()
-"""
 PROGRAMS = {
     # name: program, its steps, a module that it has
     "lightning": (LIGHTNING, 8, "net.0"),
     "hugging face": (HUGGING_FACE, 4, "bert.encoder.layer.0.attention.self.query"),
-    "hydra": (HYDRA, 8, "Linear"),
 }
 
 

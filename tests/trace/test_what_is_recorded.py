@@ -105,7 +105,6 @@ WRITING = {
     "foreach": lambda x, y: torch._foreach_add_([x, y], 1.0),
     "view": lambda x, y: x[1:3].add_(1),
     "index": lambda x, y: x.index_put_((torch.tensor([0]),), torch.tensor(9.0)),
-    "slice": lambda x, y: x.__setitem__(slice(0, 2), 7.0),
     "sort": lambda x, y: torch.sort(x, out=(torch.empty(4), torch.empty(4, dtype=torch.long))),
 }
 
@@ -121,8 +120,7 @@ def test_whatever_is_written_is_fingerprinted(recorded: Recorder, kind: str) -> 
 
         return [one.outputs for one in seen(recorded(program))][-1]
 
-    assert outputs(2.0) == outputs(2.0)
-    assert outputs(2.0) != outputs(3.0) or kind == "slice"
+    assert outputs(2.0) == outputs(2.0) != outputs(3.0)
 
 
 def test_running_statistics_are_outputs_of_batch_norm(recorded: Recorder) -> None:
@@ -146,25 +144,6 @@ def test_running_statistics_are_read_once(recorded: Recorder) -> None:
         (norm.running_mean + norm.running_var).sin()  # two tensors of 12 bytes are made
 
     assert bytes_read(read_after) - bytes_read(lambda: norm(x)) == 2 * 12
-
-
-def test_what_changed_outside_torch_is_another_input(net: Net, recorded: Recorder) -> None:
-    """A weight written through numpy between steps is another input of the op that reads it."""
-
-    def inputs(change: float) -> list[tuple[bytes, ...]]:
-        torch.manual_seed(0)
-        model = Net()
-
-        def program() -> None:
-            train(model, steps=1)
-            model.layers[1].linear.weight.detach().numpy()[0, 0] += change
-            train(model, steps=1)
-
-        found = seen(recorded(program))
-        return [one.inputs for one in found if one.op == "aten::t" and one.step == 1]
-
-    before, after = inputs(0.0), inputs(0.5)
-    assert [a == b for a, b in zip(before, after, strict=True)].index(False) == 1
 
 
 def test_memory_that_nothing_wrote_is_said_to_be_so(recorded: Recorder) -> None:
@@ -219,23 +198,6 @@ def test_states_of_generators_are_recorded_at_each_step(net: Net, recorded: Reco
     without, with_draw = states(draw=False), states(draw=True)
     assert without[0] == with_draw[0]
     assert {key for key, value in without[1].items() if value != with_draw[1][key]} == {"numpy"}
-
-
-def test_losses_are_recorded_with_their_value_and_line(net: Net, recorded: Recorder) -> None:
-    """Each backward pass leaves what it began from."""
-    trace = recorded(lambda: train(net, steps=3))
-
-    assert [loss.step for loss in trace.losses] == [0, 1, 2]
-    assert all(loss.value is not None and loss.value > 0 for loss in trace.losses)
-
-
-def test_statistics_are_recorded_where_asked(net: Net, recorded: Recorder) -> None:
-    """With statistics, each output has its mean, norm and range."""
-    results = []
-    trace = recorded(lambda: results.append(torch.arange(5.0).mul(2)), statistics=True)
-
-    ((_, count, mean, _, low, high),) = trace.statistics_of(range(2, 3))
-    assert (count, mean, low, high) == (5, 4.0, 0.0, 8.0)
 
 
 def test_tensors_of_named_modules_are_kept(net: Net, recorded: Recorder) -> None:

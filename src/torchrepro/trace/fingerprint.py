@@ -28,9 +28,6 @@ torch: Any = import_module("torch")
 PIECE = 1 << 24
 """Bytes that are copied at a time where memory is not contiguous."""
 
-unread: set[str] = set()
-"""Types of tensors whose memory was not found; their fingerprints do not depend on values."""
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -46,7 +43,7 @@ def unobserved() -> Iterator[None]:
     """Keep autograd, subclasses, modes and `torch.func` from seeing operations in the block.
 
     They may record, count or change what is asked of a tensor. Nothing public turns all of them
-    off. Where this fails, every tensor that is not plain is `unread`.
+    off. Where this fails, no tensor that is not plain is read (see `not_read`).
     """
     names = ("DisableTorchFunction", "_DisableFuncTorch", "_DisableTorchDispatch")
     with ExitStack() as stack:
@@ -72,7 +69,7 @@ def memory_of(tensor: Any) -> Memory:
         title = f"{type(tensor).__qualname__} {' '.join(names)}"
         return _joined(title, [getattr(tensor, name) for name in names])
     # Nothing public tells the tensors inside of `torch.func`, and functional ones, from others;
-    # where a torch has not even these, asking raises, and their memory is `unread`.
+    # where a torch has not even these, asking raises, and their memory is not read.
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         return _joined("transformed", [torch._C._functorch.get_unwrapped(tensor)])  # noqa: SLF001
     if torch._is_functional_tensor(tensor):  # noqa: SLF001
@@ -113,10 +110,8 @@ _INDICES = {
 
 
 def not_read(tensor: Any) -> Memory:
-    """Return a stand-in for memory that was not found; adds the type to `unread`."""
-    name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-    unread.add(name)
-    return Memory(f"unread {name}", ())
+    """Return a stand-in for memory that was not found: the fingerprint is the same for a type."""
+    return Memory(f"unread {type(tensor).__module__}.{type(tensor).__qualname__}", ())
 
 
 def pieces(part: Any) -> Iterator[Any]:
@@ -335,8 +330,8 @@ def fingerprint(tensor: Any) -> bytes:
 
     Tensors of equal value and order of memory have the same, wherever their memory lies. Only
     that memory is read, without a copy if it has no gaps; the tensor stays unchanged. A tensor
-    without memory has a constant, and so has one whose memory is not found: `unread` names its
-    type. Never raises. https://github.com/Cyan4973/xxHash
+    without memory has a constant, and so has one whose memory is not found, for its type. Never
+    raises. https://github.com/Cyan4973/xxHash
     """
     try:
         if (
