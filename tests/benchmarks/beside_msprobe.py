@@ -7,9 +7,8 @@ last line. msprobe has one level in a process, and its patches stay in torch.
 import inspect
 import json
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import torch
 
 import torchrepro
 
-from .paired import Question, Round, take_turns
-from .test_recording import WORKLOADS, slope
+from .paired import Question, seconds_of, take_turns
+from .test_recording import WORKLOADS, over, slope
 from .workloads import Step
 
 
@@ -44,39 +43,20 @@ def _dumped_by_msprobe(step: Step, level: str, folder: Path) -> Step:
     return dumped
 
 
-def _timed(step: Step) -> Callable[[], float]:
-    def run() -> float:
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-
-    return run
-
-
-def _over(one: str, other: str) -> Question:
-    def ratio(took: Round) -> float:
-        return took[one] / took[other]
-
-    return Question(ratio)
-
-
 def _measured(workload: str, level: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     make, steps = WORKLOADS[workload]
     step = make()
     folders = (str(folder / f"run{number}") for number in count())
     timers = {
-        "plain": _timed(step),
+        "plain": partial(seconds_of, step),
         "torchrepro": slope(step, lambda: torchrepro.record(next(folders)), steps),
-        "msprobe": _timed(_dumped_by_msprobe(step, level, folder / "msprobe")),
+        "msprobe": partial(seconds_of, _dumped_by_msprobe(step, level, folder / "msprobe")),
     }
-    questions = {
-        "torchrepro / plain": _over("torchrepro", "plain"),
-        "msprobe / plain": _over("msprobe", "plain"),
-        "torchrepro / msprobe": _over("torchrepro", "msprobe"),
-    }
-    took, answers = take_turns(timers, list(questions.values()), seconds=0)
-    ratios = {name: asdict(seen) for name, seen in zip(questions, answers, strict=True)}
+    pairs = (("torchrepro", "plain"), ("msprobe", "plain"), ("torchrepro", "msprobe"))
+    figures = dict(over(*pair) for pair in pairs)
+    took, answers = take_turns(timers, [Question(of) for of in figures.values()], seconds=0)
+    ratios = {name: asdict(seen) for name, seen in zip(figures, answers, strict=True)}
     return {"seconds": dict(took), "ratios": ratios}
 
 

@@ -10,10 +10,13 @@ import operator
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+
+from torchrepro.console import as_text, table
 
 FIRST_LOOK = 8
 """Pairs before the first look at them; there are twice as many at each later one."""
@@ -46,18 +49,15 @@ class Estimate:
         """Whether the whole interval lies on one side of `bound`."""
         return self.refutes(bound) or self.high <= bound
 
-    def cells(
-        self, name: str, bound: float, scale: float = 1, unit: str = "", aim: float | None = None
-    ) -> tuple[str, str]:
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f}, {self.pairs} pairs)"
+
+    def cells(self, name: str, bound: float, aim: float | None = None) -> tuple[str, str]:
         """Return the cells of a table's row: what is asked, what was seen, and how surely."""
-        median, low, high = (f"{value * scale:.3f}" for value in (self.median, self.low, self.high))
-        undecided = "" if self.decides(bound) else ", undecided"
+        surely = "" if self.decides(bound) else ", undecided"
         missed = ", MISSED" if self.refutes(bound) else ""
-        aimed = "" if aim is None else f", aim {aim * scale:g}{unit}"
-        return (
-            f"{name} (at most {bound * scale:g}{unit}{aimed})",
-            f"{median}{unit} ({low} to {high}, {self.pairs} pairs{undecided}{missed})",
-        )
+        aimed = "" if aim is None else f", aim {aim:g}"
+        return f"{name} (at most {bound:g}{aimed})", f"{self}{surely}{missed}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,13 @@ class Comparison(Estimate):
 
 Round = Mapping[str, float]
 """The seconds that each of several things took, one right after the other."""
+
+
+def seconds_of(what: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,37 @@ def require(held: bool, bound: str) -> None:
     if os.environ.get("CI"):
         pytest.fail(f"missed: {bound}")
     pytest.xfail(f"missed on this machine: {bound}")
+
+
+def show(title: str, rows: Iterable[tuple[str, ...]]) -> None:
+    """Print a table of what was measured."""
+    print(f"\n{as_text(title, table(('', 'measured'), rows))}")
+
+
+Timed = tuple[str, Callable[[], float]]
+"""What is timed, in words, and what returns the seconds that it took."""
+
+
+def hold(
+    title: str,
+    bound: float,
+    plain: Timed,
+    other: Timed,
+    more: Callable[[Comparison], Iterable[tuple[str, str]]] = lambda seen: (),
+    **options: Any,
+) -> None:
+    """Require that `other` takes at most `bound` times as long as `plain`, and print both.
+
+    `more` gives further rows of the table, and `options` are those of `compare`.
+    """
+    seen = compare(plain[1], other[1], bound, **options)
+    took = ((plain[0], seen.plain), (other[0], seen.other))
+    rows = [
+        (name, f"{taken * 1e3:.1f} ms" if taken > 1e-3 else f"{taken * 1e6:.1f} us")
+        for name, taken in took
+    ]
+    show(title, [*rows, *more(seen), seen.cells("ratio", bound)])
+    require(not seen.refutes(bound), f"{bound:g} times {plain[0]}")
 
 
 def interval(values: Sequence[float], error: float) -> tuple[float, float]:

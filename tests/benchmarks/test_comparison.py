@@ -5,9 +5,9 @@ import random
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torchrepro.trace.format import FORMAT, StepRow
 from torchrepro.trace.reader import Trace
 from torchrepro.trace.store import Store
 
-from .paired import FIRST_LOOK, compare, require
+from .paired import FIRST_LOOK, hold, require, seconds_of
 
 pytestmark = pytest.mark.benchmark
 
@@ -206,12 +206,9 @@ def test_opening_a_trace_takes_little_longer_than_reading_it(tmp_path: Path) -> 
     def check() -> None:
         Trace(path).close()
 
-    seen = compare(lambda: _seconds(fetch), lambda: _seconds(check), 3)
-    rows = (("fetched", f"{seen.plain:.2f} s"), ("opened", f"{seen.other:.2f} s"))
-    ratio = seen.cells("ratio", 3)
-    print(f"\n{as_text(f'{STEPS * OPS:,} ops', table(('', 'time'), (*rows, ratio)))}")
+    plainly = ("a plain read", partial(seconds_of, fetch))
 
-    require(not seen.refutes(3), "3 times a plain read")
+    hold(f"{STEPS * OPS:,} ops", 3, plainly, ("opened", partial(seconds_of, check)))
 
 
 def test_digests_are_a_small_part_of_writing(
@@ -235,15 +232,6 @@ def test_digests_are_a_small_part_of_writing(
         with monkeypatch.context() as patch:
             patch.setattr(store_module, "digest_of", lambda rows: b"")
             patch.setattr(xxhash, "xxh3_128_digest", lambda content: b"")
-            return _seconds(write)
+            return seconds_of(write)
 
-    seen = compare(without, lambda: _seconds(write), 1.25)
-    print(f"\n{': '.join(seen.cells('with digests / without', 1.25))}")
-
-    require(not seen.refutes(1.25), "1.25 times without digests")
-
-
-def _seconds(what: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    what()
-    return time.perf_counter() - began
+    hold("digests", 1.25, ("without them", without), ("with", partial(seconds_of, write)))

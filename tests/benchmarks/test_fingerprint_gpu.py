@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchrepro.console import as_text, table
 from torchrepro.trace.fingerprint import NARROW, WIDE, device_fingerprint, fetch, sums, unobserved
 
-from .paired import require
+from .paired import require, show
 
 pytestmark = [
     pytest.mark.benchmark,
@@ -49,7 +48,7 @@ def test_a_large_tensor_is_read_at_most_of_the_bandwidth() -> None:
         with unobserved():
             seconds = _seconds(lambda: sums(iter([tensor]), mixing))  # noqa: B023 - called at once
         rows.append((f"  {mixing.name}", f"{SIZE / seconds / 1e9:.0f} GB/s"))
-    print(f"\n{as_text('fingerprints on a GPU', table(('', 'median'), rows))}")
+    show("fingerprints on a GPU", rows)
 
     require(fingerprinting >= SHARE * copying, f"{SHARE:.0%} of copying")
 
@@ -68,6 +67,6 @@ def test_figures_of_small_tensors() -> None:
         ("one of 16 numbers", f"{(begun - start) * 1e3:.1f} us"),
         ("fetching 1000", f"{(done - begun) * 1e3:.1f} ms"),
     ]
-    print(f"\n{as_text('small tensors on a GPU', table(('', 'time'), rows))}")
+    show("small tensors on a GPU", rows)
 
     assert len({one.bytes for one in pending}) == 1

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchrepro.console import as_text, table
-
-from .paired import Estimate, require
+from .paired import Estimate, require, show
 
 pytestmark = pytest.mark.benchmark
 
@@ -92,12 +90,8 @@ def test_msprobe_costs_more(
     ratios = {name: Estimate(**seen) for name, seen in measured["ratios"].items()}
     rows: Sequence[tuple[str, str]] = [
         *((name, f"{took * 1e3:.2f} ms a step") for name, took in measured["seconds"].items()),
-        *((name, _words(seen)) for name, seen in ratios.items()),
+        *((name, str(seen)) for name, seen in ratios.items()),
     ]
-    print(f"\n{as_text(f'{workload}, msprobe at level {level}', table(('', 'measured'), rows))}")
+    show(f"{workload}, msprobe at level {level}", rows)
 
     require(ratios["torchrepro / msprobe"].median < 1, "less than msprobe")
-
-
-def _words(seen: Estimate) -> str:
-    return f"{seen.median:.2f} ({seen.low:.2f} to {seen.high:.2f}, {seen.pairs} pairs)"

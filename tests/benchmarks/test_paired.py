@@ -2,7 +2,6 @@
 
 import random
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -22,41 +21,29 @@ def _noisy(seconds: float, numbers: random.Random) -> Callable[[], float]:
     return taken
 
 
-def _work(steps: int) -> float:
-    """Do so many steps; return how long this thread was at it, which other processes add little to.
-
-    The benchmarks themselves read the wall clock, and have the machine to themselves.
-    """
-    start = time.thread_time()
-    for _ in range(steps):
-        pass
-    return time.thread_time() - start
-
-
-@pytest.mark.parametrize(("slower", "refuted"), [(1.0, False), (1.04, True)])
-def test_a_slowdown_of_4_percent_is_told_from_none(slower: float, *, refuted: bool) -> None:
-    """Of 50 comparisons by noisy timings at most 2 are wrong or open, 2 % from the bound."""
+@pytest.mark.parametrize(
+    ("slower", "bound", "error", "times", "most"),
+    [
+        (1.0, 1.02, ERROR, 50, 2),
+        (1.04, 1.02, ERROR, 50, 2),
+        (1.0, 1.0, ERROR, 200, 2),  # all looks together are wrong once in 100 at most
+        (1.0, 1.0, NEVER, 20, 0),
+        (1.04, 1.0, NEVER, 20, 0),
+    ],
+)
+def test_a_slowdown_of_4_percent_is_told_from_none(
+    slower: float, bound: float, error: float, times: int, most: int
+) -> None:
+    """Of so many comparisons by noisy timings at most a few are wrong, or open off the bound."""
     numbers = random.Random(20261121)
-    seen = [compare(_noisy(1, numbers), _noisy(slower, numbers), 1.02) for _ in range(50)]
+    seen = [
+        compare(_noisy(1, numbers), _noisy(slower, numbers), bound, error=error)
+        for _ in range(times)
+    ]
 
-    assert sum(one.refutes(1.02) is refuted and one.decides(1.02) for one in seen) >= 48
-
-
-@pytest.mark.parametrize(("slower", "refuted"), [(1.0, False), (1.04, True)])
-def test_a_planted_slowdown_is_found_with_a_real_clock(slower: float, *, refuted: bool) -> None:
-    """A loop of 4 % more steps is refuted, one of as many is not."""
-    steps = 50_000
-    seen = compare(partial(_work, steps), partial(_work, int(steps * slower)), 1.02, seconds=120)
-
-    assert seen.refutes(1.02) is refuted
-
-
-def test_looking_again_and_again_refutes_no_true_law_more_often_than_said() -> None:
-    """Where the truth is the bound itself, all looks together refute it once in 100 at most."""
-    numbers = random.Random(7)
-    wrong = [compare(_noisy(1, numbers), _noisy(1, numbers), 1).refutes(1) for _ in range(200)]
-
-    assert sum(wrong) <= 200 * ERROR
+    right = [one for one in seen if one.refutes(bound) is (slower > bound)]
+    assert times - len(right) <= most
+    assert slower == bound or times - sum(one.decides(bound) for one in right) <= most
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=200), st.sampled_from([0.1, 0.01, 0.001]))
@@ -75,18 +62,6 @@ def test_the_interval_is_that_of_the_tables_of_the_sign_test() -> None:
     assert interval(range(1, 8), 0.01) == (-float("inf"), float("inf"))
     assert interval(range(1, 9), 0.01) == (1, 8)
     assert interval(range(1, 101), 0.01) == (37, 64)
-
-
-def test_what_costs_nothing_is_never_refuted_and_what_costs_a_little_is() -> None:
-    """With the error of such laws no comparison of equal things fails, and 4 % more is found."""
-    numbers = random.Random(8)
-    equal, slower = (
-        [compare(_noisy(1, numbers), _noisy(its, numbers), 1, error=NEVER) for _ in range(20)]
-        for its in (1, 1.04)
-    )
-
-    assert not any(one.refutes(1) for one in equal)
-    assert all(one.refutes(1) for one in slower)
 
 
 @pytest.mark.parametrize("error", [ERROR, 1e-4, NEVER])

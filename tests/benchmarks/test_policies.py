@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 import torchrepro
-from torchrepro.console import as_text, table
 from torchrepro.policies.on_cpu import on_cpu
 
-from .paired import NEVER, Comparison, compare, require
+from .paired import NEVER, hold, show
 
 pytestmark = pytest.mark.benchmark
 
@@ -22,10 +21,6 @@ ZERO = {"dropout": "zero"}
 HOST = {"device": {"rng": "host"}}
 CPU = {"device": {"fallback": "cpu"}, "backends": {"torch": {"deterministic_algorithms": "error"}}}
 DETERMINISTIC = {"backends": {"torch": {"deterministic_algorithms": "error"}}}
-
-
-def _report(title: str, rows: list[tuple[str, str]]) -> None:
-    print(f"\n{as_text(title, table(('', 'median (interval)'), rows))}")
 
 
 def _timed(profile: dict[str, Any] | None, work: Callable[[], object], times: int) -> float:
@@ -42,19 +37,15 @@ def _timed(profile: dict[str, Any] | None, work: Callable[[], object], times: in
         return time.perf_counter() - start
 
 
-def _under(
+def _costs_nothing(
+    title: str,
     plain: dict[str, Any] | None,
-    other: dict[str, Any] | None,
+    other: dict[str, Any],
     work: Callable[[], object],
     times: int,
-) -> Comparison:
-    return compare(
-        lambda: _timed(plain, work, times),
-        lambda: _timed(other, work, times),
-        1.0,
-        seconds=12,
-        error=NEVER,
-    )
+) -> None:
+    without = ("without it", lambda: _timed(plain, work, times))
+    hold(title, 1.0, without, ("under it", lambda: _timed(other, work, times)), error=NEVER)
 
 
 def _transformer() -> Callable[[], object]:
@@ -84,10 +75,9 @@ def test_a_step_without_dropout_is_no_slower_than_one_with_it(
     make: Callable[[], Callable[[], object]],
 ) -> None:
     """Under `dropout: zero` a training step takes at most as long as with dropout."""
-    seen = _under({"dropout": "keep"}, ZERO, make(), 10)
-    _report(f"dropout: zero, a step of a {make.__name__[1:]}", [seen.cells("ratio", 1.0)])
+    title = f"dropout: zero, a step of a {make.__name__[1:]}"
 
-    require(not seen.refutes(1.0), "as long as without it")
+    _costs_nothing(title, {"dropout": "keep"}, ZERO, make(), 10)
 
 
 def test_with_no_policy_in_force_ops_cost_what_they_did() -> None:
@@ -102,28 +92,22 @@ def test_with_no_policy_in_force_ops_cost_what_they_did() -> None:
     def never() -> float:
         return _timed(None, lambda: functional.dropout(x), 2000)
 
-    seen = compare(never, gone, 1.0, seconds=12, error=NEVER)
-    _report("no policy in force", [seen.cells("F.dropout, ratio", 1.0)])
-
-    require(not seen.refutes(1.0), "as long as without it")
+    hold("no policy in force, F.dropout", 1.0, ("never", never), ("gone", gone), error=NEVER)
 
 
 def test_host_random_numbers_cost_nothing_on_the_cpu() -> None:
     """Without an accelerator, drawing costs what it costs without the policy."""
     x = torch.empty(64, 64)
-    seen = _under(None, HOST, x.normal_, 5000)
-    _report("device.rng: host, without an accelerator", [seen.cells("normal_, ratio", 1.0)])
 
-    require(not seen.refutes(1.0), "as long as without it")
+    _costs_nothing("device.rng: host, without an accelerator", None, HOST, x.normal_, 5000)
 
 
 def test_fallback_costs_other_ops_nothing() -> None:
     """An op that has a deterministic kernel runs as fast with a fallback as without."""
     x = torch.ones(64, 64)
-    seen = _under(DETERMINISTIC, CPU, lambda: x + x, 20_000)
-    _report("device.fallback: cpu, an op that never needs it", [seen.cells("add, ratio", 1.0)])
+    title = "device.fallback: cpu, an op that never needs it"
 
-    require(not seen.refutes(1.0), "as long as without it")
+    _costs_nothing(title, DETERMINISTIC, CPU, lambda: x + x, 20_000)
 
 
 def test_figures_that_the_catalogue_quotes() -> None:
@@ -143,4 +127,4 @@ def test_figures_that_the_catalogue_quotes() -> None:
             ("  counted by `dropout: zero`", f"{counted * 1e6:.1f} us"),
             ("  through the host, copies not counted", f"{moved * 1e6:.1f} us"),
         ]
-    _report("one random op", rows)
+    show("one random op", rows)

@@ -17,9 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrepro
-from torchrepro.console import as_text, table
 
-from .paired import Estimate, Question, require, take_turns
+from .paired import Estimate, Question, require, show, take_turns
 from .workloads import Step, convolutional, tiny_ops, transformer
 
 if TYPE_CHECKING:
@@ -53,12 +52,15 @@ BOUNDS: Sequence[tuple[str, str, float, float | None]] = (
 )
 """What recording is held to: workload, figure, bound, and what is aimed at."""
 
+
+def over(one: str, other: str) -> tuple[str, Callable[[Round], float]]:
+    """Return the name of a figure, and what gives it: how many times as long one takes."""
+    return f"{one} / {other}", lambda took: took[one] / took[other]
+
+
 FIGURES: Mapping[str, Callable[[Round], float]] = {
-    "level op / plain": lambda took: took["level op"] / took["plain"],
-    "level step / plain": lambda took: took["level step"] / took["plain"],
-    "the empty mode / plain": lambda took: took["the empty mode"] / took["plain"],
-    "DebugMode / plain": lambda took: took["DebugMode"] / took["plain"],
-    "level op / DebugMode": lambda took: took["level op"] / took["DebugMode"],
+    **dict(over(name, "plain") for name in ("level op", "level step", "the empty mode")),
+    **dict([over("DebugMode", "plain"), over("level op", "DebugMode")]),
     PER_OP: lambda took: (
         (took["level op"] - took["plain"]) / max(took["the empty mode"] - took["plain"], 1e-9)
     ),
@@ -91,11 +93,6 @@ def slope(
     return lambda: (whole(3 * count) - whole(count)) / (2 * count)
 
 
-def show(title: str, *rows: tuple[str, ...]) -> None:
-    """Print a table of what was measured."""
-    print(f"\n{as_text(title, table(('', 'measured'), rows))}")
-
-
 class Counting(TorchDispatchMode):
     """Counts the ops that torch dispatches, and does nothing else."""
 
@@ -120,20 +117,15 @@ def counting() -> Iterator[Counting]:
         yield mode
 
 
-def debug_mode() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def debug_mode() -> Iterator[None]:
     """Torch's own recorder, with modules and hashes, as its documentation has it."""
     from torch.utils._debug_mode import DebugMode
 
-    @contextlib.contextmanager
-    def hashing() -> Iterator[None]:
-        with (
-            DebugMode(record_nn_module=True) as mode,
-            DebugMode.log_tensor_hashes(hash_fn="hash_tensor"),
-        ):
-            yield
-            mode.logs.clear()
-
-    return hashing()
+    hashing = DebugMode.log_tensor_hashes(hash_fn="hash_tensor")
+    with DebugMode(record_nn_module=True) as mode, hashing:
+        yield
+        mode.logs.clear()
 
 
 DEBUG_MODE = importlib.util.find_spec("torch.utils._debug_mode") is not None
@@ -189,13 +181,13 @@ def _measure(workload: str, folders: Iterator[str]) -> Mapping[str, Estimate]:
     answers = dict(zip(figures, seen, strict=True))
     show(
         f"{workload}: a step of {ops.ops} ops, of whole recordings of {steps} and {3 * steps}",
-        *((name, f"{seconds * 1e3:.2f} ms a step") for name, seconds in took.items()),
-        *(
-            answer.cells(name, bounds[name][0], aim=bounds[name][1])
-            if name in bounds
-            else (name, f"{answer.median:.3f} ({answer.low:.3f} to {answer.high:.3f})")
-            for name, answer in answers.items()
-        ),
+        [
+            *((name, f"{seconds * 1e3:.2f} ms a step") for name, seconds in took.items()),
+            *(
+                answer.cells(name, *bounds[name]) if name in bounds else (name, str(answer))
+                for name, answer in answers.items()
+            ),
+        ],
     )
     return answers
 
@@ -239,7 +231,7 @@ def test_a_record_takes_at_most_a_hundred_bytes(tmp_path: Path, make: Callable[[
     records = sum(each.records for each in trace.steps.values())
     trace.close()
     each = path.stat().st_size / records
-    show(make.__name__, ("bytes per record (at most 100)", f"{each:.1f}"))
+    show(make.__name__, [("bytes per record (at most 100)", f"{each:.1f}")])
     assert each <= 100
 
 

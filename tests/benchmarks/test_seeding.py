@@ -13,9 +13,8 @@ from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset
 
 import torchrepro
-from torchrepro.console import as_text, table
 
-from .paired import compare, require
+from .paired import Comparison, hold
 
 pytestmark = pytest.mark.benchmark
 
@@ -54,20 +53,16 @@ class Photos(Dataset):
         return (photo - 118.0) / 58.0
 
 
-def _report(title: str, rows: list[tuple[str, str]]) -> None:
-    print(f"\n{as_text(title, table(('', 'median'), rows))}")
-
-
-def _microseconds(call: Callable[[], object], calls: int = CALLS // ROUNDS) -> float:
+def _each(call: Callable[[], object], calls: int = CALLS // ROUNDS) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - start) / calls * 1e6
+    return (time.perf_counter() - start) / calls
 
 
-def _usually(call: Callable[[], object]) -> float:
+def _usually(call: Callable[[], object]) -> str:
     call()
-    return statistics.median(_microseconds(call, 200) for _ in range(ROUNDS))
+    return f"{statistics.median(_each(call, 200) for _ in range(ROUNDS)) * 1e6:.1f} us"
 
 
 def _numpy_seed() -> object:
@@ -77,24 +72,18 @@ def _numpy_seed() -> object:
 
 def test_deriving_a_stream_takes_at_most_twice_what_numpy_takes() -> None:
     """A stream and its seed, rank and worker found out, beside a `SeedSequence` and its state."""
-    seen = compare(
-        partial(_microseconds, _numpy_seed),
-        partial(_microseconds, lambda: torchrepro.stream("augment", epoch=3).seed),
-        2,
-    )
     stream = torchrepro.stream("augment")
-    rows = [
-        ("numpy's SeedSequence and its state", f"{seen.plain:.1f} us"),
-        ("stream(name, epoch).seed", f"{seen.other:.1f} us"),
-        seen.cells("ratio", 2),
-    ]
-    rows += [
-        (f"stream.{name}()", f"{_usually(getattr(stream, name)):.1f} us")
-        for name in ("python", "numpy", "numpy_legacy", "torch")
-    ]
-    _report("streams", rows)
-
-    require(not seen.refutes(2), "twice a SeedSequence")
+    kinds = ("python", "numpy", "numpy_legacy", "torch")
+    hold(
+        "streams",
+        2,
+        ("numpy's SeedSequence and its state", partial(_each, _numpy_seed)),
+        (
+            "stream(name, epoch).seed",
+            partial(_each, lambda: torchrepro.stream("augment", epoch=3).seed),
+        ),
+        lambda _: [(f"stream.{kind}()", _usually(getattr(stream, kind))) for kind in kinds],
+    )
 
 
 def _usual_worker_init() -> None:
@@ -108,15 +97,9 @@ def _usual_worker_init() -> None:
 def test_seeding_a_worker_takes_no_longer_than_by_hand() -> None:
     """A worker's generators are started in the time that the usual three calls take."""
     seed_worker = torchrepro.dataloader_kwargs("train")["worker_init_fn"]
-    seen = compare(
-        partial(_microseconds, _usual_worker_init, 200),
-        partial(_microseconds, lambda: seed_worker(3), 200),
-        1,
-    )
-    rows = [("by hand", f"{seen.plain:.1f} us"), ("seeding a worker", f"{seen.other:.1f} us")]
-    _report("workers", [*rows, seen.cells("ratio", 1)])
+    by_hand = ("by hand", partial(_each, _usual_worker_init, 200))
 
-    require(not seen.refutes(1), "as long as by hand")
+    hold("workers", 1, by_hand, ("seeding one", partial(_each, lambda: seed_worker(3), 200)))
 
 
 def _epoch(dataset: Dataset, seeding: str, workers: int) -> float:
@@ -142,15 +125,17 @@ def test_an_automatically_seeded_loader_takes_at_most_1_02_times_a_plain_one(wor
     """Seeding every photo costs at most 2 % of loading it, with workers and without."""
     photos = Photos()
     plain, seeded = (partial(_epoch, photos, seeding, workers) for seeding in ("none", "auto"))
-    # 16 pairs at least: where loading varies by some percent 8 of them may all come out above.
-    seen = compare(plain, seeded, 1.02, seconds=12, error=1e-4)
-    each = (seen.other - seen.plain) / (len(photos) / BATCH)
-    rows = [
-        (f"{len(photos)} photos, plain", f"{seen.plain * 1e3:.0f} ms"),
-        (f"{len(photos)} photos, seeded", f"{seen.other * 1e3:.0f} ms"),
-        (f"added to each batch of {BATCH}", f"{each * 1e6:.0f} us"),
-        seen.cells("ratio", 1.02),
-    ]
-    _report(f"loading data, {workers} workers", rows)
 
-    require(not seen.refutes(1.02), "1.02 times a plain loader")
+    def added(seen: Comparison) -> list[tuple[str, str]]:
+        each = (seen.other - seen.plain) / (len(photos) / BATCH)
+        return [(f"added to each batch of {BATCH}", f"{each * 1e6:.0f} us")]
+
+    hold(
+        f"loading {len(photos)} photos, {workers} workers",
+        1.02,
+        ("a plain loader", plain),
+        ("seeded", seeded),
+        added,
+        # 16 pairs at least: where loading varies by some percent 8 of them may all come out above.
+        error=1e-4,
+    )

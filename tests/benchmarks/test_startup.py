@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.console import as_text, table
-
-from .paired import compare, require
+from .paired import hold
 
 pytestmark = pytest.mark.benchmark
 
@@ -66,8 +64,8 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def _wall(code: str, environment: dict[str, str] | None = None) -> float:
-    return _run(_python(code), environment)[0]
+def _wall(command: list[str], environment: dict[str, str] | None = None) -> float:
+    return _run(command, environment)[0]
 
 
 def _said(code: str) -> float:
@@ -75,22 +73,14 @@ def _said(code: str) -> float:
     return float(_run(_python(f"{code}\n{at_once}"))[1])
 
 
-def _report(title: str, rows: list[tuple[str, str]]) -> None:
-    print(f"\n{as_text(title, table(('', 'median'), rows))}")
+def _whole(code: str) -> tuple[str, partial[float]]:
+    return f"python -c '{code}'", partial(_wall, _python(code))
 
 
 @pytest.mark.gate
 def test_importing_the_package_takes_at_most_2_8_times_starting_python() -> None:
     """`import torchrepro` is little beside what a Python takes to start and to end."""
-    bare, ours = partial(_wall, "pass"), partial(_wall, "import torchrepro")
-    seen = compare(bare, ours, 2.8)
-    rows = [
-        ("python -c pass", f"{seen.plain * 1e3:.1f} ms"),
-        ("import torchrepro", f"{seen.other * 1e3:.1f} ms"),
-    ]
-    _report("import", [*rows, seen.cells("ratio", 2.8)])
-
-    require(not seen.refutes(2.8), "2.8 times python -c pass")
+    hold("import", 2.8, _whole("pass"), _whole("import torchrepro"))
 
 
 @pytest.mark.gate
@@ -98,16 +88,9 @@ def test_a_program_without_torch_starts_as_fast_below_run() -> None:
     """Below `torchrepro run` a Python that imports no torch takes at most three times as long."""
     asked = "import json, os; print(json.dumps(dict(os.environ)))"
     below = json.loads(_run([str(SCRIPT), "run", "debug-strict", "--", *_python(asked)])[1])
-    bare = partial(_wall, "import random")
-    ours = partial(_wall, "import random", below)
-    seen = compare(bare, ours, 3)
-    rows = [
-        ("python", f"{seen.plain * 1e3:.1f} ms"),
-        ("the same below run", f"{seen.other * 1e3:.1f} ms"),
-    ]
-    _report("import random", [*rows, seen.cells("ratio", 3)])
+    name, alone = _whole("import random")
 
-    require(not seen.refutes(3), "three times the same without run")
+    hold("import random", 3, (name, alone), ("the same below run", partial(alone, below)))
 
 
 @pytest.mark.parametrize(
@@ -117,33 +100,20 @@ def test_a_program_without_torch_starts_as_fast_below_run() -> None:
 )
 def test_reading_commands_take_a_part_of_importing_torch(words: list[str]) -> None:
     """`torchrepro list` and `show` finish in 0.38 of the time that `import torch` takes."""
-    seen = compare(
-        partial(_wall, "import torch"),
-        lambda: _run([str(SCRIPT), *words])[0],
-        0.38,
-        seconds=6,
-    )
-    rows = [
-        ("import torch", f"{seen.plain * 1e3:.0f} ms"),
-        ("torchrepro " + " ".join(words), f"{seen.other * 1e3:.0f} ms"),
-    ]
-    _report("torchrepro " + " ".join(words), [*rows, seen.cells("ratio", 0.38)])
+    name = " ".join(["torchrepro", *words])
+    reading = partial(_wall, [str(SCRIPT), *words])
 
-    require(not seen.refutes(0.38), "0.38 of importing torch")
+    hold(name, 0.38, _whole("import torch"), (name, reading), seconds=6)
 
 
 @pytest.mark.gate
 def test_apply_costs_at_most_a_tenth_of_the_peer() -> None:
     """`apply("debug-strict")` takes at most 0.1x of transformers' helper, both cold."""
     pytest.importorskip("transformers", reason="the peer is not installed")
-    seen = compare(partial(_said, PEER), partial(_said, APPLY), 0.1)
-    rows = [
-        ('torchrepro.apply("debug-strict")', f"{seen.other * 1e3:.1f} ms"),
-        ("transformers.enable_full_determinism(1)", f"{seen.plain * 1e3:.1f} ms"),
-    ]
-    _report("first call after import torch", [*rows, seen.cells("ratio", 0.1)])
+    peer = ("transformers.enable_full_determinism(1)", partial(_said, PEER))
+    ours = ('torchrepro.apply("debug-strict")', partial(_said, APPLY))
 
-    require(not seen.refutes(0.1), "a tenth of the peer")
+    hold("first call after import torch", 0.1, peer, ours)
 
 
 LAYERS = Path(__file__).parent.parent / "policies"  # known_layers.py lets torchvision be imported
@@ -165,16 +135,9 @@ def test_a_framework_is_imported_as_fast_under_a_profile(framework: str) -> None
     """Importing a Trainer takes at most 1.05x under a profile, hooks included."""
     if find_spec(framework.partition(".")[0]) is None:
         pytest.skip("the framework is not installed")
-    bare = partial(_said, FRAMEWORK.format("", framework))
-    ours = partial(_said, FRAMEWORK.format(UNDER, framework))
-    seen = compare(bare, ours, 1.05)
-    rows = [
-        (f"from {framework} import Trainer", f"{seen.plain * 1e3:.0f} ms"),
-        ("the same under debug-strict", f"{seen.other * 1e3:.0f} ms"),
-    ]
-    _report(f"importing {framework}", [*rows, seen.cells("ratio", 1.05)])
+    plain, under = (partial(_said, FRAMEWORK.format(first, framework)) for first in ("", UNDER))
 
-    require(not seen.refutes(1.05), "1.05 times importing the framework")
+    hold(f"from {framework} import Trainer", 1.05, ("plain", plain), ("under debug-strict", under))
 
 
 def test_apply_reaches_the_end_state_of_the_peer() -> None:
@@ -189,16 +152,9 @@ def test_apply_reaches_the_end_state_of_the_peer() -> None:
 
 def test_a_whole_process_costs_at_most_1_3_times_importing_torch() -> None:
     """`import torch, torchrepro; torchrepro.apply(...)` takes at most 1.3x of `import torch`."""
-    bare = partial(_wall, "import torch")
-    ours = partial(_wall, "import torch, torchrepro; torchrepro.apply('debug-strict')")
-    seen = compare(bare, ours, 1.3)
-    rows = [
-        ("import torch", f"{seen.plain * 1e3:.0f} ms"),
-        ("import torch, torchrepro; apply", f"{seen.other * 1e3:.0f} ms"),
-    ]
-    _report("whole process", [*rows, seen.cells("ratio", 1.3)])
+    ours = _whole('import torch, torchrepro; torchrepro.apply("debug-strict")')
 
-    require(not seen.refutes(1.3), "1.3 times importing torch")
+    hold("whole process", 1.3, _whole("import torch"), ours)
 
 
 HYDRA = """
@@ -218,18 +174,6 @@ def test_a_relaunch_costs_at_most_the_run_once_more(tmp_path: Path) -> None:
     program = tmp_path / "app.py"
     program.write_text(HYDRA, encoding="utf-8")
     command = [sys.executable, str(program), "+repro=debug-strict", f"hydra.run.dir={tmp_path}"]
-    late = _environment()
-    in_time = partial(_seconds, command, {**late, "PYTHONHASHSEED": "0"})
-    seen = compare(in_time, partial(_seconds, command, late), 2)
-    rows = [
-        ("a Hydra run in time", f"{seen.plain:.2f} s"),
-        ("the same, relaunched", f"{seen.other:.2f} s"),
-        ("added", f"{seen.other - seen.plain:.2f} s"),
-    ]
-    _report("relaunch", [*rows, seen.cells("ratio", 2)])
+    in_time = partial(_wall, command, _environment() | {"PYTHONHASHSEED": "0"})
 
-    require(not seen.refutes(2), "twice a run in time")
-
-
-def _seconds(command: list[str], environment: dict[str, str]) -> float:
-    return _run(command, environment)[0]
+    hold("relaunch", 2, ("a Hydra run in time", in_time), ("relaunched", partial(_wall, command)))
