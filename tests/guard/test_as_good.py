@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import process_state
-from torchrepro.guard import BaselineEntry
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.lock.diff import differences_of
 from torchrepro.manifest.contents import manifest, write_manifest
@@ -183,19 +182,6 @@ def test_an_equivalent_write_is_named_through_what_restores_it(apply, framework,
     assert report.to_json()["as_good"][0]["now"] == ":16:8"
     assert mine in report.table()
     assert (report[f"env.{CUBLAS}"].after, put_back[f"env.{CUBLAS}"].after) == (":16:8", ":4096:8")
-
-
-def test_an_equivalent_value_is_judged_once(apply, step, monkeypatch):
-    """It is looked into when it is first seen, and not before every step that follows."""
-    with apply() as applied:
-        os.environ[CUBLAS] = ":16:8"
-        step()
-        seen = applied.report.as_good
-        monkeypatch.setattr(BaselineEntry, "change", None)
-        step()
-
-        assert [change.now for change in seen] == [":16:8"]
-        assert applied.report.as_good == seen
 
 
 def test_what_one_line_writes_is_listed_once(apply, framework, step):
