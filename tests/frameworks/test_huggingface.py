@@ -10,6 +10,7 @@ import pytest
 import torchrepro
 from torchrepro.console import say_once
 from torchrepro.frameworks import huggingface
+from torchrepro.patching import variables_put_back
 from torchrepro.seeding.streams import World
 
 sys.path.append(str(Path(__file__).parent))
@@ -20,14 +21,6 @@ from known_layers import let_torchvision_be_imported
 let_torchvision_be_imported()
 transformers = pytest.importorskip("transformers")
 program = pytest.importorskip("huggingface_program")
-
-WRITTEN_BY_FULL_DETERMINISM = (
-    "CUDA_LAUNCH_BLOCKING",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "ASCEND_LAUNCH_BLOCKING",
-    "HCCL_DETERMINISTIC",
-    "FLASH_ATTENTION_DETERMINISTIC",
-)
 
 
 def _trainer(folder, *callbacks, kind=transformers.Trainer, **arguments):
@@ -245,12 +238,9 @@ def test_the_profile_is_in_the_reporters(tmp_path, monkeypatch):
     assert run.data.tags["torchrepro.digest"] == applied.resolved.digest
 
 
-def test_switches_of_the_trainer_are_said(tmp_path, monkeypatch, capsys):
+def test_switches_of_the_trainer_are_said(tmp_path, capsys):
     """A switch that sets what the profile sets is said: whether it agrees, and if not, why not."""
-    for variable in WRITTEN_BY_FULL_DETERMINISM:
-        monkeypatch.setenv(variable, "")  # so that it is put back after the test
-        monkeypatch.delenv(variable)
-    with torchrepro.apply("debug-strict", ["guard=none"]):
+    with variables_put_back(), torchrepro.apply("debug-strict", ["guard=none"]):
         _trainer(tmp_path, full_determinism=True, save_strategy="no").train()
     with torchrepro.apply("seed-only", ["backends.cuda.matmul_fp32_precision=tf32"]):
         _trainer(tmp_path, tf32=False, save_strategy="no").train()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import note, say
@@ -76,19 +77,47 @@ def going_on_without(framework: str, what: str) -> Iterator[None]:
         say(f"{framework}: {what} failed, and is left out: {type(error).__name__}: {why}")
 
 
-class Switch(NamedTuple):
-    """A switch of a framework as a program has set it, and what it does to one knob."""
+_ALGORITHMS = "backends.torch.deterministic_algorithms"
+_TF32 = (
+    "backends.cuda.matmul_fp32_precision",
+    "backends.cudnn.conv_fp32_precision",
+    "backends.cudnn.rnn_fp32_precision",
+)
+_FULL_DETERMINISM = {
+    "env.CUDA_LAUNCH_BLOCKING": "1",
+    "env.CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "env.ASCEND_LAUNCH_BLOCKING": "1",
+    "env.HCCL_DETERMINISTIC": "1",
+    "env.FLASH_ATTENTION_DETERMINISTIC": "1",
+    _ALGORITHMS: "error",
+    "backends.cudnn.deterministic": True,
+    "backends.cudnn.benchmark": False,
+}
+SWITCHES: Mapping[str, Sequence[tuple[str, Any, Mapping[str, Any]]]] = {
+    # As `_set_torch_flags` does in pytorch/trainer/connectors/accelerator_connector.py of Lightning
+    "Trainer": (
+        ("deterministic", True, {_ALGORITHMS: "error", "env.CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        ("deterministic", "warn", {_ALGORITHMS: "warn"}),
+        ("deterministic", False, {_ALGORITHMS: "none"}),
+        ("benchmark", True, {"backends.cudnn.benchmark": True}),
+        ("benchmark", False, {"backends.cudnn.benchmark": False}),
+    ),
+    "set_seed": (("deterministic", True, {_ALGORITHMS: "error"}),),
+    "TrainingArguments": (
+        ("full_determinism", True, _FULL_DETERMINISM),
+        ("tf32", True, dict.fromkeys(_TF32, "tf32")),
+        ("tf32", False, dict.fromkeys(_TF32, "ieee")),
+    ),
+}
+"""What a program calls -> an argument, its value, and the knobs that it sets, each with to what."""
 
-    spelling: str  # as the program spells it, such as ``Trainer(benchmark=True)``
-    knob: str
-    value: Any  # what the knob holds once the framework has done what the switch says
 
+def say_switches(framework: str, called: str, given: Mapping[str, Any]) -> None:
+    """Say which switches agree with the profile in force, and which do not.
 
-def say_switches(framework: str, switches: Iterable[Switch]) -> None:
-    """Say which of the `switches` of a program agree with the profile in force, and which do not.
-
-    A switch of whose knob the profile says nothing is the program's own affair. Those that agree
-    are a note, which `--quiet` leaves out.
+    They are those among the arguments `given` to what is `called`. A switch of whose knobs the
+    profile says nothing is the program's own affair. Those that agree are a note, which `--quiet`
+    leaves out.
     """
     from torchrepro.knobs.catalogue import knobs_by_name
     from torchrepro.outcomes import why_equivalent
@@ -98,19 +127,37 @@ def say_switches(framework: str, switches: Iterable[Switch]) -> None:
     if profile is None:
         return
     name, asked = profile.resolved.name, flatten(profile.resolved.values)
-    concerned = [switch for switch in switches if switch.knob in asked]
-    agreeing = dict.fromkeys(switch.spelling for switch in concerned)
-    for spelling, key, value in concerned:
-        knob = knobs_by_name().get(key)
-        if value != asked[key] and not (knob and why_equivalent(knob, value)):
-            agreeing.pop(spelling, None)
+    agreeing = []
+    for argument, switched, sets in SWITCHES[called]:
+        value = given.get(argument)
+        if type(value) is not type(switched) or value != switched:  # 1 is not True
+            continue
+        spelling = f"{called}({argument}={value!r})"
+        concerned = {key: becomes for key, becomes in sets.items() if key in asked}
+        others = {
+            key: becomes
+            for key, becomes in concerned.items()
+            if becomes != asked[key] and not why_equivalent(knobs_by_name()[key], becomes)
+        }
+        for key, becomes in others.items():
             say(
                 f"{framework}: {spelling} does not agree with {name}: {key} is "
-                f"{shown(asked[key])} there, and the switch makes it {shown(value)}"
+                f"{shown(asked[key])} there, and the switch makes it {shown(becomes)}"
             )
+        if concerned and not others:
+            agreeing.append(spelling)
     if agreeing:
         verb = "agrees" if len(agreeing) == 1 else "agree"
         note(f"{framework}: {', '.join(agreeing)} {verb} with {name}")
+
+
+def saying_switches(framework: str, called: str, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `call` after saying how the switches that it is given agree with the profile."""
+    given: Mapping[str, Any] = {}
+    with suppress(TypeError):  # the call itself says which argument is wrong
+        given = signature(call).bind(*args, **kwargs).arguments
+    say_switches(framework, called, given)
+    return call(*args, **kwargs)
 
 
 def log_profile(framework: str, loggers: Iterable[Any], place_of: Callable[[Any], Any]) -> None:
@@ -123,14 +170,13 @@ def log_profile(framework: str, loggers: Iterable[Any], place_of: Callable[[Any]
     from torchrepro.manifest.contents import manifest
     from torchrepro.manifest.destinations import destination_of
 
-    profile, its = in_force(), None
-    for logger in loggers if profile is not None else ():
+    for logger in loggers if profiles else ():
         with going_on_without(framework, f"writing the profile to {type(logger).__name__}"):
             place = place_of(logger)
             destination = destination_of(place)
-            if destination is not None and profile is not None:
-                its = its or manifest(profile.resolved, profile.report())
-                destination.write(place, its)
+            if destination is not None:
+                resolved, report = profiles[-1]
+                destination.write(place, manifest(resolved, report()))
 
 
 # The state of a run in a checkpoint.
@@ -173,19 +219,17 @@ def of_all_ranks(state: dict[str, Any]) -> list[Any]:
 
 
 def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a checkpoint holds under `KEY`: the states, and the profile they came from."""
+    """Return what a checkpoint holds under `KEY`: the states, and the profile in force."""
     from torchrepro.manifest.contents import as_text, manifest
 
-    profile = in_force()
-    entry: dict[str, Any] = {"format": FORMAT, "ranks": list(states)}
-    if profile is not None:
-        text = as_text(manifest(profile.resolved, profile.report()))
-        entry |= {
-            "profile": profile.resolved.name,
-            "digest": profile.resolved.digest,
-            "manifest": text,
-        }
-    return entry
+    resolved, report = profiles[-1]
+    return {
+        "format": FORMAT,
+        "ranks": list(states),
+        "profile": resolved.name,
+        "digest": resolved.digest,
+        "manifest": as_text(manifest(resolved, report())),
+    }
 
 
 def go_on_from(entry: Any, where: str) -> Mapping[str, Any] | None:

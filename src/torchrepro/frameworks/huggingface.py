@@ -16,11 +16,10 @@ again only where it is asked to, so the callback reads it by itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from importlib import import_module
-from inspect import signature
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +29,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
 from torchrepro.frameworks import hooking
-from torchrepro.frameworks.hooking import KEY, Switch, in_force, log_profile, ranks, say_switches
+from torchrepro.frameworks.hooking import KEY, in_force, log_profile, ranks
 from torchrepro.messages import shown
 from torchrepro.patching import MissingHookError, surround, surround_everywhere
 from torchrepro.seeding.loader_places import (
@@ -89,7 +88,8 @@ def hook_accelerator(module: ModuleType, undo: ExitStack) -> None:
 
 def hook_seeds(module: ModuleType, undo: ExitStack) -> None:
     """Read the switch of `set_seed`, wherever it was imported to."""
-    surround_everywhere(undo, module, "set_seed", _saying_switches)
+    around = partial(hooking.saying_switches, "accelerate", "set_seed")
+    surround_everywhere(undo, module, "set_seed", around)
 
 
 def _attaching(__init__: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,16 +102,6 @@ def _logging(init_trackers: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.is_main_process:
         log_profile("accelerate", self.trackers, attrgetter("tracker"))
     return returned
-
-
-def _saying_switches(set_seed: Any, *args: Any, **kwargs: Any) -> Any:
-    given: Mapping[str, Any] = {}
-    with suppress(TypeError):  # which the call itself raises as well
-        given = signature(set_seed).bind(*args, **kwargs).arguments
-    if given.get("deterministic"):
-        knob = "backends.torch.deterministic_algorithms"
-        say_switches("accelerate", [Switch("set_seed(deterministic=True)", knob, "error")])
-    return set_seed(*args, **kwargs)
 
 
 def _save(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
@@ -387,7 +377,7 @@ class RunState:
         if not self._attends or in_force() is None:
             return
         if state.is_world_process_zero:
-            say_switches(_FRAMEWORK, _switches(args))
+            hooking.say_switches(_FRAMEWORK, "TrainingArguments", vars(args))
         if not state.global_step:
             forget()  # what the training before would have done at its first step
             return
@@ -450,29 +440,3 @@ class RunState:
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Attend no longer."""
         self._attends, self._saves = False, False
-
-
-def _switches(args: Any) -> Iterator[Switch]:
-    if args.full_determinism:
-        for knob, value in _FULL_DETERMINISM.items():
-            yield Switch("TrainingArguments(full_determinism=True)", knob, value)
-    precision = "tf32" if args.tf32 else "ieee"
-    for knob in _TF32 if args.tf32 is not None else ():
-        yield Switch(f"TrainingArguments(tf32={args.tf32})", knob, precision)
-
-
-_FULL_DETERMINISM = {
-    "env.CUDA_LAUNCH_BLOCKING": "1",
-    "env.CUBLAS_WORKSPACE_CONFIG": ":16:8",
-    "env.ASCEND_LAUNCH_BLOCKING": "1",
-    "env.HCCL_DETERMINISTIC": "1",
-    "env.FLASH_ATTENTION_DETERMINISTIC": "1",
-    "backends.torch.deterministic_algorithms": "error",
-    "backends.cudnn.deterministic": True,
-    "backends.cudnn.benchmark": False,
-}
-_TF32 = (
-    "backends.cuda.matmul_fp32_precision",
-    "backends.cudnn.conv_fp32_precision",
-    "backends.cudnn.rnn_fp32_precision",
-)

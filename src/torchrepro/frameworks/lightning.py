@@ -13,25 +13,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from inspect import signature
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
 from torchrepro.frameworks import hooking
-from torchrepro.frameworks.hooking import (
-    KEY,
-    Switch,
-    going_on_without,
-    in_force,
-    log_profile,
-    say_switches,
-)
+from torchrepro.frameworks.hooking import KEY, going_on_without, in_force, log_profile
 from torchrepro.patching import MissingHookError, surround, surround_everywhere
 from torchrepro.seeding.loader_places import await_loaders, begin_late
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
 
 FRAMEWORK = "lightning"
 
@@ -64,7 +58,7 @@ def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
     trainer = getattr(module, "Trainer", None)
     if trainer is None:
         raise MissingHookError("Trainer")
-    surround(undo, trainer, "__init__", _saying_switches)
+    surround(undo, trainer, "__init__", partial(hooking.saying_switches, FRAMEWORK, "Trainer"))
     surround_everywhere(undo, sys.modules["torch.serialization"], "load", _reading)
 
 
@@ -73,34 +67,6 @@ def _reading(load: Any, *args: Any, **kwargs: Any) -> Any:
     if in_force() is not None and isinstance(loaded, dict) and KEY in loaded:
         hooking.expect_weights_of(loaded[KEY], f"{FRAMEWORK}: {args[0] if args else 'weights'}")
     return loaded
-
-
-SWITCHES = (
-    ("deterministic", True, "backends.torch.deterministic_algorithms", "error"),
-    ("deterministic", True, "env.CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
-    ("deterministic", "warn", "backends.torch.deterministic_algorithms", "warn"),
-    ("deterministic", False, "backends.torch.deterministic_algorithms", "none"),
-    ("benchmark", True, "backends.cudnn.benchmark", True),
-    ("benchmark", False, "backends.cudnn.benchmark", False),
-)
-"""Argument of `Trainer`, its value, the knob that it sets, and to what.
-
-As `_set_torch_flags` does in pytorch/trainer/connectors/accelerator_connector.py of Lightning.
-"""
-
-
-def _saying_switches(__init__: Any, *args: Any, **kwargs: Any) -> None:
-    given: dict[str, Any] = {}
-    with suppress(TypeError):  # the Trainer itself says which argument is wrong
-        given = signature(__init__).bind(*args, **kwargs).arguments
-    with going_on_without(FRAMEWORK, "reading the switches of a Trainer"):
-        found = [
-            Switch(f"Trainer({name}={value!r})", knob, becomes)
-            for name, value, knob, becomes in SWITCHES
-            if type(given.get(name)) is type(value) and given[name] == value
-        ]
-        say_switches(FRAMEWORK, found)
-    __init__(*args, **kwargs)
 
 
 class TrainerHooks:
