@@ -10,7 +10,6 @@ import json
 import os
 import re
 import select
-import shlex
 import shutil
 import stat
 import subprocess
@@ -227,11 +226,9 @@ def unreachable(program: str, command: Sequence[str]) -> str:
         return "`env` drops the variables that carry it"
     if name in _WRAPPERS:
         for position, word in enumerate(command[1:], start=1):
-            is_line = command[position - 1] in ("-S", "--split-string")
-            inner = shlex.split(word) if is_line else [word]
-            started = shutil.which(inner[0]) if inner and not word.startswith("-") else None
+            started = None if word.startswith("-") else shutil.which(word)
             if started:
-                return unreachable(started, [*inner, *command[position + 1 :]])
+                return unreachable(started, command[position:])
         return ""
     if is_python(command[0]):
         return _ignoring(command[1:]) or _lacking(program)
