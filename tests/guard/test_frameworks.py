@@ -11,48 +11,27 @@ from ..frameworks.training import START
 pytestmark = pytest.mark.slow
 
 TRANSFORMERS = f"""{START}
-from transformers import Trainer, TrainingArguments
+from huggingface_program import Augmented, Model, Trainer, TrainingArguments, collated
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-    def forward(self, x, labels=None):
-        out = self.layer(x)
-        return {{{{"loss": (out - labels).square().mean(), "logits": out}}}}
-
-data = [{{{{"x": torch.full((2,), float(i)), "labels": torch.ones(1)}}}} for i in range(8)]
 args = TrainingArguments(
     "out", full_determinism=True, max_steps=2, report_to=[], use_cpu=True, save_strategy="no",
-    disable_tqdm=True)
-trainer = Trainer(Model(), args, train_dataset=data)  # the user's line
+    disable_tqdm=True, remove_unused_columns=False)
+trainer = Trainer(Model(), args, collated, Augmented())  # the user's line
 trainer.train()
 """
 LIGHTNING = f"""{START}
-import lightning
-
-class Model(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-    def training_step(self, batch, index):
-        return self.layer(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from lightning_program import Model, lightning, loader_of
 
 trainer = lightning.Trainer(deterministic={{deterministic}},  # the user's line
     max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
     enable_model_summary=False, accelerator="cpu")
-trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
+trainer.fit(Model(), loader_of())
 """
 ACCELERATE = f"""{START}
 import accelerate
 
 accelerate.utils.set_seed(3, deterministic={{deterministic}})  # the user's line
-layer = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-layer(torch.ones(2)).sum().backward()
-optimizer.step()
+torch.optim.SGD(torch.nn.Linear(2, 1).parameters()).step()
 """
 END = """
 import json, os
