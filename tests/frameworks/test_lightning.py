@@ -19,6 +19,15 @@ lightning_program.train(Path(sys.argv[1]), 0, lambda step: None)
 """
 
 
+@pytest.fixture(scope="module")
+def fork(forks, tmp_path_factory):
+    """Run programs in forks of one Python that has Lightning as well."""
+    program = tmp_path_factory.mktemp("lightning") / "program.py"
+    program.write_text(f"{START}\nimport lightning_program\n")
+    with forks(program) as fork:
+        yield fork
+
+
 @pytest.fixture
 def python(fork_python):
     """Run code, under `torchrepro run` with these words if there are any."""
@@ -45,9 +54,10 @@ def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile(execut
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path, python):
+def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path, python, execute):
     """Started by `torchrepro run`, a checkpoint loads as weights only, with digest and manifest."""
-    done = python(TRAIN, str(tmp_path), under=("debug-strict",))
+    run = (sys.executable, "-m", "torchrepro", "run", "debug-strict", "--")
+    done = execute(*run, sys.executable, "-c", TRAIN, tmp_path)
     assert done.returncode == 0, done.stderr
 
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["torchrepro"]
@@ -109,22 +119,6 @@ assert lightning.Trainer.__init__.__module__.startswith("lightning")
     assert done.returncode == 0, done.stderr
     said = [line.partition("lightning: ")[2] for line in done.stderr.splitlines()]
     assert [line for line in said if line.startswith("Trainer(")] == [*SWITCHES.values()]
-
-
-@pytest.mark.slow
-def test_a_missing_hook_is_one_line(python):
-    """A Lightning whose Fabric has another shape is trained with as ever, and one line says so."""
-    code = f"""{START}
-import lightning.fabric.fabric, torchrepro
-del lightning.fabric.fabric.Fabric.save
-with torchrepro.apply("debug-strict"):
-    pass
-"""
-    done = python(code)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "Fabric.save" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("torchrepro: lightning ")
 
 
 def test_hooks_are_gone_after_the_profile():
