@@ -38,6 +38,7 @@ VARIANTS = {
         {"generator": 3},
         {"every": 6, "generator": 3},
         {"use_seedable_sampler": True},
+        {"every": 6, "use_seedable_sampler": True},
         {"use_stateful_dataloader": True},
     ],
     "huggingface": [{"data": "stream"}, {"data": "counted"}, {"every": 6}],
