@@ -342,11 +342,11 @@ def test_trackers_get_the_profile(tmp_path):
     assert any("repro" in tag for tag in events.Tags()["tensors"])
 
 
-def test_a_program_that_imports_accelerate_before_torch_is_hooked(execute):
+def test_a_program_that_imports_accelerate_before_torch_is_hooked(fork_python):
     """Under `run` the profile is put in force in the midst of that import, which is waited for."""
     program = "import accelerate; print(hasattr(accelerate.Accelerator.__init__, '__wrapped__'))"
-    run = (sys.executable, "-m", "torchrepro", "run", "debug-strict", "--")
-    done = execute(*run, sys.executable, "-c", program)
+    run = ("-m", "torchrepro", "run", "debug-strict", "--", sys.executable)
+    done = fork_python(*run, "-c", program)
 
     assert done.stdout == "True\n", done.stderr
     assert "accelerate" not in done.stderr

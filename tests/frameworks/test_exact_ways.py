@@ -17,9 +17,6 @@ KILLED_AT = 11
 
 
 PROFILES = ("debug-strict", "npu-align", "seed-only", "train-fast")
-DAILY = (None, "seed-only")
-"""Under which every way is tried daily in the main process."""
-
 LIBRARIES = ("python", "numpy", "torch")
 sys.path.append(str(HERE))
 program = import_module("ways_program")
@@ -32,16 +29,19 @@ def found(fork_python, tmp_path):
     return lambda plans: outcomes(fork_python, PROGRAM, tmp_path, plans)
 
 
-def _plans(profile, workers):
-    return [
-        Plan(workers, (KILLED_AT,), profile, options={"way": name})
-        for name, way in WAYS.items()
-        if way.only in (None, workers)
-    ]
+def _is_its_turn(way, profile):
+    return profile is None or ([*WAYS].index(way) + PROFILES.index(profile)) % 2
 
 
-def _turn(way, profile):
-    return [*WAYS].index(way) + PROFILES.index(profile)
+def _plans(profile):
+    for name, way in WAYS.items():
+        workers = (0,) if _is_its_turn(name, profile) else (2,)
+        if way.only is not None:
+            workers = (way.only,)
+        elif profile == "seed-only":
+            workers = (0, 2)
+        for number in workers:
+            yield Plan(number, (KILLED_AT,), profile, options={"way": name})
 
 
 def _libraries(name):
@@ -53,28 +53,14 @@ def _libraries(name):
 
 
 @pytest.mark.slow
-def test_what_is_exact_in_plain_python_is_exact_under_a_profile(found):
-    """Killed and resumed in the main process, every way is the whole run, as in plain Python."""
-    plans = [plan for profile in DAILY for plan in _plans(profile, 0)]
-
-    assert inexact(plans, found(plans)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", [None, *PROFILES], ids=lambda name: name or "plain")
 def test_every_way_is_exact_under_every_profile(profile, found):
-    """Killed and resumed with 0 or 2 workers, every way is the whole run under every profile.
+    """Killed and resumed, every way is the whole run under every profile, as in plain Python.
 
-    Which of the two goes round: every way has both, and so has every profile.
+    It has 0 and 2 workers under one profile, one of the two by turns under others, and 0 in plain
+    Python.
     """
-    plans = [
-        plan
-        for number in ((2,) if profile in DAILY else (0, 2))
-        for plan in _plans(profile, number)
-        if profile in DAILY
-        or WAYS[plan.options["way"]].only is not None
-        or _turn(plan.options["way"], profile) % 2 == (number == 0)
-    ]
+    plans = [*_plans(profile)]
 
     assert inexact(plans, found(plans)) == []
 
@@ -87,13 +73,9 @@ def test_seeds_count_as_in_plain_python(profile, found):
     Every way is tried without a profile, and under two of the four by turns.
     """
     tried = {
-        plan.options["way"]: [
-            library
-            for library in LIBRARIES
-            if profile is None or library in _libraries(plan.options["way"])
-        ]
-        for plan in _plans(profile, 0)
-        if profile is None or _turn(plan.options["way"], profile) % 2
+        name: LIBRARIES if profile is None else _libraries(name)
+        for name, way in WAYS.items()
+        if way.only in (None, 0) and _is_its_turn(name, profile)
     }
     plans = [
         Plan(0, (), profile, options={"way": way, "other_seed": other})

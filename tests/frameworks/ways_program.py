@@ -128,7 +128,7 @@ def author_init(worker):
 class Way:
     """How a loop of its author's own loads, draws, saves and goes on."""
 
-    dataset: type = TorchNoise
+    dataset: Callable[[], Any] = TorchNoise
     options: dict[str, Any] = field(default_factory=lambda: {"shuffle": True})
     sampler: Callable[[], Any] | None = None
     generator: int | None = None  # the seed of a generator that the loader is given
@@ -136,12 +136,8 @@ class Way:
     at_step: bool = True  # they are saved as they are after the step
     host: bool = False  # those of `random` and numpy are saved as well
     dropout: float = 0.5
-    skip: str = "pass over"
-    split: bool = False
     stateful: bool = False
     whole_epochs: bool = False  # a checkpoint is written at the end of an epoch only
-    sets_epoch: bool = False
-    own_states: bool = False  # the generator of the loader or sampler is saved as the epoch began
     seeds_once: bool = False  # a run that goes on puts the generators back instead of seeding them
     only: int | None = None  # the one number of workers with which it is exact in plain Python
 
@@ -161,15 +157,11 @@ def _put(states):
 
 
 def _loader(way, workers):
-    dataset = way.dataset()
-    if way.split:
-        own = torch.Generator().manual_seed(5)
-        dataset, _ = data.random_split(dataset, [ITEMS - 4, 4], generator=own)
-    options = dict(way.options)
+    dataset, options = way.dataset(), dict(way.options)
     if way.sampler is not None:
         options = {"sampler": way.sampler(), **options}
         options.pop("shuffle", None)
-    if issubclass(way.dataset, data.IterableDataset):
+    if isinstance(dataset, data.IterableDataset):
         options.pop("shuffle", None)
     if not workers:
         options.pop("persistent_workers", None)
@@ -254,19 +246,19 @@ def train(folder, workers, after_step, way="both", other_seed=None):
     for epoch in range(0 if saved is None else saved["epoch"], EPOCHS):
         going_on, saved = saved, None  # for the epoch that was interrupted alone
         done = 0 if going_on is None else going_on["done"]
-        if way.sets_epoch:
+        if isinstance(loader.sampler, data.DistributedSampler):
             loader.sampler.set_epoch(epoch)
         if isinstance(loader.sampler, Skipping):
             loader.sampler.epoch, loader.sampler.start = epoch, done * BATCH
         if going_on is not None and way.at_start:
             _put(going_on["start"])
-        if going_on is not None and way.own_states:
-            _put_own(loader, going_on["own"])
         if going_on is not None and way.stateful:
             loader.load_state_dict(going_on["loader"])
+        elif going_on is not None:
+            _put_own(loader, going_on["own"])
         start, own = _rng(way.host), _read_own(loader)
         batches = iter(loader)
-        if way.skip == "pass over":
+        if not (way.stateful or isinstance(loader.sampler, Skipping)):
             for _ in range(done):
                 next(batches)
         if going_on is not None and way.at_step and not way.whole_epochs:
@@ -284,6 +276,11 @@ def train(folder, workers, after_step, way="both", other_seed=None):
         if way.whole_epochs:
             save(epoch + 1, 0, _rng(way.host), _read_own(loader))
     return weights(model), resumed_from
+
+
+def _split():
+    own = torch.Generator().manual_seed(5)
+    return data.random_split(TorchNoise(), [ITEMS - 4, 4], generator=own)[0]
 
 
 def _weighted():
@@ -322,12 +319,12 @@ WAYS = {
         sampler=lambda: data.RandomSampler(Plain(), replacement=True, num_samples=ITEMS)
     ),
     "both, subset": Way(sampler=lambda: data.SubsetRandomSampler(range(4, ITEMS))),
-    "both, split": Way(split=True),
-    "both, distributed sampler": Way(sampler=_distributed, sets_epoch=True),
+    "both, split": Way(_split),
+    "both, distributed sampler": Way(sampler=_distributed),
     "both, numpy's order": Way(sampler=DrawingSampler, host=True),
-    "both, own generator": Way(generator=3, own_states=True),
-    "both, sampler's generator": Way(sampler=_own_generator_sampler, own_states=True),
-    "both, sampler's numpy": Way(sampler=_own_numpy_sampler, own_states=True),
+    "both, own generator": Way(generator=3),
+    "both, sampler's generator": Way(sampler=_own_generator_sampler),
+    "both, sampler's numpy": Way(sampler=_own_numpy_sampler),
     "both, worker_init_fn": Way(
         HostNoise, options={"shuffle": True, "worker_init_fn": author_init}, host=True
     ),
@@ -335,24 +332,23 @@ WAYS = {
         OwnNoise,
         options={"persistent_workers": True},
         sampler=_distributed,
-        sets_epoch=True,
         at_start=False,
     ),
     "both, drop_last": Way(options={"shuffle": True, "drop_last": True}),
-    "both, prefetch": Way(OwnNoise, options={"shuffle": True}, generator=8, own_states=True),
+    "both, prefetch": Way(OwnNoise, options={"shuffle": True}, generator=8),
     "start": Way(at_step=False, dropout=0.0),
     "start, random and numpy": Way(AllNoise, at_step=False, dropout=0.0, host=True),
-    "step, distributed sampler": Way(Plain, sampler=_distributed, sets_epoch=True, at_start=False),
+    "step, distributed sampler": Way(Plain, sampler=_distributed, at_start=False),
     "step, in order": Way(OwnNoise, options={}, at_start=False),
-    "step, skipping sampler": Way(OwnNoise, sampler=Skipping, at_start=False, skip="sampler"),
+    "step, skipping sampler": Way(OwnNoise, sampler=Skipping, at_start=False),
     "step, stream": Way(Stream, at_start=False),
     "both, stream": Way(Stream),
     "both, noisy stream in workers": Way(NoisyStream, only=2),
     "epochs": Way(whole_epochs=True),
     "epochs, random and numpy": Way(AllNoise, whole_epochs=True, host=True),
-    "epochs, own generator": Way(generator=3, own_states=True, whole_epochs=True),
+    "epochs, own generator": Way(generator=3, whole_epochs=True),
     "epochs, noisy stream": Way(NoisyStream, whole_epochs=True),
-    "stateful": Way(OwnNoise, stateful=True, at_start=False, skip="itself"),
-    "stateful, both, noise": Way(stateful=True, skip="itself", only=0),
+    "stateful": Way(OwnNoise, stateful=True, at_start=False),
+    "stateful, both, noise": Way(stateful=True, only=0),
 }
 """Name -> way. Each is exact with 0 and with 2 workers, unless it says with how many."""
