@@ -13,7 +13,7 @@ alone: it leaves code out by its module.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import update_wrapper, wraps
@@ -31,6 +31,7 @@ Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], Change
 
 @dataclass(slots=True, eq=False)
 class _Heard:
+    name: str  # its first, under which pickle finds the stand-in
     original: Any
     stand_in: Any = None
     undo: ExitStack = field(default_factory=ExitStack)  # for the modules and classes that show it
@@ -51,13 +52,13 @@ def listen(module: str, name: str, listener: Listener) -> None:
     if original is None:
         return
     if (module, name) not in _heard:
-        # A function that is known under another name keeps one stand-in, which pickle finds under
-        # the first.
+        # A function that is known under another name keeps one stand-in.
         known = (each for each in _heard.values() if original in (each.original, each.stand_in))
-        heard = _heard[module, name] = next(known, None) or _Heard(original)
+        heard = next(known, None) or _Heard(f"{module}.{name}", original)
+        _heard[module, name] = heard
         if heard.stand_in is None:
             is_bound = isinstance(original, MethodType) or not hasattr(type(original), "__get__")
-            heard.stand_in = (_BuiltIn if is_bound else _function)(f"{module}.{name}", heard)
+            heard.stand_in = (_BuiltIn if is_bound else _function)(heard)
             heard.stand_in.__module__, heard.stand_in.__qualname__ = module, name
         patch(heard.undo, owner, attribute, heard.stand_in, heard.original)
     listeners = _heard[module, name].listeners
@@ -101,31 +102,25 @@ def _owner(module: str, name: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def _function(name: str, heard: _Heard) -> Any:
-    original, listeners = heard.original, heard.listeners
+def _function(heard: _Heard) -> Any:
+    original = heard.original
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _tell(listeners, name, args, kwargs, original(*args, **kwargs))
+        return _tell(heard, args, kwargs, original(*args, **kwargs))
 
     return call
 
 
-def _tell(
-    listeners: Sequence[Listener],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    done: Any,
-) -> Any:
-    if _is_compiling() or not listeners:
+def _tell(heard: _Heard, args: tuple[Any, ...], kwargs: Mapping[str, Any], done: Any) -> Any:
+    if _is_compiling() or not heard.listeners:
         return done
     caller = sys._getframe(1).f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if caller is None:
         return done  # a thread has begun with the function: no line of the program called it
-    for listener in tuple(listeners):
+    for listener in tuple(heard.listeners):
         try:
-            change = listener(name, args, kwargs, caller)
+            change = listener(heard.name, args, kwargs, caller)
         except Exception:  # noqa: BLE001, S112 - the program's arguments may raise; its call has succeeded
             continue
         if change is not None:
@@ -136,13 +131,12 @@ def _tell(
 class _BuiltIn:
     """Stands in for a function that never becomes a method, as one written in C."""
 
-    def __init__(self, name: str, heard: _Heard) -> None:
+    def __init__(self, heard: _Heard) -> None:
         update_wrapper(self, heard.original)
-        self._name, self._original, self._listeners = name, heard.original, heard.listeners
+        self._heard, self._original = heard, heard.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        done = self._original(*args, **kwargs)
-        return _tell(self._listeners, self._name, args, kwargs, done)
+        return _tell(self._heard, args, kwargs, self._original(*args, **kwargs))
 
     def __reduce__(self) -> str:
         return str(vars(self)["__qualname__"])

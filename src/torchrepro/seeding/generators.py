@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
@@ -70,24 +70,22 @@ class Kind(NamedTuple):
     name: str
     module: str
     type: str
-    read: str = "get_state"
-    write: str = "set_state"
-    more: Mapping[str, Any] = {}  # what its method `read` takes
-
-    def slot(self, generator: Any) -> Slot:
-        if self.name == "numpy":  # it keeps its state in another object, as an attribute
-            words = generator.bit_generator
-            return Slot(lambda: words.state, partial(setattr, words, "state"))
-        return Slot(
-            partial(getattr(generator, self.read), **self.more), getattr(generator, self.write)
-        )
+    slot: Callable[[Any], Slot]
 
 
 KINDS = (
-    Kind("python", "random", "Random", "getstate", "setstate"),
-    Kind("numpy", "numpy.random", "Generator"),
-    Kind("numpy_legacy", "numpy.random", "RandomState", more={"legacy": False}),
-    Kind("torch", "torch", "Generator"),
+    Kind("python", "random", "Random", lambda own: Slot(own.getstate, own.setstate)),
+    Kind(
+        *("numpy", "numpy.random", "Generator"),  # it keeps its state in another object
+        lambda own: Slot(
+            lambda: own.bit_generator.state, partial(setattr, own.bit_generator, "state")
+        ),
+    ),
+    Kind(
+        *("numpy_legacy", "numpy.random", "RandomState"),
+        lambda own: Slot(partial(own.get_state, legacy=False), own.set_state),
+    ),
+    Kind("torch", "torch", "Generator", lambda own: Slot(own.get_state, own.set_state)),
 )
 """Every kind of generator that can be registered."""
 

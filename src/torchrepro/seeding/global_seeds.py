@@ -319,13 +319,11 @@ class LibrarySeeds:
             self.watch()
 
     def watch(self) -> None:
-        self._waiting.unwatch()
         seeders = _seeders()
         for module in seeders:
             if sys.modules.get(module) is not None and module not in self.seeded:
                 self.seed_library(module)
-        waiting = [module for module in seeders if module not in sys.modules]
-        self._waiting = AfterImport(waiting, self._seed_when_loaded)
+        self._waiting.modules = dict.fromkeys(name for name in seeders if name not in sys.modules)
         self._waiting.watch()
 
     def seed_library(self, module: str) -> None:
