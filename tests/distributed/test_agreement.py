@@ -18,7 +18,6 @@ print("went on", flush=True)
 dist.destroy_process_group()
 time.sleep(1)
 """
-OTHER_ON_RANK_1 = "[['{}'], ['{}']][rank]"
 STEP = """
 dist.init_process_group("gloo")
 applied = torchrepro.apply("seed-only", OVERRIDES)
@@ -35,27 +34,40 @@ def _program(start, overrides):
 
 
 @pytest.mark.parametrize(
-    ("start", "key", "first", "other"),
+    ("start", "first", "other", "named"),
     [
-        (START, "backends.cudnn.benchmark", "true", "false"),
-        (STEP, "dropout", "keep", "zero"),
-        (START, "seed", "7", "8"),
-        (START, "streams.split", "1", "2"),
-        (START, "ranks", "same", "distinct"),
+        (
+            START,
+            ["backends.cudnn.benchmark=true"],
+            ["backends.cudnn.benchmark=false"],
+            ["backends.cudnn.benchmark: true on rank 0, false on rank 1"],
+        ),
+        (STEP, ["dropout=keep"], ["dropout=zero"], ["dropout: keep on rank 0, zero on rank 1"]),
+        (
+            START,
+            ["seed=7", "streams.a=1", "ranks=same"],
+            ["seed=8", "streams.a=2", "ranks=distinct"],
+            [
+                "ranks: same on rank 0, distinct on rank 1",
+                "seed plan: ranks: same on rank 0, distinct on rank 1",
+                "seed plan: seed: 7 on rank 0, 8 on rank 1",
+                "seed plan: streams: {'a': 1} on rank 0, {'a': 2} on rank 1",
+                "streams: {'a': 1} on rank 0, {'a': 2} on rank 1",
+            ],
+        ),
     ],
+    ids=["a knob as the group is made", "a knob at a step", "the seed plan"],
 )
-def test_ranks_that_differ_stop_and_name_only_what_differs(on_two_ranks, start, key, first, other):
-    """A knob, a seed or a policy that differs between ranks stops all of them, and is named."""
-    overrides = OTHER_ON_RANK_1.format(f"{key}={first}", f"{key}={other}")
-
-    ended = on_two_ranks(_program(start, overrides))
+def test_ranks_that_differ_stop_and_name_only_what_differs(
+    on_two_ranks, start, first, other, named
+):
+    """Knobs, seeds and policies that differ between ranks stop all of them, and are named."""
+    ended = on_two_ranks(_program(start, f"{[first, other]}[rank]"))
 
     assert ended.returncode != 0
     assert "went on" not in ended.stdout
-    named = [line for line in ended.stderr.splitlines() if " on rank 0, " in line]
-    assert named
-    assert all(key.partition(".")[0] in line for line in named)
-    assert any(first in line and other in line for line in named)
+    lines = {line.strip() for line in ended.stderr.splitlines() if " on rank 0, " in line}
+    assert sorted(lines) == named
 
 
 def test_a_rank_without_a_profile_is_named(on_two_ranks):

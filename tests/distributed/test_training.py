@@ -29,21 +29,7 @@ runpy.run_path(EXAMPLE, run_name="__main__")
 """The example, one of whose ranks is killed right after it has saved a step."""
 
 
-WORDS = ("+repro=debug-strict", "batch_size=64")
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_training_on_ranks_that_differ_is_repeatable(on_two_ranks, distributed_digits, parallel):
-    """Under one profile two runs on two ranks end with the same weights, bit for bit."""
-    words = (*WORDS, "repro.ranks=distinct", f"parallel={parallel}", "epochs=1")
-
-    one, two = (
-        on_two_ranks(distributed_digits, *words, env=IN_FORCE_FROM_THE_START) for _ in range(2)
-    )
-
-    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
-    assert one.stdout.startswith("weights ")
-    assert one.stdout == two.stdout
+WORDS = ("+repro=debug-strict", "repro.ranks=distinct", "batch_size=64", "epochs=2")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
@@ -52,11 +38,12 @@ def test_a_run_that_lost_a_rank_goes_on_where_it_was(
 ):
     """After SIGKILL of one rank, resuming ends with the weights of the uninterrupted run.
 
-    So it does where torchrun started the run that was lost, and another launcher the others.
+    Ranks draw differently, and two runs under one profile agree, bit for bit. So it is where
+    torchrun started the run that was lost, and another launcher the others.
     """
     in_forks = partial(on_two_ranks, env=IN_FORCE_FROM_THE_START)
     first = by_torchrun if parallel == "ddp" else in_forks
-    words = (*WORDS, f"parallel={parallel}", "epochs=2")
+    words = (*WORDS, f"parallel={parallel}")
     kept = ("checkpoint=kept", "checkpoint_every=1")
     whole = in_forks(distributed_digits, *words)
 
@@ -71,3 +58,4 @@ def test_a_run_that_lost_a_rank_goes_on_where_it_was(
     assert first is in_forks or f"Signal {signal.SIGKILL:d}" in interrupted.stderr
     assert "step-000000007" <= interrupted_at < "step-000000022"
     assert resumed.stdout == whole.stdout
+    assert whole.stdout.startswith("weights ")

@@ -2,13 +2,12 @@
 
 import importlib
 import json
-import os
 import random
 import resource
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 
 import torchrepro
 from torchrepro.seeding import global_seeds, streams
-from torchrepro.seeding.generators import registered
+from torchrepro.seeding.generators import plain_state, registered
 from torchrepro.seeding.streams import VARIABLES
 
 NUMBERING = {name for pair in VARIABLES for name in pair}
-TIMEOUT = 300
 DRAWER = "import random\nrng = random.Random(99)\nseeds = []\n"
 
 
@@ -81,7 +79,7 @@ def seed_1234() -> Iterator[Any]:
 def read_generators() -> dict[str, Any]:
     """Read every generator of this process, registered ones too, and the seed plan."""
     kind, keys, *rest = np.random.get_state()
-    own = {name: _plain(kind.slot(it).read()) for name, (kind, it) in registered.items()}
+    own = {name: plain_state(kind.slot(it).read()) for name, (kind, it) in registered.items()}
     return {
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), rest),
@@ -89,12 +87,6 @@ def read_generators() -> dict[str, Any]:
         "plan": streams.current_plan(),
         **own,
     }
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _plain(part) for key, part in state.items()}
-    return state.tolist() if isinstance(state, torch.Tensor | np.ndarray) else state
 
 
 @pytest.fixture
@@ -118,36 +110,21 @@ def refused(generators: Callable[[], Any]) -> Callable[[Any], str]:
 
 
 @pytest.fixture
-def answer_of(tmp_path: Path) -> Callable[..., Any]:
+def answer_of(execute: Callable[..., Any]) -> Callable[..., Any]:
     """Run a program in a fresh Python and return the JSON value in the last line it prints."""
-
-    def answer_of(program: str, *arguments: Any, **variables: str) -> Any:
-        environment = {k: v for k, v in os.environ.items() if k not in NUMBERING}
-        done = subprocess.run(
-            [sys.executable, "-c", program, *map(str, arguments)],
-            env=environment | variables,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return answer_of
+    return partial(_answer, partial(execute, sys.executable, "-c"))
 
 
 @pytest.fixture
 def forked_answer_of(fork_python: Callable[..., Any]) -> Callable[..., Any]:
     """Do what `answer_of` does in a fork of a Python that has torch."""
+    return partial(_answer, partial(fork_python, "-c"))
 
-    def forked_answer_of(program: str, *arguments: Any, **variables: str) -> Any:
-        done = fork_python("-c", program, *arguments, env=variables)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
 
-    return forked_answer_of
+def _answer(run: Callable[..., Any], *program: Any, **variables: str) -> Any:
+    done = run(*program, env=variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Workers that are started afresh (spawn, forkserver) load what forked ones and none load."""
+"""Workers that are started afresh (spawn, forkserver) load what none load."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str
     return loaded
 
 
-by_context = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+by_context = pytest.mark.parametrize("context", ["spawn", "forkserver"])
 
 
 @by_context

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import inspect
-import pickle
 import random
 import sys
 import threading
@@ -61,31 +60,26 @@ PRESENT = [place for place, function in _originals().items() if function is not 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_does_what_it_always_did(name: str, generators: State) -> None:
-    """A seeding call under a profile leaves the state that it leaves without one."""
-    CALLS[name](77)
-    expected = generators()
-    with torchrepro.apply({"seed": 1}):
-        random.random(), np.random.rand(), torch.rand(1)
-        CALLS[name](77)
-        inside = generators()
+def test_a_call_does_what_it_always_did_and_is_recorded(name: str, generators: State) -> None:
+    """It leaves the state that it leaves without a profile, and one record per place.
+
+    That has function, last value, file, line and how often.
+    """
     part = {"random": "python", "numpy": "numpy", "torch": "torch"}[name.partition(".")[0]]
-
-    assert inside[part] == expected[part]
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_recorded_with_its_line(name: str, seed_1234: Any) -> None:
-    """Function, last value, file, line and how often: one record per place."""
     line = inspect.getsourcelines(CALLS[name])[1]
     called = _first_name(name)
     CALLS[name](77)
-    assert seed_1234.seeding_calls == (SeedingCall(called, "77", f"{HERE}:{line}", 1),)
-    for seed in range(5):
-        CALLS[name](seed)
+    expected = generators()
+    with torchrepro.apply({"seed": 1}) as applied:
+        random.random(), np.random.rand(), torch.rand(1)
+        CALLS[name](77)
+        assert generators()[part] == expected[part]
+        assert applied.seeding_calls == (SeedingCall(called, "77", f"{HERE}:{line}", 1),)
+        for seed in range(5):
+            CALLS[name](seed)
 
-    assert seed_1234.seeding_calls == (SeedingCall(called, "4", f"{HERE}:{line}", 6),)
-    assert str(seed_1234.seeding_calls[0]) == f"{called}(4) at {HERE}:{line} (6 times)"
+    assert applied.seeding_calls == (SeedingCall(called, "4", f"{HERE}:{line}", 6),)
+    assert str(applied.seeding_calls[0]) == f"{called}(4) at {HERE}:{line} (6 times)"
 
 
 def test_every_place_is_recorded_in_the_order_of_its_first_call(seed_1234: Any) -> None:
@@ -199,22 +193,6 @@ def test_nested_profiles_have_records_of_their_own(seed_1234: Any) -> None:
     assert [call.function for call in inner.seeding_calls] == ["numpy.random.seed"]
     assert before == seed_1234.seeding_calls[:1]
     assert [c.function for c in seed_1234.seeding_calls] == ["random.seed", "torch.manual_seed"]
-
-
-@pytest.mark.parametrize("place", PRESENT, ids=".".join)
-def test_the_functions_can_be_sent_to_another_process(place: tuple[str, str]) -> None:
-    """What pickles without a profile does so under one, as `Pool(initializer=np.random.seed)`."""
-    function = _originals()[place]
-    try:
-        pickle.dumps(function)
-    except pickle.PicklingError:
-        pytest.skip("torch.compile has put a wrapper in its place, which does not pickle")
-    with torchrepro.apply({"seed": 1}):
-        watched = _originals()[place]
-        content = pickle.dumps(watched)
-        assert pickle.loads(content) is watched
-
-    assert pickle.loads(content) == function
 
 
 def test_a_program_that_seeds_without_end_is_recorded_up_to_a_limit(seed_1234: Any) -> None:

@@ -92,15 +92,7 @@ def test_a_snapshot_is_plain_text(tmp_path: Path, registered: None, seed_1234: A
     assert snapshot["seed_plan"]["seed"] == 1234
     assert set(snapshot["kinds"]) == set(OWN)
     assert {"python", "numpy", "torch"} <= set(snapshot["generators"])
-
-    def plain(value: Any) -> bool:
-        if isinstance(value, dict):
-            return all(type(key) is str for key in value) and all(map(plain, value.values()))
-        if isinstance(value, list):
-            return all(map(plain, value))
-        return value is None or type(value) in (int, float, str, bool)
-
-    assert plain(torchrepro.rng_state())
+    assert json.loads(json.dumps(snapshot := torchrepro.rng_state())) == snapshot
 
 
 FIRST = """
@@ -219,17 +211,16 @@ def test_threads_that_save_to_one_path_do_not_mix_their_contents(tmp_path: Path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-@settings(max_examples=100)
-@given(kept=st.integers(0, 10**6))
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9999])
 def test_a_file_that_is_cut_off_is_refused(
-    kept: int, refused: Callable[[Any], str], tmp_path: Path
+    share: float, refused: Callable[[Any], str], tmp_path: Path
 ) -> None:
     """However much of the file is missing, the message says so and nothing has changed."""
     path = tmp_path / "rng.json"
     torchrepro.save_rng_state(path)
     random.random(), np.random.rand(), torch.rand(1)
     content = path.read_bytes()
-    path.write_bytes(content[: kept % len(content)])
+    path.write_bytes(content[: int(share * len(content))])
 
     assert str(path) in refused(path)
 

@@ -1,5 +1,6 @@
 """Snapshots that do not fit: each is refused with its reason, and nothing changes."""
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -8,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.seeding import state
@@ -59,37 +58,20 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
             yield (*path, key)
 
 
-def _other(value: Any) -> st.SearchStrategy[Any]:
-    if isinstance(value, str) and value:
-        place = st.integers(0, len(value) - 1)
-        return place.map(lambda i: value[:i] + ("A" if value[i] != "A" else "B") + value[i + 1 :])
-    texts = st.sampled_from(["", "x"]).filter(lambda text: text != value)
-    if isinstance(value, int):
-        return st.integers(-3, 3).filter(bool).map(lambda step: value + step) | texts
-    return texts | st.just({"a": 1})
-
-
-@settings(max_examples=250)
-@given(data=st.data())
-def test_any_value_that_was_changed_is_noticed(
-    data: st.DataObject, refused: Callable[[Any], str]
-) -> None:
+@pytest.mark.parametrize("top", [*state.PARTS, "checksum"])
+def test_any_value_that_was_changed_is_noticed(top: str, refused: Callable[[Any], str]) -> None:
     """A snapshot in which any one value is another, or is gone, is refused."""
-    damaged = json.loads(json.dumps(_moved()))
-    top = data.draw(st.sampled_from(sorted(damaged)))
-    if isinstance(damaged[top], dict) and damaged[top]:
-        *path, last = top, *data.draw(st.sampled_from(list(_places(damaged[top]))))
-    else:
-        path, last = [], top
-    owner = damaged
-    for key in path:
-        owner = owner[key]
-    if data.draw(st.booleans()):
+    snapshot = json.loads(json.dumps(_moved()))
+    places = list(_places({top: snapshot[top]}))
+    for *path, last in (places[0], places[-1]):
+        damaged = copy.deepcopy(snapshot)
+        owner = damaged
+        for key in path:
+            owner = owner[key]
+        owner[last] = "changed"
+        assert "damaged" in refused(damaged)
         del owner[last]
-    else:
-        owner[last] = data.draw(_other(owner[last]))
-
-    assert "damaged" in (message := refused(damaged)) or "format" in message
+        assert "damaged" in refused(damaged)
 
 
 def test_a_format_of_the_future_is_refused(refused: Callable[[Any], str]) -> None:

@@ -99,7 +99,7 @@ def test_a_stateful_loader_loads_what_a_plain_one_loads(
 
 
 @pytest.mark.parametrize(("way", "items"), [("auto", 0), ("auto", 1), ("named", 0), ("named", 1)])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     epochs=st.integers(0, 2),
     done=st.integers(0, BATCHES),

@@ -2,10 +2,12 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -41,6 +43,35 @@ def test_every_coordinate_matters(one: Any, other: Any, place: int) -> None:
         assert derive(*one).seed64 != derive(*different).seed64
 
 
+def _streams(count: int) -> Iterator[Stream]:
+    """Of neighbouring coordinates: steps, 10 epochs, 10 workers, 10 ranks and 4 names."""
+    names = ("init", "augment", "dropout", "split")
+    places = product(range(count // 4000 + 1), range(10), range(10), range(10), names)
+    for step, epoch, worker, rank, name in islice(places, count):
+        yield derive(name, 1234, rank, worker, epoch, step)
+
+
+def _repeated(values: npt.NDArray[Any]) -> int:
+    return len(values) - len(np.unique(values))
+
+
+def test_seeds_collide_as_rarely_as_chance_has_it() -> None:
+    """10**6 seeds differ at 64 bits, and at 32 repeat within 4 sigma of what chance expects."""
+    count = 10**6
+    seeds = np.fromiter((stream.seed64 for stream in _streams(count)), np.uint64, count)
+    # Expected number of values drawn before: count - distinct, whose variance is about its mean.
+    expected = count + 2**32 * np.expm1(count * np.log1p(-(2.0**-32)))
+
+    assert _repeated(seeds) == 0
+    assert abs(_repeated(seeds % np.uint64(2**32)) - expected) <= 4 * np.sqrt(expected)
+
+
+def test_streams_begin_differently() -> None:
+    """3,000 streams differ in the first number drawn, whichever library draws."""
+    for numbers in zip(*map(first_numbers, _streams(3000)), strict=True):
+        assert len(set(numbers)) == 3000
+
+
 @given(where=COORDINATES, kinds=st.lists(st.sampled_from(["stream", "order", "rank", "loader"])))
 def test_equal_coordinates_give_equal_streams(where: Any, kinds: list[str]) -> None:
     """A stream depends on its coordinates and its kind, and on nothing else."""
@@ -54,13 +85,6 @@ def test_names_that_look_alike_are_different_names() -> None:
     alike = ["a", "A", " a", "a/", "a/None", "\u00e9", "e\u0301", "?", "\udc80", "\udc81", "\ufffd"]
 
     assert len({derive(name, 0).key for name in alike}) == len(alike)
-
-
-def _words_of_torch(stream: Stream, count: int) -> list[int]:
-    pairs = torch.empty(count // 2, dtype=torch.int64).random_(
-        -(2**63), None, generator=stream.torch()
-    )
-    return [word % 2**32 for pair in pairs.tolist() for word in (pair >> 32, pair)]
 
 
 @given(where=COORDINATES)
@@ -89,20 +113,6 @@ def test_torch_starts_from_its_whole_state(where: Any) -> None:
     for seed in (stream.seed64, stream.seed):
         seeded = torch.Generator().manual_seed(seed).get_state().numpy()
         assert not np.array_equal(seeded[24 : 24 + 8 * WORDS], state[24 : 24 + 8 * WORDS])
-
-
-@given(where=COORDINATES, odd=st.integers(1, 40))
-def test_torch_draws_what_a_twister_in_that_state_draws(where: Any, odd: int) -> None:
-    """`.torch()` is numpy's Mersenne Twister from the same words, and starts with nothing left."""
-    stream = derive(*where)
-    words = stream.torch().get_state().numpy()[24 : 24 + 8 * WORDS].view(np.uint64)
-    twister = np.random.RandomState()
-    twister.set_state(("MT19937", words.astype(np.uint32), WORDS))
-
-    expected = twister.randint(0, 2**32, 1500, dtype=np.uint32)
-    assert _words_of_torch(stream, 1500) == expected.tolist()
-    normal = torch.randn(odd, generator=stream.torch())
-    assert torch.equal(normal, torch.randn(odd, generator=stream.torch()))
 
 
 @given(where=COORDINATES)

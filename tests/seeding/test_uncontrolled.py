@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -270,8 +271,8 @@ def test_functions_stay_what_they_are() -> None:
             clock = time.time
 
         assert {place: looks(_functions()[place]) for place in places} == before
-        seeding = random.seed, np.random.seed, random.Random.seed, np.random.default_rng
-        for function in (*seeding, os.urandom, os.listdir, id):
+        seeding = random.seed, np.random.seed, random.Random.seed, torch.cuda.manual_seed
+        for function in (*seeding, np.random.default_rng, os.urandom, os.listdir, id):
             assert pickle.loads(pickle.dumps(function)) is function
         assert os.scandir in os.supports_fd
         assert type(WatchedTimer().clock()) is type(Timer().clock()) is float
@@ -281,30 +282,6 @@ def test_functions_stay_what_they_are() -> None:
             os.scandir("nowhere")
         with pytest.raises(TypeError):
             os.urandom()  # type: ignore[call-arg]
-
-
-def test_another_function_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that the program itself puts in place while it is watched is left there."""
-
-    def mine(size: int) -> bytes:
-        return b"1" * size
-
-    monkeypatch.setattr(os, "urandom", os.urandom)
-    with _watched():
-        os.urandom = mine
-
-    assert os.urandom is mine
-
-
-def test_threads_of_the_program_are_told_of_too() -> None:
-    """A read on a thread of the program is noted like any other."""
-    with _watched(UNSEEDED) as watch:
-        _run("import os, threading\ndef draw():\n    os.urandom(1)\n")
-        thread = threading.Thread(target=_names["draw"])
-        thread.start()
-        thread.join()
-
-    assert [read.where for read in watch.reads()] == ["program.py:3"]
 
 
 def test_a_thread_that_begins_with_a_function_is_the_programs_own(
