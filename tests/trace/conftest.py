@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrepro
 from torchrepro.trace.reader import Trace, read_run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,13 @@ def seen(trace: Trace) -> list[Seen]:
 
 def _parts(whole: bytes, length: int) -> tuple[bytes, ...]:
     return tuple(whole[start : start + length] for start in range(0, len(whole), length))
+
+
+def line_of(end: str, file: str | Path) -> int:
+    """Return the number of the one line of a file that ends with `end`."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if line.endswith(end))
+    return number
 
 
 Recorder = Callable[..., Trace]

@@ -9,50 +9,26 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .conftest import Net, Recorder, seen, train
+from .conftest import Net, Recorder, line_of, seen, train
 
-HERE = Path(__file__)
-TRAINING = HERE.with_name("conftest.py").read_text(encoding="utf-8").splitlines()
-
-
-def line_of(text: str) -> int:
-    """Return the number of the one line of the shared models that holds `text`."""
-    (number,) = [number for number, line in enumerate(TRAINING, start=1) if text in line]
-    return number
+TRAINING = Path(__file__).with_name("conftest.py")
 
 
-def test_ops_have_the_module_and_the_line_that_compute_them(net: Net, recorded: Recorder) -> None:
-    """A layer's op has the layer's path and the user's line; a gradient's has those of its op."""
-    found = seen(recorded(lambda: train(net)))
-
-    line = line_of("torch.tanh(self.linear(x)) + x")
-    for op, phase, child, layers in (
-        ("addmm", "forward", ".linear", (0, 1, 2)),
-        ("tanh", "forward", "", (0, 1, 2)),  # what a module computes itself
-        ("tanh_backward", "backward", "", (2, 1, 0)),
-    ):
-        of_op = [one for one in found if one.op == f"aten::{op}"]
-        assert [(one.step, one.module) for one in of_op] == [
-            (step, f"layers.{layer}{child}") for step in (0, 1) for layer in layers
-        ]
-        assert {(one.phase, one.line) for one in of_op} == {(phase, line)}
-
-
-@pytest.mark.parametrize("foreach", [False, True])
 def test_the_optimizers_ops_are_its_phase_and_have_the_line_of_its_step(
-    net: Net, recorded: Recorder, foreach: bool
+    net: Net, recorded: Recorder
 ) -> None:
-    """What an optimizer does is recorded as the optimizer's, where the program called it."""
-    trace = recorded(lambda: train(net, foreach=foreach))
+    """What an optimizer does is recorded as the optimizer's, where the program called it.
 
-    found = [one for one in seen(trace) if one.phase == "optimizer"]
-    assert [one.phase for one in seen(trace)][-1] == "optimizer"
-    assert {one.line for one in found} == {line_of("optimizer.step()  # of the shared training")}
+    What it does to one parameter has the module of that.
+    """
+    records = seen(recorded(lambda: train(net, foreach=False)))
+
+    found = [one for one in records if one.phase == "optimizer"]
+    assert records[-1].phase == "optimizer"
+    assert {one.line for one in found} == {line_of("  # of the shared training", TRAINING)}
     assert found[0].op == "SGD.step()"
-    if not foreach:
-        assert {one.module for one in found if one.op.startswith("aten")} == {
-            f"layers.{layer}.linear" for layer in range(3)
-        }
+    modules = {one.module for one in found if one.op.startswith("aten")}
+    assert modules == {f"layers.{layer}.linear" for layer in range(3)}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -116,23 +92,6 @@ def test_a_closure_runs_as_forward_and_backward(net: Net, recorded: Recorder) ->
     assert {one.phase for one in found if one.op == "aten::tanh_backward"} == {"backward"}
 
 
-def test_batches_are_recorded_where_they_enter_the_program(recorded: Recorder) -> None:
-    """A loader's batch is one record of the data phase, at the line of the loop."""
-    data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
-
-    def program() -> None:
-        for batch, targets in torch.utils.data.DataLoader(data, batch_size=3):
-            (batch.sum() + targets.sum()).item()
-
-    found = [one for one in seen(recorded(program)) if one.op == "DataLoader"]
-    assert [(one.phase, one.shapes) for one in found] == [
-        ("data", "float32[3, 2], int64[3]"),
-        ("data", "float32[3, 2], int64[3]"),
-    ]
-    source = HERE.read_text(encoding="utf-8").splitlines()
-    assert {source[one.line - 1].strip()[:9] for one in found} == {"for batch"}
-
-
 def test_loaders_of_torchdata_are_watched_as_well(recorded: Recorder) -> None:
     """Each batch is recorded once, of torch's loader and of torchdata's, when both are there."""
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -141,25 +100,6 @@ def test_loaders_of_torchdata_are_watched_as_well(recorded: Recorder) -> None:
     for kind in (torch.utils.data.DataLoader, StatefulDataLoader):
         found = seen(recorded(lambda kind=kind: [batch.sum() for (batch,) in kind(data, 3)]))
         assert len([one for one in found if one.op == "DataLoader"]) == 2
-
-
-@pytest.mark.slow
-def test_workers_change_nothing_but_the_making_of_batches(recorded: Recorder) -> None:
-    """With workers a batch is the same record, and when it arrived is not recorded."""
-    data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2))
-
-    def batches(workers: int) -> list[tuple[bytes, ...]]:
-        def program() -> None:
-            loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=workers)
-            for (batch,) in loader:
-                batch.sum()
-
-        found = seen(recorded(program))
-        assert workers == 0 or not [one for one in found if one.phase == "data"][3:]
-        return [one.outputs for one in found if one.op == "DataLoader"]
-
-    assert len(batches(0)) == 3
-    assert batches(2) == batches(0)
 
 
 def test_threads_are_recorded_while_a_recording_runs(recorded: Recorder) -> None:

@@ -23,7 +23,7 @@ from torchrepro.trace import levels
 from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.reader import read_run
 
-from .conftest import Net, Recorder, Seen, seen
+from .conftest import Net, Recorder, Seen, line_of, seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -301,8 +301,7 @@ def test_ops_that_no_mode_sees_are_said_to_be_unseen(tmp_path: Path) -> None:
                 weight.mul_(3)
     verdict = torchrepro.compare(tmp_path / "a", tmp_path / "b")
 
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    (line,) = (number for number, text in enumerate(lines, 1) if text.endswith("# hides"))
+    line = line_of(":  # hides", __file__)
     assert verdict.notes == (
         f"ops that test_steps.py:{line} hides from all modes of torch were not recorded, nor "
         "compared",

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import torchrepro
 from torchrepro.verdict.value import UnwrittenRead, Verdict
 
-Allocate = Callable[[], torch.Tensor]
+from .conftest import line_of
 
 
 @pytest.fixture
@@ -40,11 +40,6 @@ def _leave(value: float, *sizes: int) -> None:
             _ = [torch.full((size,), value) for _ in range(300)]
 
 
-def _line(text: str) -> str:
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.endswith(text))}"
-
-
 def _trained(scale: torch.Tensor, steps: int = 3) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -57,17 +52,17 @@ def _trained(scale: torch.Tensor, steps: int = 3) -> None:
 
 
 def _partly() -> torch.Tensor:
-    memory = torch.empty(4)  # partly
+    memory = torch.empty(4)  # in part
     memory[:2] = 1.0
     return memory
 
 
-ALLOCATED: dict[str, tuple[Allocate, str]] = {
-    "a tensor": (lambda: torch.empty(4), "a tensor"),
-    "a parameter": (lambda: nn.Parameter(torch.empty(4)), "a parameter"),
-    "a view": (lambda: torch.empty(2, 4)[0].view(4), "a view"),
-    "a copy": (lambda: nn.Parameter(torch.ones(1).new_empty(4)).detach().clone(), "a copy"),
-    "in part": (_partly, "# partly"),
+ALLOCATED: dict[str, Callable[[], torch.Tensor]] = {
+    "a tensor": lambda: torch.empty(4),  # a tensor
+    "a parameter": lambda: nn.Parameter(torch.empty(4)),  # a parameter
+    "a view": lambda: torch.empty(2, 4)[0].view(4),  # a view
+    "a copy": lambda: nn.Parameter(torch.ones(1).new_empty(4)).detach().clone(),  # a copy
+    "in part": _partly,
 }
 
 
@@ -75,38 +70,19 @@ ALLOCATED: dict[str, tuple[Allocate, str]] = {
 @pytest.mark.parametrize("name", ALLOCATED)
 def test_a_loss_that_it_made_nan_is_said_with_both_lines(tmp_path: Path, name: str) -> None:
     """Runs that agree on a loss that is NaN say so, who read the memory, and who allocated it."""
-    allocate, mark = ALLOCATED[name]
-    verdict = _verdict(tmp_path, lambda _: _trained(allocate()))
+    verdict = _verdict(tmp_path, lambda _: _trained(ALLOCATED[name]()))
 
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    at = mark if mark.startswith("#") else f'"{mark}"),'
-    allocated = f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.endswith(at))}"
+    allocated = f"{__file__}:{line_of(f'  # {name}', __file__)}"
+    read = f"{__file__}:{line_of('  # read', __file__)}"
     assert verdict.same
     assert verdict.program.unwritten == (
-        UnwrittenRead(allocated, _line("# read"), "aten::mul.Tensor", is_nan=True),
+        UnwrittenRead(allocated, read, "aten::mul.Tensor", is_nan=True),
     )
-    file, _, number = allocated.rpartition("/")[2].partition(":")
     assert verdict.notes[:2] == (
         "loss is nan from step 0 on",
-        f"{_line('# read').rpartition('/')[2]} reads memory that nothing had written: "
-        f"{file}:{number} allocated it, as torch.empty does",
+        f"{Path(read).name} reads memory that nothing had written: "
+        f"{Path(allocated).name} allocated it, as torch.empty does",
     )
-
-
-def test_runs_that_diverge_by_it_name_it(tmp_path: Path) -> None:
-    """Where the runs first differ by what memory held, the line that allocated it is named."""
-
-    def program(left_over: float) -> None:
-        _leave(left_over, 4)
-        _trained(nn.Parameter(torch.empty(4)))  # allocated
-
-    verdict = _verdict(tmp_path, program)
-
-    if verdict.same:
-        pytest.skip("both runs were given the same memory")
-    assert [(each.allocated, each.read) for each in verdict.program.unwritten] == [
-        (_line("# allocated"), _line("# read"))
-    ]
 
 
 def _scratch_of_ctc(left_over: float) -> None:

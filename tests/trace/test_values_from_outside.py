@@ -9,7 +9,6 @@ import json
 import time
 import uuid
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,20 +20,13 @@ import torch.distributed.checkpoint as dcp
 import torchrepro
 from torchrepro.trace.reader import read_run
 
-from .conftest import seen
+from .conftest import line_of, seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from .conftest import Recorder
-
-LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
-
-
-def line_of(mark: str) -> int:
-    """Return the number of the one line of this file that ends with the comment `mark`."""
-    (number,) = (number for number, line in enumerate(LINES, 1) if line.endswith(f"  # {mark}"))
-    return number
 
 
 def test_the_arguments_of_an_optimizer_are_recorded_with_every_step(recorded: Recorder) -> None:
@@ -54,7 +46,7 @@ def test_the_arguments_of_an_optimizer_are_recorded_with_every_step(recorded: Re
 
     assert rates == [["_", 0.25], ["_", 0.125]]
     assert [(one.step, one.phase, one.line) for one in found] == [
-        (step, "optimizer", line_of("a step")) for step in range(2)
+        (step, "optimizer", line_of("  # a step", __file__)) for step in range(2)
     ]
 
 
@@ -92,7 +84,7 @@ def test_a_tensor_made_from_values_has_a_record_at_its_line(recorded: Recorder, 
 
     made = [one for one in seen(trace) if one.op == "new tensor"]
     read = next(one for one in seen(trace) if one.op.startswith("aten::view"))
-    assert [one.line for one in made] == [line_of(name)]
+    assert [one.line for one in made] == [line_of(f"  # {name}", __file__)]
     assert made[0].outputs[0].startswith(read.inputs[0])
 
 
@@ -150,7 +142,8 @@ def test_values_set_into_a_tensor_are_recorded_at_their_line(recorded: Recorder)
         tensor[1:3] = torch.from_numpy(np.ones(2, "float32"))  # an array
 
     made = [one for one in seen(recorded(program)) if one.op == "new tensor"]
-    assert [one.line for one in made] == [line_of("a number"), line_of("an array")]
+    lines = [line_of(f"  # {mark}", __file__) for mark in ("a number", "an array")]
+    assert [one.line for one in made] == lines
 
 
 returned: list[int] = [0]
