@@ -239,16 +239,6 @@ def test_a_program_that_records_itself_can_be_recorded(tmp_path: Path) -> None:
     assert "aten::sin" in own & outer
 
 
-def test_a_recording_leaves_no_break_in_a_compiled_graph(recorded: Recorder) -> None:
-    """A model that is to be compiled as one graph still is while its modules are recorded."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-
-    trace = recorded(lambda: compiled(torch.ones(2, 4)), level="module")
-
-    assert "module" in {one.op for one in seen(trace)}
-
-
 def test_our_own_code_is_left_out_of_compilation(recorded: Recorder) -> None:
     """Once anything is recorded torch.compile skips torchrepro's code, and torch is as it was."""
     rules = pytest.importorskip("torch._dynamo.trace_rules")
@@ -258,20 +248,27 @@ def test_our_own_code_is_left_out_of_compilation(recorded: Recorder) -> None:
     assert rules._recompile_re.__module__ == rules.__name__
 
 
-def test_functions_that_are_watched_leave_no_break_in_a_compiled_graph(recorded: Recorder) -> None:
-    """Code that a compiler takes as one graph stays one where its functions are watched."""
+@pytest.mark.parametrize(("level", "op"), [("op", "aten::sum"), ("module", "module")])
+def test_a_recording_leaves_no_break_in_a_compiled_graph(
+    recorded: Recorder, level: str, op: str
+) -> None:
+    """What a compiler takes as one graph stays one where modules and functions are watched."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
 
     @torch.compile(backend="eager", fullgraph=True)
     def chosen(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return one + 1 if id(one) == id(other) else other * 5
+        return model(one).sum() * 0 + (1 if id(one) == id(other) else 5)
 
-    one, other, results = torch.ones(2), torch.ones(2), []
+    one, other, results = torch.ones(2, 4), torch.ones(2, 4), []
     trace = recorded(
-        lambda: results.extend([chosen(one, one), chosen(one, other), id(one)]), detail=True
+        lambda: results.extend([chosen(one, one), chosen(one, other), model(one).sum(), id(one)]),
+        level=level,
+        detail=True,
     )
 
-    assert [result.tolist() for result in results[:2]] == [[2, 2], [5, 5]]
+    assert [result.item() for result in results[:2]] == [1, 5]
     assert [read["name"] for read in trace.meta["sources"]] == ["builtins.id"]
+    assert op in {one.op for one in seen(trace)}
 
 
 class Init:

@@ -1,14 +1,12 @@
 """Models that threads or coroutines train, each with its own data, are the same in any order."""
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ def _replicas() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)) for _ in range(REPLICAS)]
 
 
-def _training(model: nn.Module, seed: int, turn: AbstractContextManager[object]) -> Iterator[None]:
+def _training(model: nn.Module, seed: int) -> Iterator[None]:
     """Train, and give others a chance to come first at each yield."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -41,27 +39,22 @@ def _training(model: nn.Module, seed: int, turn: AbstractContextManager[object])
         yield
         batch = torch.randn(8, 4, generator=generator)
         wanted = batch.t().sum(0).reshape(8, 1)
-        with turn:
-            yield
-            loss = (model(batch) - wanted).square().mean()
-            optimizer.zero_grad()
-            yield
-            loss.backward()  # type: ignore[no-untyped-call]
-            yield
-            optimizer.step()
+        yield
+        loss = (model(batch) - wanted).square().mean()
+        optimizer.zero_grad()
+        yield
+        loss.backward()  # type: ignore[no-untyped-call]
+        yield
+        optimizer.step()
 
 
-def _train(
-    model: nn.Module,
-    seed: int,
-    turn: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - holds nothing
-) -> None:
-    for _ in _training(model, seed, turn):
+def _train(model: nn.Module, seed: int) -> None:
+    for _ in _training(model, seed):
         _wait()
 
 
 async def _train_by_turns(model: nn.Module, seed: int) -> None:
-    for _ in _training(model, seed, nullcontext()):
+    for _ in _training(model, seed):
         await asyncio.sleep(_clock.random() * 0.003)
 
 
@@ -155,24 +148,3 @@ def test_the_coroutine_of_a_program_has_its_steps_in_order(tmp_path: Path) -> No
 
     assert verdict.same
     assert verdict.compared.in_order
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_race_is_found(tmp_path: Path, level: str) -> None:
-    """Threads that train one model in turns of their own give other weights, and that is seen."""
-
-    def race() -> object:
-        model = _replicas()[0]
-        lock = Lock()
-        threads = [Thread(target=_train, args=(model, n, lock)) for n in range(REPLICAS)]
-        for thread in sorted(threads, key=lambda _: os.urandom(1)):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        weights.append([each.detach().clone() for each in model.parameters()])
-        return model
-
-    weights: list[list[torch.Tensor]] = []
-    verdict = _verdict(tmp_path, level, race, race)
-
-    assert verdict.same == all(map(torch.equal, *weights))

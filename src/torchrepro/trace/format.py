@@ -136,7 +136,6 @@ class Loss:
     """What a backward pass began from."""
 
     step: int
-    position: int
     value: float | None
     fingerprint: bytes
     source: str

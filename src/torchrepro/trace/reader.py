@@ -9,11 +9,10 @@ import json
 import os
 import re
 import sqlite3
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import astuple
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,10 +180,8 @@ class Trace:
         arguments, threads = names.get("arguments", ()), names.get("threads", ())
         by, *by_each = map(int, names.get("by") or [MAIN] * (len(losses) + 1))
         of_step = [
-            Loss(step, place, None if value is None else float(value), bytes.fromhex(mark), *rest)
-            for place, (value, mark, *rest) in enumerate(
-                (*loss, thread) for loss, thread in zip(losses, by_each, strict=True)
-            )
+            Loss(step, None if value is None else float(value), bytes.fromhex(mark), source, thread)
+            for (value, mark, source), thread in zip(losses, by_each, strict=True)
         ]
         texts = chain(*map(astuple, sites), arguments, threads, (loss.source for loss in of_step))
         "".join(texts).encode()  # raises if one of them is no text
@@ -302,12 +299,7 @@ class Trace:
         return part.record(number)
 
     def step_of(self, record: int) -> int:
-        rows = self._with_records
-        return rows[bisect_right(rows, record, key=lambda row: row.first) - 1].step
-
-    @cached_property
-    def _with_records(self) -> Sequence[StepRow]:
-        return [row for row in self.steps.values() if row.records]
+        return next(at for at, its in self.steps.items() if record < its.first + its.records)
 
     def statistics_of(self, records: range) -> Iterator[tuple[Any, ...]]:
         """Yield record, count, mean, norm, low and high of each output of some records."""
