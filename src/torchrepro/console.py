@@ -26,7 +26,6 @@ _PAGE = 200  # columns of a page, which can be scrolled
 _GAP = 2  # columns between two columns of a table
 _PROSE = 24  # columns that a text of several words needs at least
 _WORD = re.compile(r"\S+")
-_INDENTS = ("", "  ", "    ")  # of the first line of a record, of its others, and of what goes on
 
 
 class Styled(NamedTuple):
@@ -106,19 +105,11 @@ VARIABLES: Mapping[Verbosity, str] = {
 }
 """The variable that asks for each, the one that wins first; empty and 0 ask for nothing."""
 
-BOTH_SET = f"{' and '.join(VARIABLES.values())} are both set: {VARIABLES[Verbosity.VERBOSE]} wins"
-
-
-def asked_for() -> tuple[Verbosity, ...]:
-    """Return what the environment asks for, the one that counts first."""
-    return tuple(
-        each for each, name in VARIABLES.items() if os.environ.get(name, "") not in ("", "0")
-    )
-
 
 def verbosity() -> Verbosity:
     """Return how much is to be said in this process."""
-    return next(iter(asked_for()), Verbosity.NORMAL)
+    asked = (each for each, name in VARIABLES.items() if os.environ.get(name, "") not in ("", "0"))
+    return next(asked, Verbosity.NORMAL)
 
 
 def environment_for(wanted: Verbosity) -> dict[str, str]:
@@ -229,7 +220,7 @@ def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
             grid.add_row(*row)
         yield grid
         return
-    first, other, further = _INDENTS
+    first, other, further = "", "  ", "    "  # indents of lines of a record, and of what goes on
     for row in rows:
         indent = first
         for heading, cell in zip(headings, row, strict=True):

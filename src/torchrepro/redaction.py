@@ -79,7 +79,7 @@ def sounds_secret(name: str) -> bool:
 
 
 def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values in `variables` that are secret, and their parts, the longest first.
+    """Return the values in `variables` that are secret, and their parts.
 
     Secret is the value of a variable whose name sounds so, and who logs in to a URL, and how.
     """
@@ -93,7 +93,7 @@ def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
             if at:
                 user, _, password = login.partition(":")
                 found.add(password or user)
-    return tuple(sorted((value for value in found if value), key=lambda one: (-len(one), one)))
+    return tuple(filter(None, found))
 
 
 def ordinary(text: str) -> bool:
@@ -131,7 +131,7 @@ def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
 def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
     """Return `without_secrets` for these secrets, prepared for many values."""
     patterns = []
-    for secret in secrets:
+    for secret in sorted(secrets, key=lambda one: (-len(one), one)):
         everyday = _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - a value may be no path at all, and this never raises
         if len(secret) < _SHORT or everyday:
             continue  # leaving it out would spoil other text

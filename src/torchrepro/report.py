@@ -13,16 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import (
-    BOTH_SET,
     Displayed,
     Styled,
     Table,
     Verbosity,
     as_text,
-    asked_for,
     note,
     parts,
-    say_once,
     show_aside,
     table,
     verbosity,
@@ -30,7 +27,7 @@ from torchrepro.console import (
 from torchrepro.errors import by_write
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Scope
-from torchrepro.messages import near, shown, some
+from torchrepro.messages import near, shown, size, some
 from torchrepro.outcomes import (
     STANDINGS,
     STOPPING,
@@ -302,17 +299,14 @@ def _later_parts(report: Report) -> tuple[Part, ...]:
 
 
 def _effects_parts(report: Report) -> tuple[Part, ...]:
-    """Return what policies have done, the most frequent first, and which kernels nobody sees."""
     cannot_see = f"torch's deterministic flag cannot see: {some(report.unseen)}"
     unseen = (cannot_see,) if report.unseen else ()
     if not report.effects:
         return unseen
-    from rich.filesize import decimal
-
     rows = [
         (str(each.calls), each.policy, each.subject, each.what, each.where, moved)
         for each in sorted(report.effects, key=lambda effect: -effect.calls)
-        for moved in [decimal(each.moved) if each.moved else ""]
+        for moved in [size(each.moved) if each.moved else ""]
     ]
     columns = ("calls", "policy", "op or module", "what", "where", "moved")
     return table(columns, rows, fold=4), *unseen
@@ -336,8 +330,6 @@ def announce(report: Report) -> None:
     if not _is_first_rank() or known in _announced:
         return
     _announced.add(known)
-    if len(asked_for()) > 1:
-        say_once(BOTH_SET)
     first, *others = announcement(report) or ("",)
     if first:
         show_aside(f"torchrepro: {first}", *others)

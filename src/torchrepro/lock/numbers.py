@@ -142,7 +142,7 @@ class NumbersDifference(NamedTuple):
         return f"other numbers from step {self.step}: {values}"
 
     def _told_apart(self) -> tuple[str, str]:
-        """Return two losses with as many digits as it takes to see that they differ."""
+        # With as many digits as it takes to see that they differ.
         one, two = (_number(text) for text in (self.locked, self.here))
         for digits in range(5, 18):
             left, right = (f"{i:.{digits}g}" if isinstance(i, float) else i for i in (one, two))

@@ -116,8 +116,7 @@ def seal_of(contents: Mapping[str, Any]) -> str:
 def secrets_here(*profiles: ResolvedProfile) -> tuple[str, ...]:
     """Return the secret values among the variables of this process and of the profiles."""
     of_each = [os.environ, *(resolved.environment() for resolved in profiles)]
-    found = {value for variables in of_each for value in secret_values(variables)}
-    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+    return tuple({value for variables in of_each for value in secret_values(variables)})
 
 
 def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
