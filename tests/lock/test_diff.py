@@ -19,7 +19,7 @@ from torchrepro.lock.diff import Impact, compare, effective, of_contents, of_pro
 from torchrepro.manifest.contents import as_text, manifest
 from torchrepro.messages import shown
 from torchrepro.planner import plan
-from torchrepro.process_state import HARDWARE, NOT_HERE, present_kinds
+from torchrepro.process_state import HARDWARE, NOT_HERE, absent_hardware
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import DEFAULTS
 from torchrepro.trace.format import digest_of
@@ -253,14 +253,9 @@ def test_ranks_that_only_one_run_has_are_said(ranks, command, answer):
     assert "have no rank in common" in refused[2]
 
 
-DEVICES = {"cuda": "cuda", "cudnn": "cuda", "npu": "npu"}
 ALGORITHMS = "backends.torch.deterministic_algorithms"
 DOORS = ("cuda", "communicator", "npu", "torch_npu", "transformer_engine")
 """The doors of variables that only an accelerator's libraries read."""
-
-
-def _section(knob):
-    return next((kind for kind in DEVICES if kind in knob.name.split(".")), "")
 
 
 def _difference(*overrides):
@@ -298,24 +293,21 @@ def test_a_default_that_is_spelt_out_is_no_difference():
 
 
 def test_what_hardware_reads_that_is_not_here_is_said_to_be_read_by_nothing():
-    """A setting of a back end changes nothing here exactly where its kind of device is absent."""
-    flags = {
-        name: (_section(knob), not now)
-        for name, (knob, now) in _settings()
-        if _section(knob) in DEVICES and isinstance(now, bool)
-    }
-    found = _difference(*(f"{name}={shown(value)}" for name, (_, value) in flags.items()))
+    """A setting of a back end changes nothing here exactly where its hardware is absent."""
+    flags = {name: its for name, its in _settings() if isinstance(its[1], bool)}
+    found = _difference(*(f"{name}={shown(not now)}" for name, (_, now) in flags.items()))
 
-    assert {"cuda", "cudnn"} <= {target for target, _ in flags.values()}
-    for name, (target, _) in flags.items():
-        absent = DEVICES[target] not in present_kinds()
-        assert (found[name].impact is Impact.NOTHING_HERE) == absent, name
+    assert {"CUDA", ""} <= {knob.hardware for knob, _ in flags.values()}
+    for name, (knob, _) in flags.items():
+        is_absent = knob.hardware in absent_hardware()
+        assert (found[name].impact is Impact.NOTHING_HERE) == is_absent, name
 
 
 def test_each_knob_of_an_accelerator_says_what_it_is_for():
     """Whatever only an accelerator's libraries read names its hardware, and no name is idle."""
     for knob in CATALOGUE:
-        if (knob.variable and knob.door in DOORS) or _section(knob) in DEVICES:
+        is_section = {"cuda", "cudnn", "npu"} & {*knob.name.split(".")}
+        if (knob.variable and knob.door in DOORS) or is_section:
             assert knob.hardware, knob.name
     assert {knob.hardware for knob in CATALOGUE} == {"", *HARDWARE}
 

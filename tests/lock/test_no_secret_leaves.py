@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -58,24 +57,14 @@ HYDRAS_OWN = ("config.yaml", "hydra.yaml", "overrides.yaml")
 
 
 @pytest.mark.slow
-def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path, clean_environment):
+def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path, execute):
     """Secrets in variables, remotes and arguments are in no manifest, lock, trace or output."""
-    where = tmp_path / "work"
-    where.mkdir()
-    environment = clean_environment | VARIABLES
-    (where / "app.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "app.py").write_text(PROGRAM, encoding="utf-8")
 
     def run(*words, status=0):
-        done = subprocess.run(
-            [str(word) for word in words],
-            cwd=where,
-            env=environment,
-            capture_output=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == status, done.stderr.decode()
-        return done.stdout + done.stderr
+        done = execute(*words, env=VARIABLES)
+        assert done.returncode == status, done.stderr
+        return (done.stdout + done.stderr).encode()
 
     run("git", "init")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
@@ -98,11 +87,11 @@ def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path, c
     ]
     files = [
         path
-        for path in where.rglob("*")
+        for path in tmp_path.rglob("*")
         if path.is_file() and ".git" not in path.parts and path.name not in HYDRAS_OWN
     ]
     everything = b"".join([*written, *(path.read_bytes() for path in files)])
-    manifest = json.loads((where / "out/.hydra/repro.json").read_text(encoding="utf-8"))
+    manifest = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))
 
     assert {"repro.json", "repro.lock", "rank0.sqlite"} <= {path.name for path in files}
     assert [secret for secret in SECRETS if secret.encode() in everything] == []
@@ -165,8 +154,7 @@ with torchrepro.record("recorded", keep=(password,)) as recording:
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     for name in os.listdir("recorded"):  # what is on the disk while it goes on: the log as well
-        sys.stdout.buffer.write(open(os.path.join("recorded", name), "rb").read())
-    sys.stdout.flush()
+        open("meanwhile", "ab").write(open(os.path.join("recorded", name), "rb").read())
     os.environ["LATER_TOKEN"] = "hocuspocus-later-22"
     say(torch.ones(2), "hocuspocus-later-22")
 """
@@ -178,19 +166,12 @@ PLANTED = {
 
 
 @pytest.mark.slow
-def test_a_recording_holds_no_secret_of_the_program(tmp_path, clean_environment):
+def test_a_recording_holds_no_secret_of_the_program(tmp_path, execute):
     """Secrets in arguments of ops, names of threads and modules, and knobs are not in its bytes."""
-    done = subprocess.run(
-        [sys.executable, "-c", RECORDED_PROGRAM],
-        cwd=tmp_path,
-        env={**clean_environment, **PLANTED},
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    done = execute(sys.executable, "-c", RECORDED_PROGRAM, env=PLANTED)
+    assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "recorded").iterdir()
-    everything = done.stdout + path.read_bytes()
+    everything = (tmp_path / "meanwhile").read_bytes() + path.read_bytes()
     with closing(sqlite3.connect(path)) as connection:
         meta = dict(connection.execute("select key, value from meta"))
         steps = [json.loads(text) for (text,) in connection.execute("select names from step")]
