@@ -53,11 +53,10 @@ class Problem(NamedTuple):
         return "\n".join(lines)
 
 
-def near(word: str, words: Iterable[str], alike: float = 0.6) -> str:
-    """Return the entry of `words` closest to `word`, or an empty string if none is so `alike`."""
-    pool = list(words)
-    folded = {entry.casefold(): entry for entry in pool}
-    found = get_close_matches(word.casefold(), list(folded), n=1, cutoff=alike)
+def near(word: str, words: Iterable[str]) -> str:
+    """Return the entry of `words` closest to `word`, or an empty string if none is close."""
+    folded = {entry.casefold(): entry for entry in words}
+    found = get_close_matches(word.casefold(), folded, n=1)
     return folded[found[0]] if found else ""
 
 
