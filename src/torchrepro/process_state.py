@@ -44,15 +44,10 @@ def _loaded(module: str) -> bool:
     return module in sys.modules
 
 
-def _initialised(device: str) -> bool:
-    module = getattr(sys.modules.get("torch"), device, None)
+def _initialised(part: str) -> bool:
+    module = getattr(sys.modules.get("torch"), part, None)
     check = getattr(module, "is_initialized", None)
     return bool(check and check())
-
-
-def _communicator_made() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
 DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
@@ -62,7 +57,7 @@ DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
     "torch_npu": (lambda: _loaded("torch_npu"), "torch_npu is loaded"),
     "cuda": (lambda: _initialised("cuda"), "CUDA is initialised"),
     "npu": (lambda: _initialised("npu"), "the NPU is initialised"),
-    "communicator": (_communicator_made, "a communicator has been made"),
+    "communicator": (lambda: _initialised("distributed"), "a communicator has been made"),
     "transformer_engine": (lambda: _loaded("transformer_engine"), "Transformer Engine is loaded"),
 }
 """Every one-way door: whether it is closed, and how to say so."""

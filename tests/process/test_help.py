@@ -66,8 +66,6 @@ def test_every_example_is_a_request_that_the_command_takes(line):
     with COMMANDS[name].make_context(name, words) as context:
         values = {param.name for param in COMMANDS[name].params}
         assert context.params.keys() <= values
-    assert " -- " in line or ROWS[name].starts in {"", "[-- COMMAND...]"}
-    assert " -- " not in line or ROWS[name].starts
 
 
 def test_alone_it_says_what_to_do_first(command):

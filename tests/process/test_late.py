@@ -114,16 +114,6 @@ def test_relaunch_happens_once_with_the_same_command_line(
     assert starts() == 2
 
 
-def test_a_program_that_changed_its_folder_is_not_lost(write, run_python, tmp_path):
-    """A program that has left its folder is relaunched properly or stopped with LateError."""
-    (tmp_path / "elsewhere").mkdir()
-    write({"program.py": f"import os; os.chdir('elsewhere')\n{RELAUNCHING}"})
-    result = run_python("program.py")
-
-    assert "can't open file" not in result.stderr
-    assert "LateError" in result.stderr or '"unchanged"' in result.stdout
-
-
 @pytest.mark.parametrize(("exported", "outcome"), [("3", "unchanged"), ("many", "conflict")])
 def test_a_relaunch_keeps_what_the_user_exported(write, answer_of, exported, outcome):
     """A relaunch sets what is too late and overrules no variable that the user exported."""
@@ -246,6 +236,7 @@ NEVER = [  # a part of the reason, the words after `python`
     ("pytest", ["-m", "pytest", "-sq", "-p", "no:cacheprovider", "ask.py"]),
     ("worker", ["process.py", "spawn"]),
     ("worker", ["process.py", "fork"]),
+    ("left the folder", ["moved.py"]),
 ]
 
 FIRST = {
@@ -257,7 +248,6 @@ FIRST = {
     "a thread": "import threading, time\n"
     "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
     "another main": "import sys, types; sys.modules['__main__'] = types.ModuleType('__main__')",
-    "another folder": "import os; os.mkdir('x'); os.chdir('x')",
 }
 AROUND = {
     "torchrun": {"RANK": "0", "WORLD_SIZE": "1"},
@@ -292,9 +282,10 @@ def test_a_plain_program_may_begin_again(write, run_python, words):
 
 
 @pytest.mark.parametrize(("reason", "words"), NEVER)
-def test_nothing_begins_again_where_others_wait(write, run_python, reason, words):
-    """What runs tests, or has a parent that waits for it, is not relaunched for anybody."""
-    write({"ask.py": ASK, "process.py": PROCESS})
+def test_nothing_begins_again_where_that_cannot_be(write, run_python, reason, words):
+    """What runs tests, has a parent that waits, or is out of reach is relaunched for nobody."""
+    moved = f"import os; os.mkdir('x'); os.chdir('x')\n{ASK}"
+    write({"ask.py": ASK, "process.py": PROCESS, "moved.py": moved})
     found = obstacles(run_python(*words))
 
     assert [reason in each for each in found] == [True, True], found

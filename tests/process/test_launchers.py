@@ -85,29 +85,6 @@ def test_one_stream_is_swept_alone(sweep):
     assert swept[1]["stream"] != swept[2]["stream"]
 
 
-TASK = """
-import json, torch, torchrepro
-with torchrepro.apply("seed-only", ["ranks=distinct"]):
-    with torchrepro.seeded("init", ranks="same"):
-        init = torch.rand(()).item()
-    print(json.dumps([torch.initial_seed(), torchrepro.stream("augment").seed, init]))
-"""
-
-
-def test_tasks_of_slurm_know_their_rank(answer_of, fork_python):
-    """Under srun every task draws its own numbers and initialises a model alike."""
-    srun = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}
-    tasks = [
-        answer_of("-c", TASK, run=fork_python, env={**srun, "SLURM_PROCID": n, "SLURM_LOCALID": n})
-        for n in "012"
-    ]
-
-    assert len({seed for seed, _, _ in tasks}) == 3
-    assert len({augment for _, augment, _ in tasks}) == 3
-    assert len({init for _, _, init in tasks}) == 1
-    assert tasks[0][0] == 1234
-
-
 RAY = """
 import json, tempfile
 import ray

@@ -20,15 +20,6 @@ def seen():
 if __name__ == "__main__":
     print(json.dumps(seen()))
 """
-SPAWN = """
-import json, multiprocessing
-from probe import seen
-
-if __name__ == "__main__":
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(json.dumps(pool.apply(seen)))
-"""
-CHILD = "import subprocess, sys; subprocess.run([sys.executable, 'probe.py'], check=True)"
 NUMBERS = """
 import importlib.util
 for name in ("torch", "numpy", "numpy.random", "random"):  # probing, as libraries do
@@ -70,8 +61,6 @@ WAYS = {
     "module": ["-m", "pkg"],
     "command": ["-c", "import json, probe; print(json.dumps(probe.seen()))"],
     "options": ["-uB", "-X", "utf8", "-Wignore", "-W", "ignore", "probe.py", "-I", "-S"],
-    "spawned worker": ["spawn.py"],
-    "child": ["-c", CHILD],
 }
 
 
@@ -80,7 +69,6 @@ def programs(write, tmp_path):
     write(
         {
             "probe.py": PROBE,
-            "spawn.py": SPAWN,
             "pkg/__init__.py": "",
             "pkg/__main__.py": "import json, probe; print(json.dumps(probe.seen()))",
             "numbers_.py": NUMBERS,
@@ -115,7 +103,7 @@ def test_a_command_that_starts_no_python_has_the_variables_alone_and_is_told_so(
 def test_in_force_however_python_is_started(
     programs, under, torchrepro, script, run_python, arguments
 ):
-    """The profile is in force in every way to start a Python program and in its children.
+    """The profile is in force in every way to start a Python program.
 
     A script that names its Python in its first line is one of them.
     """

@@ -1,11 +1,6 @@
 """`device.fallback` in a profile: one word, or a word per op."""
 
-import json
-import pickle
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import torchrepro
 
@@ -18,8 +13,6 @@ device:
       upsample_*: error
 """
 OPS = {"cumsum": "native", "aten::put_": "cpu", "upsample_*": "error"}
-WORDS = st.sampled_from(["cpu", "error", "native"])
-NAMES = st.text("abz_:.*0", min_size=1, max_size=12)
 
 
 def test_a_mapping_is_one_value(load_text):
@@ -89,16 +82,3 @@ def test_what_acts_without_torch_refusing_is_none(load_text, fallback):
     flags = "backends: {torch: {deterministic_algorithms: none}}"
 
     assert load_text(f"{flags}\ndevice: {{fallback: {fallback}}}\n").device.fallback
-
-
-@given(ops=st.dictionaries(NAMES, WORDS, min_size=1, max_size=4))
-def test_a_mapping_survives_pickling_and_json(ops):
-    """Loaded, pickled and written as JSON a fallback is the same, whatever its order."""
-    profile = torchrepro.Profile.model_validate({"device": {"fallback": {"ops": ops}}})
-    backwards = {"device": {"fallback": {"ops": dict(reversed(ops.items()))}}}
-    dumped = json.loads(json.dumps(profile.model_dump(mode="json", by_alias=True)))
-
-    assert pickle.loads(pickle.dumps(profile)) == profile
-    assert torchrepro.Profile.model_validate(backwards).digest == profile.digest
-    assert dumped["device"]["fallback"] == {"ops": ops}
-    assert torchrepro.Profile.model_validate(dumped) == profile

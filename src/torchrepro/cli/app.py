@@ -83,22 +83,18 @@ torchrepro selftest --json  # with the facts of the machine, to be sent
 """
 """Every command below its group: command lines that work as they are written, and what for."""
 
-STARTS = {
-    "run": "-- COMMAND...",
-    "rerun": "[-- COMMAND...]",
-    "verify": "-- COMMAND...",
-    "lock": "[-- COMMAND...]",
-    "check": "[-- COMMAND...]",
-}
-"""What a command starts, as its usage shows it; in brackets where it knows one itself."""
-
 
 class Row(NamedTuple):
     """How the help shows one command."""
 
     group: str
     examples: list[tuple[str, str]]
-    starts: str
+
+    @property
+    def starts(self) -> str:
+        """What it starts, as its usage shows it; in brackets where it knows one itself."""
+        given = [" -- " in line for line, _ in self.examples]
+        return "-- COMMAND..." if all(given) else "[-- COMMAND...]" * any(given)
 
 
 def _rows() -> dict[str, Row]:
@@ -109,8 +105,7 @@ def _rows() -> dict[str, Row]:
             group = line
             continue
         name = example.partition("torchrepro ")[2].split()[0]
-        row = rows.setdefault(name, Row(group, [], STARTS.get(name, "")))
-        row.examples.append((example, what))
+        rows.setdefault(name, Row(group, [])).examples.append((example, what))
     return rows
 
 

@@ -527,7 +527,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
                 with untouched(), doing(IMPORTING):
                     planned = plan_of_a_run(resolved)
                 show_aside(*parts(planned))  # the runs print into files of their own
-        of_both: dict[str, Any] = {
+        asked: dict[str, Any] = {
             "overrides": overrides or (),
             "folder": folder,
             "level": level.value,
@@ -540,16 +540,13 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
         }
         try:
             with _progress() as options:
-                of_both |= options
+                asked |= options
                 if relation is not None:
                     from torchrepro.relations.related import related_json, related_page
                     from torchrepro.relations.relation import relate
 
-                    more: dict[str, Any] = {
-                        "checkpoint": checkpoint,
-                        "resume_command": resume_command,
-                    }
-                    found: Any = relate(relation.value, profile or None, command, **more, **of_both)
+                    asked |= {"checkpoint": checkpoint, "resume_command": resume_command}
+                    found: Any = relate(relation.value, profile or None, command, **asked)
                     document, status = related_json(found), found.status
                     page = partial(related_page, found)
                 else:
@@ -557,17 +554,11 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
                     from torchrepro.verification.result import verification_json, verification_page
                     from torchrepro.verification.verifier import verify
 
-                    alike = verify(
-                        profile or None,
-                        command,
-                        runs=runs,
-                        stress=EVERYTHING if stress else (),
-                        escalate=escalate,
-                        closer=not no_closer,
-                        **of_both,
-                    )
-                    document, status = verification_json(alike), int(not alike.same)
-                    page, found = partial(verification_page, alike), alike
+                    asked |= {"runs": runs, "escalate": escalate, "closer": not no_closer}
+                    perturbed = EVERYTHING if stress else ()
+                    found = verify(profile or None, command, stress=perturbed, **asked)
+                    document, status = verification_json(found), int(not found.same)
+                    page = partial(verification_page, found)
         except TraceError as error:
             raise _of_option(error) from None
         answer(document, parts(found), as_json=as_json)
@@ -633,14 +624,8 @@ def selftest_here(as_json: Json = False) -> None:  # noqa: FBT002 - an option of
     It takes half a minute for each device, and leaves no file and no setting behind.
     """
     from torchrepro.selftest import selftest
-    from torchrepro.verification.runner import Interrupted
 
-    progress = Progress()
-    try:
-        found = selftest(meanwhile=progress.for_now)
-    except Interrupted as stopped:
-        raise typer.Exit(stopped.exit_status) from None
-    finally:
-        progress.erase()
+    with _progress() as options:
+        found = selftest(meanwhile=options["meanwhile"] or (lambda text: None))
     answer(found.to_json(), parts(found), as_json=as_json)
     raise typer.Exit(int(not found.held))

@@ -26,8 +26,6 @@ import atexit
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -235,23 +233,18 @@ class ReproCallback(Callback):
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and restore the state: the next job starts clean."""
-        with exit_on_error(), _environment_of_the_job(config):
-            outer = inherited() is not None and config.hydra.mode is RunMode.RUN
-            # torch is never imported for the manifest of a job that asks for no profile.
-            asks_for_none = not _job and "torch" in sys.modules
-            if outer and asks_for_none and (applied := in_force_now()) is not None:
-                _record(_Job(config, applied, applied.report, from_run=True))
-            _end()
-            _restore()
-
-
-@contextmanager
-def _environment_of_the_job(config: DictConfig) -> Iterator[None]:
-    """Have the variables that Hydra has set for the job, which it has taken back by now."""
-    its = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
-    with variables_put_back(its):
-        os.environ.update(its)
-        yield
+        with exit_on_error():
+            # Those that Hydra has set for the job, and taken back by now.
+            its = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
+            with variables_put_back(its):
+                os.environ.update(its)
+                outer = inherited() is not None and config.hydra.mode is RunMode.RUN
+                # torch is never imported for the manifest of a job that asks for no profile.
+                asks_for_none = not _job and "torch" in sys.modules
+                if outer and asks_for_none and (applied := in_force_now()) is not None:
+                    _record(_Job(config, applied, applied.report, from_run=True))
+                _end()
+                _restore()
 
 
 @dataclass(frozen=True, slots=True)
