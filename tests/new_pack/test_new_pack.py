@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import resource
-import sys
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,13 +34,9 @@ def installed(pack):
     (metadata / "METADATA").write_text(about, encoding="utf-8")
     entry = f"[torchrepro.profiles]\n{pack.name} = {pack.module}\n"
     (metadata / "entry_points.txt").write_text(entry, encoding="utf-8")
-    sys.path.insert(0, str(source))
-    importlib.invalidate_caches()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(source)
         yield
-    finally:
-        sys.path.remove(str(source))
-        importlib.invalidate_caches()
 
 
 @pytest.fixture

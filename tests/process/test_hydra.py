@@ -140,33 +140,6 @@ def test_jobs_in_other_processes(little, run_python):
     assert "task True -1" not in bad.stdout
 
 
-def test_a_profile_in_the_defaults_list_of_the_app(little):
-    """An app may choose a profile in its own config, and the command line may change it."""
-    config = "defaults: [{repro: debug-strict}, _self_]\nrepro: {seed: 3}\n"
-
-    assert little(config=config).tasks == ["task True 3"]
-    assert little("repro.seed=4", config=config).tasks == ["task True 4"]
-    assert little("repro=train-fast", config=config).tasks == ["task False 3"]
-
-
-def test_a_profile_of_ones_own(little, write):
-    """A profile that is not built on ours is applied, in a sweep too, and refused if wrong."""
-    write(
-        {
-            "conf/repro/mine.yaml": "seed: 9\nbackends: {cudnn: {deterministic: true}}\n",
-            "conf/repro/broken.yaml": "seed: 9\n\nbackends: {torch: {fill: true}}\n",
-            "conf/repro/acme.yaml": "defaults: [debug-strict, _self_]\nseed: 20261120\n",
-        }
-    )
-    good = little("-m", "+repro=mine,acme", config="size: 3\n")
-    bad = little("-m", "+repro=broken,mine", config="size: 3\n")
-
-    assert good.tasks == ["task False 9", "task True 20261120"]
-    assert (bad.returncode, bad.tasks) == (3, [])
-    assert "broken.yaml:3" in bad.stderr
-    assert "Traceback" not in bad.stderr
-
-
 @pytest.mark.slow
 def test_a_closed_dataclass_with_the_field(write, fork_python, run_python):
     """An app whose config is a closed dataclass takes a profile in a field `repro: Any = None`."""

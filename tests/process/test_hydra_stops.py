@@ -63,24 +63,3 @@ def test_an_app_under_another_run_is_stopped(little, under):
     assert "backends.cudnn.benchmark" in other.stderr
     assert "seed" in seed.stderr
     assert "backends" not in seed.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("+repro=null",), "null is no profile"),
-        (("repro=null",), "null is no profile"),
-        (("-m", "+repro=debug-strict,null"), "null is no profile"),
-        (("+repro=[seed-only,train-fast]",), "two profiles at once"),
-        (("+repro=debug-strickt", "--cfg", "job"), "did you mean: debug-strict"),
-        (("+repro=debug-strickt", "--cfg=all"), "did you mean: debug-strict"),
-    ],
-)
-def test_a_profile_that_is_none_is_refused_whatever_hydra_is_asked(little, words, said):
-    """Where Hydra would end in its own traceback, or show a config without calling anybody."""
-    result = little(*words)
-
-    assert (result.returncode, result.tasks) == (3, [])
-    assert said in result.stderr
-    assert "Traceback" not in result.stdout + result.stderr
-    assert "%20" not in result.stdout

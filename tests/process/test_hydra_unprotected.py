@@ -118,14 +118,6 @@ main()
     assert (result.returncode, tasks) == (0, ["task 1234 1 9", "task 1234 2 9"]), result.stderr
 
 
-def test_a_sweep_without_the_callback_is_refused(little):
-    """A sweep of profiles whose callback was taken away stops before its first job."""
-    result = little("-m", "+repro=debug-strict,seed-only", *WITHOUT_CALLBACK)
-
-    assert (result.returncode, result.tasks) == (3, []), result.stderr
-    assert "debug-strict" in result.stderr
-
-
 def test_a_job_without_the_callback_says_so_at_its_end(little):
     """A run that requested a profile without effect ends with status 3 and names it."""
     asked = little("+repro=seed-only", *WITHOUT_CALLBACK)

@@ -257,17 +257,6 @@ def test_a_profile_finds_the_files_beside_it(write):
     assert (own["seed"], own["dropout"]) == (6, "zero")
 
 
-def test_five_lines_on_top_of_a_shipped_profile_are_enough(write):
-    """A team's file sets what it names and leaves all else as the shipped profile has it."""
-    path = write(
-        "defaults: [debug-strict, _self_]\nname: acme-strict\nseed: 20261120\n"
-        "backends: {cudnn: {benchmark: false}}\ndropout: zero\n"
-    )
-    base = _asked(compose("debug-strict").values)
-
-    assert base | {"seed": 20261120, "dropout": "zero"} == _asked(compose(str(path)).values)
-
-
 REFUSED_DEFAULTS = {
     "itself": ("bad", "inherits from itself"),
     "a loop": ("loop", "bad -> loop -> bad"),
