@@ -4,14 +4,11 @@ That it computes, draws and keeps memory as an accelerator does they show themse
 `npu-align` both devices train to the same weights (test_alignment.py).
 """
 
-import os
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from simulated_npu import alert_on
-from simulated_npu.child import Child, ChildError
 
 import torchrepro
 
@@ -49,37 +46,3 @@ def _alert_of(device: str) -> str:
 def test_an_alert_has_torchs_own_words(on_npu: OnNpu) -> None:
     """The sentence is that of the installed torch, but for the name of the kernel."""
     assert on_npu(_alert_of, "npu") == on_npu(_alert_of, "cpu")
-
-
-def _leave_a_profile() -> None:
-    torchrepro.apply({"backends": {"torch": {"deterministic_algorithms": "error"}}})
-
-
-def _process() -> int:
-    return os.getpid()
-
-
-@pytest.mark.slow
-def test_a_child_that_is_spoiled_or_lost_is_said_and_replaced(on_npu: OnNpu) -> None:
-    """A trace left behind, a crash and a hang are errors; the next call has a new process."""
-    assert on_npu(_process)  # skips where there is no device
-    child = Child()
-    try:
-        first = child.call(_process)
-        with pytest.raises(ChildError, match=r"_hang\(\): no answer in 0.5 s"):
-            child.call(_hang, timeout=0.5)
-        with pytest.raises(ChildError, match=r"a profile in force.*deterministic_algorithms: none"):
-            child.call(_leave_a_profile)
-        with pytest.raises(ChildError, match="terminated abruptly"):
-            child.call(_abort)
-        assert child.call(_process) != first
-    finally:
-        child.stop()
-
-
-def _hang() -> None:
-    time.sleep(60)
-
-
-def _abort() -> None:
-    os.abort()
