@@ -72,26 +72,19 @@ def test_an_exported_contradiction_is_kept_and_stops_a_strict_profile(
     assert before == world()
 
 
-def test_a_variable_of_an_outer_profile_is_not_the_users() -> None:
-    """What torchrepro itself has set may be changed by an inner profile."""
-    outer = {"env_extra": {"TEST_OF_TORCHREPRO": "1"}}
-    inner = {"guarantee": "repeatable", "env_extra": {"TEST_OF_TORCHREPRO": "2"}}
+def test_a_variable_that_torchrepro_has_set_is_not_the_users_until_the_program_changes_it() -> None:
+    """A profile within may change what the one around it has set, and keeps what a program has."""
+    outer, inner = ({"env_extra": {"TEST_OF_TORCHREPRO": text}} for text in "12")
+    strict = {"guarantee": "repeatable", **inner}
 
-    with torchrepro.apply(outer), torchrepro.apply(inner) as applied:
-        row = applied.report["env_extra.TEST_OF_TORCHREPRO"]
+    with torchrepro.apply(outer):
+        with torchrepro.apply(strict) as applied:
+            row = applied.report["env_extra.TEST_OF_TORCHREPRO"]
+        os.environ["TEST_OF_TORCHREPRO"] = "3"
+        since = torchrepro.plan(inner).report["env_extra.TEST_OF_TORCHREPRO"]
 
     assert (row.outcome, row.before, row.after) == (Outcome.APPLIED, "1", "2")
-
-
-def test_a_variable_that_the_program_has_changed_since_is_the_users() -> None:
-    """It is no longer what torchrepro has set: a profile within keeps it, and says so."""
-    values = {"env_extra": {"TEST_OF_TORCHREPRO": "1"}}
-
-    with torchrepro.apply(values):
-        os.environ["TEST_OF_TORCHREPRO"] = "2"
-        row = torchrepro.plan(values).report["env_extra.TEST_OF_TORCHREPRO"]
-
-    assert (row.outcome, row.after) == (Outcome.CONFLICT, "2")
+    assert (since.outcome, since.after) == (Outcome.CONFLICT, "3")
 
 
 @pytest.mark.parametrize(
@@ -120,30 +113,11 @@ def test_what_a_knob_needs_may_be_set_by_the_profile_around(
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_report_has_one_row_per_knob_and_is_json(data: st.DataObject, profiles: Any) -> None:
-    """Every knob that a profile names has one row, as an object, as a table and as JSON."""
-    try:
-        applied = torchrepro.apply(data.draw(profiles))
-    except torchrepro.ProfileError:
-        return
-    with applied:
-        report = applied.report
-        expected = [knob.name for knob, _ in applied.resolved.settings()]
-
-    assert expected == [row.knob for row in report]
-    assert len(set(expected)) == len(expected)
-    decoded = json.loads(json.dumps(report.to_json()))
-    assert expected == [row["knob"] for row in decoded["knobs"]]
-    assert all((row.knob in report.table()) != bool(row.absent) for row in report)
-    assert sum(report.counts.values()) == len(report)
-
-
-@settings(max_examples=40)
-@given(data=st.data())
 def test_the_plan_is_what_apply_does(data: st.DataObject, profiles: Any) -> None:
     """What a dry run shows is what apply reports, within another profile too.
 
     Only a write that torch refuses, or that does not hold, is known no sooner than it is made.
+    Every knob that a profile names has one row, as an object, as a table and as JSON.
     """
     try:
         with torchrepro.apply(data.draw(profiles)):
@@ -153,10 +127,15 @@ def test_the_plan_is_what_apply_does(data: st.DataObject, profiles: Any) -> None
                 report = applied.report
     except torchrepro.ProfileError:
         return
+    named = [knob.name for knob, _ in applied.resolved.settings()]
+    decoded = json.loads(json.dumps(report.to_json()))
 
     for expected, row in zip(planned, report, strict=True):
         tried = row.outcome in (Outcome.FAILED, Outcome.INEFFECTIVE)
         assert expected == row or (tried and expected.before == row.before), row
+        assert (row.knob in report.table()) != bool(row.absent)
+    assert named == [row.knob for row in report] == [row["knob"] for row in decoded["knobs"]]
+    assert sum(report.counts.values()) == len(report) == len(set(named))
 
 
 def test_of_two_knobs_that_are_one_switch_the_last_is_in_force(

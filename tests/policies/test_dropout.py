@@ -80,10 +80,6 @@ def _packed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module(pack_padded_sequence(x, [4, 4, 3, 2, 2, 1]))[0].data
 
 
-def _pair(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return module(x, x)
-
-
 def _self_attention(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module(x, x, x, need_weights=False)[0]
 
@@ -210,19 +206,12 @@ OTHERS: dict[str, tuple[Function, Function]] = {
     "nn.MultiheadAttention": _module(MULTIHEAD, _self_attention),
     "weights of nn.MultiheadAttention": _module(MULTIHEAD, _weights),
     "nn.LSTM": _module(LSTM, _first),
-    "nn.LSTM, both directions": _module(_recurrent("LSTM", bidirectional=True), _first),
     "nn.LSTM with projections": _module(_recurrent("LSTM", proj_size=4), _first),
     "nn.LSTM, packed": _module(LSTM, _packed),
     "nn.GRU": _module(GRU, _first),
-    "nn.GRU, packed": _module(GRU, _packed),
     "nn.RNN": _module(TANH, _first),
     "nn.RNN with relu": _module(RELU, _first),
     "nn.TransformerEncoderLayer": _module(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.5)),
-    "nn.TransformerEncoderLayer, norm first": _module(
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.5, norm_first=True)
-    ),
-    "nn.TransformerDecoderLayer": _module(lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.5), _pair),
-    "nn.Transformer": _module(lambda: nn.Transformer(8, 2, 1, 1, 16, 0.5), _pair),
 }
 
 ROWS = {**{name: (call, _copy) for name, call in IDENTITY.items()}, **OTHERS}

@@ -46,7 +46,6 @@ class _InForce(NamedTuple):
 
 _lock = fork_safe_lock()
 _in_force = _InForce()
-_interposed: frozenset[Any] = frozenset()
 _registered: dict[str, Callable[..., Any]] = {}
 
 _handled = threading.local()  # .names: the ops that this thread is already handling
@@ -129,18 +128,16 @@ def install(value: Value) -> None:
 
 
 def _interpose_all() -> None:
-    global _interposed  # noqa: PLW0603 - as above
     with _lock:
         actions = dict(_in_force.actions)
         for op, fn in _replacements().items():
             call, what = _filling_outputs(op, fn), _replaced_by(fn)
             actions[op] = partial(_replaced, op, call, what, actions.get(op))
-        for op in _interposed - actions.keys():
-            withdraw(op, Priority.FALLBACK)
-        _interposed |= actions.keys()  # also where torch refuses one below, and half are there
+        for op in list(interpose.interposed):
+            if op not in actions:
+                withdraw(op, Priority.FALLBACK)
         for op, action in actions.items():
             interpose.interpose(op, Priority.FALLBACK, action)
-        _interposed = frozenset(actions)
 
 
 def _replacements() -> dict[Any, Callable[..., Any]]:
