@@ -1,7 +1,6 @@
 """Undo: what is read after leaving a profile is what was read before entering it."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Attribute
 
 World = Callable[[], dict[str, Any]]
+Fork = Callable[..., subprocess.CompletedProcess[str]]
 WRITING = {
     each for knob in CATALOGUE for each in type(knob.access).__mro__ if "write" in vars(each)
 }
@@ -190,12 +190,9 @@ def test_older_names_stay_readable_under_a_profile() -> None:
                 pass
 
 
-def test_undo_is_exact_from_any_start_as_torch_itself_says() -> None:
+def test_undo_is_exact_from_any_start_as_torch_itself_says(fork_python: Fork) -> None:
     """From random settings, frozen ones at last, what torch says after undo is what it said."""
-    program = Path(__file__).with_name("random_starts.py")
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = fork_python(Path(__file__).with_name("random_starts.py"))
 
     assert done.returncode == 0, done.stderr
 
@@ -224,10 +221,8 @@ print([before != inside, before == after == world(), frozen, bool(failed)])
 """
 
 
-def test_flags_that_are_frozen_meanwhile_are_put_back() -> None:
+def test_flags_that_are_frozen_meanwhile_are_put_back(fork_python: Fork) -> None:
     """Frozen flags are put back and stay frozen, and a profile that needs them says it failed."""
-    done = subprocess.run(
-        [sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = fork_python("-c", FROZEN)
 
     assert done.stdout.splitlines()[-1:] == ["[True, True, True, True]"], done.stderr
