@@ -4,7 +4,7 @@ It iterates loaders, or counts the steps of a loop that draws its own batches.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 import torchrepro
-from torchrepro.seeding.loader_places import await_loaders, place_of, places, take_up
 from torchrepro.verdict.value import Setting
 
 from .loaders import AUTO, seed_plainly
@@ -217,18 +216,38 @@ def test_an_epoch_is_done_once_it_is_saved_after_its_loop(
     assert min(run.losses, default=EPOCHS) == last - (saves == "after a batch")
 
 
-@pytest.mark.parametrize(("stop", "saves"), [(2, "a batch"), (PER_EPOCH, "an epoch")])
-@pytest.mark.parametrize("batch_size", [BATCH, BATCH + 1])
+@pytest.mark.parametrize(
+    ("stop", "saves", "batch_size", "rank", "is_said"),
+    [
+        (2, "a batch", BATCH, 0, False),
+        (2, "a batch", BATCH + 1, 0, True),
+        (2, "a batch", BATCH + 1, 1, False),
+        (PER_EPOCH, "an epoch", BATCH + 1, 0, False),
+    ],
+)
 def test_another_batch_size_within_an_epoch_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch_size: int, stop: int, saves: str
+    tmp_path: Path,
+    be: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    stop: int,
+    saves: str,
+    batch_size: int,
+    rank: int,
+    is_said: bool,
 ) -> None:
-    """A run that goes on within an epoch says where its batches are of another size than before."""
-    Run(tmp_path, "auto", saves=f"after {saves}").train(stop)
+    """A run that goes on within an epoch says once that its batches are of another size."""
+    for each in range(rank + 1):
+        be(each, rank + 1)
+        Run(tmp_path, "auto", saves=f"after {saves}").train(stop)
     capsys.readouterr()
     Run(tmp_path, "auto", saves=f"after {saves}", batch_size=batch_size).train()
 
-    said = f"it was saved with batch_size={BATCH} and goes on with batch_size={BATCH + 1}"
-    assert (said in capsys.readouterr().err) == (batch_size != BATCH and stop == 2)
+    said = (
+        f"torchrepro: the loader over Noisy[{SAMPLES}]: it was saved with batch_size=3 and goes on "
+        "with batch_size=4, so its batches hold other samples than those of the uninterrupted run; "
+        "resume with batch_size=3 to go on exactly\n"
+    )
+    assert capsys.readouterr().err == (said if is_said else "")
 
 
 @pytest.mark.parametrize(
@@ -265,47 +284,6 @@ def test_what_a_run_goes_on_without_is_said_at_its_first_step(
     end = "so this run is not the uninterrupted one"
     expected = f"torchrepro: {where}: not as saved at the first step: {said}; {end}"
     assert lines == ([expected] if said else [])
-
-
-RESUMED: dict[str, tuple[Any, Any]] = {
-    "a loader's place": (place_of, lambda loader, place: take_up(loader, place, lambda: None)),
-    "a run's places": (
-        lambda _: places(over=False),
-        lambda _, found: await_loaders(found, lambda: None),
-    ),
-}
-"""How frameworks keep the place of a loader, and how they go on from it."""
-
-
-@pytest.mark.parametrize("framework", RESUMED)
-@pytest.mark.parametrize(("batch_size", "rank"), [(3, 0), (4, 0), (4, 1)])
-def test_frameworks_say_another_batch_size(
-    framework: str,
-    batch_size: int,
-    rank: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A loader that goes on within an epoch says where its batches are of another size, once."""
-    keep, go_on = RESUMED[framework]
-    with torchrepro.apply(AUTO):
-        batches = iter(loader := DataLoader(torch.arange(12.0), batch_size=3))
-        next(batches)
-        place = keep(loader)
-    monkeypatch.setenv("WORLD_SIZE", str(rank + 1))
-    monkeypatch.setenv("RANK", str(rank))
-    with torchrepro.apply(AUTO):
-        loader = DataLoader(torch.arange(12.0), batch_size=batch_size)
-        go_on(loader, place)
-        capsys.readouterr()
-        _ = list(loader), list(loader)
-
-    said = (
-        "torchrepro: the loader over Tensor[12]: it was saved with batch_size=3 and goes on with "
-        "batch_size=4, so its batches hold other samples than those of the uninterrupted run; "
-        "resume with batch_size=3 to go on exactly\n"
-    )
-    assert capsys.readouterr().err == (said if batch_size == 4 and rank == 0 else "")
 
 
 @settings(max_examples=12)

@@ -5,6 +5,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -44,23 +45,9 @@ def switching() -> Iterator[None]:
 
 
 def _in_threads(*calls: Callable[[], Any]) -> list[Any]:
-    found: dict[int, Any] = {}
-
-    def call(number: int) -> None:
-        try:
-            found[number] = calls[number]()
-        except Exception as error:  # noqa: BLE001 - it is raised again in the main thread
-            found[number] = error
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    for value in found.values():
-        if isinstance(value, Exception):
-            raise value
-    return [found[number] for number in range(len(calls))]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        started = [threads.submit(call) for call in calls]
+        return [each.result(PATIENCE) for each in started]
 
 
 def _shuffled(**options: Any) -> Any:

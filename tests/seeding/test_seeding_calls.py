@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import inspect
 import random
 import sys
 import threading
@@ -21,13 +20,6 @@ from torchrepro.seeding.seeding_calls import FUNCTIONS, SeedingCall, seeding_cal
 
 HERE = str(Path(__file__))
 State = Callable[[], dict[str, Any]]
-CALLS: dict[str, Callable[[int], Any]] = {
-    # A lambda looks the function up when it is called, as programs do.
-    "random.seed": lambda seed: random.seed(seed),  # noqa: PLW0108
-    "numpy.random.seed": lambda seed: np.random.seed(seed),  # noqa: PLW0108
-    "torch.manual_seed": lambda seed: torch.manual_seed(seed),  # noqa: PLW0108
-    "torch.random.manual_seed": lambda seed: torch.random.manual_seed(seed),  # noqa: PLW0108
-}
 
 
 def _first_name(name: str) -> str:
@@ -56,30 +48,33 @@ def _originals() -> dict[tuple[str, str], Any]:
     return found
 
 
+HOST = {"random": "python", "numpy.random": "numpy", "torch": "torch", "torch.random": "torch"}
 PRESENT = [place for place, function in _originals().items() if function is not None]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_does_what_it_always_did_and_is_recorded(name: str, generators: State) -> None:
-    """It leaves the state that it leaves without a profile, and one record per place.
+@pytest.mark.parametrize("place", PRESENT, ids=".".join)
+def test_a_call_does_what_it_always_did_and_is_recorded(
+    place: tuple[str, str], generators: State
+) -> None:
+    """It leaves the state that it leaves without a profile, and one record, whatever it calls.
 
     That has function, last value, file, line and how often.
     """
-    part = {"random": "python", "numpy": "numpy", "torch": "torch"}[name.partition(".")[0]]
-    line = inspect.getsourcelines(CALLS[name])[1]
-    called = _first_name(name)
-    CALLS[name](77)
+    seeds = [(), ()] if place[0].startswith("torch") and place[1] == "seed" else [(5,), (77,)]
+    for given in seeds:
+        _originals()[place](*given)
     expected = generators()
     with torchrepro.apply({"seed": 1}) as applied:
         random.random(), np.random.rand(), torch.rand(1)
-        CALLS[name](77)
-        assert generators()[part] == expected[part]
-        assert applied.seeding_calls == (SeedingCall(called, "77", f"{HERE}:{line}", 1),)
-        for seed in range(5):
-            CALLS[name](seed)
+        for given in seeds:
+            _originals()[place](*given), (line := _line())
+        inside = generators()
 
-    assert applied.seeding_calls == (SeedingCall(called, "4", f"{HERE}:{line}", 6),)
-    assert str(applied.seeding_calls[0]) == f"{called}(4) at {HERE}:{line} (6 times)"
+    if place[0] in HOST and seeds[1]:
+        assert inside[HOST[place[0]]] == expected[HOST[place[0]]]
+    function, value = _first_name(".".join(place)), "77" if seeds[1] else ""
+    assert applied.seeding_calls == (SeedingCall(function, value, f"{HERE}:{line}", 2),)
+    assert str(applied.seeding_calls[0]) == f"{function}({value}) at {HERE}:{line} (2 times)"
 
 
 def test_every_place_is_recorded_in_the_order_of_its_first_call(seed_1234: Any) -> None:
@@ -96,14 +91,6 @@ def test_every_place_is_recorded_in_the_order_of_its_first_call(seed_1234: Any) 
         f"torch.manual_seed(5) at {HERE}:{second} (2 times)",
         f"torch.seed() at {HERE}:{third} (2 times)",
     ]
-
-
-@pytest.mark.parametrize("place", PRESENT, ids=".".join)
-def test_every_seeding_function_is_watched(place: tuple[str, str], seed_1234: Any) -> None:
-    """Each function that seeds a global generator is recorded once, whatever it calls inside."""
-    _originals()[place](*([5] if "manual" in place[1] else []))
-
-    assert [call.function for call in seed_1234.seeding_calls] == [_first_name(".".join(place))]
 
 
 def test_a_call_through_a_library_is_recorded_at_the_line_of_the_program(seed_1234: Any) -> None:
