@@ -136,14 +136,11 @@ def _told_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
     """
     if not hasattr(os, "pidfd_open"):
         return ""
-    folder = None
     try:
-        folder = Path(tempfile.mkdtemp(prefix="torchrepro-"))
         this = os.pidfd_open(os.getpid())
+        folder = Path(tempfile.mkdtemp(prefix="torchrepro-"))
         child = os.fork()
     except OSError:
-        if folder is not None:
-            folder.rmdir()
         return ""
     if child:
         # Nobody's child by then: the command may wait for all of its own.

@@ -382,11 +382,8 @@ class RunState:
             forget()  # what the training before would have done at its first step
             return
         where = f"{_FRAMEWORK}: the checkpoint of step {state.global_step}"
-        entry = None
-        for name in (DEFAULT, EXPLICIT):
-            exported = state.stateful_callbacks.get(name) or {}
-            for each in exported if isinstance(exported, list) else [exported]:
-                entry = entry or each.get(KEY)
+        exported = (state.stateful_callbacks.get(name) or {} for name in (DEFAULT, EXPLICIT))
+        entry = next((each[KEY] for each in exported if KEY in each), None)
         if entry is not None and None in entry.get("ranks", ()):
             hooking.say_not_resumed(where, "it holds the state of rank 0 alone")
             return
