@@ -1,13 +1,10 @@
 """Comparing paired timings: what is slower is found out, what is not is left alone."""
 
 import random
-import statistics
 from collections.abc import Callable
 from functools import partial
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from .paired import ERROR, FIRST_LOOK, NEVER, Question, compare, interval, require, take_turns
 
@@ -44,17 +41,6 @@ def test_a_slowdown_of_4_percent_is_told_from_none(
     right = [one for one in seen if one.refutes(bound) is (slower > bound)]
     assert times - len(right) <= most
     assert slower == bound or times - sum(one.decides(bound) for one in right) <= most
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=200), st.sampled_from([0.1, 0.01, 0.001]))
-def test_the_interval_holds_the_median_and_shrinks_with_the_error_allowed(
-    values: list[float], error: float
-) -> None:
-    """The median measured lies in the interval, and being surer never makes it smaller."""
-    low, high = interval(values, error)
-    lower, higher = interval(values, error / 10)
-
-    assert lower <= low <= statistics.median(values) <= high <= higher
 
 
 def test_the_interval_is_that_of_the_tables_of_the_sign_test() -> None:
