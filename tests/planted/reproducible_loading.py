@@ -15,11 +15,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    Sampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
@@ -68,20 +66,6 @@ class Sharded(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return (pairs[index] for index in range(first, ITEMS, step))
 
 
-class Rotated(Sampler[int]):
-    """Starts at another item in each epoch."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return ((index * 3 + self.epoch) % ITEMS for index in range(ITEMS))
-
-    def __len__(self) -> int:
-        return ITEMS
-
-
 class Described(Dataset[dict[str, Any]]):
     """Gives what is nested, with words in it."""
 
@@ -127,22 +111,10 @@ def workers_that_stay() -> Tensors:
     return _fitted(batch for _epoch in range(2) for batch in loader)
 
 
-def sampled_in_a_way_of_its_own() -> Tensors:
-    batches = BatchSampler(Rotated(), 4, drop_last=False)
-    loader = DataLoader(_pairs(), batch_sampler=batches)
-    return _fitted(batch for _epoch in range(2) for batch in loader)
-
-
 def sampled_by_weights() -> Tensors:
     draw = partial(WeightedRandomSampler, range(1, ITEMS + 1), ITEMS)
     sampler = draw(generator=torch.Generator().manual_seed(6))
     return _fitted(DataLoader(_pairs(), batch_size=4, sampler=sampler))
-
-
-def split_by_chance() -> Tensors:
-    generator = torch.Generator().manual_seed(2)
-    parts = torch.utils.data.random_split(_pairs(), [0.75, 0.25], generator)
-    return _fitted(batch for part in parts for batch in DataLoader(part, batch_size=4))
 
 
 def nested_batches() -> Tensors:
@@ -193,19 +165,6 @@ def files_of_secret_names() -> Tensors:
         for step in range(STEPS):
             held[step] = items_of(step).numpy()
         return trained(model, lambda step: model(torch.from_numpy(held[step])).mean())
-
-
-def generators_with_seeds() -> Tensors:
-    generator, chance = np.random.default_rng(3), random.Random(3)
-    older, own = np.random.RandomState(3), torch.Generator().manual_seed(3)
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        noise = torch.from_numpy(generator.standard_normal((8, 6), np.float32))
-        noise = noise * chance.uniform(0.5, 1) + torch.as_tensor(older.rand(8, 6)).float()
-        return model(noise + torch.rand(8, 6, generator=own)).square().mean()
-
-    return trained(model, loss)
 
 
 def files_of_listdir() -> Tensors:

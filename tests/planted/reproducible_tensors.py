@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -249,15 +249,6 @@ def mapped_in_order() -> Tensors:
             return model(sum(parts, torch.zeros(6, 6))).square().mean()
 
         return trained(model, loss)
-
-
-def completed_in_any_order() -> Tensors:
-    found: dict[int, torch.Tensor] = {}
-    with ThreadPoolExecutor(THREADS) as pool:
-        numbers = {pool.submit(_slopes, number): number for number in range(2 * THREADS)}
-        for future in as_completed(numbers):
-            found[numbers[future]] = future.result()
-    return [torch.stack([found[number] for number in sorted(found)]).sum(0)]
 
 
 def buffers_of_each_thread() -> Tensors:

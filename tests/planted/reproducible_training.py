@@ -8,7 +8,7 @@ from io import BytesIO
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 from .small_models import STEPS, Tensors, items_of, perceptron, trained, training
@@ -182,20 +182,6 @@ def two_models_in_turns() -> Tensors:
         for optimizer in optimizers:
             optimizer.zero_grad()
     return [*one.parameters(), *other.parameters()]
-
-
-def learning_rate_on_a_plateau() -> Tensors:
-    model, losses = perceptron(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
-    schedule = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-
-    def loss(step: int) -> torch.Tensor:
-        losses.append(model(items_of(step)).square().mean())
-        return losses[-1]
-
-    return trained(
-        model, loss, optimizer, after_step=lambda step: schedule.step(losses[step].item())
-    )
 
 
 def groups_changed_by_step() -> Tensors:

@@ -163,6 +163,7 @@ CLOCK = UncontrolledRead(
     "time.time", uncontrolled.CLOCK, "a/train.py:5", "do not compute with it", 0
 )
 OTHER_SEED = replace(CLOCK, name="seed", left="1", right="2")
+SURER = replace(CLOCK, name="os.urandom", what=uncontrolled.ENTROPY)
 A_THREAD = replace(CLOCK, what=uncontrolled.THREADS, where="t.py:4")
 MADE, BATCH = ("new tensor", Kind.DATA), ("DataLoader", Kind.DATA)
 
@@ -194,9 +195,14 @@ PROGRAM: dict[str, tuple[Divergence, dict[str, Any]]] = {
             ("made from the clock at this line", replace(CLOCK, where="b/train.py:41"), {}),
             ("a clock that may only measure", CLOCK, {}),
             ("read later", replace(CLOCK, step=8), {}),
+            ("read just before", replace(CLOCK, step=7, record=5), {"record": 5}),
             ("read later in this step", replace(CLOCK, step=7, record=6), {"record": 5}),
         )
     },
+    "read at this line, and entropy elsewhere": (
+        divergence(*MADE),
+        {"program": Program(reads=(replace(CLOCK, where="b/train.py:41"), SURER))},
+    ),
     "a thread that started before": (
         divergence("aten::gelu"),
         {"program": Program(reads=(A_THREAD,))},
@@ -264,21 +270,6 @@ def test_what_the_program_has_decides_on_the_cause_and_the_edit(golden: Any) -> 
     cases = {name: text_of(verdict_on(one, **more), meta) for name, (one, more) in PROGRAM.items()}
 
     golden("causes_in_programs.txt", cases)
-
-
-def test_what_was_read_just_before_the_record_that_differs_may_explain_it() -> None:
-    """No op ran in between."""
-    first, read = divergence(*MADE, record=5), replace(CLOCK, step=7, record=5)
-
-    assert read.name in advised(verdict_on(first, program=Program(reads=(read,)))).cause
-
-
-def test_what_the_line_that_differs_reads_is_suspected_first() -> None:
-    """What is read elsewhere, surer otherwise and later, need not be used there."""
-    here = replace(CLOCK, where="b/train.py:41")
-    reads = (here, replace(CLOCK, name="os.urandom", what=uncontrolled.ENTROPY))
-
-    assert here.name in advised(verdict_on(divergence(*MADE), program=Program(reads=reads))).cause
 
 
 @pytest.mark.parametrize("device", TOLERANCE)
@@ -429,17 +420,11 @@ def test_escalation_ends_at_the_top_and_never_comes_back_to_a_level(
     assert ("the suspect module on the CPU" in passed) == bool(accelerator)
 
 
-def test_the_levels_of_a_program_without_a_profile_are_all_there_are() -> None:
-    """Nothing declared, every level is above, the lowest first."""
+def test_each_level_holds_all_below_it() -> None:
+    """Nothing declared, every level is above, the lowest first, and each begins as the last."""
     found = list(levels_above({}, divergence("gradient"), Program(accelerator="npu")))
 
     assert [level.name for level in found] == NAMES
-
-
-def test_each_level_holds_all_below_it() -> None:
-    """The overrides of a level begin with those of the level below."""
-    found = list(levels_above({}, divergence("gradient"), Program(accelerator="cuda")))
-
     for below, above in pairwise(found):
         assert above.overrides[: len(below.overrides)] == below.overrides
 

@@ -233,6 +233,20 @@ CASES = {
     "imap": ((THREADS, "submit"), "x = list(pool.imap_unordered(f, y))", "pool.imap(f, y)"),
     "another call": ((FILES, "os.listdir"), "x = folder", None),
     "a hash": ((HASH, "builtins.hash"), "x = hash(word) % 7", None),
+    "fresh memory": ((UNWRITTEN, "torch.empty"), "x = torch.empty(3, 4)", "torch.zeros(3, 4)"),
+    **{
+        line: ((SET_ORDER, "set"), line, after)
+        for line, after in (
+            ("names = list(set(words))", "names = list(dict.fromkeys(words))"),
+            ("for p in {*a, *b}:", "for p in dict.fromkeys([*a, *b]):"),
+            ("x = [w for w in {f(y) for y in z}]", "[w for w in dict.fromkeys(f(y) for y in z)]"),
+            ("first, *rest = set(words)", "first, *rest = dict.fromkeys(words)"),
+            ("x = list(zip(range(3), set(words)))", "zip(range(3), dict.fromkeys(words))"),
+            ("x = set(words).pop()", None),
+            ("x = sorted(set(words))", None),
+            ("x = len(set(words))", None),
+        )
+    },
 }
 
 
@@ -267,14 +281,27 @@ def test_an_edit_replaces_what_the_line_has(name: str, tmp_path: Path) -> None:
         ("pool = get_context('fork').Pool()", "pool = get_context('fork').Pool(1)"),
         ("pool = f.ProcessPoolExecutor(initializer=g)", "f.ProcessPoolExecutor(1, initializer=g)"),
         ("pool = ThreadPool(1)", None),
+        ("t = Trainer(max_time='00:00:00:03')", "t = Trainer(max_steps=40)"),
     ],
 )
-def test_a_pool_is_left_with_one_worker(line: str, after: str | None, tmp_path: Path) -> None:
-    """The number of its workers becomes 1, where it is another."""
+def test_what_runs_side_by_side_or_for_a_time_is_limited(
+    line: str, after: str | None, tmp_path: Path
+) -> None:
+    """A pool is left with one worker; a trainer ends after as many steps as it made."""
     file = written(tmp_path, line).rpartition(":")[0]
+    what = CLOCK if "time" in line else THREADS
 
-    edits = [edit.after for edit in edits_elsewhere(THREADS, [file], 3)]
+    edits = [edit.after for edit in edits_elsewhere(what, [file], 40)]
     assert [after in each for each in edits] == [True] * bool(after)
+
+
+def test_a_sample_draws_from_its_own_generator(tmp_path: Path) -> None:
+    """Where a sample is loaded there is a generator for it."""
+    where = written(tmp_path, "rng = np.random.default_rng()")
+    edit = edit_of_sample("numpy.random.default_rng", where)
+
+    assert edit is not None
+    assert edit.after == "import torchrepro; rng = torchrepro.sample_rng()"
 
 
 def test_the_lines_of_a_large_program_are_each_looked_at_once(tmp_path: Path) -> None:
@@ -289,14 +316,6 @@ def test_the_lines_of_a_large_program_are_each_looked_at_once(tmp_path: Path) ->
     assert time.process_time() - began < 15
 
 
-def test_a_limit_of_time_becomes_one_of_steps(tmp_path: Path) -> None:
-    """A trainer that ends by the clock ends after as many steps as it made."""
-    file = written(tmp_path, "t = Trainer(max_time='00:00:00:03')").rpartition(":")[0]
-
-    (edit,) = edits_elsewhere(CLOCK, [file], 40)
-    assert edit.after == "t = Trainer(max_steps=40)"
-
-
 def test_a_value_becomes_a_constant_only_where_it_became_a_seed(tmp_path: Path) -> None:
     """A clock on a line of its own is edited if a seed was made from it, and not otherwise."""
     where = written(tmp_path, "seed = int(time.time())")
@@ -304,25 +323,6 @@ def test_a_value_becomes_a_constant_only_where_it_became_a_seed(tmp_path: Path) 
     assert edit_of(CLOCK, "time.time", where) is None
     edit = edit_of(CLOCK, "time.time", where, is_seed=True)
     assert edit == Edit(where, "seed = int(time.time())", "seed = 1234")
-
-
-@pytest.mark.parametrize(
-    ("line", "after"),
-    [
-        ("names = list(set(words))", "names = list(dict.fromkeys(words))"),
-        ("for p in {*a, *b}:", "for p in dict.fromkeys([*a, *b]):"),
-        ("x = [w for w in {f(y) for y in z}]", "x = [w for w in dict.fromkeys(f(y) for y in z)]"),
-        ("x = sorted(set(words))", None),
-        ("x = len(set(words))", None),
-    ],
-)
-def test_a_set_that_is_iterated_keeps_its_order(
-    line: str, after: str | None, tmp_path: Path
-) -> None:
-    """A set whose order counts becomes a dict, which keeps the order of its making."""
-    edit = edit_of(SET_ORDER, "set", written(tmp_path, line))
-
-    assert (edit and edit.after) == after
 
 
 ELSEWHERE = {
@@ -373,19 +373,6 @@ def test_an_edit_stands_where_it_helps(name: str, tmp_path: Path) -> None:
     found = {(edit.where.rpartition("/")[2], edit.after) for edit in each if edit}
 
     assert found == ({expected} if expected else set())
-
-
-def test_memory_and_a_sample(tmp_path: Path) -> None:
-    """Fresh memory becomes zeros, and a draw the sample's own."""
-    memory = edit_of(UNWRITTEN, "torch.empty", written(tmp_path, "x = torch.empty(3, 4)"))
-    sample = edit_of_sample(
-        "numpy.random.default_rng", written(tmp_path, "rng = np.random.default_rng()")
-    )
-
-    assert memory is not None
-    assert sample is not None
-    assert memory.after == "x = torch.zeros(3, 4)"
-    assert sample.after == "import torchrepro; rng = torchrepro.sample_rng()"
 
 
 @given(text=st.text(max_size=60), what=st.sampled_from([CLOCK, ENTROPY, FILES, THREADS]))
