@@ -1,10 +1,11 @@
 """A process that is killed at any moment leaves a trace of whole steps behind."""
 
+import os
 import random
+import signal
 import sqlite3
 import struct
-import subprocess
-import sys
+import time
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,8 @@ from torchrepro.trace.format import SCHEMA, SUFFIX
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.verdict.value import Kind
 
+from .small_models import perceptron, trained
+
 MAGIC = bytes.fromhex("d9d505f920a163d7")
 """How a journal of SQLite begins: https://sqlite.org/fileformat2.html#the_rollback_journal."""
 
@@ -27,46 +30,25 @@ KILLS = 20
 LONGEST = 0.5
 MANY = 10
 """Steps that every second process has ended before its time begins, however slow the machine."""
-ZYGOTE = f"""
-import os, random, signal, sys, time
-import torch, torchrepro
-import torchrepro.trace.recording
 
-torch.set_num_threads(1)
 
-def train(folder, steps, ended):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with torchrepro.record(folder):
-        for _ in range(steps):
-            model(torch.ones(16, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            os.write(ended, b".")
-
-ends, ended = os.pipe()
-train(os.path.join(sys.argv[1], "first"), 2, ended)  # imports what a first step imports
-for number, delay in enumerate(map(float, sys.argv[2:])):
+def _killed(folder: Path, delay: float, *, after: int) -> None:
+    """Train in a process that is killed so many seconds after it has ended some steps."""
     ends, ended = os.pipe()
     child = os.fork()
     if not child:
-        train(os.path.join(sys.argv[1], str(number)), 10**9, ended)
-    for _ in range(number % 2 * {MANY + 1}):
+        try:
+            with torchrepro.record(folder):
+                trained(perceptron(), steps=10**9, after_step=lambda _: os.write(ended, b"."))
+        finally:
+            os._exit(1)
+    os.close(ended)
+    for _ in range(after):
         os.read(ends, 1)
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-"""
-
-
-def _killed(folder: Path, delays: list[float]) -> list[Path]:
-    """Train in one process per delay, kill each after its delay; return their folders."""
-    words = [sys.executable, "-c", ZYGOTE, str(folder), *map(str, delays)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    return [folder / str(number) for number in range(len(delays))]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    os.close(ends)
 
 
 def _opened(folder: Path) -> Trace | None:
@@ -161,9 +143,12 @@ def test_a_killed_process_leaves_whole_steps(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print("seed", seed)
     draw = random.Random(seed)
-    delays = [draw.uniform(0.0, LONGEST) for _ in range(KILLS)]
+    with torchrepro.record(tmp_path / "first"):
+        trained(perceptron(), steps=2)  # imports what a step imports
     lengths = {}
-    for folder in _killed(tmp_path, delays):
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        _killed(folder, draw.uniform(0.0, LONGEST), after=number % 2 * (MANY + 1))
         trace = _opened(folder)
         if trace is not None:
             lengths[folder] = _assert_whole_steps(trace)

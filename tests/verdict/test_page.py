@@ -477,20 +477,6 @@ def emulate(browser: Tab, scheme: str) -> None:
     browser.ask("Emulation.setEmulatedMedia", features=features)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_picture_of_a_page_shows_something(browser: Tab, show: Show, scheme: str) -> None:
-    """A picture of a page has much more in it than one of the same page without its contents."""
-    emulate(browser, scheme)
-    for verdict in (unequal(), equal()):
-        file = show(verdict)
-        full = len(browser.ask("Page.captureScreenshot")["data"])
-        text = re.sub("<header.*</main>", "", file.read_text(encoding="utf-8"), flags=re.S)
-        file.write_text(text, encoding="utf-8")
-        browser.open(file)
-
-        assert full > 4 * len(browser.ask("Page.captureScreenshot")["data"])
-
-
 def test_the_map_is_read_with_the_keyboard(browser: Tab, show: Show) -> None:
     """Tab reaches the map at the first divergence; arrow keys move, and each cell is read out."""
     verdict = unequal()

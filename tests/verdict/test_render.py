@@ -19,7 +19,6 @@ from torchrepro.verdict.page import page
 from torchrepro.verdict.render import (
     LINES,
     headline,
-    size,
     source_line,
     verdict_parts,
 )
@@ -185,14 +184,6 @@ def test_the_line_of_the_source_is_shown_if_it_can_be_read() -> None:
     """A line of this very file is found, one of a file that is gone is not."""
     assert source_line(f"{__file__}:1").startswith('"""Laws of the terminal')
     assert [source_line(each) for each in ("gone.py:3", "gone.py", "", ":1", "a:x")] == [""] * 5
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2 * 10**12, "2 TB")]
-)
-def test_sizes_are_readable(number: int, text: str) -> None:
-    """Bytes are shown in the unit that leaves few digits."""
-    assert size(number) == text
 
 
 def test_a_verdict_is_shown_the_same_wherever_it_comes_from() -> None:
