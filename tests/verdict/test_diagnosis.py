@@ -45,7 +45,7 @@ from torchrepro.verdict.value import (
     Verdict,
 )
 
-from .verdicts import divergence, equal, side, unequal
+from .verdicts import divergence, side, unequal
 
 CPU = {"hardware": {"instruction set": "AVX2"}, "profile": "seed-only"}
 CUDA = {**CPU, "hardware": {"instruction set": "AVX2", "accelerator": "cuda x1"}}
@@ -146,6 +146,9 @@ CASES: dict[str, Case] = {
     "another torch": case("aten::gelu", **OTHER_TORCH),
     "torch's list": case("aten::scatter_add_", meta=CUDA),
     "torch's list, under the flag": case("aten::cumsum", meta=CUDA, knobs=DETERMINISTIC),
+    "torch's list, all in force": case(
+        "aten::cumsum", meta=CUDA, knobs={**DETERMINISTIC, "device.fallback": "cpu"}
+    ),
     "atomics": case("aten::index_add_", meta=CUDA),
     "compiled": case("compiled region"),
     "convolution on CUDA": case("aten::cudnn_convolution", meta=CUDA),
@@ -307,18 +310,6 @@ def test_every_setting_proposed_is_one_that_a_profile_takes(key: str, value: str
     """An override out of an advice is legal, and its knob can be explained."""
     assert load("seed-only", [f"{key}={value}"]).resolved.settings()
     assert explanations(key)
-
-
-def test_a_setting_that_is_in_force_already_is_not_tried() -> None:
-    """When everything that usually helps is in force, nothing is left to try."""
-    knobs = {**DETERMINISTIC, "device.fallback": "cpu"}
-
-    assert not helpful(verdict_on(divergence("aten::cumsum")), {**CUDA, "knobs": knobs})
-
-
-def test_runs_that_are_the_same_need_no_advice() -> None:
-    """Without a divergence there is nothing to advise."""
-    assert advice(equal()) is None
 
 
 @given(
