@@ -13,6 +13,12 @@ import torchrepro
 from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.format import UNINITIALISED
 
+from ..planted.reproducible_training import (
+    lbfgs,
+    learning_rate_on_a_plateau,
+    two_models_in_turns,
+)
+from ..planted.small_models import STEPS as ITERATIONS
 from .conftest import Net, Recorder, seen, train
 
 if TYPE_CHECKING:
@@ -237,29 +243,6 @@ def _accumulation() -> None:
         optimizer.step()
 
 
-def _two_optimizers() -> None:
-    nets = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    for _ in range(3):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            _loss(net).backward()
-            optimizer.step()
-
-
-def _closure() -> None:
-    net = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=5)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = _loss(net)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-
-
 def _skipped_by_the_scaler() -> None:
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -272,20 +255,6 @@ def _skipped_by_the_scaler() -> None:
         scaler.update()
 
 
-def _scheduled() -> None:
-    net = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    schedulers = [
-        torch.optim.lr_scheduler.LinearLR(optimizer),
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-    ]
-    for _ in range(3):
-        _loss(net).backward()
-        optimizer.step()
-        for scheduler in schedulers:
-            scheduler.step()
-
-
 def _without_an_optimizer() -> None:
     for _ in range(3):
         torch.ones(2).sin()
@@ -294,10 +263,10 @@ def _without_an_optimizer() -> None:
 
 STEPS = {
     "gradients accumulated over four backward passes": (_accumulation, 3),
-    "two optimizers in each of three iterations": (_two_optimizers, 6),
-    "a closure that runs several times": (_closure, 3),
+    "two optimizers in each iteration": (two_models_in_turns, 2 * ITERATIONS),
+    "a closure that runs several times": (lbfgs, ITERATIONS),
     "one of four steps is skipped for its infinities": (_skipped_by_the_scaler, 3),
-    "two schedulers": (_scheduled, 3),
+    "a scheduler": (learning_rate_on_a_plateau, ITERATIONS),
     "no optimizer": (_without_an_optimizer, 3),
     "no step": (lambda: _loss(torch.nn.Linear(4, 1)).backward(), 0),
 }

@@ -106,8 +106,8 @@ class Recording:
                 within_loaders_begun(hooks, lambda _: self._full.paused())
             undo.enter_context(self._full)
             undo.enter_context(self._naming)
-            undo.callback(self._forget)
             _recordings.append(self)
+            undo.callback(_recordings.remove, self)
             self._open = undo.pop_all()
 
     def stop(self) -> None:
@@ -139,10 +139,6 @@ class Recording:
             self._store.finish(self._facts())
             if self._limit is not None and self._limit.count:
                 say(f"{self._store.path}: {self._limit.in_words()}")
-
-    def _forget(self) -> None:
-        if self in _recordings:
-            _recordings.remove(self)
 
     def abandon(self) -> None:
         """Take no more records and leave the store alone: it is another process's."""
