@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.relations.related import Relation, Side
-from torchrepro.trace.reader import read_run
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
 from torchrepro.verdict.render import counted, short
 from torchrepro.verdict.value import Advice, Compared, Divergence, Kind, Verdict
@@ -73,8 +72,7 @@ class Compiled(Relation):
         compiled, eager = self._units(plain), self._units(run)
         tolerance = self.runner.tolerance
         amount, first, said = _compare(compiled, eager, tolerance)
-        level = read_run(plain.folder, records=False)[0].meta.get("level")
-        amount = replace(amount, level=str(level or "op"))
+        amount = replace(amount, level=self.runner.request.level)
         verdict = Verdict(
             first is None, plain.folder, run.folder, amount, first, tolerance=tolerance
         )

@@ -143,7 +143,6 @@ class _Regions(_Training):
         return compile
 
     def _is_split(self, original: Callable[..., Any], model: Any, label: str, options: Any) -> bool:
-        """Compile one child of a region in its place, if that is what was asked for."""
         if self._only is None or self._only[0] != label:
             return False
         child = model.get_submodule(self._only[1])
@@ -182,8 +181,7 @@ class _Regions(_Training):
         return watched
 
     def module_returned(self, module: Any, result: Any) -> None:
-        inner = getattr(module, "_orig_mod", module)
-        known = self._names.get(address(module)) or self._names.get(address(inner))
+        known = self._names.get(address(module))
         if known is not None:
             self._note(*known, "forward", result)
         elif not getattr(self._now, "depth", 0):
@@ -362,8 +360,10 @@ class _State(_Training):
                     self._own[number] = label, generator, kind.slot(generator).read
             for name, _, read in self._own.values():
                 state = read()
-                digest = fingerprint if isinstance(state, torch.Tensor) else _digest
-                found[name] = digest(state).hex()
+                if isinstance(state, torch.Tensor):
+                    found[name] = fingerprint(state).hex()
+                else:
+                    found[name] = xxhash.xxh3_128_hexdigest(repr(state).encode())
         for name, now in found.items():
             self._seen.setdefault(name, {})[now] = None
             if counts and self._last.get(name, now) != now:
@@ -385,10 +385,6 @@ def _objects_of_interest() -> list[tuple[str, Any]]:
         if isinstance(each, its)
         and (kind != "sampler" or isinstance(getattr(each, "epoch", None), int))
     ]
-
-
-def _digest(state: Any) -> bytes:
-    return xxhash.xxh3_128_digest(repr(state).encode())
 
 
 _GLOBAL = (torch.default_generator, getattr(random.getstate, "__self__", None))
@@ -459,7 +455,6 @@ class _Checkpoints:
         self._known = self._scan()
         self._names = set(self._known)
         self._unsettled: list[int] = []
-        self._last: int | None = None
         self._steps = 0
         atexit.register(lambda: self._note_changes(self._steps))
 
@@ -468,26 +463,23 @@ class _Checkpoints:
         self._steps = steps
         before = steps - 1  # a file was written before the step that ends just now, or within it
         changed, has_new_name = self._note_changes(before)
-
-        def settles(saved: int) -> bool:
-            return before > saved and (not has_new_name or before >= saved + _LONGEST_WAIT)
-
-        for saved in filter(settles, self._unsettled):
+        for saved in [*self._unsettled]:
+            is_last = self._kill is not None and saved >= self._kill
+            waits = before < saved + (_LONGEST_WAIT if has_new_name else 1)
+            if waits or (is_last and self._is_open()):
+                continue
+            self._unsettled.remove(saved)
             self._notes.add(settled=saved)
-        self._unsettled = [saved for saved in self._unsettled if not settles(saved)]
+            if is_last:
+                self._notes.add(killed=steps)
+                # The run has a session of its own: all of its processes end, as if a machine did.
+                if os.getsid(0) == os.getpgrp():
+                    os.killpg(os.getpgrp(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
         if changed:
             self._unsettled.append(before)
-            if self._kill is not None and self._last is None and before >= self._kill:
-                self._last = before
-        if self._last is not None and settles(self._last) and not self._is_open():
-            self._notes.add(killed=steps)
-            # The run has a session of its own: all of its processes end, as if a machine did.
-            if os.getsid(0) == os.getpgrp():
-                os.killpg(os.getpgrp(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def _note_changes(self, saved: int) -> tuple[bool, bool]:
-        """Return whether a checkpoint was written, and whether one has a new name."""
         found = self._scan()
         changed = [
             path

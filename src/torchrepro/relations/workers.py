@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torchrepro.verification.result import Run
 
 NUMBERS = (0, 2)
-_BATCH = "DataLoader"  # the op of a record of a batch
 
 
 class Workers(Relation):
@@ -70,7 +69,6 @@ def _explained(
     lines = [*_lines(modules, named)]
     iterable = bool(loader.get("iterable"))
     if iterable and not any(line.cause is SPLITS for line in lines):
-        batches = [_batches(run) for run in (plain, other)]
         classes = (
             f"{file}:{node.lineno}"
             for file, module in modules
@@ -78,7 +76,9 @@ def _explained(
             if isinstance(node, ast.ClassDef) and node.name == named
         )
         at = next(classes, first.source)
-        much = f": {batches[1]} batches instead of {batches[0]}" if batches[0] < batches[1] else ""
+        much = (
+            f": {other.steps} steps instead of {plain.steps}" if plain.steps < other.steps else ""
+        )
         cause = (
             f"The IterableDataset {named} does not split itself by worker ({short(at)}), so each "
             f"worker yields all of it{much}. Split it by torch.utils.data.get_worker_info()."
@@ -193,13 +193,3 @@ def _calls(file: str, module: Module, node: ast.Call, own: Iterable[str]) -> Ite
         ):
             yield _Line(cause, called.strip("."), where)
             return
-
-
-def _batches(run: Run) -> int:
-    count = 0
-    for trace in read_run(run.folder):
-        sites = {number for number, site in trace.sites.items() if site.op == _BATCH}
-        for step in trace.steps:
-            count += sum(site in sites for each in trace.outlines(step) for site in each.sites)
-        trace.close()
-    return count
