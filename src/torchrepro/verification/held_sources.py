@@ -145,10 +145,7 @@ _MORE = (
 )
 """What is heard only in order to hold it: listening to it all the time would cost something."""
 
-HELD_AT_ONCE = (
-    *(CLOCK, ENTROPY, CLOCK_AND_CARD, PROCESS, ADDRESS, HASH, FILES, THREADS),
-    UNWRITTEN,
-)
+HELD_AT_ONCE = tuple(what for what in _HOLD if what != GIVEN_SEED)
 """What is held in a process that holds everything: all but the seeds of the program."""
 
 

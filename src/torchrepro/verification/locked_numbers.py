@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import chdir, suppress
@@ -64,7 +63,7 @@ from torchrepro.verification.repository import (
     write_commit,
     write_files,
 )
-from torchrepro.verification.runner import Runner, output_directory
+from torchrepro.verification.runner import Runner, last_lines, output_directory
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
@@ -455,10 +454,8 @@ class _Experiment:
         with copy.entered():
             run = runner.run(resolved, name, copy.environment)
         if run.status or not run.recorded:
-            with open(run.log, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-                said = deque(file, 1)
-            words = printable(said[0].strip()) if said else "it says nothing"
-            raise CopyError(f"{whose} cannot run here: {words}")
+            said = last_lines(run, 1) or ["it says nothing"]
+            raise CopyError(f"{whose} cannot run here: {said[0].strip()}")
         if strayed := copy.strayed():
             raise CopyError(f"{whose} did not stay in its copy: {strayed}")
         return _RunInCopy(copy, run.folder, numbers_of(run.folder, self.asked.every))

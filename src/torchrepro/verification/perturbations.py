@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,9 +102,6 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "glibc fills fresh and freed memory with another byte",
         "the program reads memory that nothing has written",
         lambda number: {"MALLOC_PERTURB_": str(1 + number * 89 % 255)},
-        obstacle=lambda: (
-            "the C library takes no such settings" if platform.libc_ver()[0] != "glibc" else ""
-        ),
         reads_memory=True,
     ),
     Perturbation(
@@ -171,7 +167,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         source=FILES,
     ),
 )
-"""Every perturbation, the most telling first: bisection tries the first ones first.
+"""Every perturbation, the most telling first: where runs diverge, each is tried in this order.
 
 A read of unwritten memory shows under most of them, so that row leads. The number of threads of an
 op is not perturbed, because no guarantee covers it: another number adds up in another order. Load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed, Verbosity, listing, parts, verbosity
@@ -118,6 +118,9 @@ def verification_page(found: Verification) -> str:
     differing = [(run, verdict) for run, verdict in pairs if not verdict.same]
     shown = differing[:COMPARISONS] or pairs[:1]
     alone = len(shown) == 1
+    # The one comparison calls its runs A and B. Of several each has a link to its own.
+    sides = {first.name: "a", shown[0][0].name: "b"} if alone else {}
+    linked = () if alone else [run.name for run, _ in shown]
     answers = {run.name: _short_answer(verdict) for run, verdict in differing}
     about_first = next((each.about[0] for each in found.verdicts if each.about), None)
     abouts = [about_first, *(each.about[1] if each.about else None for each in found.verdicts)]
@@ -132,14 +135,9 @@ def verification_page(found: Verification) -> str:
             "Exit status": str(run.status) if run.status else "",
             "Perturbed": ", ".join(run.perturbed),
         }
-        row = RunRow(run.name, facts)
-        # The one comparison calls its runs A and B. Of several each has a link to its own.
-        side = {first.name: "a", shown[0][0].name: "b"}.get(run.name, "") if alone else ""
-        if side:
-            row = replace(row, name=f"{side.upper()} = {run.name}", kind=side)
-        elif not alone and any(run is each for each, _ in shown):
-            row = replace(row, link=run.name)
-        rows.append(row)
+        side, link = sides.get(run.name, ""), run.name if run.name in linked else ""
+        name = f"{side.upper()} = {run.name}" if side else run.name
+        rows.append(RunRow(name, facts, kind=side, link=link))
     comparisons = [
         Comparison(
             verdict,

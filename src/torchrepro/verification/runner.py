@@ -167,8 +167,7 @@ class Runner:
         run = runs[-1]
         if run.status == 0 or len({each.status for each in runs}) > 1:
             return
-        with open(run.log, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-            lines = [printable(line.rstrip("\n")) for line in deque(file, _LAST_LINES)]
+        lines = last_lines(run, _LAST_LINES)
         if run.status == _NOT_IN_FORCE and any(line.startswith("torchrepro: ") for line in lines):
             raise ApplyError("\n".join(line.removeprefix("torchrepro: ") for line in lines))
         said = [f"    {line}" for line in lines] or ["    (it printed nothing)"]
@@ -180,6 +179,12 @@ class Runner:
         meta = read_run(run.folder, records=False)[0].meta
         command = shell_line(shareable(self.command, secrets_here()))
         return replace(verdict, advice=advice(verdict, meta, command))
+
+
+def last_lines(run: Run, most: int) -> list[str]:
+    """Return the last lines that a run has printed."""
+    with Path(run.log).open(encoding="utf-8", errors="replace") as file:
+        return [printable(line.rstrip("\n")) for line in deque(file, most)]
 
 
 @contextmanager

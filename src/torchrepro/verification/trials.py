@@ -16,10 +16,11 @@ from shlex import join
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ApplyError, ProfileError
+from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import printable
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
-from torchrepro.redaction import shell_line
+from torchrepro.redaction import shareable, shell_line
 from torchrepro.seeding.uncontrolled import (
     ADDRESS,
     CLOCK,
@@ -31,6 +32,7 @@ from torchrepro.seeding.uncontrolled import (
     UNWRITTEN,
 )
 from torchrepro.trace.reader import read_run
+from torchrepro.trace.request import LEVELS
 from torchrepro.verdict.diagnosis import (
     cause_by_rule,
     cause_of,
@@ -97,12 +99,9 @@ def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
     The runs are those of one command, one after the other. Empty where one was not recorded up to
     its end.
     """
-    if not (first.recorded and second.recorded):
-        return ()
-    metas = ([trace.meta for trace in _traces(run)] for run in (first, second))
     earlier, later = (
-        [meta for meta in side if None not in (meta.get("began"), meta.get("files"))]
-        for side in metas
+        [its.meta for its in traces if None not in (its.meta.get("began"), its.meta.get("files"))]
+        for traces in (_traces(run) if run.recorded else () for run in (first, second))
     )
     if not (earlier and later):
         return ()
@@ -133,17 +132,11 @@ class Trials:
     profile: Any  # the profile as the user named it; None for a command that is run as it is
     overrides: Sequence[str]
     resolved: ResolvedProfile | None
-    own_profile: bool
-    """Whether the command puts a profile in force itself, to which nothing can be added."""
-    words: Sequence[str]  # the command, as it may be shown
     between: tuple[Run, Run]  # two runs that differ
     environments: Sequence[RunEnvironment]  # what they were started in
     verdict: Verdict
     meta: Mapping[str, Any]
     carried: Sequence[CarriedFile]  # the files that one of the runs left for the next one
-    longest: float  # seconds that the longest run has taken so far
-    options: Sequence[str]
-    """The user's own options that say what is the same, as a command line has them."""
     most: float = MOST  # the runs that all trials take at most
     done: list[Trial] = field(default_factory=list)
     _last: Run = field(init=False)  # the first run of the last trial whose runs agreed
@@ -222,7 +215,7 @@ class Trials:
 
     def _settings(self, its: Evidence) -> Iterator[tuple[Any, tuple[str, ...]]]:
         """Yield profiles with overrides that may help, the cheapest first."""
-        if self.resolved is None and self.own_profile:
+        if self.own_profile:
             return
         base = self.resolved
         if base is None:
@@ -293,8 +286,7 @@ class Trials:
                 place.unlink(missing_ok=True)
 
         names = [from_here(each.path) for each in self.carried]
-        script = f"rm -f {join(names)}; exec {shell_line(self.words)}"
-        command = self._command(self.profile, self.overrides, words=["sh", "-c", script])
+        command = self._command(self.profile, self.overrides, first=f"rm -f {join(names)}")
         what = f"each run without the {', '.join(names)} of the run before"
         try:
             for place, kept in places.items():
@@ -420,7 +412,12 @@ class Trials:
 
     @property
     def _limit(self) -> float:
-        return max(self.longest * _PATIENCE, _AT_LEAST)
+        return max(*(run.seconds * _PATIENCE for run in self.between), _AT_LEAST)
+
+    @property
+    def own_profile(self) -> bool:
+        """Whether the command puts a profile in force itself, to which nothing can be added."""
+        return self.resolved is None and self.meta.get("profile") is not None
 
     # Answers: the verdict with what trials have shown.
 
@@ -501,16 +498,25 @@ class Trials:
         return [each for each in found if each.name not in TIES] or list(found)
 
     def _command(
-        self,
-        profile: Any,
-        overrides: Sequence[str],
-        *options: str,
-        words: Sequence[str] | None = None,
+        self, profile: Any, overrides: Sequence[str], *options: str, first: str = ""
     ) -> str:
-        """Return a command line to type, with the user's own options; `words` is what it runs."""
+        """Return a command line to type, with what the user has said of what is the same.
+
+        `first` is what a shell does before each run.
+        """
+        words = shareable(
+            self.runner.command, secrets_here(*([self.resolved] if self.resolved else []))
+        )
+        if first:
+            words = ["sh", "-c", f"{first}; exec {shell_line(words)}"]
+        level, tolerance = self.runner.request.level, self.runner.tolerance or ()
+        asked = ["--level", level] if level != LEVELS[-1] else []
+        for name, number in zip(("--rtol", "--atol"), tolerance, strict=False):
+            asked += [name, str(number)]
+        for place in self.runner.ignore:
+            asked += ["--ignore", place]
         named = [str(profile), *overrides] if profile else []
-        ours = ["torchrepro", "verify", *named, *self.options, *options]
-        return shell_line([*ours, "--", *(self.words if words is None else words)])
+        return shell_line(["torchrepro", "verify", *named, *asked, *options, "--", *words])
 
 
 def _edit(what: str, read: Suspect, *, is_seed: bool) -> Edit | None:

@@ -1,6 +1,6 @@
 """Runs a command several times and says whether its runs are the same; and what follows if not.
 
-A divergence is followed by a closer look, by bisecting perturbations, and by escalation.
+A divergence is followed by a closer look, by trying each perturbation alone, and by escalation.
 """
 
 from __future__ import annotations
@@ -135,34 +135,20 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                 setups = (resolved, environments[0]), (resolved, environments[number])
                 verdict = _look_closer(runner, verdict, setups)
             if plan.names:
-                stressed = _bisect_perturbations(runner, resolved, plan, done[0], number)
+                stressed = _culprits(runner, resolved, plan, done[0], number)
                 verdict = _with_perturbation(verdict, stressed, plan)
             culprits = stressed.culprits if stressed else ()
             if escalate or (closer and culprits in ((), (HASH_SEED,))):
-                options = [
-                    ("--level", None if level == Request("").level else level),
-                    *(("--rtol", rtol), ("--atol", atol)),
-                    *(("--ignore", where) for where in ignore),
-                ]
                 trials = Trials(
                     runner=runner,
                     profile=profile,
                     overrides=overrides,
                     resolved=resolved,
-                    own_profile=resolved is None and meta.get("profile") is not None,
-                    words=shareable(command, secrets_here(*([resolved] if resolved else []))),
+                    between=(done[0], done[number]),
                     environments=(environments[0], environments[number]),
                     verdict=verdict,
                     meta=meta,
                     carried=left,
-                    between=(done[0], done[number]),
-                    longest=max(run.seconds for run in done),
-                    options=[
-                        word
-                        for option, its in options
-                        if its is not None
-                        for word in (option, str(its))
-                    ],
                     most=math.inf if escalate else MOST,
                 )
                 if escalate:
@@ -276,13 +262,13 @@ def _follow_into_dataset(
     They record what every function of the program returns while a batch is loaded. Worker processes
     are not recorded, so these runs load in the main process.
     """
-    loader: Mapping[str, Any] = {}  # with workers, in whose batch the runs diverge
-    seeded = False  # whether torchrepro seeds loaders whose author seeded nothing
-    for trace in read_run(verdict.left, records=False):
-        for each in trace.meta.get("loaders") or () if trace.rank == first.rank else ():
-            if not loader and each.get("where") == first.source and each.get("workers"):
-                knobs = trace.meta.get("knobs") or {}
-                loader, seeded = each, knobs.get("dataloader.seeding") == "auto"
+    metas = [its.meta for its in read_run(verdict.left, records=False) if its.rank == first.rank]
+    loaders = (each for meta in metas for each in meta.get("loaders") or ())
+    with_workers = (each for each in loaders if each.get("workers"))
+    # That in whose batch the runs diverge, if workers loaded it.
+    loader: Mapping[str, Any] = next(
+        (each for each in with_workers if each.get("where") == first.source), {}
+    )
     steps = None if loader.get("iterable") else (0, first.step + 1)
     request = replace(runner.request, steps=steps, samples=True, detail=True, every=1)
     request = replace(request, statistics=False, max_size=None)
@@ -309,9 +295,9 @@ def _follow_into_dataset(
     if not loader:
         note = "two more runs were the same there: it varies from run to run"
         return _with_note(verdict, note)
-    init = loader.get("worker_init_fn")
+    init, knobs = loader.get("worker_init_fn"), metas[0].get("knobs") or {}
     why = (
-        worker_init_sentence(init, seeded=seeded)
+        worker_init_sentence(init, seeded=knobs.get("dataloader.seeding") == "auto")
         if init
         else "Something depends on the worker: its id, its pid, or which of them finishes first."
     )
@@ -323,11 +309,11 @@ def _follow_into_dataset(
     return _with_note(replace(verdict, advice=advice), note)
 
 
-def _bisect_perturbations(
+def _culprits(
     runner: Runner, resolved: ResolvedProfile | None, plan: StressPlan, first: Run, number: int
 ) -> StressResult:
-    # The perturbations of run `number`, which differs from `first`, are tried again: at most two
-    # runs for each halving.
+    # Those of run `number`, which differs from `first`, are tried again one by one: to halve them
+    # would take as many runs, as the most telling come first.
     def diverges(names: Sequence[str]) -> bool:
         runner.say(f"perturbed by {', '.join(names) or 'nothing'} ...")
         done = len(list(runner.folder.glob("stress-*.log")))
@@ -338,25 +324,13 @@ def _bisect_perturbations(
     stressed = StressResult(plan.names, plan.skipped)
     if diverges(()):
         return replace(stressed, what="the runs diverge without any perturbation as well")
-    found = bisect(plan.names, diverges)
-    alone = f"perturbing the {found[0]} alone makes the runs diverge"
-    several = f"it takes several perturbations together: {', '.join(found)}"
-    return replace(stressed, culprits=found, what=several if found[1:] else alone)
-
-
-def bisect(names: Sequence[str], diverges: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
-    """Return one of `names` for which `diverges` holds, or the fewest found for which it does.
-
-    It holds for all of them together.
-    """
-    while len(names) > 1:
-        middle = len(names) // 2
-        halves = (names[:middle], names[middle:])
-        half = next((half for half in halves if diverges(half)), None)
-        if half is None:
-            break
-        names = half
-    return tuple(names)
+    is_one = len(plan.names) == 1
+    alone = next((name for name in plan.names if is_one or diverges([name])), None)
+    if alone is not None:
+        what = f"perturbing the {alone} alone makes the runs diverge"
+        return replace(stressed, culprits=(alone,), what=what)
+    what = f"it takes several perturbations together: {', '.join(plan.names)}"
+    return replace(stressed, culprits=plan.names, what=what)
 
 
 def _with_perturbation(verdict: Verdict, stressed: StressResult, plan: StressPlan) -> Verdict:
@@ -395,13 +369,12 @@ def _with_other_hash_seed(
         return run, verdict, stressed
     if closer:
         verdict = _look_closer(runner, verdict, (setup, (other, environment)))
-    advice = Advice(
-        cause="The order of a set of strings, or a hash of text, decides the result. It differs "
-        "when Python's hash seed does: `torchrepro run` fixes it, `+repro=` alone does not.",
-    )
     what = (
         "it differs when Python's hash seed does: `torchrepro run` and `verify` fix it, "
         "`+repro=` alone does not"
+    )
+    advice = Advice(
+        f"The order of a set of strings, or a hash of text, decides the result; {what}."
     )
     stressed = replace(stressed, culprits=(HASH_SEED,), what=what)
     return run, _with_note(replace(verdict, advice=advice), what), stressed
