@@ -7,7 +7,6 @@ What is there already is not run again.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import re
@@ -18,10 +17,9 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrepro.verdict.value import Edit
 
@@ -53,8 +51,6 @@ class Answer:
     cause: str
     edit: Edit | None
     command: str | None
-    prose: tuple[str, ...]
-    """What it says to edit or to try, and is neither an edit nor a command."""
 
 
 def read_answer(text: str) -> Answer:
@@ -69,24 +65,13 @@ def read_answer(text: str) -> Answer:
             blocks[label].append(found[1])
         else:
             label = ""
-    cause = blocks.get("cause") or blocks.get("likely cause") or []
-
-    edit, prose = None, []
+    edit = None
     if words := blocks.get("edit"):
-        place = re.match(r"(\S+:\d+) {2,}(.*)$", words[0])
-        after = (blocks.get("becomes") or [""])[0]
-        if place and after:
-            edit = Edit(place[1], place[2].strip(), after)
-        else:
-            prose.append(words[0])
-    command = None
-    for words in (blocks.get("try", []), blocks.get("next level", [])):
-        found = next((each for each in words if each.startswith("torchrepro ")), None)
-        command = command or found
-        if words and not found:
-            prose.append(words[0])
+        where, _, before = words[0].partition("   ")
+        edit = Edit(where, before, blocks["becomes"][0])
     lines = tuple((file, int(number)) for file, number in PLACE.findall(text))
-    return Answer(lines, " ".join(cause), edit, command, tuple(prose))
+    cause, command = " ".join(blocks.get("cause", ())), blocks.get("try", (None,))[-1]
+    return Answer(lines, cause, edit, command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +84,7 @@ class Score:
     """It names the file and the number of an expected line."""
     cause: bool
     remedy: str
-    """`none`, or the outcomes of what it says to do: `edit works`, `command fails`, `prose`."""
+    """`none`, or the outcomes of what it says to do: `edit works`, `command fails`."""
     reaches_nothing: bool | None = None
     """Its JSON says that what differs reaches nothing; None where that was not asked."""
 
@@ -109,7 +94,7 @@ class Score:
 
     @property
     def false(self) -> bool:
-        return "fails" in self.remedy or "prose" in self.remedy
+        return "fails" in self.remedy
 
 
 def fresh_copy(name: str, within: Path) -> Path:
@@ -126,8 +111,7 @@ def run_in_shell(line: str, folder: Path) -> CompletedProcess[str]:
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment["OMP_WAIT_POLICY"] = "PASSIVE"  # the same bits, and less of a shared machine
     environment["TMPDIR"] = str(folder.parent)
-    if shim := _torchvision(folder.parent):
-        environment["PYTHONPATH"] = str(shim)
+    environment["PYTHONPATH"] = str(_torchvision(folder.parent))
     try:
         return subprocess.run(
             ["bash", "-c", line],
@@ -143,23 +127,10 @@ def run_in_shell(line: str, folder: Path) -> CompletedProcess[str]:
         return CompletedProcess(line, 124, "", f"more than {LIMIT} s")
 
 
-@cache
-def _torchvision_is_broken() -> bool:
-    """Whether torchvision is here and cannot be imported: a wheel built for another torch."""
-    try:
-        importlib.metadata.version("torchvision")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    done = subprocess.run(
-        [sys.executable, "-c", "import torchvision"], capture_output=True, check=False
-    )
-    return done.returncode != 0
-
-
-def _torchvision(within: Path) -> Path | None:
-    """Return a folder with a torchvision that can be imported, where the real one is broken."""
-    if not _torchvision_is_broken():
-        return None
+def _torchvision(within: Path) -> Path:
+    """Return a folder with a torchvision that Lightning can import: no program uses the real one,
+    and a wheel of it that was built for another torch cannot be imported.
+    """
     package = within / "importable" / "torchvision"
     package.mkdir(parents=True, exist_ok=True)
     anything = (
@@ -216,7 +187,7 @@ def names_cause(cause: str, row: Varying) -> bool:
 
 
 def _remedy(row: Varying, answer: Answer, within: Path) -> str:
-    outcomes = ["prose"] * bool(answer.prose)
+    outcomes = []
     if answer.edit:
         works = _apply(answer.edit, folder := fresh_copy(row.name, within))
         works = works and run_in_shell(verify_command(row), folder).returncode == 0
@@ -230,24 +201,13 @@ def _remedy(row: Varying, answer: Answer, within: Path) -> str:
 def _apply(edit: Edit, folder: Path) -> bool:
     """Do `edit` to the letter; return False where its line is not the line that it says."""
     place, _, number = edit.where.rpartition(":")
-    inside = {str(each.relative_to(folder)): each for each in folder.rglob("*.py")}
-    named = [each for name, each in inside.items() if _is_end_of(name, place)]
-    if not named:
-        return False
-    file = max(named, key=lambda each: len(each.parts))
-    lines, at = file.read_text(encoding="utf-8").split("\n"), int(number) - 1
-    if at >= len(lines) or lines[at].strip() != edit.before:
+    file, at = folder / place, int(number) - 1
+    lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
+    if [line.strip() for line in lines[at : at + 1]] != [edit.before]:
         return False
     lines[at] = lines[at].replace(edit.before, edit.after)
     file.write_text("\n".join(lines), encoding="utf-8")
     return True
-
-
-def _reaches_nothing(document: Any) -> bool:
-    """Return whether a `reaches` that is false stands anywhere in `document`."""
-    if isinstance(document, dict):
-        return document.get("reaches") is False or any(map(_reaches_nothing, document.values()))
-    return isinstance(document, list) and any(map(_reaches_nothing, document))
 
 
 def score(row: Varying | Repeating, within: Path, answers: Path | None = None) -> Score:
@@ -268,9 +228,9 @@ def score(row: Varying | Repeating, within: Path, answers: Path | None = None) -
     reaches_nothing = None
     for _ in range(TRIES) if row.differs else ():  # two runs may by chance have the same ops
         as_json = run_in_shell(verify_command(row, "--json"), fresh_copy(row.name, within))
-        found = json.loads(as_json.stdout or "0")
-        reaches_nothing = as_json.returncode == 1 and _reaches_nothing(found)
         if as_json.returncode:
+            differs = as_json.returncode == 1
+            reaches_nothing = differs and json.loads(as_json.stdout)["reaches"] is False
             break
     line = names_line(answer, row, row.differs)
     return Score(row.name, done.returncode, line, False, "none", reaches_nothing)
