@@ -10,7 +10,7 @@ from dataclasses import dataclass
 TRAIN = """
 model = torch.nn.Linear({width}, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for {names} in {batches}:
+for step in range(3):
     loss = model({batch}).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -27,8 +27,8 @@ ones in two runs, so what chance decides elsewhere is decided here by the number
 """
 
 
-def _trained(before: str, batch: str, width: int, names: str = "step", batches: str = "range(3)"):
-    return before + TRAIN.format(batch=batch, width=width, names=names, batches=batches)
+def _trained(before: str, batch: str, width: int) -> str:
+    return before + TRAIN.format(batch=batch, width=width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +38,14 @@ class Bug:
     program: str
     cause: str
     """What the likely cause contains."""
-    remedy: str = ""
-    """What the verdict offers: an ``edit`` of one line, a ``command``, or nothing."""
+    has_edit: bool = False
+    """Whether the verdict offers an edit of one line."""
     profile: str = "debug-strict"
     stress: tuple[str, ...] = ()
     in_forks: bool = True
     """Whether forks of one Python show it: they have its hash seed and its addresses."""
 
 
-AUGMENTATION = _trained(
-    """
-import time, numpy as np, torch
-class Digits(torch.utils.data.Dataset):
-    def __len__(self):
-        return 12
-    def __getitem__(self, index):
-        return augmented(np.full(8, index, "float32")), index % 2
-def augmented(image):
-    rng = np.random.default_rng(time.time_ns())  # <- here
-    return image + rng.random(8, "float32")  # <- here
-loader = torch.utils.data.DataLoader(Digits(), batch_size=4, num_workers=2)
-""",
-    *("images", 8, "images, labels", "loader"),
-)
-VOCABULARY = _trained(
-    """
-import torch
-words = "the cat sat on the mat and the dog sat on the rug".split()
-vocabulary = {word: number for number, word in enumerate(set(words))}
-ids = torch.tensor([vocabulary[word] for word in words])  # <- here
-""",
-    *("torch.nn.functional.one_hot(ids, 8).float()", 8),
-)
 RACE = _trained(
     COUNTED
     + """
@@ -92,22 +68,6 @@ add_up()
 """,
     *("total.log()", 4),
 )
-WORKER_SEEDS = _trained(
-    """
-import os, numpy as np, torch
-class Noise(torch.utils.data.Dataset):
-    def __len__(self):
-        return 12
-    def __getitem__(self, index):
-        return torch.from_numpy(np.random.rand(8)).float() + index
-def seed_by_pid(worker):
-    np.random.seed(os.getpid())  # <- here
-loader = torch.utils.data.DataLoader(
-    Noise(), batch_size=4, num_workers=2, worker_init_fn=seed_by_pid
-)
-""",
-    *("batch", 8, "batch", "loader"),
-)
 LEARNING_RATE = """
 import time, torch
 def rate(step):
@@ -120,15 +80,6 @@ for step in range(3):
         group["lr"] = rate(step)
     optimizer.step()  # <- here
 """
-NEGATIVES = _trained(
-    """
-import random, torch
-chance = random.SystemRandom()
-def negatives(count):
-    return torch.tensor([chance.randrange(1000) for _ in range(count)])  # <- here
-""",
-    *("negatives(4).float()", 4),
-)
 FILES = _trained(
     """
 import os, torch
@@ -243,23 +194,15 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 )
 
 BUGS = {
-    "augmentation seeded from the clock": Bug(AUGMENTATION, "time.time_ns at train.py:", "edit"),
-    "vocabulary from a set": Bug(VOCABULARY, "hash seed", stress=("hash seed",), in_forks=False),
     "race under a lock": Bug(RACE, "The timing of threads: threading.Thread.start at train.py:"),
-    "worker_init_fn seeding from the pid": Bug(
-        WORKER_SEEDS, "The number of the process: os.getpid at train.py:", "edit"
-    ),
     "learning rate from the clock": Bug(LEARNING_RATE, "The clock: time.time at train.py:"),
-    "negatives from SystemRandom": Bug(
-        NEGATIVES, "Entropy of the operating system: random.SystemRandom"
-    ),
     "files in the order of listdir": Bug(
-        FILES, "The order of files: os.listdir at train.py:", "edit", stress=("file order",)
+        FILES, "The order of files: os.listdir at train.py:", has_edit=True, stress=("file order",)
     ),
     "memory that nobody wrote": Bug(
         UNWRITTEN,
         "emory that nothing",
-        "edit",
+        has_edit=True,
         profile="seed-only",
         stress=("memory contents",),
         in_forks=False,
@@ -269,13 +212,13 @@ BUGS = {
     ),
     "a kernel of one's own": Bug(CUSTOM_KERNEL, "Entropy of the operating system: os.urandom"),
     "results as threads end": Bug(
-        ORDER, "The timing of threads: threading.Thread.start at train.py:", "edit"
+        ORDER, "The timing of threads: threading.Thread.start at train.py:", has_edit=True
     ),
     "draws of a forked pool": Bug(
-        POOL, "Random numbers in a child process: numpy.random.rand at train.py:", "edit"
+        POOL, "Random numbers in a child process: numpy.random.rand at train.py:", has_edit=True
     ),
     "draws of children that seed themselves": Bug(
-        CHANCE, "Random numbers in a child process: random.random at train.py:", "edit"
+        CHANCE, "Random numbers in a child process: random.random at train.py:", has_edit=True
     ),
     # Its edit is no remedy: joined at once, the thread waits for ever, and the trial is ended.
     "a stale buffer": Bug(

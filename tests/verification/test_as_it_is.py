@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.errors import ProfileError, TraceError
 from torchrepro.profile.load import resolve
 from torchrepro.trace.reader import read_run
 from torchrepro.verification.result import verification_json
@@ -80,26 +79,6 @@ def test_a_program_that_leaves_past_its_exit_handlers_is_recorded_to_its_end(tra
     assert all(not read_run(run.folder)[0].is_truncated for run in found.runs)
 
 
-@pytest.mark.usefixtures("forked")
-def test_a_program_that_nobody_seeds_is_not_the_same_and_escalation_starts_at_the_lowest_level(
-    training, tmp_path
-):
-    """As it is it diverges; the lowest level is the first that is tried."""
-    found = verify(
-        None,
-        training("batch += __import__('random').random()"),
-        escalate=True,
-        closer=False,
-        folder=tmp_path / "out",
-    )
-    answer = verification_json(found)
-
-    assert not found.same
-    assert [each["what"] for each in answer["tried"]][:1] == ["seed-only"]
-    assert answer["tried"][0]["same"]
-    assert answer["advice"]["command"].startswith("torchrepro verify seed-only -- ")
-
-
 @pytest.mark.slow
 def test_the_profile_of_a_hydra_app_is_verified_as_the_app_puts_it_in_force(training, tmp_path):
     """`+repro=` comes from Hydra inside of the recorded process, or from outside, as is said."""
@@ -131,20 +110,3 @@ def test_no_secret_of_the_command_line_is_in_what_is_certified(monkeypatch):
     assert line.endswith("--lr 0.1")
     assert not any(secret in line for secret in ("hunter22", "zq8Xw71kPd90aa", "abc123def456"))
     assert command_line(None, None, (), words).startswith("python train.py ")
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "error"),
-    [
-        (["true"], {"overrides": ["seed=7"]}, ProfileError),
-        (["no-such-command-here"], {}, ProfileError),
-        ([sys.executable, "-S", "train.py"], {}, TraceError),
-        ([sys.executable, "-c", "print(1)"], {}, TraceError),
-    ],
-)
-def test_what_cannot_be_run_as_it_is_is_refused(command, options, error):
-    """Overrides without a profile, a command that is not there or cannot be recorded: status 2."""
-    with pytest.raises(error) as raised:
-        verify(None, command, **options)
-
-    assert raised.value.exit_status == 2

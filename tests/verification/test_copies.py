@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ import pytest
 from torchrepro.launch import prepared_as_it_is
 from torchrepro.verification.file_notes import noted
 from torchrepro.verification.repository import (
-    PREFIX,
     Copy,
     files_now,
     repository_root,
@@ -173,36 +169,3 @@ def test_without_git_the_folder_is_copied(tmp_path):
 
     assert repository_root(tmp_path) is None
     assert sorted(files_now(tmp_path)) == ["a/train.py", "b.txt"]
-
-
-HOLDING = """
-import sys, time
-from torchrepro.verification.repository import temporary_folder
-with temporary_folder() as folder:
-    print(folder, flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_folder_goes_with_its_process(tmp_path, monkeypatch, number):
-    """Interrupted, it is gone; killed, it is gone with the next one. One in use stays."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with temporary_folder() as in_use:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLDING],
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        folder = Path(process.stdout.readline().strip())
-        there = folder.is_dir()
-        process.send_signal(number)
-        process.communicate(timeout=60)
-        left = folder.is_dir()
-        with temporary_folder():
-            pass
-
-        assert (there, left) == (True, number == signal.SIGKILL)
-        assert [*tmp_path.glob(f"{PREFIX}*")] == [in_use]

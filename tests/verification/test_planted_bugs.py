@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -50,8 +48,7 @@ def test_a_bug_is_named_and_its_remedy_works(name, tmp_path, request):
     assert _named(bug, found), (found.verdict.first.source, advice)
     assert len(lines) <= LINES
     assert not advice.closer
-    assert bool(advice.edit) == (bug.remedy == "edit")
-    assert bool(advice.command) == (bug.remedy == "command")
+    assert (bool(advice.edit), advice.command) == (bug.has_edit, "")
 
     if advice.edit:
         number = int(advice.edit.where.rpartition(":")[2])
@@ -60,6 +57,3 @@ def test_a_bug_is_named_and_its_remedy_works(name, tmp_path, request):
         text[number - 1] = text[number - 1].replace(advice.edit.before, advice.edit.after)
         fixed = _verified(bug, tmp_path / "fixed", "\n".join(text) + "\n")
         assert fixed.same, fixed.verdict.first
-    if advice.command:
-        assert f"    {advice.command}" in lines
-        assert subprocess.run(shlex.split(advice.command), check=False).returncode == 0

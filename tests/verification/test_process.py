@@ -119,14 +119,3 @@ def test_a_command_reads_nothing():
     subprocess.run([sys.executable, "-c", program], input="words", text=True, check=True)
 
     assert Path("log").read_text().split() == ["0", "to-stderr"]
-
-
-@pytest.mark.slow
-def test_tests_of_signals_pass_where_signals_are_ignored(clean_environment):
-    """Under `nohup` or `&`, which have a session ignore signals, its tests interrupt as ever."""
-    interrupt = f"{__file__}::test_a_signal_ends_the_command_and_its_children"
-    pytest_alone = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", interrupt]
-    session = ["sh", "-c", 'trap "" INT HUP TERM; exec "$@"', "sh", *pytest_alone]
-    said = subprocess.run(session, check=True, env=clean_environment, capture_output=True).stdout
-
-    assert b"3 passed" in said

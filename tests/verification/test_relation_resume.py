@@ -172,7 +172,10 @@ def _files() -> dict[Path, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(number: int) -> None:
-    """The folder is as it was, and copies are gone; those of a killed command with the next one."""
+    """The folder is as it was, and copies are gone; those of a killed command with the next one.
+
+    A copy that another process uses stays.
+    """
     command = _program("nothing")
     text = Path("train.py").read_text(encoding="utf-8")
     Path("train.py").write_text(f"import time; time.sleep(9)\n{text}", encoding="utf-8")
@@ -191,9 +194,10 @@ def test_nothing_is_left_however_it_ends(number: int) -> None:
     left = list(place.glob("torchrepro-copy-*"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(place))
-        with temporary_folder():
-            pass
+        with temporary_folder() as in_use, temporary_folder() as other:
+            there = {*place.glob("torchrepro-copy-*")}
 
+    assert there == {in_use, other}
     assert status == (-number if number == signal.SIGKILL else 128 + number)
     assert bool(left) == (number == signal.SIGKILL)
     assert list(place.glob("torchrepro-copy-*")) == []

@@ -141,46 +141,35 @@ def test_runs_that_end_differently_are_not_the_same(before, end, what, training,
 
 
 def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
-    """One run, an unknown perturbation, command or guarantee, a full folder: errors at once."""
+    """One run, an unknown perturbation, command or guarantee, a full folder: errors at once.
+
+    So are overrides without a profile, and what cannot be recorded with one or without.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     command = training("open('ran', 'w')")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    for words, options in (
-        (command, {"runs": 1}),
-        (command, {"stress": ["hash sed"]}),
-        (command, {"folder": tmp_path / "full"}),
-        (command, {"level": "atom"}),
-        (command, {"every": 0}),
-        (command, {"max_size": "much"}),
-        (command, {"ignore": ["train.py"]}),
-        (command, {"overrides": ["guarantee=sure"]}),
-        (["no-such-command-here"], {}),
-        ([sys.executable, "-S", "-c", "print(1)"], {}),
+    for profile, words, options in (
+        (plain, command, {"runs": 1}),
+        (plain, command, {"stress": ["hash sed"]}),
+        (plain, command, {"folder": tmp_path / "full"}),
+        (plain, command, {"level": "atom"}),
+        (plain, command, {"every": 0}),
+        (plain, command, {"max_size": "much"}),
+        (plain, command, {"ignore": ["train.py"]}),
+        (plain, command, {"overrides": ["guarantee=sure"]}),
+        (plain, ["no-such-command-here"], {}),
+        (plain, [sys.executable, "-S", "-c", "print(1)"], {}),
+        (None, command, {"overrides": ["seed=7"]}),
+        (None, ["no-such-command-here"], {}),
+        (None, [sys.executable, "-S", "train.py"], {}),
     ):
-        with pytest.raises((ProfileError, TraceError, ApplyError)):
-            verify(plain, words, **options)
+        with pytest.raises((ProfileError, TraceError, ApplyError)) as raised:
+            verify(profile, words, **options)
+        assert profile or raised.value.exit_status == 2
 
     assert not Path("ran").exists()
     assert list(tmp_path.glob("torchrepro-*")) == []
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    "line",
-    [
-        "batch[0, 0] = __import__('time').time_ns() % 16777213",
-        "batch += __import__('numpy').random.default_rng().random()",
-        "torch.manual_seed(__import__('time').time_ns())",
-    ],
-    ids=["data from the clock", "an unseeded generator", "a seed from the clock"],
-)
-def test_numbers_that_differ_are_never_the_same_whatever_the_guarantee(line, training, verified):
-    """What `seeded` leaves open is said, and not called equal."""
-    found = verified(training(line), overrides=["guarantee=seeded"], closer=False)
-    answer = verification_json(found)
-
-    assert (answer["same"], answer["asked"]) == (False, "bits")
 
 
 @pytest.mark.usefixtures("forked")
@@ -199,13 +188,17 @@ def test_of_several_runs_the_one_that_differs_is_found(training, verified):
     ("options", "asked", "same"),
     [
         ({}, "bits", False),
+        ({"overrides": ["guarantee=seeded"]}, "bits", False),
         ({"overrides": ["guarantee=aligned"]}, "tolerance", True),
         ({"rtol": 1e-2, "atol": 1e-2}, "tolerance", True),
     ],
-    ids=["bits", "aligned", "given"],
+    ids=["bits", "seeded", "aligned", "given"],
 )
 def test_only_a_tolerance_that_was_asked_for_is_granted(options, asked, same, training, verified):
-    """Nearly the same numbers are the same under `aligned`, or by rtol and atol, and only then."""
+    """Nearly the same numbers are the same under `aligned`, or by rtol and atol, and only then.
+
+    What the guarantee `seeded` leaves open is not called equal either.
+    """
     near = "batch[0, 0] += 1e-8 * (int.from_bytes(__import__('os').urandom(4)) % 9973)"
     answer = verification_json(verified(training(near), closer=False, **options))
 
@@ -220,9 +213,10 @@ def test_only_a_tolerance_that_was_asked_for_is_granted(options, asked, same, tr
         ("seed-only", ("batch = next(batches)", WORKERS_THAT_VARY), "dataloader.num_workers=0"),
         ("./plain.yaml", ("batch = next(batches)", WORKERS_THAT_VARY), "dataloader.num_workers=0"),
         ("./bare.yaml", (), "seed=1234"),
+        (None, ("batch += __import__('random').random()",), "--"),
         ("./plain.yaml", (ANOTHER_EACH_TIME,), None),
     ],
-    ids=["what a guarantee leaves open", "loader workers", "no seed", "no level helps"],
+    ids=["what a guarantee leaves open", "loader workers", "no seed", "no profile", "none helps"],
 )
 def test_escalation_goes_up_to_the_settings_that_make_runs_equal(
     profile, program, helps, training, plain, tmp_path
@@ -239,7 +233,8 @@ def test_escalation_goes_up_to_the_settings_that_make_runs_equal(
     assert last == (helps is not None)
     assert bool(answer["advice"]["command"]) == last
     if helps:
-        assert answer["advice"]["command"].startswith(f"torchrepro verify {profile} ")
+        named = f"torchrepro verify {profile or 'seed-only'} "
+        assert answer["advice"]["command"].startswith(named)
         assert f" {helps} " in answer["advice"]["command"]
 
 
@@ -378,23 +373,17 @@ def _line_of(text: str) -> str:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_meter_can_be_left_out(training, verified):
-    """With the line of a meter left out the runs are the same, and the answer says what was."""
+def test_a_meter_can_be_left_out(training, verified, tmp_path):
+    """Runs differ by it, in nothing that is trained; without its line they are the same."""
     command = training(METER)
-    found = verified(command, ignore=[_line_of("time_ns")])
+    differs = verified(command, closer=False)
+    found = verified(command, ignore=[_line_of("time_ns")], folder=tmp_path / "again")
 
+    assert not differs.same
+    assert verification_json(differs)["reaches"] is False
     assert found.same
     assert found.verdict.notes[0] == f"left out: 6 records of {_line_of('time_ns')}"
     assert verification_json(found)["left_out"][0]["records"] == 6
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_meter_reaches_nothing(training, verified):
-    """Without that the runs differ, in nothing that is trained."""
-    found = verified(training(METER), closer=False)
-
-    assert not found.same
-    assert verification_json(found)["reaches"] is False
 
 
 @pytest.mark.usefixtures("forked")
