@@ -80,18 +80,6 @@ for step in range(3):
         group["lr"] = rate(step)
     optimizer.step()  # <- here
 """
-FILES = _trained(
-    """
-import os, torch
-os.makedirs("parts", exist_ok=True)
-for number in range(8):
-    with open(f"parts/{number}.txt", "w") as file:
-        file.write(str(number * 0.5))
-values = [float(open(f"parts/{name}").read()) for name in os.listdir("parts")]  # <- here
-data = torch.tensor(values)  # <- here
-""",
-    *("data", 8),
-)
 UNWRITTEN = _trained(
     """
 import torch
@@ -102,19 +90,6 @@ def batch():
 """,
     *("batch().nan_to_num().clamp(-9, 9)", 4096),
 ).replace("mean()", "mean()  # <- here")
-ADDRESSES = _trained(
-    """
-import torch
-class Item:
-    def __init__(self, value):
-        self.value = value
-        self.rest = bytes(16 + int(value * 977) % 4096)
-items = {id(item): item for item in [Item(number * 0.5) for number in range(64)]}  # <- here
-order = sorted(items, key=lambda key: key * key % 2147483647)
-data = torch.tensor([items[key].value for key in order])  # <- here
-""",
-    *("data", 64),
-)
 CUSTOM_KERNEL = _trained(
     """
 import os, torch
@@ -196,9 +171,6 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 BUGS = {
     "race under a lock": Bug(RACE, "The timing of threads: threading.Thread.start at train.py:"),
     "learning rate from the clock": Bug(LEARNING_RATE, "The clock: time.time at train.py:"),
-    "files in the order of listdir": Bug(
-        FILES, "The order of files: os.listdir at train.py:", has_edit=True, stress=("file order",)
-    ),
     "memory that nobody wrote": Bug(
         UNWRITTEN,
         "emory that nothing",
@@ -206,9 +178,6 @@ BUGS = {
         profile="seed-only",
         stress=("memory contents",),
         in_forks=False,
-    ),
-    "a dictionary keyed by id": Bug(
-        ADDRESSES, "An address: builtins.id at train.py:", in_forks=False
     ),
     "a kernel of one's own": Bug(CUSTOM_KERNEL, "Entropy of the operating system: os.urandom"),
     "results as threads end": Bug(

@@ -47,13 +47,6 @@ def jitter(row):
     rng = np.random.default_rng(time.time_ns())
     return row + rng.normal(size=4).astype("float32")  # here
 """
-TRANSFORM = """
-class Turn:
-    def __call__(self, row):
-        turned = np.roll(row, random.SystemRandom().randrange(1 << 30) % 3 + 1)
-        return np.stack([turned, row])[0] + time.time_ns() % 1e6  # here
-turn = Turn()
-"""
 STREAM = """
 class Stream(IterableDataset):
     def __iter__(self):
@@ -96,11 +89,6 @@ FOR_SAMPLE = rf"{RETURNED} for the same sample \d+"
 GIVEN_OTHERS = r" was given other numbers for the same sample \d+: factor=1\.\d+ and factor=1\.\d+"
 CASES = {
     "a helper function": ((CLOCK, JITTER, LOADER.format(WORKERS)), "jitter()", FOR_SAMPLE),
-    "a transform": (
-        (TRANSFORM, DIGITS.format(f"turn({ROWS})"), LOADER.format(WORKERS)),
-        "Turn.__call__()",
-        FOR_SAMPLE,
-    ),
     "an iterable dataset": ((STREAM,), "Stream.__iter__()", RETURNED),
     "a collate_fn": ((COLLATED, DIGITS.format(ROWS), COLLATING), "drawn()", RETURNED),
     "without workers": ((CLOCK, JITTER, LOADER.format("num_workers=0")), "jitter()", FOR_SAMPLE),
