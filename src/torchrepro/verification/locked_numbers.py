@@ -273,7 +273,10 @@ def check_numbers(
         who = None
         if first is not None and blame:
             its = _Experiment(path, contents, numbers, here, settings, asked, now, runner)
-            who = its.who_changed()
+            try:
+                who = its.who_changed()
+            except (CopyError, ApplyError, ProfileError, TraceError) as error:
+                who = Who(UNKNOWN, str(error))
         shutil.rmtree(output, ignore_errors=True)
     return NumbersCheck(settings, kind_of_machine(), torch, len(here.steps), first, who)
 
@@ -377,12 +380,6 @@ class Who:
         }
 
 
-class _RunInCopy(NamedTuple):
-    copy: Copy
-    folder: str  # of the recording
-    numbers: Numbers
-
-
 @dataclass
 class _Experiment:
     path: Path
@@ -397,13 +394,10 @@ class _Experiment:
     ignored: tuple[str, ...] = ()  # files that git ignores and that a run needs
 
     def who_changed(self) -> Who:
-        """Return who changed the numbers between the lock and now; raises `Interrupted`."""
-        try:
-            return self._found_out()
-        except (CopyError, ApplyError, ProfileError, TraceError) as error:
-            return Who(UNKNOWN, str(error))
+        """Return who changed the numbers between the lock and now.
 
-    def _found_out(self) -> Who:
+        Raises `CopyError`, and what `Runner.run` and `numbers_of` do, where nobody can tell.
+        """
         if self.asked.root is None or self.settings.resolved is None:
             raise CopyError("git finds no repository here")
         self.root, files = self.asked.root, self.contents.get("files")
@@ -434,7 +428,7 @@ class _Experiment:
 
     def _run(
         self, commit: str, temporary: Path, name: str, whose: str, runner: Runner
-    ) -> _RunInCopy:
+    ) -> tuple[Copy, Run, Numbers]:
         """Run the command in a copy of a commit, or of the files as they are without one."""
         copy = Copy.of(self.root, self.asked.folder, temporary)
         if commit:
@@ -458,7 +452,7 @@ class _Experiment:
             raise CopyError(f"{whose} cannot run here: {said[0].strip()}")
         if strayed := copy.strayed():
             raise CopyError(f"{whose} did not stay in its copy: {strayed}")
-        return _RunInCopy(copy, run.folder, numbers_of(run.folder, self.asked.every))
+        return copy, run, numbers_of(run.folder, self.asked.every)
 
     def _old_numbers(
         self, commit: str, files: Mapping[str, str], name: str
@@ -494,9 +488,9 @@ class _Experiment:
         for number, (source, expected, whose) in enumerate(sides, start=1):
             runner.say(f"{whose}, op by op ...")
             with temporary_folder() as temporary:
-                its = self._run(source, temporary, f"op-by-op-{number}", whose, runner)
-            folders.append((its.folder, str(its.copy.tree)))
-            if any(each != expected.steps.get(step) for step, each in its.numbers.steps.items()):
+                copy, run, its = self._run(source, temporary, f"op-by-op-{number}", whose, runner)
+            folders.append((run.folder, str(copy.tree)))
+            if any(each != expected.steps.get(step) for step, each in its.steps.items()):
                 raise CopyError(
                     f"{whose} has other numbers in a second run: they depend on files that runs "
                     "leave behind, or do not repeat"

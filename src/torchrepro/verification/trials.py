@@ -331,7 +331,7 @@ class Trials:
         """Whether so many runs agree with a change; how they went is added to what was done."""
         if self._differs_seldom or self._spent + runs > self.most:
             return False
-        done, answer = [], ""
+        done, answer, same = [], "", False
         runner = replace(runner or self.runner, limit=self._limit)
         for number in range(runs):
             self.runner.say(f"tried: {what}, run {number + 1} of {runs} ...")
@@ -355,11 +355,9 @@ class Trials:
                     answer = "the same, and its losses are no numbers"
                     break
         else:
-            self._last = done[0]
-            self.done.append(Trial(what, command, same=True, runs=runs, answer=answer))
-            return True
-        self.done.append(Trial(what, command, same=False, runs=len(done), answer=answer))
-        return False
+            self._last, same = done[0], True
+        self.done.append(Trial(what, command, same=same, runs=len(done), answer=answer))
+        return same
 
     def _by_chance(self) -> bool:
         """Whether the runs of the last trial agree and may not the next time; that is noted."""
