@@ -80,14 +80,3 @@ def test_a_miscompiled_module_is_named_within_its_region() -> None:
     assert found.status == 1
     assert (first.module, first.step, first.phase) == ("Sequential.1", 0, "forward")
     assert first.source.endswith(f"train.py:{here}")
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_program_that_compiles_nothing_is_told_so() -> None:
-    """Of a program without torch.compile nothing can be said."""
-    command, _ = _program("float32", "net")
-
-    found = relate("compile", None, command)
-
-    assert found.status == 4
-    assert "compiles nothing" in found.unknown

@@ -50,6 +50,7 @@ class Stream(IterableDataset):
             yield torch.full((2,), float(number))
 loader = DataLoader(Stream(), batch_size=None)
 """
+NO_LOADER = "loader = [torch.rand(2) for _ in range(2)]"
 BY_WORKER = (
     "info = get_worker_info(); first, step = (info.id, info.num_workers) if info else (0, 1)"
 )
@@ -65,11 +66,6 @@ FAULTS = {
         DATASET,
         "return row + (0 if get_worker_info() is None else get_worker_info().id)  # here",
         "get_worker_info",
-    ),
-    "the worker's seed": (
-        DATASET,
-        "return row + torch.initial_seed() % 7  # here",
-        "torch.initial_seed",
     ),
     "the order of files": (
         DATASET,
@@ -137,15 +133,18 @@ def test_what_does_not_depend_on_workers_agrees(name: str) -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("relation", "line", "why"),
     [
-        ("loader = [torch.rand(2) for _ in range(2)]", "iterates no loader"),
-        (f"{DATASET.format('return row', '')}torch.seed()", "does not agree with itself"),
+        ("workers", NO_LOADER, "iterates no loader"),
+        ("compile", NO_LOADER, "compiles nothing"),
+        ("workers", f"{DATASET.format('return row', '')}torch.seed()", "not agree with itself"),
     ],
 )
-def test_where_nothing_can_be_said_the_status_is_4(command, line: str, why: str) -> None:
-    """Without a loader, or where the plain program differs from itself, the answer is neither."""
-    words = ["verify", "--relation", "workers", "--", *_program(line)]
+def test_where_nothing_can_be_said_the_status_is_4(
+    command, relation: str, line: str, why: str
+) -> None:
+    """Without a loader, a compiled region, or a plain program that agrees with itself."""
+    words = ["verify", "--relation", relation, "--", *_program(line)]
 
     status, out, _ = command(*words)
     to_bisect, *_ = command(*words[:3], "--bisect", *words[3:])
@@ -165,6 +164,7 @@ def test_the_answer_is_one_json_document(command) -> None:
     found = json.loads(out)
     assert (status, found["same"], found["relation"]) == (1, False, "workers")
     assert found["first"]["phase"] == "data"
+    assert found["advice"]["cause"].startswith("torch.initial_seed at train.py:")
     assert [side["same"] for side in found["sides"]][-1] is False
 
 
