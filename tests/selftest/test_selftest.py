@@ -15,7 +15,7 @@ import pytest
 
 from torchrepro import selftest as self_test
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.selftest import DEVICES, PROMISES, Result, trials
+from torchrepro.selftest import PROMISES, Result
 
 PLANTED = Path(__file__).with_name("planted")
 SIMULATED = Path(__file__).parents[1] / "devices"
@@ -51,19 +51,6 @@ FILL = "backends.torch.fill_uninitialized_memory"
 def by_trial(document):
     """The rows of a self-test by what they are about."""
     return {(row["knob"] or row["promise"], row["device"]): row for row in document["rows"]}
-
-
-def test_a_row_for_every_promise_and_device():
-    """Each promise has a trial for each of its devices, and each knob one on its own."""
-    all_trials = [*trials()]
-    knobs = [trial.knob for trial in all_trials if trial.knob]
-    others = {(trial.promise.name, trial.device) for trial in all_trials if not trial.knob}
-
-    assert len(set(all_trials)) == len(all_trials)
-    assert knobs == [knob.name for knob in CATALOGUE]
-    assert others == {(row.name, device) for row in PROMISES for device in row.devices}
-    assert ("host random numbers", "cpu") not in others, "it would be compared with itself"
-    assert {trial.device for trial in all_trials} == set(DEVICES)
 
 
 @pytest.mark.slow
