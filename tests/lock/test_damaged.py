@@ -65,7 +65,13 @@ def test_a_lock_with_nonsense_in_it_is_refused_or_read(whole, tmp_path, data):
             for key in sections:
                 inner = inner[key]
             inner[last] = data.draw(NONSENSE)
-    _answers(tmp_path, json.dumps(contents))
+    path = _written(tmp_path, json.dumps(contents))
+    for answer in (
+        lambda: check(path),
+        lambda: compare(snapshot_of(str(path)), snapshot_of("seed-only")),
+    ):
+        with suppress(TorchreproError):
+            assert as_text(*parts(answer())).encode()
 
 
 @given(text=st.one_of(st.text(), NONSENSE.map(json.dumps), st.binary().map(repr)))
@@ -79,16 +85,6 @@ def _written(folder, text):
     path = folder / "any.lock"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     return path
-
-
-def _answers(folder, text):
-    path = _written(folder, text)
-    for answer in (
-        lambda: check(path),
-        lambda: compare(snapshot_of(str(path)), snapshot_of("seed-only")),
-    ):
-        with suppress(TorchreproError):
-            assert as_text(*parts(answer())).encode()
 
 
 @pytest.mark.parametrize(

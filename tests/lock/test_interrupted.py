@@ -17,12 +17,6 @@ from torchrepro.verification.repository import PREFIX, temporary_folder
 
 from .training import COMMAND
 
-STARTED = """
-import sys
-from torchrepro.cli import main
-main(sys.argv[1:])
-"""
-
 
 @pytest.mark.slow
 def test_a_lock_is_the_old_one_or_the_new_one_at_any_moment(tmp_path):
@@ -77,7 +71,7 @@ def test_a_copy_goes_with_the_check_that_made_it(training, tmp_path, number):
     training.change("model.py", f"{wait}LR = 0.1", "LR = 0.2")
     before = {path: path.read_bytes() for path in training.folder.rglob("*") if path.is_file()}
     with subprocess.Popen(
-        [sys.executable, "-c", STARTED, "check", "repro.lock", "--", *COMMAND],
+        [sys.executable, "-m", "torchrepro", "check", "repro.lock", "--", *COMMAND],
         env={**os.environ, "TMPDIR": str(place), "SIGNS": str(began)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

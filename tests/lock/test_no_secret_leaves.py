@@ -6,13 +6,13 @@ import json
 import sqlite3
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from torchrepro.knobs.variables import RECORDED
 
-SCRIPT = str(Path(sys.executable).with_name("torchrepro"))
+from ..verification.repositories import commit, git
+
 PROGRAM = """
 import sys
 import hydra, torch
@@ -57,40 +57,40 @@ HYDRAS_OWN = ("config.yaml", "hydra.yaml", "overrides.yaml")
 
 
 @pytest.mark.slow
-def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path, execute):
+def test_no_planted_secret_is_in_anything_that_is_written_or_printed(
+    tmp_path, execute, command, monkeypatch
+):
     """Secrets in variables, remotes and arguments are in no manifest, lock, trace or output."""
-    (tmp_path / "app.py").write_text(PROGRAM, encoding="utf-8")
-
-    def run(*words, status=0):
-        done = execute(*words, env=VARIABLES)
-        assert done.returncode == status, done.stderr
-        return (done.stdout + done.stderr).encode()
-
-    run("git", "init")
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-    run("git", "add", ".")
-    run("git", *identity, "commit", "-m", "one")
-    run("git", "remote", "add", "origin", REMOTE)
+    monkeypatch.chdir(tmp_path)
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    commit(tmp_path, {"app.py": PROGRAM})
+    git(tmp_path, "remote", "add", "origin", REMOTE)
     program = (sys.executable, "app.py", "+repro=debug-strict", "hydra.run.dir=out", *ARGUMENTS)
-    written = [
-        run(SCRIPT, "run", "debug-strict", "--record", "recorded", "--", *program),
-        run(SCRIPT, "lock", "debug-strict", "-o", "repro.lock"),
-        run(SCRIPT, "check", "repro.lock", "--strict", "--json"),
-        run(SCRIPT, "check", "repro.lock"),
-        run(SCRIPT, "diff", "out", "recorded"),
-        run(SCRIPT, "diff", "out", "repro.lock", "--json"),
-        run(SCRIPT, "lock", "seed-only", "-o", "other.lock"),
-        run(SCRIPT, "run", "--lock", "repro.lock", "seed-only", "--", *program, status=1),
-        run(SCRIPT, "run", "debug-strict", "--", "no-such-program", *ARGUMENTS, status=2),
-        run(SCRIPT, "rerun", "out", status=2),
-        run(SCRIPT, "rerun", "out", "--dry-run", "--", *program),
-    ]
+    run = ("run", "debug-strict", "--record", "recorded", "--", *program)
+    recorded = execute(sys.executable, "-m", "torchrepro", *run, env=VARIABLES)
+    assert recorded.returncode == 0, recorded.stderr
+    written = [recorded.stdout, recorded.stderr]
+    for words, status in (
+        (("lock", "debug-strict", "-o", "repro.lock"), 0),
+        (("check", "repro.lock", "--strict", "--json"), 0),
+        (("check", "repro.lock"), 0),
+        (("diff", "out", "recorded"), 0),
+        (("diff", "out", "repro.lock", "--json"), 0),
+        (("run", "--lock", "repro.lock", "seed-only", "--", *program), 1),
+        (("run", "debug-strict", "--", "no-such-program", *ARGUMENTS), 2),
+        (("rerun", "out"), 2),
+        (("rerun", "out", "--dry-run", "--", *program), 0),
+    ):
+        ended, *said = command(*words)
+        assert ended == status, said
+        written += said
     files = [
         path
         for path in tmp_path.rglob("*")
         if path.is_file() and ".git" not in path.parts and path.name not in HYDRAS_OWN
     ]
-    everything = b"".join([*written, *(path.read_bytes() for path in files)])
+    everything = "".join(written).encode() + b"".join(path.read_bytes() for path in files)
     manifest = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))
 
     assert {"repro.json", "repro.lock", "rank0.sqlite"} <= {path.name for path in files}

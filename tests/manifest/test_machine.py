@@ -23,6 +23,7 @@ from torchrepro.manifest.environment import (
 from torchrepro.redaction import sounds_secret
 
 from ..benchmarks.paired import ERROR, FIRST_LOOK, interval, require
+from ..verification.repositories import commit, git
 
 ASKED = (
     "import json, torchrepro.manifest.environment as e;"
@@ -36,11 +37,6 @@ PATIENCE = 300
 TOO_LONG = "longer than"
 
 
-def _git(folder, *words):
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
-    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
-
-
 def _forget():
     """Have git asked again."""
     module._answer.cache_clear()
@@ -49,10 +45,7 @@ def _forget():
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A repository with one commit and one file that it does not track, which we are in."""
-    _git(tmp_path, "init")
-    (tmp_path / "train.py").write_text("1\n", encoding="utf-8")
-    _git(tmp_path, "add", "train.py")
-    _git(tmp_path, "commit", "-m", "one")
+    commit(tmp_path, {"train.py": "1\n"})
     (tmp_path / "log.txt").write_text("written by a run\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_folder", os.getcwd)
@@ -99,7 +92,7 @@ def test_commit_and_changes_of_the_working_tree(source):
 )
 def test_remotes_are_shown_without_credentials(source, url, shown):
     """A remote is shown as host and path; login, password and query are left out."""
-    _git(source, "remote", "add", "origin", url)
+    git(source, "remote", "add", "origin", url)
     (remote,) = repository()["remotes"]
 
     assert remote.endswith(shown)
@@ -107,7 +100,7 @@ def test_remotes_are_shown_without_credentials(source, url, shown):
 
 
 @pytest.mark.parametrize(
-    ("git", "reason"),
+    ("program", "reason"),
     [
         (None, "git is not installed"),
         ("#!/bin/sh\nexec sleep 600\n", TOO_LONG),
@@ -117,14 +110,14 @@ def test_remotes_are_shown_without_credentials(source, url, shown):
     ids=["absent", "slow", "broken", "garbage"],
 )
 def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
-    source, monkeypatch, tmp_path_factory, git, reason
+    source, monkeypatch, tmp_path_factory, program, reason
 ):
     """Where git is absent, slow or broken, a manifest says so in place of the commit."""
     folder = tmp_path_factory.mktemp("bin")
-    if git:
-        (folder / "git").write_text(git, encoding="utf-8")
+    if program:
+        (folder / "git").write_text(program, encoding="utf-8")
         (folder / "git").chmod(0o755)
-    path = f"{folder}:/bin:/usr/bin" if git else str(folder)
+    path = f"{folder}:/bin:/usr/bin" if program else str(folder)
     monkeypatch.setenv("PATH", path)
     monkeypatch.setattr(module, "TIMEOUT", 0.2 if reason == TOO_LONG else PATIENCE)
     found = repository()
