@@ -25,21 +25,10 @@ from torchrepro.redaction import sounds_secret
 from ..benchmarks.paired import ERROR, FIRST_LOOK, interval, require
 from ..verification.repositories import commit, git
 
-ASKED = (
-    "import json, torchrepro.manifest.environment as e;"
-    "print(json.dumps([e.software(), e.hardware(), e.repository()]))"
-)
-
-
 PATIENCE = 300
 """Seconds for a git that does answer: how long one may take is a law of its own."""
 
 TOO_LONG = "longer than"
-
-
-def _forget():
-    """Have git asked again."""
-    module._answer.cache_clear()
 
 
 @pytest.fixture
@@ -49,10 +38,10 @@ def source(tmp_path, monkeypatch):
     (tmp_path / "log.txt").write_text("written by a run\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_folder", os.getcwd)
-    monkeypatch.setattr(module, "TIMEOUT", PATIENCE)
-    _forget()
+    monkeypatch.setitem(module.git.__kwdefaults__, "timeout", PATIENCE)
+    module._answer.cache_clear()
     yield tmp_path
-    _forget()
+    module._answer.cache_clear()
 
 
 def test_without_a_current_folder_nothing_fails(tmp_path, monkeypatch):
@@ -61,7 +50,7 @@ def test_without_a_current_folder_nothing_fails(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "gone")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
     (tmp_path / "gone").rmdir()
-    _forget()
+    module._answer.cache_clear()
 
     assert module.commit() == {"unknown": "not in a git repository"}
 
@@ -72,7 +61,7 @@ def test_commit_and_changes_of_the_working_tree(source):
     found = []
     for text in ("2\n", "3\n"):
         (source / "train.py").write_text(text, encoding="utf-8")
-        _forget()
+        module._answer.cache_clear()
         found.append(repository())
 
     assert (len(clean["commit"]), clean["changed_files"], "changes" in clean) == (40, 0, False)
@@ -119,7 +108,8 @@ def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
         (folder / "git").chmod(0o755)
     path = f"{folder}:/bin:/usr/bin" if program else str(folder)
     monkeypatch.setenv("PATH", path)
-    monkeypatch.setattr(module, "TIMEOUT", 0.2 if reason == TOO_LONG else PATIENCE)
+    patience = 0.2 if reason == TOO_LONG else PATIENCE
+    monkeypatch.setitem(module.git.__kwdefaults__, "timeout", patience)
     found = repository()
 
     assert reason in found.get("unknown", "")
@@ -169,7 +159,9 @@ def test_every_recorded_variable_says_why_and_stands_once():
 def test_asking_loads_nothing_and_starts_no_device():
     """What only torch could tell is left out before it is loaded, and it stays unloaded."""
     code = (
-        f"{ASKED}; import sys; assert not {{'torch', 'numpy'}} & set(sys.modules);"
+        "import json, sys, torchrepro.manifest.environment as e;"
+        "print(json.dumps([e.software(), e.hardware(), e.repository()]));"
+        "assert not {'torch', 'numpy'} & set(sys.modules);"
         "import torch; e.software(); e.hardware(); assert not torch.cuda.is_initialized()"
     )
     done = subprocess.run(
