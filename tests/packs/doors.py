@@ -1,4 +1,4 @@
-"""Asks for profiles by `load`, by `show` and by `+repro=` of an app, in one guarded process.
+"""Asks for profiles by `show` and by `+repro=` of an app, in one guarded process.
 
 A line of standard input is a request as JSON, and a line of standard output its answer. What a
 request opens, starts or connects to is noted by an audit hook, which nothing can take back: https://docs.python.org/3/library/audit_events.html.
@@ -25,17 +25,6 @@ noted = []
 def note(event, arguments):
     if event in WATCHED or event.startswith("socket."):
         noted.append((event, str(arguments[0]) if arguments else ""))
-
-
-def load(name):
-    import torchrepro
-
-    try:
-        print(torchrepro.load(name).resolved.values)
-    except torchrepro.ProfileError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
 
 
 def show(name):
@@ -66,7 +55,7 @@ def hydra(name):
     return 0
 
 
-DOORS = {"load": load, "show": show, "hydra": hydra}
+DOORS = {"show": show, "hydra": hydra}
 
 
 def _hangs(*_):
