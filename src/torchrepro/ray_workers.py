@@ -6,10 +6,10 @@ with the job: as variables, which are there before a worker's Python starts, and
 hook, which runs in each worker before the first task
 (https://docs.ray.io/en/latest/ray-core/handling-dependencies.html#api-reference).
 
-Ray is never imported here. `ray.init` is wrapped once the program has imported Ray, from within, so
-that whoever has taken the function before is reached too. Ray's variable for a hook names
-`add_profile` during that call at most: a Python without torchrepro that this process starts would
-inherit it, and fail in its own `ray.init`.
+Ray is never imported here. `ray.init` is wrapped once the program has imported Ray, also where it
+has been imported by its name. Ray's variable for a hook names `add_profile` during that call at
+most: a Python without torchrepro that this process starts would inherit it, and fail in its own
+`ray.init`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
-from types import CellType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.imports import AfterImport
-from torchrepro.patching import patch, surround_everywhere, variables_put_back
+from torchrepro.patching import surround_everywhere, variables_put_back
 
 if TYPE_CHECKING:
     from torchrepro.errors import TorchreproError
@@ -108,31 +107,10 @@ def _attach(module: str) -> None:
     if lacking or _undo:
         return
     _undo.append(ExitStack())
-    # Ray decorates `init`. Its decorator keeps what it decorates in a cell, which is no public
-    # name. Without it the modules that have `init` by this name get the wrapper in its place.
-    cell = _innermost_cell(vars(ray)["init"])
-    if cell is None:
-        surround_everywhere(_undo[0], ray, "init", partial(_init_with_profile, ray))
-        return
-    init = cell.cell_contents
-    patch(
-        _undo[0], cell, "cell_contents", wraps(init)(partial(_init_with_profile, ray, init)), init
-    )
+    surround_everywhere(_undo[0], ray, "init", partial(_init_with_profile, ray))
 
 
 _waiting = AfterImport(["ray"], _attach)
-
-
-def _innermost_cell(function: Any) -> CellType | None:
-    inner = getattr(function, "__wrapped__", None)
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            held = cell.cell_contents
-        except ValueError:  # nothing yet
-            continue
-        if inner is not None and held is inner:
-            return _innermost_cell(inner) or cell
-    return None
 
 
 def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:

@@ -67,16 +67,15 @@ APP = """
 import os
 import hydra, ray
 from program import main
-
-taken = ray.init
+from ray import init
 
 @hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
 def job(config):
-    main(taken)  # as with `from ray import init`, before the profile
+    main(init)  # as it was imported before the profile
 
 if __name__ == "__main__":
     job()
-    print("after", os.environ["RAY_RUNTIME_ENV_HOOK"], ray.init is taken, len(os.environ))
+    print("after", os.environ["RAY_RUNTIME_ENV_HOOK"], ray.init is init, len(os.environ))
 """
 LACKING = """
 import os, sys, threading
