@@ -192,25 +192,8 @@ def _skipping_layers() -> dict[str, Layer]:
             sequence,
             lambda made, x: made(x)[0],
         ),
-        "Wav2Vec2Adapter, by numpy": module(
-            lambda: _small(
-                "wav2vec2", "Wav2Vec2", "Adapter", {**speech, "output_hidden_size": WIDTH}
-            ),
-            (2, 64, WIDTH),
-        ),
         "BartEncoder": module(lambda: _small("bart", "Bart", "Encoder", bart), sequence, encoder),
         "BartDecoder": module(lambda: _small("bart", "Bart", "Decoder", bart), sequence, encoder),
-        "MusicgenDecoder, by Python": module(
-            lambda: _small(
-                "musicgen",
-                "Musicgen",
-                "Decoder",
-                {"layerdrop": 0.5, "dropout": 0.0, "num_codebooks": 1, "vocab_size": 9},
-                "DecoderConfig",
-            ),
-            sequence,
-            encoder,
-        ),
     }
 
 
@@ -218,7 +201,7 @@ def _modeling(name: str) -> Any:
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
-def _small(folder: str, prefix: str, kind: str, options: Any, config: str = "Config") -> nn.Module:
+def _small(folder: str, prefix: str, kind: str, options: Any) -> nn.Module:
     configuration = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     kinds = ("", "encoder_", "decoder_")
     sizes = {
@@ -228,7 +211,7 @@ def _small(folder: str, prefix: str, kind: str, options: Any, config: str = "Con
         **dict.fromkeys(("intermediate_size", *(f"{kind}ffn_dim" for kind in kinds)), 16),
         **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0),
     }
-    made = getattr(configuration, prefix + config)(**{**sizes, **options})
+    made = getattr(configuration, f"{prefix}Config")(**{**sizes, **options})
     layer: nn.Module = getattr(_modeling(folder), prefix + kind)(made)
     return layer
 
