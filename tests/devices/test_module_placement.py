@@ -146,18 +146,19 @@ def test_a_part_can_run_on_any_device(
     assert on_npu(_seen_and_returned, home, there) == expected
 
 
-class Drawing(nn.Module):
-    """Draws random numbers where its input is."""
+class Making(nn.Module):
+    """Makes a tensor on the default device, and draws random numbers where its input is."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return noise."""
+        self.made_on = torch.ones(1).device
         return torch.rand_like(x)
 
 
 def _drawn(placed: bool, rng: str) -> torch.Tensor:
     modules = {"0": "cpu"} if placed else {}
     with torchrepro.apply({"seed": 3, "device": {"modules": modules, "rng": rng}}):
-        return nn.Sequential(Drawing())(torch.zeros(5).to("npu")).cpu()
+        return nn.Sequential(Making())(torch.zeros(5).to("npu")).cpu()
 
 
 def test_random_numbers_are_those_of_the_device_it_runs_on(on_npu: OnNpu) -> None:
@@ -204,19 +205,9 @@ def test_a_device_that_is_not_here_is_refused_with_those_that_are(on_npu: OnNpu)
 
 
 def _with_default_device() -> str:
-    model = nn.Sequential(Filling()).to("npu")
+    model = nn.Sequential(Making()).to("npu")
     with torch.device("npu"), torchrepro.apply({"device": {"modules": {"0": "cpu"}}}):
         return str(model(torch.ones(3)).device) + str(model[0].made_on)
-
-
-class Filling(nn.Module):
-    """Makes a tensor on the default device."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add it."""
-        made = torch.ones(3)
-        self.made_on = made.device
-        return x + made
 
 
 def test_new_tensors_are_made_where_the_part_runs(on_npu: OnNpu) -> None:
