@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -30,10 +31,8 @@ def replaced() -> Iterator[Callable[..., None]]:
 
     yield register
     for op in set(map(str, registered)):
-        try:
+        with suppress(torchrepro.ProfileError):
             torchrepro.unregister_replacement(op)
-        except torchrepro.ProfileError:
-            continue
 
 
 X = torch.tensor([1.0, 2.0, 4.0])
