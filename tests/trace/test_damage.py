@@ -253,6 +253,7 @@ LOST = {
     "a loss": "update step set losses = '[]' where step = 1",
     "a table": "drop table statistics",
     "statistics": "delete from statistics where record = 5",
+    "all statistics": "delete from statistics",
     "kept tensors": "update tensor set data = zeroblob(length(data))",
     "what it says of its run": "delete from meta where key = 'versions'",
     "that it has ended": "update meta set value = 'false' where key = 'finished'",

@@ -13,11 +13,7 @@ import torchrepro
 from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.format import UNINITIALISED
 
-from ..planted.reproducible_training import (
-    lbfgs,
-    learning_rate_on_a_plateau,
-    two_models_in_turns,
-)
+from ..planted.reproducible_training import averaged_and_clipped, lbfgs, two_models_in_turns
 from ..planted.small_models import STEPS as ITERATIONS
 from .conftest import Net, Recorder, seen, train
 
@@ -206,6 +202,14 @@ def test_states_of_generators_are_recorded_at_each_step(net: Net, recorded: Reco
     assert {key for key, value in without[1].items() if value != with_draw[1][key]} == {"numpy"}
 
 
+def test_statistics_are_recorded_where_asked(recorded: Recorder) -> None:
+    """With statistics, each output has its mean, norm and range."""
+    trace = recorded(lambda: torch.arange(5.0).mul(2), statistics=True)
+
+    ((_, count, mean, _, low, high),) = trace.statistics_of(range(2, 3))
+    assert (count, mean, low, high) == (5, 4.0, 0.0, 8.0)
+
+
 def test_tensors_of_named_modules_are_kept(net: Net, recorded: Recorder) -> None:
     """What a kept module reads and writes can be read back; nothing else is kept."""
     trace = recorded(lambda: train(net, steps=1), keep=("layers.1",))
@@ -266,7 +270,7 @@ STEPS = {
     "two optimizers in each iteration": (two_models_in_turns, 2 * ITERATIONS),
     "a closure that runs several times": (lbfgs, ITERATIONS),
     "one of four steps is skipped for its infinities": (_skipped_by_the_scaler, 3),
-    "a scheduler": (learning_rate_on_a_plateau, ITERATIONS),
+    "a scheduler": (averaged_and_clipped, ITERATIONS),
     "no optimizer": (_without_an_optimizer, 3),
     "no step": (lambda: _loss(torch.nn.Linear(4, 1)).backward(), 0),
 }
