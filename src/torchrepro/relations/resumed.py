@@ -192,7 +192,6 @@ class Resumed(Relation):
         return run
 
     def _users_files(self) -> dict[str, tuple[int, int]]:
-        """Return the state of each file of the user's, but for caches and what is recorded."""
         files = (each for each in walked(self._root) if self._recordings not in each.parents)
         return {str(path.relative_to(self._root)): file_state(path) for path in islice(files, MANY)}
 
@@ -305,7 +304,6 @@ def _first_buffer(whole: State, resumed: State, begins: int) -> Divergence | Non
 
 
 def _not_restored(whole: State, resumed: State, begins: int) -> Iterator[NotRestored]:
-    """Yield what the first step of the resumed run did not begin with, by the whole run's."""
     left, right = whole.steps[begins], resumed.steps[0]
     for kind in ("parameter", "buffer"):
         for name in _unequal(left[f"{kind}s"], right[f"{kind}s"]):

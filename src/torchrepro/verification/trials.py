@@ -186,13 +186,7 @@ class Trials:
 
     def with_one_hash_seed(self) -> Verdict:
         """Return the verdict of runs that another hash seed makes differ, with what fixes it."""
-        self.environments = [
-            RunEnvironment(
-                {name: its for name, its in each.variables.items() if name != "PYTHONHASHSEED"},
-                each.in_process,
-            )
-            for each in self.environments
-        ]
+        self.environments = [RunEnvironment()] * 2  # as the command runs that is proposed
         overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
         # That it is the hash seed was seen as each perturbation was tried alone.
         if self.own_profile or not self._agrees_under(self.profile or "seed-only", overrides):
@@ -276,7 +270,6 @@ class Trials:
         return same and not self._by_chance()
 
     def _agrees_without_files(self) -> bool:
-        """Whether the runs agree if each begins without the files that one left for the next."""
         away = self.runner.folder / "left-by-runs"
         away.mkdir()
         places = {Path(each.path): away / f"{at}" for at, each in enumerate(self.carried)}
@@ -498,10 +491,7 @@ class Trials:
     def _command(
         self, profile: Any, overrides: Sequence[str], *options: str, first: str = ""
     ) -> str:
-        """Return a command line to type, with what the user has said of what is the same.
-
-        `first` is what a shell does before each run.
-        """
+        # It has what the user has said of what is the same; a shell does `first` before each run.
         words = shareable(
             self.runner.command, secrets_here(*([self.resolved] if self.resolved else []))
         )

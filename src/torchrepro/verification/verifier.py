@@ -325,12 +325,12 @@ def _culprits(
     if diverges(()):
         return replace(stressed, what="the runs diverge without any perturbation as well")
     is_one = len(plan.names) == 1
-    alone = next((name for name in plan.names if is_one or diverges([name])), None)
-    if alone is not None:
-        what = f"perturbing the {alone} alone makes the runs diverge"
-        return replace(stressed, culprits=(alone,), what=what)
-    what = f"it takes several perturbations together: {', '.join(plan.names)}"
-    return replace(stressed, culprits=plan.names, what=what)
+    alone = ((name,) for name in plan.names if is_one or diverges([name]))
+    culprits = next(alone, plan.names)
+    what = f"perturbing the {culprits[0]} alone makes the runs diverge"
+    if len(culprits) > 1:
+        what = f"it takes several perturbations together: {', '.join(culprits)}"
+    return replace(stressed, culprits=culprits, what=what)
 
 
 def _with_perturbation(verdict: Verdict, stressed: StressResult, plan: StressPlan) -> Verdict:
