@@ -35,22 +35,6 @@ def test_what_a_program_depends_on_is_named(name, training, verified, request):
     assert verification_json(found)["stress"]["culprits"] == [name]
 
 
-@pytest.mark.slow
-def test_a_reproducible_program_bears_all_perturbations(training, verified):
-    """A program that depends on none of it is the same in three runs of all perturbations."""
-    before = (
-        "import torch, glob\n"
-        "data = torch.utils.data.DataLoader(range(9), batch_size=3, num_workers=2, shuffle=True)\n"
-        "batches = iter(data)\n"
-        "assert glob.glob('*.py') == ['train.py']"
-    )
-    found = verified(training("batch[0, :3] = next(batches)", before), stress=EVERYTHING, runs=4)
-
-    assert found.same
-    assert found.stressed.culprits == ()
-    assert [run.perturbed for run in found.runs] == [(), *[found.stressed.perturbed] * 3]
-
-
 @pytest.mark.usefixtures("forked")
 def test_what_varies_by_itself_is_not_blamed_on_a_perturbation(training, verified):
     """Where unperturbed runs diverge as well no perturbation is named, and that is said.
