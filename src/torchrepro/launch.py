@@ -69,7 +69,6 @@ _WRAPPERS = (
     *("taskset", "time", "timeout", "xvfb-run"),
 )
 _WITHOUT_ENVIRONMENT = {"-", "-i", "--ignore-environment"}
-_CARRIERS = ("PYTHONPATH", PROFILE)
 _ANSWERED = "torchrepro here: "
 _ASK = f"""
 import sys
@@ -254,14 +253,12 @@ def _lacking(python: str | None) -> str:
     # Both: a virtual environment is where the link lies, and one folder holds several versions.
     if asked.parent.resolve() == own.parent.resolve() and asked.resolve() == own.resolve():
         return ""
-    # What a run around this one has put into the environment would answer for it.
-    environment = {name: text for name, text in os.environ.items() if name not in _CARRIERS}
-    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join(entry for entry in entries if entry != str(BOOT))
+    # Whatever a run around this one asks of a Python that starts, it is not asked of this one.
+    own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHREPRO_")}
     try:
         done = subprocess.run(  # noqa: S603 - what the user has named
             [python, "-c", _ASK],
-            env={**environment, "PYTHONPATH": path} if path else environment,
+            env=own,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -339,9 +336,7 @@ def _in_pytest() -> bool:
 
 def _is_worker() -> bool:
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
-    if multiprocessing is None:
-        return "--multiprocessing-fork" in sys.orig_argv
-    return multiprocessing.parent_process() is not None
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
 def _main_file() -> Path | None:
