@@ -88,13 +88,13 @@ def test_variants_of_a_program_go_on_as_well(program, found):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PROGRAMS, "accelerate_dispatched"])
 def test_ten_kills(name, found):
-    """Killed ten times at random, with 0 and 2 workers: always the uninterrupted run's weights.
+    """Killed ten times at random, five with 2 workers: always the uninterrupted run's weights.
 
     So it is where two processes share each step.
     """
     kills = random_steps(STEPS, FIRST, 10)
-    alone = [Plan(workers, kills) for workers in (0, 2) if name in PROGRAMS]
-    shared = [Plan(0, kills, world=2)] if name in SHARED else []
+    alone = [Plan(0, kills[::2]), Plan(2, kills[1::2])] if name in PROGRAMS else []
+    shared = [Plan(0, kills[::2], world=2)] if name in SHARED else []
 
     outcomes = found(name, alone + shared)
 
