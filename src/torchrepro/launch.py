@@ -254,11 +254,11 @@ def _lacking(python: str | None) -> str:
     if asked.parent.resolve() == own.parent.resolve() and asked.resolve() == own.resolve():
         return ""
     # Whatever a run around this one asks of a Python that starts, it is not asked of this one.
-    own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHREPRO_")}
+    around = {name: its for name, its in os.environ.items() if not name.startswith("TORCHREPRO_")}
     try:
         done = subprocess.run(  # noqa: S603 - what the user has named
             [python, "-c", _ASK],
-            env=own,
+            env=around,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
