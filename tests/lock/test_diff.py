@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sqlite3
-from contextlib import closing, suppress
+from contextlib import suppress
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +16,13 @@ from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import MissingState
 from torchrepro.lock.diff import Impact, compare, effective, of_contents, of_profile, snapshot_of
 from torchrepro.manifest.contents import as_text, manifest
+from torchrepro.manifest.environment import software
 from torchrepro.messages import shown
 from torchrepro.planner import plan
 from torchrepro.process_state import HARDWARE, NOT_HERE, absent_hardware
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import DEFAULTS
-from torchrepro.trace.format import digest_of
+from torchrepro.trace import store
 
 KINDS = ("seed-only", "repro.lock", "out/.hydra/repro.json", "out", "recorded")
 OVERRIDES = st.fixed_dictionaries(
@@ -183,29 +183,21 @@ def test_a_knob_is_named_unless_the_side_that_could_not_set_it_lacks_its_hardwar
 
 
 @pytest.fixture
-def ranks(job, tmp_path):
-    """Make the recording of a run of several ranks; for each rank what its ``versions`` change."""
+def ranks(tmp_path, monkeypatch):
+    """Record a run of several ranks; for each rank what its ``versions`` change."""
 
     def ranks(name, *changes, size=None):
-        folder = tmp_path / name
-        folder.mkdir()
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv("WORLD_SIZE", str(size or len(changes)))
         for rank, versions in enumerate(changes):
-            path = folder / f"rank{rank}.sqlite"
-            shutil.copy(job / "recorded" / "rank0.sqlite", path)
-            with closing(sqlite3.connect(path)) as connection, connection:
-                meta = {
-                    key: json.loads(its) for key, its in connection.execute("select * from meta")
-                }
-                new = {
-                    "rank": rank,
-                    "world_size": size or len(changes),
-                    "versions": {**meta["versions"], **versions},
-                }
-                del meta["seal"]
-                meta = {key: json.dumps(its) for key, its in {**meta, **new}.items()}
-                meta["seal"] = json.dumps(digest_of(sorted(meta.items())).hex())
-                connection.executemany("insert or replace into meta values (?, ?)", meta.items())
-        return folder
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setattr(store, "software", {**software(), **versions}.copy)
+            with torchrepro.record(tmp_path / name / "new"):
+                torch.ones(1)
+            (file,) = (tmp_path / name / "new").iterdir()
+            file.rename(tmp_path / name / file.name)
+            file.parent.rmdir()
+        return tmp_path / name
 
     return ranks
 
