@@ -24,7 +24,6 @@ from torchrepro.messages import shown
 from torchrepro.patching import surround
 from torchrepro.seeding import streams
 from torchrepro.seeding.global_seeds import seed_as_this_rank
-from torchrepro.seeding.streams import given_seed
 
 if TYPE_CHECKING:
     from torchrepro.report import Report
@@ -62,7 +61,7 @@ class Agreement:
 
         def then_compare(init_process_group: Any, *args: Any, **kwargs: Any) -> Any:
             made = init_process_group(*args, **kwargs)
-            self.compare({_PROGRAM_SEED: json.dumps(given_seed())})
+            self.compare({_PROGRAM_SEED: json.dumps(streams.given_seed())})
             return made
 
         for module in filter(None, map(sys.modules.get, _MODULES)):

@@ -107,13 +107,10 @@ def test_it_ends_when_it_is_asked_to(plant, tmp_path):
     plant("hang")
     words = [sys.executable, "-c", INTERRUPTED]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        for line in process.stdout:
-            if line.startswith(b"dropout"):
-                break
         while not [*tmp_path.rglob("waits")]:
             assert process.poll() is None
             time.sleep(0.05)
-        (child,) = children(process.pid)
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=300)
 
@@ -125,11 +122,9 @@ def test_it_ends_when_it_is_asked_to(plant, tmp_path):
 INTERRUPTED = """
 import sys
 from torchrepro.cli import main
-from torchrepro.cli.app import Progress
 from torchrepro import selftest as self_test
 
 self_test.PROMISES = [row for row in self_test.PROMISES if row.name == "dropout"]
-Progress.for_now = lambda self, text: print(text.partition(": ")[2], flush=True)
 main(["selftest"])
 """
 
@@ -138,11 +133,6 @@ def used():
     """Return the seconds of a processor that processes have taken that this one started."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def children(pid):
-    """Return the processes that a process has started."""
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
 
 
 @pytest.mark.slow

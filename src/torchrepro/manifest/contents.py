@@ -32,8 +32,6 @@ from torchrepro.profile.resolved import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import seeding_calls
-from torchrepro.seeding.streams import VARIABLES as RANKS
-from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -250,7 +248,7 @@ def refuse_used_folder(folder: Path) -> None:
     Only the process that writes it checks: the others may start after it has written.
     """
     what = ""
-    if world().rank == 0:
+    if streams.world().rank == 0:
         there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         if (folder / FILE).exists():
             what = "holds the manifest of another run already"
@@ -276,10 +274,10 @@ class ProcessManifest:
 
     def write(self) -> None:
         """Write it, unless another process has; a folder that cannot be written is said."""
-        if os.getpid() != self._process or world().rank:
+        if os.getpid() != self._process or streams.world().rank:
             return
         with suppress(OSError):
-            ranked = any(rank in os.environ for rank, _ in RANKS)
+            ranked = any(rank in os.environ for rank, _ in streams.VARIABLES)
             ours = (self._folder / FILE).read_text(encoding="utf-8") == self._written
             if not ours and (self._written or not ranked):
                 return

@@ -6,16 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-FAULTS = {}
 
-
-def fault(function):
-    """Register a fault under the name of its function."""
-    FAULTS[function.__name__] = function
-    return function
-
-
-@fault
 def dropout_left_on():
     """The policy that zeroes dropout says that it does, and does nothing."""
     from torchrepro.policies import dropout
@@ -23,7 +14,6 @@ def dropout_left_on():
     object.__setattr__(dropout.policy, "install", lambda undo: None)
 
 
-@fault
 def write_that_does_not_hold():
     """A flag takes every value but one, which it does not keep."""
     from torchrepro.knobs.catalogue import knobs_by_name
@@ -38,7 +28,6 @@ def write_that_does_not_hold():
     access.write = kept
 
 
-@fault
 def undo_that_forgets():
     """Variables of OpenMP stay as the profile has set them."""
     from torchrepro.knobs.knob import Variable
@@ -52,7 +41,6 @@ def undo_that_forgets():
     Variable.restore = restored
 
 
-@fault
 def undo_that_leaves_another_variable():
     """The undo of a flag sets a variable that is not the flag's."""
     from torchrepro.knobs.catalogue import knobs_by_name
@@ -77,7 +65,6 @@ def try_instead(**attempts):
     )
 
 
-@fault
 def failures_that_linger():
     """A promise fails with a secret in its error, after which all fail in the same process.
 
@@ -100,7 +87,6 @@ def failures_that_linger():
     try_instead(dropout=fails, fallback=crashes, **{"one bit": holds})
 
 
-@fault
 def hang():
     """The process waits for minutes while it tries a promise, and leaves a file that says so."""
 
@@ -113,4 +99,4 @@ def hang():
 
 if any("torchrepro.selftest" in word for word in sys.orig_argv):
     for name in filter(None, os.environ.get("PLANTED", "").split(",")):
-        FAULTS[name]()
+        globals()[name]()
