@@ -59,14 +59,28 @@ class FallbackPolicy:
     def read(self) -> Value:
         return _in_force.value
 
-    def write(self, value: str | Mapping[str, Any]) -> None:
-        install(value if isinstance(value, str) else {"ops": dict(per_op(value))})
+    def write(self, value: Value) -> None:
+        """Put `value` in force in place of the present one; None takes everything back.
+
+        Raises `ProfileError` for an op that this torch does not have, and what torch raises where
+        it refuses a kernel; nothing is changed then.
+        """
+        global _in_force  # noqa: PLW0603 - the one value in force in this process
+        with _lock:
+            before = _in_force
+            _in_force = _InForce() if value is None else _decided(value)
+            try:
+                _interpose_all()
+            except BaseException:
+                _in_force = before
+                _interpose_all()
+                raise
 
     save = read
 
     def restore(self, saved: Value) -> None:
         if saved != self.read():
-            install(saved)
+            self.write(saved)
 
 
 policy = FallbackPolicy()
@@ -107,24 +121,6 @@ def unregister_replacement(op: Any) -> None:
             )
         del _registered[name]
     _interpose_all()
-
-
-def install(value: Value) -> None:
-    """Put `value` in force in place of the present one; None takes everything back.
-
-    Raises `ProfileError` for an op that this torch does not have, and what torch raises where it
-    refuses a kernel; nothing is changed then.
-    """
-    global _in_force  # noqa: PLW0603 - the one value in force in this process
-    with _lock:
-        before = _in_force
-        _in_force = _InForce() if value is None else _decided(value)
-        try:
-            _interpose_all()
-        except BaseException:
-            _in_force = before
-            _interpose_all()
-            raise
 
 
 def _interpose_all() -> None:
