@@ -141,20 +141,14 @@ def test_without_a_seed_the_program_has_to_give_one() -> None:
 
     `random.seed()` without a value leaves its random numbers open.
     """
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seen = []
-    try:
-        with torchrepro.apply("debug-strict", ["seed=null"]) as applied:
-            random.seed()
-            for seed in (lambda _: None, random.seed, np.random.seed, torch.manual_seed):
-                seed(7)
-                seen.append(SEEDS & knobs(applied.report.guarantee))
-        assert len(applied.seeding_calls) == 4
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_rng_state(state[2])
+    with torchrepro.isolated_rng(), torchrepro.apply("debug-strict", ["seed=null"]) as applied:
+        random.seed()
+        for seed in (lambda _: None, random.seed, np.random.seed, torch.manual_seed):
+            seed(7)
+            seen.append(SEEDS & knobs(applied.report.guarantee))
 
+    assert len(applied.seeding_calls) == 4
     assert seen == [SEEDS, {"seed.numpy", "seed.torch"}, {"seed.torch"}, set()]
 
 
