@@ -1,7 +1,7 @@
 """`dropout: zero` in code that was captured: scripted, traced, compiled, exported.
 
-Every captured function is made once while dropout is kept, then used in force, and used again
-after the undo; the rows named `in force` are made under the policy.
+Every captured function is made while dropout is kept, then used in force, and used again after the
+undo; another one is made under the policy.
 """
 
 import subprocess
@@ -102,11 +102,6 @@ ROWS = [
 ]
 
 
-@cache
-def _captured(how: str, function: Function) -> Function:
-    return CAPTURES[how](function)
-
-
 def is_without(call: Function, without: Function) -> bool:
     """Whether values and gradients are those of `without`, in every one of four calls."""
     expected = value_and_gradient(without)
@@ -114,24 +109,21 @@ def is_without(call: Function, without: Function) -> bool:
 
 
 @pytest.mark.parametrize(("how", "function"), ROWS)
-def test_code_captured_before_drops_before_and_after_and_not_in_between(
+def test_captured_code_drops_before_and_after_and_not_in_between(
     how: str, function: Function
 ) -> None:
-    """What was captured before the policy is zeroed in force, with exact gradients, and no more."""
-    call = _captured(how, function)
+    """What was captured before the policy is zeroed in force, with exact gradients, and no more.
+
+    So is what is captured under the policy.
+    """
+    call, without = CAPTURES[how](function), FUNCTIONS[function]
 
     assert drops(call)
     with torchrepro.apply({"dropout": "zero"}):
         assert not drops(call)
-        assert is_without(call, FUNCTIONS[function])
+        assert is_without(call, without)
+        assert is_without(CAPTURES[how](function), without)
     assert drops(call)
-
-
-@pytest.mark.parametrize(("how", "function"), ROWS)
-def test_code_captured_in_force_does_not_drop(how: str, function: Function) -> None:
-    """What is captured under the policy is without dropout, and exact."""
-    with torchrepro.apply({"dropout": "zero"}):
-        assert is_without(CAPTURES[how](function), FUNCTIONS[function])
 
 
 @pytest.mark.filterwarnings("error:Dynamo does not know")
