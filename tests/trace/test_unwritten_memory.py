@@ -40,6 +40,9 @@ def _leave(value: float, *sizes: int) -> None:
             _ = [torch.full((size,), value) for _ in range(300)]
 
 
+READ = ".square().mean()  # read"
+
+
 def _trained(scale: torch.Tensor, steps: int = 3) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -73,7 +76,7 @@ def test_a_loss_that_it_made_nan_is_said_with_both_lines(tmp_path: Path, name: s
     verdict = _verdict(tmp_path, lambda _: _trained(ALLOCATED[name]()))
 
     allocated = f"{__file__}:{line_of(f'  # {name}', __file__)}"
-    read = f"{__file__}:{line_of('  # read', __file__)}"
+    read = f"{__file__}:{line_of(READ, __file__)}"
     assert verdict.same
     assert verdict.program.unwritten == (
         UnwrittenRead(allocated, read, "aten::mul.Tensor", is_nan=True),
@@ -83,6 +86,26 @@ def test_a_loss_that_it_made_nan_is_said_with_both_lines(tmp_path: Path, name: s
         f"{Path(read).name} reads memory that nothing had written: "
         f"{Path(allocated).name} allocated it, as torch.empty does",
     )
+
+
+def test_runs_that_diverge_by_it_name_it(tmp_path: Path) -> None:
+    """Where the runs first differ by what memory held, the line that allocated it is named."""
+
+    def program(left_over: float) -> None:
+        scale = torch.empty(4)  # allocated
+        # What an allocator hands out depends on all that the process did before: here it is chosen.
+        (ctypes.c_float * 4).from_address(scale.data_ptr())[:] = [left_over] * 4
+        _trained(scale)
+
+    verdict = _verdict(tmp_path, program)
+
+    allocated, read = (f"{__file__}:{line_of(mark, __file__)}" for mark in ("  # allocated", READ))
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.source) == (0, read)
+    assert "memory that nothing had written" in verdict.first.what
+    assert [(each.allocated, each.read) for each in verdict.program.unwritten] == [
+        (allocated, read)
+    ]
 
 
 def _scratch_of_ctc(left_over: float) -> None:
