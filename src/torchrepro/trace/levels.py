@@ -76,13 +76,10 @@ class Level:
 
     def __init__(self, state: RecordingState) -> None:
         self.state = state
-        self.open = ExitStack()
 
-    def __enter__(self) -> None:
-        hooks.left_out_of_compilation(self.open, RecordingMode)
-
-    def __exit__(self, *error: object) -> None:
-        self.open.close()
+    def begin(self, undo: ExitStack) -> None:
+        """Begin to record, until `undo` is closed."""
+        hooks.left_out_of_compilation(undo, RecordingMode)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -191,12 +188,13 @@ class StepLevel(Level):
         self._known: dict[
             tuple[str, int], tuple[Any, list[ReferenceType[Any]], list[int], list[int]]
         ] = {}
-        self._watching = self.open.enter_context(ExitStack())
+        self._watching = ExitStack()
 
-    def __enter__(self) -> None:
+    def begin(self, undo: ExitStack) -> None:
         self.state.buffer.new_thread()
-        hooks.on_threads_started(self.open, self.state.buffer.new_thread)
-        super().__enter__()
+        hooks.on_threads_started(undo, self.state.buffer.new_thread)
+        super().begin(undo)
+        undo.enter_context(self._watching)
         self._watch()
 
     def _watch(self) -> None:
@@ -294,19 +292,15 @@ class OpLevel(Level):
         self._by_thread: WeakValueDictionary[int, RecordingMode] = WeakValueDictionary()
         self._taken_off = ModeTakenOff()
 
-    def __enter__(self) -> None:
-        super().__enter__()
-        hooks.compiled_regions_seen(self.open)
-        hooks.higher_order_ops_run(self.open, RecordingMode)
-        hooks.hidden_ops_noted(self.open, self.state.hidden.add)
-        hooks.on_threads_started(self.open, self._enter_thread)
-        hooks.objects_sent_within(self.open, self.paused)
-        self.open.callback(self.abandon)
-        self._mode = self.open.enter_context(self._new_mode())
-
-    def __exit__(self, *error: object) -> None:
-        self._taken_off.end(self._mode)
-        super().__exit__(*error)
+    def begin(self, undo: ExitStack) -> None:
+        super().begin(undo)
+        hooks.compiled_regions_seen(undo)
+        hooks.higher_order_ops_run(undo, RecordingMode)
+        hooks.hidden_ops_noted(undo, self.state.hidden.add)
+        hooks.on_threads_started(undo, self._enter_thread)
+        hooks.objects_sent_within(undo, self.paused)
+        undo.callback(self.abandon)
+        undo.callback(self._taken_off.end, undo.enter_context(self._new_mode()))
 
     def _enter_thread(self) -> None:
         mode: Any = self._new_mode()

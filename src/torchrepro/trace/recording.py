@@ -97,18 +97,18 @@ class Recording:
         """Begin to take records on this thread and on those that it starts."""
         self._sources.position = self.state.position = self._position
         # https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_parameter_registration_hook.html
-        with ExitStack() as undo:
+        with ExitStack() as if_it_fails:
+            undo = if_it_fails.enter_context(self._open)
             undo.callback(self._sources.stop)
             undo.callback(register_module_parameter_registration_hook(self._model_is_built).remove)
-            hooks = undo.enter_context(ExitStack())  # more are put in as libraries are imported
-            watch_training(hooks, self)
+            watch_training(undo, self)
+            self._full.begin(undo)
             if not self.request.loading:
-                within_loaders_begun(hooks, lambda _: self._full.paused())
-            undo.enter_context(self._full)
+                within_loaders_begun(undo, lambda _: self._full.paused())
             undo.enter_context(self._naming)
             _recordings.append(self)
             undo.callback(_recordings.remove, self)
-            self._open = undo.pop_all()
+            if_it_fails.pop_all()
 
     def stop(self) -> None:
         """Take no more records, and write what is left of a step that has not ended."""
