@@ -7,7 +7,6 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,21 +109,15 @@ def refused(generators: Callable[[], Any]) -> Callable[[Any], str]:
 
 
 @pytest.fixture
-def answer_of(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a program in a fresh Python and return the JSON value in the last line it prints."""
-    return partial(_answer, partial(execute, sys.executable, "-c"))
-
-
-@pytest.fixture
 def forked_answer_of(fork_python: Callable[..., Any]) -> Callable[..., Any]:
-    """Do what `answer_of` does in a fork of a Python that has torch."""
-    return partial(_answer, partial(fork_python, "-c"))
+    """Run a program in a fork of a Python that has torch; return the JSON in its last line."""
 
+    def forked_answer_of(program: str, *arguments: Any, **variables: str) -> Any:
+        done = fork_python("-c", program, *arguments, env=variables)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
 
-def _answer(run: Callable[..., Any], *program: Any, **variables: str) -> Any:
-    done = run(*program, env=variables)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return forked_answer_of
 
 
 @pytest.fixture

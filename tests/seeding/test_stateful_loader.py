@@ -1,9 +1,9 @@
 """torchdata's StatefulDataLoader: seeded as torch's own loader, and resumed by its own state."""
 
-import json
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,29 +154,17 @@ def test_a_state_holds_the_seeds_that_the_program_had_given(way: str, ended: boo
         assert epoch(resumed) == expected
 
 
-LATE = """
-import json, sys
-import torchrepro
-torchrepro.apply("seed-only")
-sys.path.insert(0, sys.argv[1])
-from loaders import Noisy
-
-if __name__ == "__main__":
-    from torchdata.stateful_dataloader import StatefulDataLoader
-    loader = StatefulDataLoader(Noisy(), 2, collate_fn=list, num_workers=int(sys.argv[2]))
-    print(json.dumps([list(loader) for _ in range(2)]))
-"""
-
-
-@pytest.mark.slow
-def test_a_loader_imported_after_the_profile_is_seeded(
-    tmp_path: Path, fork_python: Callable[..., Any]
-) -> None:
+def test_a_loader_imported_after_the_profile_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not matter when torchdata is imported: its loader is seeded under `auto`."""
-    script = tmp_path / "late.py"
-    script.write_text(LATE, encoding="utf-8")
-    here = Path(__file__).parent
-    found = [json.loads(fork_python(script, here, workers).stdout) for workers in ("0", "2")]
+    found = []
+    for workers in (0, 2):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchdata"]:
+            monkeypatch.delitem(sys.modules, name)
+        with run("auto") as make:
+            late = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+            loader = _stateful(make, shuffle=False, kind=late, num_workers=workers)
+            found.append([epoch(loader), epoch(loader)])
 
+    assert late is not StatefulDataLoader
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
