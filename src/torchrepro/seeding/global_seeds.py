@@ -62,7 +62,7 @@ class RootSeed(PlanField):
 
     def write(self, value: int) -> None:
         PlanField.write(self, value)
-        loader.put_register(loader.Register())
+        loader.loaders.register = loader.Register()
         plan = replace(streams.current_plan(), agreed_seed=None)
         started_as = plan.coordinate() if plan.ranks_differ else plan.started_as
         streams.put_plan(replace(plan, started_as=started_as))
@@ -71,9 +71,8 @@ class RootSeed(PlanField):
         return streams.current_plan(), loader.loaders.register
 
     def restore(self, saved: Any) -> None:
-        plan, register = saved
+        plan, loader.loaders.register = saved
         streams.put_plan(plan)
-        loader.put_register(register)
 
 
 @dataclass(frozen=True, slots=True)

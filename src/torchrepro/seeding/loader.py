@@ -417,7 +417,6 @@ class Loading:
     given: Given | None = None
     start = 0
     author_init: Callable[[int], Any] | None = None
-    active = True
     draws_base_seed = False
 
     def __init__(self) -> None:
@@ -561,13 +560,21 @@ class NamedLoading(Loading):
 
 
 class SeededSampler:
-    """Replaces the sampler of a loader: yields what it yields, as requests for seeded samples."""
+    """Replaces the sampler of a loader: yields what it yields, as requests for seeded samples.
+
+    Workers that live on use it also after an undo: what loads by a `register` is seeded while that
+    one is in use.
+    """
+
+    register: Register | None = None
 
     def __init__(
         self, sampler: Any, loading: Loading, generator: torch.Generator | None, yields: str
     ) -> None:
         self.sampler, self.loading, self.generator = sampler, loading, generator
         self.yields = yields  # indices of `samples` or of `batches`
+        if loading in loaders.register.loadings.values():
+            self.register = loaders.register
         if _has_state(sampler) and not isinstance(loading, NamedLoading):
             # One of torchdata's keeps its place itself.
             self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
@@ -576,7 +583,8 @@ class SeededSampler:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.loading.active:  # undone, while workers that live on still use this sampler
+        in_use = loaders.register if loaders.automatic else None
+        if self.register not in (None, in_use):
             return iter(self.sampler)
         inner, skipped = unskipped(self.sampler)
         indices = self.loading.indices(inner, self.generator)
@@ -669,7 +677,7 @@ def _may_repeat(sampler: Any) -> bool:
     return type(sampler) not in (data.SequentialSampler, data.DistributedSampler)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Register:
     # Those that were not made with `dataloader_kwargs`, each with what seeds it.
     loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
@@ -682,29 +690,13 @@ class Register:
 @dataclass(slots=True)
 class Loaders:
     automatic: bool = False  # whether those that were not made with `dataloader_kwargs` are seeded
-    register: Register = field(default_factory=Register)  # those of the seed in force
+    # Those of the seed in force: an empty one with a new seed, the old one with its undo.
+    register: Register = field(default_factory=Register)
     # The seeding of those made with `dataloader_kwargs`, while they are alive.
     explicit: WeakSet[NamedLoading] = field(default_factory=WeakSet)
 
 
 loaders = Loaders()
-
-
-def set_automatic(seeded: bool) -> None:  # noqa: FBT001 - the state itself
-    loaders.automatic = seeded
-    for loading in loaders.register.loadings.values():
-        loading.active = seeded
-
-
-def put_register(register: Register) -> None:
-    """Make `register` the one in use: an empty one with a new seed, the old one with its undo.
-
-    Workers that live on find in their sampler whether their loader is seeded at present.
-    """
-    for loading in loaders.register.loadings.values():
-        loading.active = False
-    loaders.register = register
-    set_automatic(loaders.automatic)
 
 
 def epochs() -> dict[str, Any]:

@@ -33,7 +33,6 @@ from torchrepro.seeding.loader import (
     isolated_draws,
     loaders,
     seed_readers,
-    set_automatic,
     start_from,
     worker_stream,
 )
@@ -111,7 +110,7 @@ class SeedingPolicy:
         return "auto" if loaders.automatic else "none"
 
     def write(self, value: str) -> None:
-        set_automatic(value == "auto")
+        loaders.automatic = value == "auto"
         loader_places.watch_own_resumes(begins=value == "auto")
         if value != "auto":
             loader_places.forget_places()
