@@ -189,15 +189,14 @@ def test_a_seeder_that_fails_is_named_and_stops_a_strict_profile(
 
 
 def test_distinct_ranks_give_their_libraries_seeds_of_their_own(
-    library: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    library: Callable[..., str], be: Callable[..., None]
 ) -> None:
     """A library is one more global generator: under `ranks: distinct` each rank has its own."""
     name = library()
     _register(name)
     module = importlib.import_module(name)
-    monkeypatch.setenv("WORLD_SIZE", "4")
     for rank in range(4):
-        monkeypatch.setenv("RANK", str(rank))
+        be(rank, 4)
         with torchrepro.apply({"seed": 5, "ranks": "distinct"}):
             pass
 

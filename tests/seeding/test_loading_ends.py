@@ -156,41 +156,25 @@ def test_nothing_is_wrapped_once_the_last_loader_is_gone() -> None:
         assert DataLoader.__iter__ is ORIGINAL
 
 
-class Interrupting(AfterImport):
-    """Lets the state change in the middle of a change, as the garbage collector may."""
-
-    left = 4
-
-    def watch(self) -> None:
-        self._interrupt()
-        super().watch()
-
-    def unwatch(self) -> None:
-        self._interrupt()
-        super().unwatch()
-
-    def _interrupt(self) -> None:
-        if self.left:
-            self.left -= 1
-            loader_hook._settle()
-
-
 def test_a_loader_that_goes_away_in_the_middle_of_a_change_leaves_no_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Collected while hooks come or go, a loader leaves them all there or all gone."""
-    monkeypatch.setattr(
-        loader_hook, "_finder", Interrupting(loader_hook.LOADERS, loader_hook._wrap)
-    )
-    before = list(sys.meta_path)
-    found = []
-    for _ in range(2):
-        with torchrepro.apply(AUTO):
-            assert DataLoader.__iter__ is not ORIGINAL
-            found.append(epoch(_loader(shuffle=True)))
+    """Collected while hooks come, the last named loader leaves none of them."""
+    before, watch = list(sys.meta_path), AfterImport.watch
+    named: list[Any] = []
 
-    assert found[0] == found[1]
-    assert DataLoader.__iter__ is ORIGINAL
+    def interrupted(finder: AfterImport) -> None:
+        named.clear()  # as the garbage collector may
+        watch(finder)
+
+    with torchrepro.apply({"seed": 5}):
+        named.append(torchrepro.dataloader_kwargs("train"))
+        assert DataLoader.__iter__ is not ORIGINAL
+        monkeypatch.setattr(AfterImport, "watch", interrupted)
+        loader_hook.workers_policy.write(None)  # any change
+        assert named == []
+
+        assert DataLoader.__iter__ is ORIGINAL
     assert sys.meta_path == before
 
 

@@ -102,39 +102,24 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str
     return loaded
 
 
-by_context = pytest.mark.parametrize("context", ["spawn", "forkserver"])
-
-
-@by_context
-def test_workers_started_in_any_way_load_what_none_load(
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_workers_started_afresh_load_what_none_load(
     context: str, loaded: Callable[[str], Any]
 ) -> None:
-    """Order and samples of each epoch, and what it moves, are those of a loader without workers."""
-    found = loaded(context)["loaded"]
+    """Order and samples of each epoch, and what it moves, are those of a loader without workers.
 
-    for kind, expected in loaded("none")["loaded"].items():
-        assert found[kind] == expected, kind
-        assert expected[0] != expected[1]
+    A worker knows the seed plan, its rank and its number, though no profile is in force in it.
+    After the undo a loader of the profile goes on with other orders.
+    """
+    found, expected = loaded(context), loaded("none")["loaded"]
 
-
-@by_context
-def test_a_worker_knows_the_seed_plan_its_rank_and_its_number(
-    context: str, loaded: Callable[[str], Any]
-) -> None:
-    """Where no profile is in force, in a worker, streams are those of its rank and number."""
-    found = loaded(context)
-
+    for kind, epochs in expected.items():
+        assert found["loaded"][kind] == epochs, kind
+        assert epochs[0] != epochs[1]
     assert {worker for _, (worker, _, _) in found["known"]} == {0, 1}
     for _, (worker, known, marks) in found["known"]:
         assert known == found["expected"][worker]
         assert marks == [worker]
     assert found["expected"][0][:3] == [5, {"noise": 9}, 1]
     assert found["expected"][0][3] != found["expected"][1][3]
-
-
-@by_context
-def test_workers_that_outlive_the_profile_shuffle_anew(
-    context: str, loaded: Callable[[str], Any]
-) -> None:
-    """After undo a loader of the profile goes on with other orders on any kind of worker."""
-    assert loaded(context)["free"] > 1
+    assert found["free"] > 1

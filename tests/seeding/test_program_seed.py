@@ -183,28 +183,26 @@ def test_a_resumed_run_loads_what_the_uninterrupted_one_loads(
         assert whole == begun + _trained(folder, way, RESEEDED[reseed], None)
 
 
-@pytest.mark.parametrize("world", ["2", "1"])
+@pytest.mark.parametrize("world", [2, 1])
 def test_ranks_share_one_order_whatever_each_is_seeded_with(
-    world: str, monkeypatch: pytest.MonkeyPatch
+    world: int, be: Callable[..., None]
 ) -> None:
     """`manual_seed(seed + rank)` on several ranks leaves the order alone; the report says so."""
     found, said = [], []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("WORLD_SIZE", world)
-        monkeypatch.setenv("RANK", rank if world == "2" else "0")
+    for rank in (0, 1):
+        be(rank % world, world)
         with torchrepro.apply(AUTO) as applied:
-            found.append(order(_first_epoch(3 + int(rank))))
+            found.append(order(_first_epoch(3 + rank)))
             said.append("\n".join(applied.report.loading))
 
-    assert (found[0] == found[1]) == (world == "2")
+    assert (found[0] == found[1]) == (world == 2)
     for rank, text in enumerate(said):
-        assert (f"do not depend on the program's own seed {3 + rank}" in text) == (world == "2")
+        assert (f"do not depend on the program's own seed {3 + rank}" in text) == (world == 2)
 
 
-def test_ranks_with_seeds_of_their_own_have_given_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_seeds_of_their_own_have_given_none(be: Callable[..., None]) -> None:
     """Under `ranks: distinct` a rank starts from another seed, which is the profile's as well."""
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    be(3, 4)
     with torchrepro.apply({**AUTO, "ranks": "distinct"}) as applied:
         assert torch.initial_seed() == seed_of_rank(5, 3)
         _first_epoch()

@@ -84,18 +84,17 @@ def test_a_format_of_the_future_is_refused(refused: Callable[[Any], str]) -> Non
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (3, 4)])
 def test_another_place_in_the_world_is_refused(
-    rank: int, size: int, refused: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+    rank: int, size: int, refused: Callable[[Any], str], be: Callable[..., None]
 ) -> None:
     """Neither another world size nor another rank takes a snapshot; the message names both."""
     alone = _moved()
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", str(size))
+    be(rank, size)
     message = refused(alone)
     assert "rank 0 of 1" in message
     assert f"rank {rank} of {size}" in message
 
     here = _moved()
-    monkeypatch.setenv("RANK", str((rank + 1) % size))
+    be((rank + 1) % size, size)
     assert f"rank {rank} of {size}" in refused(here)
 
 

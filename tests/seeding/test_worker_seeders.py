@@ -145,7 +145,10 @@ def _report(dataset: Any, init: Any) -> tuple[list[Any], str]:
 
 
 def test_a_function_is_known_by_its_identity(framework: Any) -> None:
-    """The framework's own is taken over, through `partial` too; a likeness of it is left alone."""
+    """The framework's own is taken over, through `partial` too; a likeness of it is left alone.
+
+    What that means is said with the line that iterates the loader, once, however many epochs.
+    """
     own = getattr(sys.modules[framework.module], framework.function)
     plain, _ = _report(Noisy(), None)
     for init in (own, partial(own, rank=0), partial(partial(own, rank=0), num_workers=2)):
@@ -158,16 +161,9 @@ def test_a_function_is_known_by_its_identity(framework: Any) -> None:
         epochs, said = _report(Noisy(), init)
         assert worker_seeder(init) is None
         assert epochs != plain
-        assert "depend on num_workers" in said
-
-
-def test_what_a_worker_init_fn_of_ones_own_means_is_said_with_its_line() -> None:
-    """The line is the one that iterates the loader; it is said once, however many epochs."""
-    _, said = _report(Noisy(), _seeds)
-
-    assert said.startswith("numbers in data loading depend on num_workers: loader at ")
-    assert f"{Path(__file__)}:" in said
-    assert said.endswith(" has a worker_init_fn of its own")
+        assert said.startswith("numbers in data loading depend on num_workers: loader at ")
+        assert f"{Path(__file__)}:" in said
+        assert said.endswith(" has a worker_init_fn of its own")
 
 
 def test_no_more_is_claimed_than_is_true(framework: Any) -> None:

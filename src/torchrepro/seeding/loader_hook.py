@@ -341,10 +341,6 @@ _finder = AfterImport(LOADERS, _wrap)
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
-    prepared = False
-    if (_passed_on or loaders.automatic) and loader.num_workers:
-        context = loader.multiprocessing_context or import_module("multiprocessing")
-        prepared = context.get_start_method() != "fork"
     with _starting, ExitStack() as until_begun:
         _being_started.append(loader)
         until_begun.callback(_being_started.pop)
@@ -358,9 +354,12 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
             _note_seeding_of_workers(loader, loading)
         if loading is not None:
             _seed_iteration(until_begun, loader, loading, delivery)
-        if prepared:
-            first = _PreparedWorker({**_passed_on, _SAID: said_by_spawned()}, loader.worker_init_fn)
-            until_begun.enter_context(_with(loader, worker_init_fn=first))
+        if (_passed_on or loaders.automatic) and loader.num_workers:
+            context = loader.multiprocessing_context or import_module("multiprocessing")
+            if context.get_start_method() != "fork":
+                policies = {**_passed_on, _SAID: said_by_spawned()}
+                first = _PreparedWorker(policies, loader.worker_init_fn)
+                until_begun.enter_context(_with(loader, worker_init_fn=first))
         begun = original(loader)
     if loading is not None and loading.stream is None:
         # Private, because torch shows the number that it has drawn to workers alone.
