@@ -81,12 +81,11 @@ def compare(
     refuse_no_line(ignore)
     tolerance = tolerance_of(rtol, atol)
     runs = str(run_a), str(run_b)
+    found = None
     with _opened(runs) as sides:
         if tolerance is None and not ignore:
             found = compare_resumed(runs, *(side.values() for side in sides))
-            if found is not None:
-                return found
-        verdict = _verdict(runs, sides, tolerance, ignore)
+        verdict = found or _verdict(runs, sides, tolerance, ignore)
     refuse_unknown_lines(verdict)
     return verdict
 

@@ -233,11 +233,9 @@ class Pair:
 
     def unequal_loss(self, step: int, tolerance: tuple[float, float]) -> Divergence | None:
         rtol, atol = tolerance
-
-        def differ(one: Loss, other: Loss) -> bool:
-            return not _near(one.value, other.value, atol + rtol * abs(other.value or 0.0))
-
-        return self._unequal_losses(step, differ)
+        return self._unequal_losses(
+            step, lambda a, b: not _near(a.value, b.value, atol + rtol * abs(b.value or 0.0))
+        )
 
     def _unequal_losses(self, step: int, differ: Callable[[Loss, Loss], bool]) -> Divergence | None:
         left, right = (side.get(step, []) for side in self.losses)

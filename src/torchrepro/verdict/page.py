@@ -118,7 +118,7 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
     first = verdict.first
     if first is not None and first.called:
         first = replace(first, module=first.called)
-    distances = first.distances if first else ()
+    ended = first is not None and first.kind is Kind.ENDED
     cells: Sequence[Cell] = verdict.map
     if verdict.program.models:
         cells = [replace(cell, module=verdict.program.name_of(cell.module)) for cell in cells]
@@ -133,25 +133,15 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
         "title": comparison.title,
         "anchor": comparison.anchor,
         "prefix": f"{comparison.anchor}-" if comparison.title else "",
-        "ended": _has_ended(verdict),
-        "tensors": [
-            {
-                "tensor": its.tensor,
-                "elements": "-" if its.differing is None else f"{its.differing:,} of {its.total:,}",
-                "largest": render.number(its.max_abs),
-                "ulp": "-" if its.max_ulp is None else f"{its.max_ulp:,}",
-                "relative": render.number(its.max_rel),
-            }
-            for its in distances
-        ],
-        "in_ulp": any(its.max_ulp is not None for its in distances),
+        "ended": ended,
+        "in_ulp": first and any(its.max_ulp is not None for its in first.distances),
         "map": shown,
         "modules": _modules(verdict, cells),
         "more_modules": max(0, len(verdict.by_module) - _MODULES),
         "compared": _compared(verdict, len(totals)),
         "totals": list(totals.items())[:_TOTALS],
         "more_totals": max(0, len(totals) - _TOTALS),
-        **_losses(verdict),
+        **_losses(verdict, ended=ended),
     }
 
 
@@ -189,11 +179,7 @@ def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
     return [(label, text) for label, text in found if text]
 
 
-def _has_ended(verdict: Verdict) -> bool:
-    return verdict.first is not None and verdict.first.kind is Kind.ENDED
-
-
-def _losses(verdict: Verdict) -> dict[str, Any]:
+def _losses(verdict: Verdict, *, ended: bool) -> dict[str, Any]:
     losses: list[LossRow] = [
         (at, left, right, None if left is None or right is None else right - left)
         for at, left, right in verdict.losses
@@ -204,7 +190,7 @@ def _losses(verdict: Verdict) -> dict[str, Any]:
     if curves is None:
         return {"curves": None}
     shared = len(losses)
-    if _has_ended(verdict):
+    if ended:
         has = [[n for n, row in enumerate(losses, 1) if row[at] is not None] for at in (1, 2)]
         shared = min(max(places, default=0) for places in has)
     gaps = any(row[3] for row in losses)

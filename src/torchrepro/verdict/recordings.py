@@ -51,32 +51,31 @@ def truncation(pair: Pair) -> Divergence | None:
     """
     last = [_last_step(trace, other) for trace, other in (pair.traces, pair.traces[::-1])]
     if not pair.steps:
-        empty = [name for name, step in zip(NAMES, last, strict=True) if step < 0]
-        what = "no step was recorded in both runs"
-        if empty:
-            what = f"nothing was recorded in {' and '.join(empty)}"
+        empty = " and ".join(name for name, step in zip(NAMES, last, strict=True) if step < 0)
+        what = f"nothing was recorded in {empty}" if empty else "no step was recorded in both runs"
         return pair.at_step(max(min(last), 0), Kind.ENDED, what)
-    cut = [side for side, trace in enumerate(pair.traces) if trace.is_truncated]
-    ended, other = last.index(min(last)), last.index(max(last))
+    cut = [trace.is_truncated for trace in pair.traces]
+    ended = last.index(min(last))
     asked = pair.traces[ended].meta.get("steps")
     is_shorter = last[0] != last[1] and not (asked and last[ended] >= asked[1])
     if not is_shorter:
-        if not cut:
+        if not any(cut):
             return None  # more of it was not to be recorded
-        ended = cut[0]
-    step = last[ended] if is_shorter else min(last[side] for side in cut)
-    if len(cut) == len(NAMES):
+        ended = cut.index(True)
+    step = min(last) if all(cut) else last[ended]
+    if all(cut):
         ends = [f"{name} after step {each}" for name, each in zip(NAMES, last, strict=True)]
         return pair.at_step(step + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {' and '.join(ends)}")
     row = pair.traces[ended].steps.get(step)
     what = f"{NAMES[ended]} ended before its first step"
     if row is not None:
         what = f"{NAMES[ended]} ended {'after' if row.finished else 'in the middle of'} step {step}"
-    what += CUT if ended in cut else ""
+    what += CUT * cut[ended]
     if is_shorter:
-        final = pair.traces[other].steps[max(last)]
+        final = pair.traces[1 - ended].steps[max(last)]
         until = final.step if final.finished else final.step - 1
-        what += f"; {NAMES[other]} goes on {f'to step {until}' if until > step else 'after it'}"
+        goes_on = f"to step {until}" if until > step else "after it"
+        what += f"; {NAMES[1 - ended]} goes on {goes_on}"
     return pair.at_step(step + 1, Kind.ENDED, what)
 
 
@@ -239,7 +238,7 @@ def line_left_out(pairs: Sequence[Pair], where: str) -> LeftOut:
     file, _, line = short(where).rpartition(":")
     near = sorted(
         (each for each in sources if each.rpartition(":")[0] == file),
-        key=lambda each: abs(int(each.rpartition(":")[2]) - int(line)),
+        key=lambda each: (abs(int(each.rpartition(":")[2]) - int(line)), each),
     )
     return LeftOut(where, max(records), () if any(records) else tuple(near[:_NEAR]))
 
