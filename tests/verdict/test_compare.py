@@ -14,7 +14,6 @@ import torchrepro
 from torchrepro.trace import store
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.comparison import compare
-from torchrepro.verdict.render import headline
 from torchrepro.verdict.value import Kind, Verdict
 
 from .traces import (
@@ -344,32 +343,6 @@ def test_what_differs_first_is_said(case: str) -> None:
     first = diverged(left, right)
 
     assert [first.kind, first.step, first.op, first.what] == expected
-
-
-def test_what_a_level_does_not_record_is_said() -> None:
-    """A gradient that differs is named, and that the cause may lie before it in the step."""
-    left, right = (
-        [
-            Step(
-                tuple(
-                    Op("gradient", "fc", "backward", argument=name, outputs=(value(name, run),))
-                    for name in ("weight", "bias")
-                )
-            )
-        ]
-        for run in "ab"
-    )
-    verdict = compared(left, right, {"level": "step"})
-    first = first_of(verdict)
-
-    assert (first.kind, first.op) == (Kind.VALUES, "gradient")
-    assert first.left is not None
-    assert first.left.argument == "weight"
-    assert "inputs not recorded" in first.kind
-    assert headline(verdict).endswith("at the latest in the backward pass of fc")
-    assert "show that gradients differ" in verdict.advice.cause  # type: ignore[union-attr]
-    assert (verdict.propagated, verdict.independent) == (1, 0)
-    assert verdict.compared.level == "step"
 
 
 def test_a_meta_tensor_of_one_run_is_an_op_more(tmp_path: Path) -> None:

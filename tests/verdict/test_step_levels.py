@@ -156,9 +156,14 @@ def test_the_loss_says_which_pass_a_step_diverged_in_at_the_latest(where: str) -
     html = page(verdict)
     assert f"{where}, at the latest" in html
     assert "equal inputs" not in html
+    assert verdict.advice is not None
     if where == "forward":
         assert (first.what, first.source) == ("its loss differs: 2 and 3", "train.py:9")
-        assert "losses differ" in verdict.advice.cause  # type: ignore[union-attr]
+        assert "losses differ" in verdict.advice.cause
+    else:
+        assert (first.op, first.module) == ("gradient", "fc")
+        assert "gradients differ" in verdict.advice.cause
+        assert (verdict.propagated, verdict.independent) == (0, 0)
 
 
 def test_of_several_ranks_the_one_whose_loss_differs_is_named(tmp_path: Path) -> None:
