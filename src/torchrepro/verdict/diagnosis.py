@@ -244,18 +244,13 @@ class Evidence:
     def differing_knobs(self) -> tuple[Setting, ...]:
         """The settings that are knobs of the catalogue, or that one of them sets."""
         keys = {name for knob in CATALOGUE for name in (knob.name, knob.profile_key)}
-        named = [replace(each, name=SET_BY.get(each.name, each.name)) for each in self.settings]
-        return tuple({each.name: each for each in named if each.name in keys}.values())
+        return tuple({each.name: each for each in self.settings if each.name in keys}.values())
 
     @property
     def differing_platform(self) -> tuple[Setting, ...]:
         """The settings that differ and that no profile sets: versions and hardware."""
         known = {*DECLARED, *(each.name for each in self.differing_knobs)}
-        return tuple(
-            each
-            for each in self.settings
-            if each.name not in known and SET_BY.get(each.name, each.name) not in known
-        )
+        return tuple(each for each in self.settings if each.name not in known)
 
     def differing_knobs_of(self, patterns: Iterable[str]) -> list[Setting]:
         return [
@@ -450,8 +445,9 @@ def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
     """Return the first divergence of `verdict`, which has one, with what `meta` holds."""
     if verdict.first is None:
         raise ValueError("the runs do not diverge")
+    settings = (replace(its, name=SET_BY.get(its.name, its.name)) for its in verdict.settings)
     within = verdict.tolerance is not None
-    return Evidence(verdict.first, verdict.settings, meta, within, verdict.program)
+    return Evidence(verdict.first, tuple(settings), meta, within, verdict.program)
 
 
 def cause_by_rule(evidence: Evidence) -> str:
