@@ -328,7 +328,7 @@ def edit_of(what: str, name: str, where: str, *, is_seed: bool = False) -> Edit 
 
     `is_seed` says that what was read there became a seed. None where no edit of this line helps.
     """
-    line = _Line.of(where)
+    line = _Lines.of(where)
     function = name.rpartition(".")[2]
     if line is None:
         return None
@@ -337,7 +337,7 @@ def edit_of(what: str, name: str, where: str, *, is_seed: bool = False) -> Edit 
 
 def edit_of_sample(name: str, where: str) -> Edit | None:
     """Return the edit that draws from the sample's own generator, where a sample is loaded."""
-    line = _Line.of(where)
+    line = _Lines.of(where)
     calls = line.calls(name.rpartition(".")[2]) if line else []
     edit = line.edited((calls[0], "torchrepro.sample_rng()")) if line and calls else None
     return edit and replace(edit, after=f"import torchrepro; {edit.after}")
@@ -350,27 +350,23 @@ def edits_elsewhere(what: str, files: Iterable[str], steps: int) -> Iterator[Edi
     ends by the clock ends after so many `steps`.
     """
     for file in dict.fromkeys(files):
-        if (module := module_of(file)) is None:
-            continue
-        for number in module.of_line:
-            line = _Line(file, number, module)
-            found = line.with_steps(steps) if what == CLOCK else line.with_one_worker()
-            yield from filter(None, map(line.edited, found))
+        if (module := module_of(file)) is not None:
+            lines = _Lines(file, module, module.nodes)
+            found = lines.with_steps(steps) if what == CLOCK else lines.with_one_worker()
+            yield from filter(None, map(lines.edited, found))
 
 
-class _Line:
-    """A line of a program with the nodes of the syntax tree that begin and end on it."""
+class _Lines:
+    """Lines of a program with the nodes of the syntax tree that begin on them."""
 
-    def __init__(self, file: str, number: int, module: Module) -> None:
-        self._file = file
-        self._nodes = module.of_line.get(number, [])
-        self._module = module
+    def __init__(self, file: str, module: Module, nodes: Sequence[ast.AST]) -> None:
+        self._file, self._module, self._nodes = file, module, nodes
 
     @classmethod
-    def of(cls, where: str) -> _Line | None:
+    def of(cls, where: str) -> _Lines | None:
         file, _, number = where.rpartition(":")
         module = module_of(file) if number.isdecimal() else None
-        return None if module is None else cls(file, int(number), module)
+        return None if module is None else cls(file, module, module.of_line.get(int(number), []))
 
     def edited(self, replacement: Replacement | None) -> Edit | None:
         if replacement is None:
