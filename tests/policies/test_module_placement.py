@@ -230,6 +230,12 @@ def test_a_name_with_dots_or_a_number_is_one_key(tmp_path: Path) -> None:
     assert dict(modules) == {"encoder.layer.3": "cpu", "dec*": "cpu"}
 
 
+def test_of_several_entries_the_wrong_one_is_named() -> None:
+    """An override that gives a whole mapping is shown with the key that is wrong in it."""
+    with pytest.raises(torchrepro.ProfileError, match=r"\}: device\.modules\.b: not the name of a"):
+        torchrepro.load("seed-only", ["device.modules={a: cpu, b: CPU}"])
+
+
 def test_the_profile_in_force_decides_what_a_refusal_does() -> None:
     """What policies refuse goes to the innermost profile."""
     refused: list[torchrepro.TorchreproError] = []

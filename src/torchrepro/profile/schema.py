@@ -419,9 +419,11 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
     if details["type"] == "extra_forbidden":
         return [_unknown_key(path, found, place)]
     if details["type"] == "illegal":
-        legal = context["legal"]
+        legal, what = context["legal"], context["complaint"]
+        if inside and place.startswith("override ") and key not in place:
+            what = f"{key}: {what}"  # of several that stand there
         close = near(found, legal.choices())
-        return [Problem(context["complaint"], place, key, found, legal.words, close)]
+        return [Problem(what, place, key, found, legal.words, close)]
     what = context.get("why") or _REWORDED.get(details["type"], details["msg"])
     legal = next((words for name, words in MAPPINGS.items() if key.startswith(name)), "")
     return [Problem(what, place, key, found, legal, todo=context.get("todo", ""))]
