@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -28,30 +28,9 @@ def step():
 
 @pytest.fixture
 def in_thread():
-    """Return a function that runs a program in another thread up to its `yield`.
-
-    It returns a function that lets the thread go on, and waits for its end.
-    """
-
-    def in_thread(program):
-        ready, go = threading.Event(), threading.Event()
-
-        def run():
-            for _ in program():
-                ready.set()
-                go.wait(300)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        ready.wait(300)
-
-        def finish():
-            go.set()
-            thread.join()
-
-        return finish
-
-    return in_thread
+    """Return a function that calls others in another thread, always the same, and waits."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda call, *args: pool.submit(call, *args).result(300)
 
 
 @pytest.fixture

@@ -102,17 +102,10 @@ FLAGS = [knob for knob in SETTABLE if not knob.variable]
 @pytest.mark.parametrize("knob", FLAGS, ids=lambda knob: knob.name)
 def test_other_threads_read_what_is_guarded_in_them(knob, in_thread):
     """A knob of which a thread reads another value is guarded only in the one that applied it."""
-    read = []
-
-    def reads():
-        knob.access.read()  # what a thread keeps, it keeps from its first use on
-        yield
-        read.append(knob.access.read())
-
-    finish = in_thread(reads)
+    in_thread(knob.access.read)  # what a thread keeps, it keeps from its first use on
     values = {knob.profile_key: two_values(knob)[1], **AROUND.get(knob.name, {})}
+
     with torchrepro.apply(asking(values)):
-        finish()
-        differs = read != [knob.access.read()]
+        differs = in_thread(knob.access.read) != knob.access.read()
 
     assert not differs or knob.name in PER_THREAD

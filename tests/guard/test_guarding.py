@@ -164,25 +164,16 @@ def test_an_inner_profile_may_turn_the_guard_off(step):
 
 def test_other_threads_step_without_alarm_and_are_checked(step, in_thread):
     """A step in a thread that keeps its own number of threads is none, a flipped flag is."""
-    caught: list[torchrepro.DriftError] = []
-
-    def steps():
-        torch.set_num_threads(3)
-        yield
-        try:
-            step()
-            flip()
-            step()
-        except torchrepro.DriftError as drift:
-            caught.append(drift)
-
-    finish = in_thread(steps)
+    in_thread(torch.set_num_threads, 3)
     applied = guarded("error", "backends.cpu.num_threads=1")
-    finish()
+    in_thread(step)
+    in_thread(flip)
+    with pytest.raises(torchrepro.DriftError) as caught:
+        in_thread(step)
     with pytest.raises(torchrepro.DriftError):
         applied.restore()
 
-    assert [drift.knob for drift in caught[0].drift] == [BENCHMARK]
+    assert [drift.knob for drift in caught.value.drift] == [BENCHMARK]
 
 
 def _doors():
@@ -229,17 +220,15 @@ def test_other_threads_write_no_knob_of_this_one(step, in_thread):
     """A thread that writes anything is not named as the writer of a knob it reads otherwise."""
 
     def writes_something_else():
-        torch.set_num_threads(1)
-        yield
         os.environ["UNRELATED"] = "1"
         del os.environ["UNRELATED"]
 
-    finish = in_thread(writes_something_else)
+    in_thread(torch.set_num_threads, 1)
     with (
         pytest.raises(torchrepro.DriftError) as caught,
         guarded("error", "backends.cpu.num_threads=2"),
     ):
-        finish()
+        in_thread(writes_something_else)
         line = sys._getframe().f_lineno + 1
         torch.set_num_threads(1)
         step()
