@@ -14,6 +14,7 @@ import torchrepro
 from torchrepro.policies.on_cpu import on_cpu
 
 from .paired import NEVER, hold, show
+from .workloads import training
 
 pytestmark = pytest.mark.benchmark
 
@@ -51,23 +52,12 @@ def _costs_nothing(
 def _transformer() -> Callable[[], object]:
     layer = nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return _training(model, torch.randn(16, 32, 64))
+    return training(model, torch.randn(16, 32, 64), lr=1e-3)
 
 
 def _perceptron() -> Callable[[], object]:
     layers = [nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.5)] * 3
-    return _training(nn.Sequential(*layers), torch.randn(64, 256))
-
-
-def _training(model: nn.Module, batch: torch.Tensor) -> Callable[[], object]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return training(nn.Sequential(*layers), torch.randn(64, 256), lr=1e-3)
 
 
 @pytest.mark.parametrize("make", [_transformer, _perceptron], ids=lambda make: make.__name__[1:])

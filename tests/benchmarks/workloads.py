@@ -92,8 +92,12 @@ def transformer() -> Step:
 def tiny_ops() -> Step:
     """A perceptron of eight layers, d=64: under 200 ops that take microseconds."""
     net = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    batch = torch.randn(16, 64)
+    return training(net, torch.randn(16, 64), lr=0.01, momentum=0.9)
+
+
+def training(net: nn.Module, batch: torch.Tensor, **options: float) -> Step:
+    """Return a step of SGD that makes the output of `net` small."""
+    optimizer = torch.optim.SGD(net.parameters(), **options)
 
     def step() -> None:
         optimizer.zero_grad()
