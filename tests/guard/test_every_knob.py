@@ -5,6 +5,7 @@
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import torchrepro
 from torchrepro.guard import PER_THREAD
@@ -32,13 +33,9 @@ def two_values(knob):
 
 def asking(values):
     """Return the values of a profile, given under dotted keys."""
-    profile: dict[str, Any] = {"name": "one-knob"}
+    profile = OmegaConf.create({"name": "one-knob"})
     for key, value in values.items():
-        section = profile
-        *path, last = key.split(".")
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+        OmegaConf.update(profile, key, value)
     return profile
 
 
