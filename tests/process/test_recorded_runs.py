@@ -93,8 +93,7 @@ def test_verify_runs_and_compares(torchrepro, record, browser, tmp_path):
 
 @pytest.mark.slow
 def test_recording_needs_no_profile_in_the_program(record, torchrepro):
-    """Every level is recorded of an unchanged program, and equal runs compare at each."""
-    for level in ("step", "module"):
-        for side in ("a", "b"):
-            assert record(f"{level}-{side}", options=("--level", level)).returncode == 0
-        assert torchrepro("compare", f"{level}-a", f"{level}-b").returncode == 0
+    """Another level is recorded of an unchanged program, and equal runs compare."""
+    for side in ("a", "b"):
+        assert record(side, options=("--level", "module")).returncode == 0
+    assert torchrepro("compare", "a", "b").returncode == 0

@@ -213,14 +213,12 @@ def test_consent_under_hydra(write, hydra_app, case):
 
 
 @pytest.mark.slow
-def test_consent_under_pytest(write, monkeypatch):
-    """A session's profile needs consent, which the variable or `--repro-set` gives."""
+def test_consent_under_pytest(write):
+    """A session's profile needs consent, which `--repro-set` gives."""
     path = write(UNKNOWN, "theirs.yaml")
 
     assert _under_pytest(path) == 4
     assert _under_pytest(path, "--repro-set=env_extra.ACME_FLAG=1") == 5
-    monkeypatch.setenv(VARIABLE, "ACME_FLAG")
-    assert _under_pytest(path) == 5
 
 
 NEAR = {

@@ -191,7 +191,7 @@ def mutants(draw):
     return text
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(text=mutants())
 def test_a_mutated_text_is_a_profile_or_a_refusal(write, attempt, text):
     """However a valid text is damaged, it loads as a valid profile or is refused by its name."""
