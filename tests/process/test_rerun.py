@@ -177,22 +177,6 @@ def test_what_cannot_be_run_again_is_refused(command, earlier, case):
     assert ("lock" in err) == ("lock" in parts)
 
 
-def test_a_manifest_is_not_replaced(torchrepro, write, tmp_path):
-    """`run --log-to` a folder that holds a manifest starts nothing, and leaves it as it is."""
-    program = write({"train.py": TRAIN})
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/repro.json").write_text("the first run's", encoding="utf-8")
-    refused = torchrepro("run", "seed-only", "--log-to", "a", "--", "python", program.name)
-
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "holds the manifest of another run already" in refused.stderr
-    assert (tmp_path / "a/repro.json").read_text(encoding="utf-8") == "the first run's"
-
-    no_folder = torchrepro("run", "seed-only", "--log-to", "train.py/x", "--", "python", "train.py")
-    assert (no_folder.returncode, no_folder.stdout) == (2, "")
-    assert "there is a file" in no_folder.stderr
-
-
 def test_hidden_arguments_are_named(command, earlier):
     """A command with hidden arguments is refused by their options; with the whole it would start.
 

@@ -41,6 +41,8 @@ SAID = {
     "run ./plain.yaml --record x --max-size lots -- touch y": ("--max-size = lots: not a size",),
     "run ./plain.yaml --record x --max-size 10 -- touch y": ("did you mean: 10MB",),
     "run ./plain.yaml --every 5 -- touch y": ("torchrepro: --every: nothing is recorded",),
+    "run ./plain.yaml --log-to runs/notes -- touch y": ("the manifest of another run already",),
+    "run ./plain.yaml --log-to train.py/x -- touch y": ("there is a file",),
     "run --quiet --verbose seed-only -- touch y": ("--quiet and --verbose contradict each other",),
     "compare nowhere nowhere": ("no such folder",),
     "compare . .": ("holds no trace",),
@@ -72,6 +74,7 @@ def test_a_wrong_request_is_said_on_standard_error(command, monkeypatch, tmp_pat
         (tmp_path / "runs" / name).mkdir(parents=True)
     for name in ("a", "baseline"):
         (tmp_path / "runs" / name / "rank0.sqlite").touch()
+    (tmp_path / "runs" / "notes" / "repro.json").write_text("another run's", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     status, out, err = command(*request_.split())
     text = f"{err}\n{' '.join(err.split())}"  # a message of typer is wrapped

@@ -23,9 +23,6 @@ UNKNOWN = "env_extra: {ACME_FLAG: '7'}\n"
 RUNS_CODE = {
     "a function by its name": ("TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN", "evil_code.function"),
     "a compiler": ("TORCH_COMPILE_OVERRIDE_INDUCTOR_CONFIGS", "0-99:cpp.cxx=/tmp/evil"),
-    "a preload": ("LD_PRELOAD", "/tmp/evil.so"),
-    "a path of modules": ("PYTHONPATH", "/tmp/evil"),
-    "a path of programs": ("PATH", "/tmp/evil"),
     "consent itself": (VARIABLE, "ACME_FLAG"),
 }
 OF_THE_TRIAL = ("a function by its name", "a compiler")  # asked for by every door
