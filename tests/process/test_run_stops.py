@@ -21,37 +21,39 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
         (["env", "-i"], []),
     ],
 )
-def test_a_python_that_would_not_listen_is_not_started(torchrepro, wrapper, options):
+@pytest.mark.usefixtures("clean_process")
+def test_a_python_that_would_not_listen_is_not_started(command, wrapper, options):
     """Options of Python that keep a profile out, behind a wrapper too, and wrappers that drop our
     variables end with status 3 before the command starts.
     """
-    command = [*wrapper, sys.executable, *options, "-c", "print('started')"]
-    result = torchrepro("run", "seed-only", "--", *command)
+    words = [*wrapper, sys.executable, *options, "-c", "print('started')"]
+    status, out, err = command("run", "seed-only", "--", *words)
 
-    assert (result.returncode, result.stdout) == (3, "")
-    assert not options or f"-{options[-1][-1]}" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert (status, out) == (3, "")
+    assert not options or f"-{options[-1][-1]}" in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("option", ["-I", "-sE"])
-def test_an_isolated_console_script_is_not_started(tmp_path, script, torchrepro, option):
+@pytest.mark.usefixtures("clean_process")
+def test_an_isolated_console_script_is_not_started(tmp_path, script, command, option):
     """A script whose first line keeps a profile out ends with status 3 before it starts."""
     tool = script(f"#!{sys.executable} {option}")
-    by_path = torchrepro("run", "seed-only", "--", tool)
-    by_wrapper = torchrepro("run", "seed-only", "--", "env", tool)
 
-    assert (by_path.returncode, by_wrapper.returncode) == (3, 3)
+    assert command("run", "seed-only", "--", tool)[0] == 3
+    assert command("run", "seed-only", "--", "env", tool)[0] == 3
     assert not (tmp_path / "started").exists()
 
 
-def test_a_python_without_torchrepro_is_not_started(bare, tmp_path, script, torchrepro):
+@pytest.mark.usefixtures("clean_process")
+def test_a_python_without_torchrepro_is_not_started(bare, tmp_path, script, command):
     """A command whose Python has no torchrepro ends with status 3 before it starts."""
     tool = script(f"#!{bare}")
-    for command in ([bare, tool], [tool], ["timeout", "60", tool], [bare, "-m", "tool"]):
-        result = torchrepro("run", "seed-only", "--", *command)
+    for words in ([bare, tool], [tool], ["timeout", "60", tool], [bare, "-m", "tool"]):
+        status, out, err = command("run", "seed-only", "--", *words)
 
-        assert (result.returncode, result.stdout) == (3, ""), command
-        assert str(bare) in result.stderr
+        assert (status, out) == (3, ""), words
+        assert str(bare) in err
     assert not (tmp_path / "started").exists()
 
 
@@ -92,13 +94,15 @@ def test_a_damaged_profile_stops_the_process(run_python):
     assert "Traceback" not in done.stderr
 
 
-def test_a_contradicting_variable_stops_a_strict_profile(torchrepro):
+@pytest.mark.usefixtures("clean_process")
+def test_a_contradicting_variable_stops_a_strict_profile(command, monkeypatch):
     """A strict profile names the exported value that contradicts it and starts nothing."""
-    result = torchrepro("run", "debug-strict", "--", "echo", "started", env={CUBLAS: ":0:0"})
+    monkeypatch.setenv(CUBLAS, ":0:0")
+    status, out, err = command("run", "debug-strict", "--", "echo", "started")
 
-    assert (result.returncode, result.stdout) == (3, "")
-    assert CUBLAS in result.stderr
-    assert ":0:0" in result.stderr
+    assert (status, out) == (3, "")
+    assert CUBLAS in err
+    assert ":0:0" in err
 
 
 OVERRIDDEN = ("train-fast", f'env.{CUBLAS}=":4096:8"')
