@@ -42,7 +42,7 @@ def browser(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_recorded_runs_compare(torchrepro, record, browser, tmp_path):
+def test_two_recorded_runs_compare(torchrepro, command, answer, record, browser, tmp_path):
     """The same run twice is the same with status 0; another one differs with status 1.
 
     The page is shown where there is a browser, and otherwise it is said where it is.
@@ -51,14 +51,12 @@ def test_two_recorded_runs_compare(torchrepro, record, browser, tmp_path):
         done = record(folder, *words)
         assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
-    same = torchrepro("compare", "a", "b")
-    assert (same.returncode, same.stderr) == (0, "")
-    assert same.stdout.startswith("the same: 3 steps, ")
-    differs = torchrepro("compare", "a", "c", "--json", "--report", "verdict.html")
-    assert differs.returncode == 1
-    answer = json.loads(differs.stdout)
-    assert answer["same"] is False
-    first = answer["first"]
+    status, out, err = command("compare", tmp_path / "a", tmp_path / "b")
+    assert (status, err) == (0, "")
+    assert out.startswith("the same: 3 steps, ")
+    status, verdict = answer("compare", tmp_path / "a", tmp_path / "c")
+    assert (status, verdict["same"]) == (1, False)
+    first = verdict["first"]
     found = {key: first[key] for key in ("rank", "step", "phase", "module", "op")}
     assert found == {"rank": 0, "step": 1, "phase": "forward", "module": "", "op": "aten::neg"}
     assert first["source"].endswith("train.py:9")
@@ -92,8 +90,8 @@ def test_verify_runs_and_compares(torchrepro, record, browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_recording_needs_no_profile_in_the_program(record, torchrepro):
+def test_recording_needs_no_profile_in_the_program(record, command, tmp_path):
     """Another level is recorded of an unchanged program, and equal runs compare."""
     for side in ("a", "b"):
         assert record(side, options=("--level", "module")).returncode == 0
-    assert torchrepro("compare", "a", "b").returncode == 0
+    assert command("compare", tmp_path / "a", tmp_path / "b")[0] == 0
