@@ -32,10 +32,10 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(app, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_app_under_run_agrees_with_its_profile(app, under, tmp_path):
+def test_an_app_under_run_agrees_with_its_profile(app, fork_under, tmp_path):
     """The same profile in run and in the job changes nothing; only the task draws numbers."""
     words = ["hydra.run.dir=out", "+repro=debug-strict"]
-    ended = app(*words, run=partial(under, "debug-strict"))
+    ended = app(*words, run=partial(fork_under, "debug-strict"))
     manifest = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))
     outcomes = {row["knob"]: row["outcome"] for row in manifest["report"]["knobs"]}
 
@@ -47,12 +47,12 @@ def test_an_app_under_run_agrees_with_its_profile(app, under, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_app_under_another_run_is_stopped(little, under):
+def test_an_app_under_another_run_is_stopped(little, fork_under):
     """Another profile in the job than in run is status 3 and names the keys that differ."""
-    strict = partial(under, "debug-strict")
+    strict = partial(fork_under, "debug-strict")
     other = little("+repro=train-fast", run=strict)
     seed = little("+repro=debug-strict", "repro.seed=5", run=strict)
-    other_seed = partial(under, ["debug-strict", "seed=5"])
+    other_seed = partial(fork_under, ["debug-strict", "seed=5"])
     agreed = little("+repro=debug-strict", "repro.seed=5", run=other_seed)
 
     assert [(result.returncode, result.tasks) for result in (other, seed, agreed)] == [
