@@ -351,28 +351,26 @@ def test_what_waits_for_torch_to_refuse_is_unsupported_while_torch_refuses_nothi
 
 
 def test_nothing_is_interposed_without_a_profile_and_nothing_stays() -> None:
-    """The policy stands in front of ops only while it is in force, also nested and by turns."""
+    """The policy stands in front of ops only while it is in force, also nested and by turns.
+
+    A second profile that decides the same changes nothing, and its undo neither.
+    """
     before = tuple(interposed)
     with deciding("error") as outer:
         advising = set(interposed)
+        with deciding("error") as same:
+            pass
         with deciding({"ops": {"cumsum": "native"}}):
             result = torch.ones(2).cumsum(0)
         after_inner = set(interposed)
         with pytest.raises(RuntimeError, match="torchrepro:"):
             put()
 
-    assert outer.report["device.fallback"].outcome == "applied"
+    outcomes = [applied.report["device.fallback"].outcome for applied in (outer, same)]
+    assert outcomes == ["applied", "unchanged"]
     assert result.tolist() == [1, 2]
     assert advising == after_inner != set(before)
     assert tuple(interposed) == before
-
-
-def test_the_same_value_again_is_unchanged() -> None:
-    """A second profile that decides the same changes nothing, and its undo neither."""
-    with deciding("cpu"):
-        with deciding("cpu") as second:
-            assert second.report["device.fallback"].outcome == "unchanged"
-        assert put().tolist() == [2, 0, 0, 5]
 
 
 def test_backward_in_threads_of_torchs_own_falls_back() -> None:

@@ -214,8 +214,13 @@ COMPILED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_code_draws_what_eager_code_draws(name: str, backend: str) -> None:
-    """Compiled before the policy or under it, a function draws the numbers of an eager run."""
-    function = COMPILED[name]
+    """Compiled before the policy or under it, a function draws the numbers of an eager run.
+
+    After the undo inductor draws its own again.
+    """
+    import torch._inductor.config as inductor
+
+    function, own = COMPILED[name], inductor.fallback_random
     before = torch.compile(function, backend=backend)
 
     def drawn(call: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
@@ -227,15 +232,5 @@ def test_compiled_code_draws_what_eager_code_draws(name: str, backend: str) -> N
     with torchrepro.apply(HOST):
         assert drawn(before) == expected
         assert drawn(torch.compile(function, backend=backend)) == expected
-
-
-@pytest.mark.slow
-def test_inductor_draws_its_own_numbers_again_after_the_undo() -> None:
-    """The option of inductor that draws by torch's ops is as it was, loaded before or after."""
-    import torch._inductor.config as inductor
-
-    before = inductor.fallback_random
-    with torchrepro.apply(HOST):
         assert inductor.fallback_random is True
-
-    assert inductor.fallback_random is before
+    assert inductor.fallback_random is own

@@ -83,19 +83,6 @@ def test_few_ops_are_named_and_many_are_counted(library: torch.library.Library) 
     assert counted == {"torchrepro_unseen: 4 custom ops"}
 
 
-def test_an_op_written_in_python_is_named() -> None:
-    """`torch.library.custom_op` registers a custom op like any other."""
-
-    @torch.library.custom_op("torchrepro_python::double", mutates_args=())
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    try:
-        assert "torchrepro_python::double" in unseen_kernels()
-    finally:
-        double._lib._destroy()
-
-
 KERNELS = """
 import triton
 
