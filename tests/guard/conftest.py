@@ -57,12 +57,14 @@ def importing(tmp_path, monkeypatch):
 def execute_forked(tmp_path, fork_python):
     """Return a function that runs a program, whose text it is given, in a fork that has torch.
 
-    Its PYTHONHASHSEED is exported, so that no strict profile has it begin again.
+    `under` are words for the `torchrepro run` that starts it, if any. Its PYTHONHASHSEED is
+    exported, so that no strict profile has it begin again.
     """
 
-    def execute_forked(program, *words):
+    def execute_forked(program, *words, under=()):
         (tmp_path / "program.py").write_text(program)
-        return fork_python("program.py", *words, env={"PYTHONHASHSEED": "0"})
+        run = ("-m", "torchrepro", "run", *under, "--", sys.executable) if under else ()
+        return fork_python(*run, "program.py", *words, env={"PYTHONHASHSEED": "0"})
 
     return execute_forked
 

@@ -1,7 +1,6 @@
 """The determinism switches of real frameworks: those that agree with a profile, and those not."""
 
 import json
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -55,13 +54,11 @@ AGREEING = {
 
 
 @pytest.fixture
-def run(fork_python, tmp_path):
+def run(execute_forked):
     """Run a program under `torchrepro run debug-strict` with this guard."""
 
     def run(text, guard="error"):
-        (tmp_path / "program.py").write_text(text)
-        words = ("run", "debug-strict", f"guard={guard}", "--verbose", "--", sys.executable)
-        return fork_python("-m", "torchrepro", *words, "program.py")
+        return execute_forked(text, under=("debug-strict", f"guard={guard}", "--verbose"))
 
     return run
 

@@ -89,13 +89,11 @@ if __name__ == "__main__":
     ["train(flip_at=1)", "train(); torch.backends.cudnn.benchmark = True"],
     ids=["before a step", "after the last"],
 )
-def test_a_run_or_job_whose_knobs_drift_ends_with_status_1(
-    run_program, execute_forked, calls, start
-):
+def test_a_run_or_job_whose_knobs_drift_ends_with_status_1(execute_forked, calls, start):
     """Drift ends a process under `run` and a Hydra job with status 1 and its line, no traceback."""
     if start == "run":
         program = f"{TRAINING}{calls}\n"
-        done = run_program(program, TORCHREPRO, "run", "debug-strict", "guard=error", "--")
+        done = execute_forked(program, under=("debug-strict", "guard=error"))
     else:
         program = TRAINING + HYDRA.format(calls=calls)
         done = execute_forked(program, "+repro=debug-strict", "repro.guard=error")
