@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,11 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.fixture
-def printed(execute):
+def printed(fork_python):
     """Run Python with these words, which ends well; returns the lines that it prints."""
 
     def printed(*words, **variables):
-        done = execute(sys.executable, *words, env=variables)
+        done = fork_python(*words, env=variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
