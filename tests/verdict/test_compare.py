@@ -294,6 +294,10 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
         *(_only(FIRST, LAST, MOVED), _only(MOVED, MORE, FIRST, LAST)),
         *(Kind.ONLY_ONE, 0, "aten::exp", "only B has it; A goes on with aten::relu"),
     ),
+    "an op left out, though one of its name was added elsewhere": (
+        *(_only(MORE, FIRST, LAST, MOVED), _only(FIRST, LAST, MOVED, replace(MORE, outputs=(X,)))),
+        *(Kind.ONLY_ONE, 0, "aten::exp", "only A has it; B goes on with aten::relu"),
+    ),
     "an op in place of another": (
         *(_only(ONE), _only(computed(Op("aten::linear", "fc"), A))),
         *(Kind.ONLY_ONE, 0, "aten::relu", "only A has it; B goes on with aten::linear in fc"),

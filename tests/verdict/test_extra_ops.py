@@ -340,15 +340,6 @@ def test_what_moved_is_found_again(items: list[int], data: st.DataObject) -> Non
     assert compared([Step((*left,))], [Step((*rest[:place], *left[start:end], *rest[place:]))]).same
 
 
-def test_an_op_left_out_is_not_the_one_of_its_name_that_was_added_elsewhere() -> None:
-    """An op that has a namesake beyond ops that both runs have is one that only one run has."""
-    left = [_op("x", 1), _op("a", 1), _op("b", 1), _op("c", 1)]
-    first = diverged([Step((*left,))], [Step((*left[1:], _op("x", 2)))])
-
-    assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::x")
-    assert first.right is None
-
-
 def test_the_first_of_a_longer_run_of_alike_ops_is_the_one_more() -> None:
     """An op that was added before one of its name is named, though all after it differs."""
     left = [Step((_op("a", 1), _op("b", 1), _op("c", 1)))]
