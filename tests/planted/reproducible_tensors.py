@@ -26,11 +26,17 @@ def random_numbers() -> Tensors:
     return [*found, torch.randint(0, 9, (3,)), torch.normal(torch.zeros(3), 1.0)]
 
 
+def _a_moment() -> None:
+    """Wait for another time in every run, so that threads take turns in another order."""
+    time.sleep(random.SystemRandom().uniform(0, 0.002))
+
+
 def pool_of_threads() -> Tensors:
     torch.manual_seed(3)
     parts = torch.randn(24, 40)
 
     def work(part: torch.Tensor) -> torch.Tensor:
+        _a_moment()
         total = part.exp()
         for _ in range(5):
             total.mul_(0.9).add_(part.sin())
@@ -226,31 +232,6 @@ def training_on_threads() -> Tensors:
     return [parameter for model in models for parameter in model.parameters()]
 
 
-THREADS = 3
-
-
-def _a_moment() -> None:
-    """Wait for another time in every run, so that threads take turns in another order."""
-    time.sleep(random.SystemRandom().uniform(0, 0.002))
-
-
-def _slopes(number: int) -> torch.Tensor:
-    _a_moment()
-    items = items_of(number)
-    return (items.t() @ items.tanh()).softmax(1)
-
-
-def mapped_in_order() -> Tensors:
-    model = perceptron()
-    with ThreadPoolExecutor(THREADS) as pool:
-
-        def loss(step: int) -> torch.Tensor:
-            parts = pool.map(_slopes, range(step, step + THREADS))
-            return model(sum(parts, torch.zeros(6, 6))).square().mean()
-
-        return trained(model, loss)
-
-
 def buffers_of_each_thread() -> Tensors:
     buffers: dict[int, torch.Tensor] = {}
 
@@ -260,8 +241,8 @@ def buffers_of_each_thread() -> Tensors:
         _a_moment()
         return buffer.mul_(2).sum(0)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(work, range(2 * THREADS)))
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(work, range(6)))
 
 
 def read_after_the_thread_is_joined() -> Tensors:

@@ -21,7 +21,7 @@ from .small_models import Tensors, items_of, memory_that_is_dirty, perceptron, t
 RUNS = 3
 RECORDED_IN_EVERY_WAY = (
     *("transformer, AdamW fused", "becomes nan", "sparse", "attention"),
-    *("augmented in workers", "workers that stay", "mapped in order", "loaded ahead"),
+    *("augmented in workers", "workers that stay", "pool of threads", "loaded ahead"),
     *("refilled every step", "clocks in tensors that no op reads", "files of listdir", "nested"),
 )
 THREADS = ("training on threads",)
