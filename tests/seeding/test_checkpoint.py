@@ -326,18 +326,6 @@ def test_a_run_goes_on_after_the_last_step_that_was_saved(
         assert run.dataset.loaded == []
 
 
-def test_a_run_that_is_done_says_nothing_of_the_next_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What awaits the first step of a resumed run is gone when another run begins."""
-    run = Run(tmp_path / "done")
-    run.train()
-    run.train()
-    Run(tmp_path / "next").train()
-
-    assert capsys.readouterr().err == ""
-
-
 def test_a_resumed_run_that_ends_early_is_said_to_be_shorter(tmp_path: Path) -> None:
     """It is compared from the step that it goes on with, and its steps are those of the whole."""
     with torchrepro.record(tmp_path / "whole"):
@@ -377,16 +365,19 @@ def test_a_comparison_that_lines_up_no_steps_says_that_one_run_was_resumed(
     assert any(each.startswith(ends) and parameters in each for each in verdict.notes)
 
 
-def test_runs_that_begin_anew_are_not_called_resumed(tmp_path: Path) -> None:
-    """A run with an empty folder is not resumed, even where one before it in the process was."""
-    run = Run(tmp_path / "a")
-    run.train(2)
-    run.train()
+def test_a_run_that_begins_anew_has_nothing_of_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither is it called resumed, nor does what awaits the first step of a resumed one stay."""
+    run = Run(tmp_path / "done")
+    for stop in (2, None, None):
+        run.train(stop)
     for name in ("one", "other"):
         with torchrepro.record(tmp_path / name):
             Run(tmp_path / f"{name}-checkpoints").train()
 
     assert torchrepro.compare(tmp_path / "one", tmp_path / "other").same
+    assert capsys.readouterr().err == ""
 
 
 def test_two_loaders_at_once_are_refused(tmp_path: Path) -> None:
