@@ -115,23 +115,20 @@ class _Regions(_Training):
             if model is None:
                 return lambda given: compile(given, **options)
             place = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
-            bound = getattr(model, "__self__", None)
-            if isinstance(model, torch.nn.Module):
-                label = self._register(model, place)
-                compiled = model
-                if not self._is_split(original, model, label, options):
-                    compiled = original(model, **options)
-                    self._kept.append(compiled)
-                    self._names[address(compiled)] = self._names.pop(address(model))
+            is_bound = not isinstance(model, torch.nn.Module)
+            module = getattr(model, "__self__", None) if is_bound else model
+            if isinstance(module, torch.nn.Module):
+                label = self._register(module, place)
+                known = self._names.pop(address(module))
+                is_split = self._is_split(original, module, label, options)
+                compiled = model if is_split else original(model, **options)
+                if is_bound:  # `module.compile()`, which compiles its hooks
+                    return self._watched(compiled, label, place)
+                self._kept.append(compiled)
+                self._names[address(compiled)] = known
                 compiled.register_forward_pre_hook(lambda *_: self._enter(1))
                 compiled.register_forward_hook(lambda *_: self._enter(-1), always_call=True)
                 return compiled
-            if isinstance(bound, torch.nn.Module):  # `module.compile()`, which compiles its hooks
-                label = self._register(bound, place)
-                del self._names[address(bound)]
-                if not self._is_split(original, bound, label, options):
-                    model = original(model, **options)
-                return self._watched(model, label, place)
             if isinstance(getattr(model, "__code__", None), type(compile.__code__)):
                 code = model.__code__
                 place = f"{code.co_filename}:{code.co_firstlineno}"

@@ -75,7 +75,7 @@ MOST = 18  # runs that all trials of a divergence take at most, but for an escal
 _AGREED = f"the same in {ENOUGH} runs"
 _TRIED = f"edited so, {ENOUGH_HELD} runs agree"
 _SETTINGS, _ALONE, _LINES = 2, 4, 3  # settings, sources and lines that are tried one by one
-_PATIENCE, _AT_LEAST = 5.0, 10.0  # times the longest run so far, and seconds, that a trial may take
+_PATIENCE, _AT_LEAST = 5.0, 10.0  # times either run, and seconds, that a trial may take
 
 _UNHEARD = {
     ADDRESS: "the order of a set or dict of objects, which are found by their addresses",
