@@ -169,19 +169,20 @@ def test_a_folder_gets_the_manifest_and_the_last_one_counts(tmp_path, under_seed
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("targets", "words"),
     [
-        ("mlfow", "did you mean: mlflow"),
-        (3, "legal: mlflow or a run of it"),
-        ("mlflow", "to do: start one: mlflow.start_run()"),
-        ("tensorboard", "hand over the SummaryWriter itself"),
+        (["mlfow"], "did you mean: mlflow"),
+        ([3], "legal: mlflow or a run of it"),
+        (["mlflow"], "to do: start one: mlflow.start_run()"),
+        (["tensorboard"], "hand over the SummaryWriter itself"),
+        ([], r"nothing is active.*\n.*wandb\.init\(\)"),
     ],
 )
 @pytest.mark.usefixtures("under_seed_only")
-def test_another_target_is_refused(target, words):
+def test_another_target_is_refused(targets, words):
     """A typo makes no folder, and a tool in which nothing is active is said with what would be."""
     with pytest.raises(torchrepro.TorchreproError, match=words):
-        torchrepro.log_to(target)
+        torchrepro.log_to(*targets)
 
 
 @pytest.mark.usefixtures("under_seed_only")
@@ -191,13 +192,6 @@ def test_a_folder_is_named_by_text_as_by_a_path(tmp_path, monkeypatch):
     for name in ("folder", "runs", "out-1"):
         torchrepro.log_to(name)
         assert (tmp_path / name / "repro.json").is_file()
-
-
-@pytest.mark.usefixtures("under_seed_only")
-def test_with_nothing_active_log_to_says_what_would_be():
-    """Without targets and without a run there is nothing to guess."""
-    with pytest.raises(torchrepro.TorchreproError, match=r"nothing is active.*\n.*wandb\.init\(\)"):
-        torchrepro.log_to()
 
 
 @pytest.mark.usefixtures("under_seed_only")

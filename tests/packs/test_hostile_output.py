@@ -48,22 +48,11 @@ def test_a_list_shows_what_metadata_says_as_text(installed_pack, command):
     assert "\x1b" not in out
 
 
-@pytest.fixture
-def write_pack_profile(installed_pack):
-    """Install a pack with this profile in it and return the profile's name."""
-
-    def write_pack_profile(content):
-        installed_pack("acme-pack", {"p.yaml": content})
-        return "team/p"
-
-    return write_pack_profile
-
-
 @pytest.mark.parametrize("value", ['"a\\nLD_PRELOAD=/x.so"', '"it\'s"', "'a\\b'"])
-def test_what_readers_of_dotenv_take_differently_is_refused(write_pack_profile, command, value):
+def test_what_readers_of_dotenv_take_differently_is_refused(installed_pack, command, value):
     """A value that could end its line, or that not all readers unquote alike, is status 2."""
-    name = write_pack_profile(f"env_extra: {{TEAM: {value}}}\n")
-    status, out, err = command("env", name, "--format", "dotenv")
+    installed_pack("acme-pack", {"p.yaml": f"env_extra: {{TEAM: {value}}}\n"})
+    status, out, err = command("env", "team/p", "--format", "dotenv")
 
     assert (status, out) == (2, "")
     assert "--format sh" in err
