@@ -8,7 +8,7 @@ what a reader does not see of that, one `<!-- key: value -->` a line:
     run: NAME         `.ci/run` and the set-up of a newcomer run it
     file: PATH        the block, of any language, is written to this file of the page's folder
     folder: PATH      the page's folder is first filled with this folder of the repository
-    given: NAME, ...  pieces of `given.py` that come before this Python block
+    given: NAME, ...  pieces of `PIECES` in `test_blocks.py` that come before this Python block
     steps: WHICH      the steps of this GitHub workflow are run, but those of pip
     ends: STATUS      the exit status of the block; 0 where nothing is said
 """
