@@ -128,6 +128,15 @@ BOMBS = {
         ("more than 64 files",),
         "team/f0",
     ),
+    "three files of 900 keys": Hostile(
+        {
+            f"f{n}.yaml": f"defaults: [f{n + 1}]\n" + _wide("env_extra", f"V{n}_{{}}: a", 900)
+            for n in range(3)
+        }
+        | {"f3.yaml": "seed: 1\n"},
+        ("more than 2,000 keys in the files",),
+        "team/f0",
+    ),
     "an exponential diamond": Hostile(
         {f"f{n}.yaml": f"defaults: [f{n + 1}, f{n + 1}]\n" for n in range(40)}
         | {"f40.yaml": "seed: 1\n"},

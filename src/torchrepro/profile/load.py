@@ -63,6 +63,7 @@ file, which a config would take for an interpolation.
 """
 
 MAX_DOCUMENTS = 64
+MAX_KEYS = 2000  # keys of all files of one profile, each counted as often as it is read
 
 
 def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
@@ -202,6 +203,7 @@ class _Layers:
     folders: tuple[Folder, ...] = ()
     being_read: list[ProfileFile] = field(default_factory=list)
     read_before: list[Path] = field(default_factory=list)
+    keys: int = 0
     undone: dict[str, Problem] = field(default_factory=dict)
 
     def add_named(self, name: str, named_at: str = "", *, inherited: bool = False) -> None:
@@ -229,6 +231,10 @@ class _Layers:
             self.composition.name_it(found.name, Origin(found.where, found.folder.package))
 
     def add(self, document: Document, found: ProfileFile | None, *, inherited: bool) -> None:
+        self.keys += len(document.lines)
+        if self.keys > MAX_KEYS:
+            what = f"more than {MAX_KEYS:,} keys in the files of one profile"
+            raise ProfileError.about(what, document.where)
         schema, newest = document.values.get("schema"), SCHEMA_VERSION.high or 1
         if isinstance(schema, int) and schema > newest:  # whose keys may be unknown here
             raise ProfileError.about(
