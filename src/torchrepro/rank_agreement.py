@@ -21,7 +21,7 @@ from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.variables import ORDER_OF_SUMS
 from torchrepro.messages import shown
-from torchrepro.patching import surround
+from torchrepro.patching import surround_everywhere
 from torchrepro.seeding import streams
 from torchrepro.seeding.global_seeds import seed_as_this_rank
 
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from torchrepro.report import Report
 
 TIMEOUT = timedelta(seconds=60)
-_MODULES = (
-    "torch.distributed",
-    "torch.distributed.distributed_c10d",
-    "torch.distributed.device_mesh",
-)
-"""Every module that holds the function which makes the process group under a name of its own."""
 
 _PROGRAM_SEED = "seed given by the program"
 """What the program has given as a seed, which need not be the same on all ranks."""
@@ -47,8 +41,8 @@ class Agreement:
     """Compares what is in force on this rank with the other ranks', once per process group.
 
     As soon as a process group is made, at the latest before the first step. Wraps
-    `torch.distributed.init_process_group` and adds a hook of torch's own before optimizer steps,
-    which goes away once ranks were compared.
+    `torch.distributed.init_process_group` wherever it was imported by that name, and adds a hook of
+    torch's own before optimizer steps, which goes away once ranks were compared.
     """
 
     def __init__(self, report: Callable[[], Report], refuse: Callable[[ApplyError], None]) -> None:
@@ -64,9 +58,9 @@ class Agreement:
             self.compare({_PROGRAM_SEED: json.dumps(streams.given_seed())})
             return made
 
-        for module in filter(None, map(sys.modules.get, _MODULES)):
-            if hasattr(module, "init_process_group"):
-                surround(self._undo, module, "init_process_group", then_compare)
+        module = sys.modules["torch.distributed"]
+        if hasattr(module, "init_process_group"):
+            surround_everywhere(self._undo, module, "init_process_group", then_compare)
         self._hook.callback(register_optimizer_step_pre_hook(lambda *_: self.compare()).remove)
         _watching.append(self)
 

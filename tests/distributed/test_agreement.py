@@ -26,7 +26,11 @@ weight.grad = torch.ones(1)
 optimizer = torch.optim.SGD([weight])
 optimizer.step()
 """
-START = 'applied = torchrepro.apply("seed-only", OVERRIDES)\ndist.init_process_group("gloo")\n'
+START = """
+from torch.distributed import init_process_group
+applied = torchrepro.apply("seed-only", OVERRIDES)
+init_process_group("gloo")
+"""
 
 
 def _program(start, overrides):
