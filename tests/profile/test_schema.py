@@ -247,6 +247,20 @@ def _models(value):
         yield from _models(getattr(value, name))
 
 
+def test_a_value_is_an_attribute_or_an_item(load_text):
+    """A section has what it sets under the name of the key, and nothing that is none."""
+    env = load_text("env: {OMP_NUM_THREADS: 3}\n").env
+
+    assert env["OMP_NUM_THREADS"] == env.OMP_NUM_THREADS == "3"
+    assert [name in env for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "X")] == [
+        True,
+        False,
+        False,
+    ]
+    with pytest.raises(KeyError):
+        env["X"]
+
+
 def test_a_profile_is_frozen_to_the_bottom(load_text):
     """No attribute and no mapping of a profile can be changed, at any depth."""
     profile = load_text(

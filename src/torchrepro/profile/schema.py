@@ -162,9 +162,17 @@ FROZEN = (AfterValidator(_frozen), PlainSerializer(plain))
 
 
 class Section(BaseModel):
-    """A section of a profile; null means an empty one."""
+    """A section of a profile; null means an empty one. A value is an attribute or an item."""
 
     model_config = CONFIG
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in type(self).model_fields:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in type(self).model_fields and self[str(key)] is not None
 
     if TYPE_CHECKING:  # every knob of the section is an attribute
 
