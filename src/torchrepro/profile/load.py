@@ -329,15 +329,16 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 _PLAIN_WORD = re.compile(r"[A-Za-z_/][\w.:/+@%-]*", re.ASCII)
+_NOT_IN_KEYS, _ESCAPED = re.compile(r"[\\()\[\]{}:=, \t]"), r"\\\g<0>"  # a key cannot be quoted
 _OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # what Hydra's grammar takes for no text
 
 
 def in_hydras_grammar(value: Any) -> str:
     """Return a value as an override sets it: what `parsed` reads."""
     if isinstance(value, Mapping):
-        pairs = value.items()
-        inner = ",".join(f"{in_hydras_grammar(k)}:{in_hydras_grammar(v)}" for k, v in pairs)
-        return f"{{{inner}}}"
+        keys = (_NOT_IN_KEYS.sub(_ESCAPED, str(key)) for key in value)
+        values = map(in_hydras_grammar, value.values())
+        return f"{{{','.join(map(':'.join, zip(keys, values, strict=True)))}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(in_hydras_grammar, value))}]"
     if value is None or isinstance(value, bool):
