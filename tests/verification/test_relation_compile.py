@@ -53,7 +53,7 @@ def _program(
     ("dtype", "middle", "compiled", "said"),
     [
         ("float64", "Dropout(0.5)", PARTS, "bit for bit"),
-        ("bfloat16", "Tanh()", WHOLE, "which bfloat16 earns"),
+        ("bfloat16", "Tanh(), torch.nn.Linear(8, 1)", WHOLE, "which bfloat16 earns"),
     ],
 )
 def test_a_program_that_compiles_well_agrees(
