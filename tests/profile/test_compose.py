@@ -177,7 +177,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"))
 TEXTS |= st.sampled_from(
     ["true", "Null", "1e3", "a:b", "/x:y", "-x", "'", "a\\", "\\'", "/a b", "\u00fc"]
 )
-KEYS = ["a", "b_1", "Dc", "encoder.layer.*", "*", "ns::op", "two words", "a\\b(c)=[d],{e}\tf"]
+NAMES = ["a", "b_1", "Dc", "encoder.layer.*", "*", "ns::op", "two words", "a\\b(c)=[d],{e}\tf"]
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 )
@@ -187,7 +187,7 @@ LEAVES = (
     value=st.recursive(
         LEAVES | TEXTS.filter(lambda text: "${" not in text and text != "???"),
         lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
         ),
         max_leaves=6,
     )

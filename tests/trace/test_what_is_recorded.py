@@ -331,15 +331,14 @@ def test_steps_that_a_program_never_reaches_are_said(
     assert f"{said}; steps 7 to 9 were not reached: nothing was" in capsys.readouterr().err
 
 
-def test_an_option_of_inductor_is_put_back(
-    recorded: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_option_of_inductor_is_put_back(recorded: Recorder) -> None:
     """A recording has regions seen; the program compiles as before afterwards."""
     from torch._inductor import config
 
     if not hasattr(config, "wrap_inductor_compiled_regions"):
         pytest.skip("this torch runs no compiled region as one op")
-    monkeypatch.setattr(config, "wrap_inductor_compiled_regions", False)
     options: list[bool] = []
-    recorded(lambda: (torch.ones(2) + 1, options.append(config.wrap_inductor_compiled_regions)))
-    assert (options, config.wrap_inductor_compiled_regions) == ([True], False)
+    with config.patch(wrap_inductor_compiled_regions=False):
+        recorded(lambda: (torch.ones(2) + 1, options.append(config.wrap_inductor_compiled_regions)))
+        options.append(config.wrap_inductor_compiled_regions)
+    assert options == [True, False]
