@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -47,9 +47,15 @@ def surround(undo: ExitStack, owner: Any, name: str, around: Callable[..., Any])
 
 
 def surround_everywhere(
-    undo: ExitStack, module: Any, name: str, around: Callable[..., Any]
+    undo: ExitStack,
+    module: Any,
+    name: str,
+    around: Callable[..., Any],
+    among: Collection[Any] | None = None,
 ) -> None:
     """Do as `surround` with a function of `module`, and where others have imported it by its name.
+
+    The others are the modules `among`, or all: in a fork that copies memory of each of them.
 
     So it is undone: who has imported the wrapper by that name gets the function back. Who keeps it
     under another one keeps the wrapper, which has to ask for itself whether a profile is in force.
@@ -60,7 +66,7 @@ def surround_everywhere(
     wrapper = vars(module)[name]
 
     def replace_everywhere(present: Any, value: Any) -> None:
-        for each in list(sys.modules.values()):
+        for each in list(sys.modules.values() if among is None else among):
             if getattr(each, "__dict__", {}).get(name) is present:
                 setattr(each, name, value)
 

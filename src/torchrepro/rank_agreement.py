@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torchrepro.report import Report
 
 TIMEOUT = timedelta(seconds=60)
+_MODULES = ("torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
+"""Those of torch that have imported the function which makes the process group by its name."""
 
 _PROGRAM_SEED = "seed given by the program"
 """What the program has given as a seed, which need not be the same on all ranks."""
@@ -41,8 +43,9 @@ class Agreement:
     """Compares what is in force on this rank with the other ranks', once per process group.
 
     As soon as a process group is made, at the latest before the first step. Wraps
-    `torch.distributed.init_process_group` wherever it was imported by that name, and adds a hook of
-    torch's own before optimizer steps, which goes away once ranks were compared.
+    `torch.distributed.init_process_group`, in a rank that a launcher has numbered wherever it was
+    imported by that name, and adds a hook of torch's own before optimizer steps, which goes away
+    once ranks were compared.
     """
 
     def __init__(self, report: Callable[[], Report], refuse: Callable[[ApplyError], None]) -> None:
@@ -60,7 +63,9 @@ class Agreement:
 
         module = sys.modules["torch.distributed"]
         if hasattr(module, "init_process_group"):
-            surround_everywhere(self._undo, module, "init_process_group", then_compare)
+            ranked = any(rank in os.environ for rank, _ in streams.VARIABLES)
+            own = None if ranked else [*filter(None, map(sys.modules.get, _MODULES))]
+            surround_everywhere(self._undo, module, "init_process_group", then_compare, own)
         self._hook.callback(register_optimizer_step_pre_hook(lambda *_: self.compare()).remove)
         _watching.append(self)
 
