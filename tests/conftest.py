@@ -29,7 +29,7 @@ settings.register_profile(
 )
 settings.load_profile("torchrepro")
 
-NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_")
+NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_", "TRITON_")
 """How the names begin of variables that pytest and torch.compile set as they run."""
 
 OF_THE_RUN = ("PYTEST_", "COV_", "TEST_REPORTS")

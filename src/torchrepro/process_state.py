@@ -194,8 +194,11 @@ def other_threads_in_torch() -> list[str]:
     ]
 
 
-_MPI = ("OMPI_COMM_", "PMI_", "PMIX_", "MV2_COMM_", "MPI_LOCAL")
-"""How the variables begin that an MPI gives to its processes."""
+_MPI = ("OMPI_COMM_", "PMI_", "PMIX_RANK", "MV2_COMM_", "MPI_LOCAL")
+"""How the variables begin that an MPI gives to its processes.
+
+Images of containers set parameters (`OMPI_MCA_*`, `PMIX_MCA_*`) for whatever is started in them.
+"""
 
 
 def is_interactive() -> bool:

@@ -121,6 +121,23 @@ def test_another_process_goes_on_where_the_file_was_saved(
     assert forked_answer_of(FIRST + RESTORE, path, **rank) == drawn
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this machine")
+def test_a_process_that_has_not_used_its_gpu_yet_goes_on_too(
+    tmp_path: Path, fork_python: Callable[..., Any]
+) -> None:
+    """A framework restores before it moves its model: the GPU is started for its generator."""
+    path = tmp_path / "state.json"
+    draw = "print(torch.rand(3, device='cuda').tolist(), torch.rand(3).tolist())"
+    save = f"import torch, torchrepro; {draw}; torchrepro.save_rng_state({str(path)!r}); {draw}"
+    restore = f"import torch, torchrepro; torchrepro.set_rng_state({str(path)!r}); {draw}"
+
+    saved, restored = fork_python("-c", save), fork_python("-c", restore)
+
+    assert restored.stdout, restored.stderr
+    assert restored.stdout.splitlines() == saved.stdout.splitlines()[1:]
+
+
 @pytest.mark.parametrize("mode", ["meta", "inference", "double"])
 def test_a_snapshot_is_independent_of_the_defaults_of_torch(mode: str, generators: State) -> None:
     """Default device, default type and inference mode change neither saving nor restoring."""

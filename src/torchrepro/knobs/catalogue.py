@@ -216,7 +216,8 @@ CUDA = (
         )
         for which, choices, since in (
             ("linalg", ("default", "cusolver", "magma"), "1.11"),
-            ("blas", ("default", "cublas", "cublaslt", "ck"), "2.4"),
+            # Not `default`: torch reads it back as the library that it stands for here.
+            ("blas", ("cublas", "cublaslt", "ck"), "2.4"),
         )
     ),
 )

@@ -264,7 +264,7 @@ TORCHS_OWN = frozenset(
         *("inductor_prims", "mempool", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx"),
         *("onnx_symbolic", "pippy", "prepacked", "prim", "prims", "profiler", "quantization"),
         *("quantized", "quantized_decomposed", "rngprims", "rpc", "semi_structured", "sparse"),
-        *("static_runtime", "streams", "symm_mem", "torch_attn", "xnnpack"),
+        *("static_runtime", "streams", "symm_mem", "torch_attn", "triton", "xnnpack"),
     }
 )
 """Namespaces of the ops that come with torch itself, in whichever of its modules."""

@@ -160,6 +160,14 @@ def devices_in_use() -> dict[str, Any]:
     return {name: module for name, module in modules.items() if module and initialised(module)}
 
 
+def start_device(kind: str) -> None:
+    """Put the devices of a kind in use, since their generators exist only then."""
+    module = getattr(sys.modules.get("torch"), kind, None)
+    if getattr(module, "is_available", bool)() and hasattr(module, "init"):
+        with suppress(RuntimeError):  # a forked process cannot: it has no more devices than before
+            module.init()
+
+
 def device_seeds(module: Any) -> set[int]:
     """Return the seeds of the generators of every device; none where they do not remember them."""
     return {int(own.initial_seed()) for own in getattr(module, "default_generators", ())}

@@ -59,8 +59,9 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
     """Put every generator where `state`, a snapshot or the path of a saved one, says.
 
-    Raises `SeedingError`, with nothing changed, if the snapshot is damaged or incomplete, or comes
-    from another rank, world size, seed, set of devices or set of registered generators.
+    Starts devices that were in use and here are not yet. Raises `SeedingError`, with nothing else
+    changed, if the snapshot is damaged or incomplete, or comes from another rank, world size, seed,
+    set of devices or set of registered generators.
     """
     snapshot = _loaded(state)
     _check_complete(snapshot)
@@ -188,6 +189,8 @@ def _check_fits(snapshot: dict[str, Any]) -> None:
             f"the state was saved under {before}, and this run has {others}; to go on exactly, "
             f"run with {before}"
         )
+    for kind in {*generators.DEVICES} & {*snapshot["devices"]} - {*generators.devices_in_use()}:
+        generators.start_device(kind)
     saved, now = snapshot["devices"], _device_names()
     for kind in sorted(saved.keys() | now.keys()):
         names, present_names = saved.get(kind, ()), now.get(kind, ())
