@@ -162,7 +162,7 @@ def devices_in_use() -> dict[str, Any]:
 
 def start_device(kind: str) -> None:
     """Put the devices of a kind in use, since their generators exist only then."""
-    module = getattr(sys.modules.get("torch"), kind, None)
+    module: Any = getattr(sys.modules.get("torch"), kind, None)
     if getattr(module, "is_available", bool)() and hasattr(module, "init"):
         with suppress(RuntimeError):  # a forked process cannot: it has no more devices than before
             module.init()

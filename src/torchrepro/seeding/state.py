@@ -189,8 +189,8 @@ def _check_fits(snapshot: dict[str, Any]) -> None:
             f"the state was saved under {before}, and this run has {others}; to go on exactly, "
             f"run with {before}"
         )
-    for kind in {*generators.DEVICES} & {*snapshot["devices"]} - {*generators.devices_in_use()}:
-        generators.start_device(kind)
+    for device in {*generators.DEVICES} & {*snapshot["devices"]} - {*generators.devices_in_use()}:
+        generators.start_device(device)
     saved, now = snapshot["devices"], _device_names()
     for kind in sorted(saved.keys() | now.keys()):
         names, present_names = saved.get(kind, ()), now.get(kind, ())
