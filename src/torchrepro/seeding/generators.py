@@ -164,7 +164,7 @@ def start_device(kind: str) -> None:
     """Put the devices of a kind in use, since their generators exist only then."""
     module: Any = getattr(sys.modules.get("torch"), kind, None)
     if getattr(module, "is_available", bool)() and hasattr(module, "init"):
-        with suppress(RuntimeError):  # a forked process cannot: it has no more devices than before
+        with suppress(RuntimeError):  # a forked process cannot; that none is in use is said then
             module.init()
 
 
