@@ -282,63 +282,71 @@ def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
 class Profile(BaseModel):
     """What a team asks for; null leaves a thing alone."""
 
-    model_config = ConfigDict(**CONFIG, title="torchrepro profile", use_attribute_docstrings=True)
+    model_config = ConfigDict(**CONFIG, title="torchrepro profile")
 
-    schema_version: Annotated[Any, legal_values(SCHEMA_VERSION)] = Field(None, alias="schema")
-    """Version of this schema that the file was written for."""
-
-    name: Annotated[StrictStr | None, legal_values(PROFILE_NAME)] = None
-    """What reports call the profile; the file's own name unless given."""
-
-    description: StrictStr | None = None
-    """One sentence for `torchrepro list`."""
-
-    guarantee: Annotated[Any, legal_values(OneOf(("seeded", *STRICT)))] = None
-    """The promise: same random numbers; bitwise repeatable on one machine; equal across devices
-    within tolerance. The last two are strict: they stop rather than go on with less."""
-
-    seed: Annotated[Any, legal_values(SEED)] = None
-    """Seed of every generator: Python, numpy, torch, all devices."""
-
-    streams: Annotated[Any, NULL_IS_EMPTY, legal_values("streams"), *FROZEN] = Field(
-        default_factory=lambda: MappingProxyType({})
+    schema_version: Annotated[Any, legal_values(SCHEMA_VERSION)] = Field(
+        None, alias="schema", description="Version of this schema that the file was written for."
     )
-    """Stream -> a seed of its own, so that one source of variation can be swept alone."""
-
-    ranks: Annotated[Any, legal_values("ranks"), *FROZEN] = None
-    """Whether the ranks of a distributed run draw different random numbers: one word, or one per
-    dimension of a device mesh."""
-
-    backends: Annotated[Backends, NULL_IS_EMPTY] = Field(default_factory=Backends)
-    """Flags of torch and its back ends."""
-
-    env: Annotated[Environment, NULL_IS_EMPTY] = Field(default_factory=Environment)
-    """Environment variables that the catalogue knows."""
-
-    env_extra: ExtraVariables = Field(default_factory=lambda: MappingProxyType({}))
-    """Other environment variables: those of an allow list; any other one needs the consent of
-    whoever starts the run (--allow-env NAME, or TORCHREPRO_ALLOW_ENV); never dangerous ones."""
-
-    dropout: Annotated[Any, legal_values("dropout")] = None
-    """zero: dropout passes everything through."""
-
-    device: Annotated[Device, NULL_IS_EMPTY] = Field(default_factory=Device)
-    """What is computed where."""
-
-    dataloader: Annotated[Dataloader, NULL_IS_EMPTY] = Field(default_factory=Dataloader)
-    """How data is loaded."""
-
+    name: Annotated[StrictStr | None, legal_values(PROFILE_NAME)] = Field(
+        None, description="What reports call the profile; the file's own name unless given."
+    )
+    description: StrictStr | None = Field(None, description="One sentence for `torchrepro list`.")
+    guarantee: Annotated[Any, legal_values(OneOf(("seeded", *STRICT)))] = Field(
+        None,
+        description="The promise: same random numbers; bitwise repeatable on one machine; equal "
+        "across devices within tolerance. The last two are strict: they stop rather than go on "
+        "with less.",
+    )
+    seed: Annotated[Any, legal_values(SEED)] = Field(
+        None, description="Seed of every generator: Python, numpy, torch, all devices."
+    )
+    streams: Annotated[Any, NULL_IS_EMPTY, legal_values("streams"), *FROZEN] = Field(
+        default_factory=lambda: MappingProxyType({}),
+        description="Stream -> a seed of its own, so that one source of variation can be swept "
+        "alone.",
+    )
+    ranks: Annotated[Any, legal_values("ranks"), *FROZEN] = Field(
+        None,
+        description="Whether the ranks of a distributed run draw different random numbers: one "
+        "word, or one per dimension of a device mesh.",
+    )
+    backends: Annotated[Backends, NULL_IS_EMPTY] = Field(
+        default_factory=Backends, description="Flags of torch and its back ends."
+    )
+    env: Annotated[Environment, NULL_IS_EMPTY] = Field(
+        default_factory=Environment,
+        description="Environment variables that the catalogue knows.",
+    )
+    env_extra: ExtraVariables = Field(
+        default_factory=lambda: MappingProxyType({}),
+        description="Other environment variables: those of an allow list; any other one needs the "
+        "consent of whoever starts the run (--allow-env NAME, or TORCHREPRO_ALLOW_ENV); never "
+        "dangerous ones.",
+    )
+    dropout: Annotated[Any, legal_values("dropout")] = Field(
+        None, description="zero: dropout passes everything through."
+    )
+    device: Annotated[Device, NULL_IS_EMPTY] = Field(
+        default_factory=Device, description="What is computed where."
+    )
+    dataloader: Annotated[Dataloader, NULL_IS_EMPTY] = Field(
+        default_factory=Dataloader, description="How data is loaded."
+    )
     on_late: Annotated[
         Any, legal_values(OneOf(("relaunch", "relaunch_or_warn", "error", "warn")))
-    ] = None
-    """What a knob past its phase leads to. relaunch_or_warn: a Hydra run starts its command line
-    again where that is safe; everything else goes on, with the guarantee lowered in name."""
-
-    guard: Annotated[Any, legal_values("guard")] = None
-    """Whether knobs are read again during the run."""
-
-    requires: TextByName = Field(default_factory=lambda: MappingProxyType({}))
-    """Package -> versions that the profile needs, as in ``torch: ">=2.6"``."""
+    ] = Field(
+        None,
+        description="What a knob past its phase leads to. relaunch_or_warn: a Hydra run starts "
+        "its command line again where that is safe; everything else goes on, with the guarantee "
+        "lowered in name.",
+    )
+    guard: Annotated[Any, legal_values("guard")] = Field(
+        None, description="Whether knobs are read again during the run."
+    )
+    requires: TextByName = Field(
+        default_factory=lambda: MappingProxyType({}),
+        description='Package -> versions that the profile needs, as in ``torch: ">=2.6"``.',
+    )
 
     _origins: Mapping[str, Origin] = PrivateAttr(default_factory=dict)
     _asked: tuple[str, ...] = PrivateAttr(())
