@@ -23,14 +23,20 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 
 import hydra  # noqa: F401 - loaded for the programs that are Hydra apps
 import numpy.random
+import pydantic.type_adapter
+import pydantic.types  # noqa: F401 - this and the next two: for those that are commands
+import rich.markdown  # noqa: F401
 import sklearn.datasets
 import sklearn.model_selection  # noqa: F401 - as it is for those that train on its digits
 import torch
 import torch._dynamo
+import typer.rich_utils  # noqa: F401
+import xxhash  # noqa: F401 - for those that record
 
 BOOT = "sitecustomize"
 FIRST = "TORCHREPRO_FIRST"  # the process that `torchrepro run` starts: it keeps its id
@@ -118,6 +124,12 @@ def look_up_ops():
         getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
 
 
+def leave_torch_whole():
+    """Have no fork take apart at its end what torch is made of, one library of ops at a time."""
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False
+
+
 def replace(request, execve, program, command, environment):
     """Stand in for `os.execve`: write down how a Python is to start in place of this fork."""
     if program != sys.executable or (command[1][0] == "-" and command[1] not in ("-c", "-m")):
@@ -153,6 +165,7 @@ def main():
     if sys.argv[1:]:  # a program that imports what the programs of these forks do
         program = sys.argv.pop(1)
         runpy.run_path(program)
+    leave_torch_whole()
     gc.freeze()
     for line in sys.stdin:
         print(start(*json.loads(line)), flush=True)

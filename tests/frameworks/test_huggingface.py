@@ -18,12 +18,19 @@ sys.path.append(str(Path(__file__).parents[1] / "policies"))
 
 from known_layers import let_torchvision_be_imported
 
-let_torchvision_be_imported()
-transformers = pytest.importorskip("transformers")
-program = pytest.importorskip("huggingface_program")
+transformers: Any = None
+program: Any = None
 
 
-def _trainer(folder, *callbacks, kind=transformers.Trainer, **arguments):
+@pytest.fixture(autouse=True, scope="module")
+def _library():
+    """Import what takes seconds where a test of this file runs, not where they are collected."""
+    let_torchvision_be_imported()
+    globals()["transformers"] = pytest.importorskip("transformers")
+    globals()["program"] = pytest.importorskip("huggingface_program")
+
+
+def _trainer(folder, *callbacks, kind=None, **arguments):
     given = transformers.TrainingArguments(
         str(folder),
         remove_unused_columns=False,
@@ -32,7 +39,9 @@ def _trainer(folder, *callbacks, kind=transformers.Trainer, **arguments):
         **{"max_steps": 2, "report_to": [], "save_steps": 1, **arguments},
     )
     data = program.Augmented()
-    return kind(program.Model(), given, program.collated, data, callbacks=[*callbacks])
+    return (kind or transformers.Trainer)(
+        program.Model(), given, program.collated, data, callbacks=[*callbacks]
+    )
 
 
 def _exported(folder, step=2):

@@ -5,6 +5,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -313,13 +314,18 @@ def show(browser: Tab, tmp_path: Path) -> Show:
     return show
 
 
-VERDICTS = {"unequal": unequal(), "equal": equal(), "hostile": filled(HOSTILE), "huge": huge()}
+VERDICTS: dict[str, Callable[[], Verdict]] = {
+    "unequal": unequal,
+    "equal": equal,
+    "hostile": partial(filled, HOSTILE),
+    "huge": huge,
+}
 
 
 @pytest.mark.parametrize("kind", VERDICTS)
 def test_a_browser_has_nothing_to_complain_of(browser: Tab, show: Show, kind: str) -> None:
     """No error, no warning, no alert, and no request but that for the file itself."""
-    file = show(VERDICTS[kind])
+    file = show(VERDICTS[kind]())
 
     here = browser.value("[...document.querySelectorAll('section')].map(each => each.id)")
     assert here == sections(file.read_text(encoding="utf-8"))
