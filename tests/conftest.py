@@ -11,6 +11,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -83,6 +84,22 @@ def pytest_ignore_collect(collection_path, config):
     return True if asked and is_other else None
 
 
+def _leave_a_sample_to_the_daily_run(items):
+    """Mark as slow the cases of a test that is marked `sampled(n)`, but the first and one in n.
+
+    Which ones are left follows from their names alone, so that it is the same in every process, and
+    is spread over all parameters. Without a number the first alone is left.
+    """
+    seen = set()
+    for item in items:
+        _, _, case = item.name.partition("[")
+        for mark in item.iter_markers("sampled"):
+            chosen = mark.args and crc32(case.encode()) % mark.args[0] == 0
+            if item.function in seen and not chosen:
+                item.add_marker("slow")
+        seen.add(item.function)
+
+
 def pytest_collection_modifyitems(items):
     """Mark the tests of what calls torch's internals, before pytest selects by marks.
 
@@ -90,6 +107,7 @@ def pytest_collection_modifyitems(items):
 
     The slow ones come first: none of them is left at the end, while all cores but one wait.
     """
+    _leave_a_sample_to_the_daily_run(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if _touches_torch(item.path):

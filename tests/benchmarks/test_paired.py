@@ -18,6 +18,7 @@ def _noisy(seconds: float, numbers: random.Random) -> Callable[[], float]:
     return taken
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("slower", "bound", "error", "times", "most"),
     [

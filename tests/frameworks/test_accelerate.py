@@ -55,6 +55,7 @@ def _epochs(kind, workers, *, dispatched, skipped):
         return [first, torch.stack(list(rest)), torch.stack(list(loader))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dispatched", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["shuffled", "seedable", "read", "named"])

@@ -61,6 +61,7 @@ def found(fork_python, tmp_path):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_killed_run_goes_on_as_the_uninterrupted_one(name, found):
     """Killed in mid-epoch and started again, a program comes to the weights of a whole run."""

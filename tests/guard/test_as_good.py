@@ -86,6 +86,7 @@ def is_kept(name, text):
     return row.outcome is not Outcome.CONFLICT
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(choice=CHOICES, hidden=st.sampled_from(["", process_state.NOT_HERE]))
 def test_what_is_kept_where_it_was_exported_is_no_drift_where_it_is_written(

@@ -39,6 +39,7 @@ def _line(program, *, last=False):
     return places[-1 if last else 0]
 
 
+@pytest.mark.slow
 def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(run_program):
     """Under `error` a program that drifts after its last step fails, and still cleans up."""
     early = "import atexit\natexit.register(print, 'registered early')\n"

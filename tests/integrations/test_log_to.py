@@ -148,6 +148,7 @@ def test_every_tool_gets_digest_values_and_manifest_in_its_own_terms(pytester):
     assert PLANTED not in json.dumps(facts)
 
 
+@pytest.mark.slow
 def test_hydra_s_output_is_found_without_importing_any_tool(pytester):
     """In a Hydra job `log_to()` writes beside the job's own config, and imports no tool for it."""
     done = pytester.runpython(pytester.makepyfile(HYDRA_APP))

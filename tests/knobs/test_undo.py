@@ -44,6 +44,7 @@ def test_shipped_profiles_are_undone(name: str, world: World) -> None:
     assert before == world()
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data())
 def test_undo_gives_back_the_state_of_the_entry_in_any_nesting(
@@ -71,6 +72,7 @@ def test_undo_gives_back_the_state_of_the_entry_in_any_nesting(
     assert before == world()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data(), step=st.integers(0, 30), kind=st.sampled_from([KeyboardInterrupt, OSError]))
 def test_a_failure_at_any_step_leaves_the_state_before(

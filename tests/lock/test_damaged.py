@@ -54,6 +54,7 @@ def _places(text):
     return [path for path in below(json.loads(text), ()) if path]
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_a_lock_with_nonsense_in_it_is_refused_or_read(whole, tmp_path, data):
     """Any value of a lock may be replaced by any other: check and diff answer or refuse."""

@@ -83,6 +83,7 @@ def test_a_lock_has_a_line_for_each_step(training):
     assert set(section["files"]) == {"train.py", "model.py", "plain.yaml"}
 
 
+@pytest.mark.slow
 def test_numbers_that_do_not_repeat_are_not_locked(training):
     """The verdict of the two runs is the answer, with exit status 1; a lock stays as it was."""
     training.lock()
@@ -97,6 +98,7 @@ def test_numbers_that_do_not_repeat_are_not_locked(training):
     assert (training.folder / "repro.lock").read_text() == before
 
 
+@pytest.mark.slow
 def test_steps_and_every_stand_in_the_lock(training):
     """Only these steps are held, and `check` takes them from the lock."""
     training.lock("--steps", "1:2")

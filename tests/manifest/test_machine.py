@@ -156,6 +156,7 @@ def test_every_recorded_variable_says_why_and_stands_once():
         assert not sounds_secret(name)
 
 
+@pytest.mark.slow
 def test_asking_loads_nothing_and_starts_no_device():
     """What only torch could tell is left out before it is loaded, and it stays unloaded."""
     code = (

@@ -50,6 +50,7 @@ def _everything(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(name=NAMES)
 def test_a_pack_of_any_legal_name_is_complete(name):

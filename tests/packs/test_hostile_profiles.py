@@ -103,6 +103,7 @@ def _may_be_opened(path, site):
     return any(whole.is_relative_to(each) for each in allowed)
 
 
+@pytest.mark.sampled(4)
 def test_a_hostile_profile_is_refused_by_every_door(asked):
     """Each is refused with its status and a message that says why; no door falls over."""
     hostile, answers, _ = asked
@@ -117,6 +118,7 @@ def test_a_hostile_profile_is_refused_by_every_door(asked):
         assert all(letter.isprintable() or letter == "\n" for letter in said)
 
 
+@pytest.mark.sampled(4)
 def test_a_hostile_profile_does_nothing(asked):
     """None runs code, is told a secret, opens what is not its own, starts or reaches anything."""
     _, answers, site = asked
@@ -131,6 +133,7 @@ def test_a_hostile_profile_does_nothing(asked):
         assert [path for path in answer["opened"] if "secrets_here" in path] == []
 
 
+@pytest.mark.sampled(4)
 def test_a_hostile_profile_is_refused_at_once(asked):
     """Each refusal takes less than a second and a hundred megabytes."""
     _, answers, _ = asked

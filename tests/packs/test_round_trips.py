@@ -83,6 +83,7 @@ def _shuffled(values, seed):
     return {key: _shuffled(values[key], seed) for key in keys}
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(values=PROFILES)
 def test_what_is_shown_is_the_profile(tmp_path_factory, values):

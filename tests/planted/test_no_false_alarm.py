@@ -58,6 +58,7 @@ def test_at_least_sixty_programs_are_verified() -> None:
     assert len(PROGRAMS) >= 60
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")  # what old or new APIs a program uses is not the point
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_reproducible_program_is_found_to_be_one(name: str, tmp_path: Path) -> None:
@@ -79,6 +80,7 @@ def test_compiled_code_stays_compiled_and_is_found_to_be_the_same(tmp_path: Path
     _verified(_compiled, tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("settings", "without_steps"),
     [
@@ -122,6 +124,7 @@ WAYS_TO_RECORD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -182,6 +182,7 @@ TABLE: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("name", TABLE, ids=lambda name: name.replace(" ", "-"))
 def test_a_planted_fault_is_found_where_it_was_planted(name: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def puts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return target, torch.tensor(places, dtype=torch.int64), _numbers((len(places),), kind, 1)
 
 
+@pytest.mark.slow
 @given(case=puts())
 def test_put_leaves_what_a_loop_leaves(case: tuple[torch.Tensor, ...]) -> None:
     """Of several values for one place the last stays, whatever the layout, type and sign.
@@ -94,6 +95,7 @@ def _call_unpool(values: torch.Tensor, indices: torch.Tensor, output: Any) -> to
     return torch.ops.aten.max_unpool3d(values, indices, output, [1, 1, 1], [0, 0, 0])
 
 
+@pytest.mark.slow
 @given(case=unpoolings())
 def test_unpooling_leaves_what_a_loop_leaves(case: tuple[Any, ...]) -> None:
     """In each plane the last value for a place stays, and all other places are zero."""

@@ -253,6 +253,7 @@ def same(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> boo
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ROWS)
 def test_an_entry_point_drops_before_and_after_and_not_in_between(name: str) -> None:
     """In force, values and gradients are those without dropout; before, it drops.

@@ -108,6 +108,7 @@ def is_without(call: Function, without: Function) -> bool:
     return all(same(expected, value_and_gradient(call)) for _ in range(CALLS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("how", "function"), ROWS)
 def test_captured_code_drops_before_and_after_and_not_in_between(
     how: str, function: Function

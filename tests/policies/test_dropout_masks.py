@@ -76,6 +76,7 @@ def observed(fork_python: Run) -> Callable[[str, str], dict[str, Any]]:
     return observed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("library", "name"), ROWS)
 def test_a_known_layer_drops_except_under_the_policy(

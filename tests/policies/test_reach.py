@@ -171,6 +171,7 @@ PROFILES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "applying"), [("dropout", 1), ("dropout and rng", 6), ("fallback", 1)]
 )

@@ -195,6 +195,7 @@ print(json.dumps(loaded))
     assert {line: [True, False] for line in lines} == answer_of("-c", source, *lines)
 
 
+@pytest.mark.slow
 def test_printing_a_report_draws_no_random_number(answer_of):
     """A report can be printed without moving a generator that the profile has seeded."""
     source = """

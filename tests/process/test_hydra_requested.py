@@ -134,9 +134,10 @@ ASKED = [  # with the seed that the task starts from
 
 
 @pytest.fixture(scope="module")
-def became(tmp_path_factory):
-    """What became of every case, by its place in the lists above."""
-    cases = [case for each in (OWN, WISHES, ASKED) for case in each]
+def became(request, tmp_path_factory):
+    """What became of every case that is asked for, by its place in the lists above."""
+    here = (item for item in request.session.items if item.path == request.path)
+    cases = [item.callspec.params["case"] for item in here]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHREPRO")}
     done = subprocess.run(
         [sys.executable, MANY_APPS],
@@ -156,6 +157,7 @@ def _id(case):
     return " ".join((case.config.strip(), *case.words))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", OWN, ids=_id)
 def test_what_is_the_apps_own_is_left_alone(became, case):
     """An app's own `repro` reaches the task as written, no knob is moved, and one line is said."""
@@ -167,6 +169,7 @@ def test_what_is_the_apps_own_is_left_alone(became, case):
     assert len(ended["said"].splitlines()) == 1, ended["said"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", WISHES, ids=_id)
 def test_what_was_meant_as_a_profile_is_refused(became, case):
     """A profile that cannot be in force stops with status 3, the near match and what to do."""
@@ -179,6 +182,7 @@ def test_what_was_meant_as_a_profile_is_refused(became, case):
     ] == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", ASKED, ids=_id)
 def test_what_was_requested_is_in_force(became, case):
     """A profile that was typed, chosen on the search path, or inherits one of ours is in force."""

@@ -42,6 +42,7 @@ def applied(answer_of, before, *, asked=ASKED, flags=(), env=None):
     return answer_of(*flags, "-c", APPLY.format(before=before), json.dumps(asked), env=env)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "env", "unverified", "in_effect"),
     [
@@ -74,6 +75,7 @@ def test_unchanged_means_in_effect_or_is_marked(answer_of, before, env, unverifi
         assert late <= hidden
 
 
+@pytest.mark.slow
 def test_a_number_of_threads_that_openmp_has_settled_is_too_late(answer_of):
     """With torch's OpenMP loaded before torch, nothing says applied that is not in effect."""
     before = """
@@ -89,6 +91,7 @@ for path in own:
     assert (rows["OMP_NUM_THREADS"]["outcome"] == "applied") == shows["OMP_NUM_THREADS"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flag", ["-E", "-R"])
 @pytest.mark.parametrize("seed", ["0", "7"])
 def test_a_hash_seed_that_python_ignores_is_too_late(answer_of, flag, seed):
@@ -118,6 +121,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_an_exported_variable_contradicts_the_switch_that_starts_from_it(answer_of):
     """An exported TORCHINDUCTOR_DETERMINISTIC is kept, and is a conflict where it contradicts."""
     fast, strict = answer_of("-c", EXPORTED, env={"TORCHINDUCTOR_DETERMINISTIC": "0"})

@@ -32,6 +32,7 @@ def starts(tmp_path):
     return lambda: len((tmp_path / "starts").read_text().splitlines())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("exported", "set_by_program", "outcome"),
     [
@@ -95,6 +96,7 @@ except torchrepro.LateError as error:
     assert answer_of("-c", source) == [["env.PYTHONHASHSEED"], True, True, False]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["script", "module", "command"])
 def test_relaunch_happens_once_with_the_same_command_line(
     write, answer_of, run_python, starts, way
@@ -114,6 +116,7 @@ def test_relaunch_happens_once_with_the_same_command_line(
     assert starts() == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("exported", "outcome"), [("3", "unchanged"), ("many", "conflict")])
 def test_a_relaunch_keeps_what_the_user_exported(write, answer_of, exported, outcome):
     """A relaunch sets what is too late and overrules no variable that the user exported."""
@@ -159,6 +162,7 @@ def test_no_relaunch_of_a_script_that_is_read_once(write, run_python, execute, s
     assert starts() == 3
 
 
+@pytest.mark.slow
 def test_no_relaunch_for_a_second_profile(run_python):
     """Once a profile was applied a relaunch would lose work, so a late knob stops instead."""
     call = "torchrepro.apply('seed-only', ['on_late={}'])"
@@ -188,6 +192,7 @@ def test_a_hydra_run_relaunches_before_the_task(write, run_python, starts, tmp_p
     assert "too_late" not in [row["outcome"] for row in manifest["report"]["knobs"]]
 
 
+@pytest.mark.slow
 def test_a_strict_hydra_run_that_may_have_read_its_input_goes_on(write, run_python, starts):
     """Where in doubt a Hydra run goes on, and says why, and what to type instead: all of it."""
     write({"app.py": f"import sys\nprint('read', sys.stdin.read())\n{APP}"})
@@ -295,6 +300,7 @@ def test_nothing_begins_again_where_that_cannot_be(write, run_python, reason, wo
     assert [reason in each for each in found] == [True, True], found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", [*FIRST, *AROUND, *RUNNERS])
 def test_nothing_begins_again_by_itself_where_that_is_not_safe(write, run_python, what):
     """What is not plainly the program's own start is no relaunch that nobody insists on."""

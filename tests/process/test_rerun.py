@@ -76,6 +76,7 @@ def test_a_command_under_run_is_run_again(torchrepro, write, tmp_path):
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_a_name_that_nobody_gave_then_means_what_it_says(little, fork_torchrepro, write, tmp_path):
     """Below a repeated `run` a name of then is the profile of then; another name has to agree.
 

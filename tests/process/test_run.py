@@ -216,6 +216,7 @@ def test_only_a_seed_is_loaded_for_a_program_without_torch(run_python, under):
     assert len(more) <= 10
 
 
+@pytest.mark.slow
 def test_numbers_go_on_where_torch_is_imported(under):
     """Importing torch later gives no generator its seed a second time, and the report has it."""
     source = """
@@ -303,6 +304,7 @@ print(json.dumps([late, inside, [torchrepro.stream(name).seed for name in "ab"]]
 """
 
 
+@pytest.mark.slow
 def test_a_profile_in_code_is_inside_of_the_run_before_torch_is_imported(under):
     """Its streams hold while it is in force, those of the run after it, and nothing is late."""
     ended = under(["seed-only", "streams.b=4"], "-c", INSIDE)

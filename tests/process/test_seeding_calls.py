@@ -95,6 +95,7 @@ def _said(stderr):
     return [line for line in stderr.splitlines() if "drew without a seed" in line]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [(), ("--quiet",)])
 def test_a_strict_run_ends_with_the_lines_that_drew_without_a_seed(torchrepro, write, options):
     """Each function is named once with its first line and what to do, in a worker too; status 0.

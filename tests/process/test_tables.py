@@ -136,6 +136,7 @@ def is_there(value, text):
     return words in text or any(shortened(words, n) in text for n in range(40, len(words)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("columns", [60, 80, 120, None])
 def test_no_table_loses_a_column_or_a_line_number(columns, commands, fork, tmp_path):
     """At every width, and through a pipe, each value of an answer is shown, and each line number.

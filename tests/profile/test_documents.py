@@ -191,6 +191,7 @@ def mutants(draw):
     return text
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(text=mutants())
 def test_a_mutated_text_is_a_profile_or_a_refusal(write, attempt, text):

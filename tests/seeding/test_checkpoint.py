@@ -157,6 +157,7 @@ def _is_exact(run: Run, *stops: int) -> bool:
     return found == weights and last_losses.items() <= losses.items()
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     stops=st.lists(st.integers(1, STEPS), max_size=2),
@@ -190,6 +191,7 @@ def test_workers_load_after_an_interruption_what_they_would_have_loaded(
     assert _is_exact(Run(folder, seeding, every, workers=2, items=items), stop)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seeding", PROFILES)
 @pytest.mark.parametrize("stops", [(), (2,), (PER_EPOCH,), (PER_EPOCH + 1,)])
 @pytest.mark.parametrize("program", ["validates", "new_loaders", "baseline"])

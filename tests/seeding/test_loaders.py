@@ -52,6 +52,7 @@ def _three_epochs(way: str, kind: str, generators: Any, draw: Any, **options: An
         return epochs, {**generators(), "plan": None}, own
 
 
+@pytest.mark.sampled(4)
 @by_way
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_is_the_same_on_any_workers_in_any_batches(
@@ -209,6 +210,7 @@ USES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], dict[str, Any]
 }
 
 
+@pytest.mark.sampled(3)
 @by_way
 @by_workers
 @pytest.mark.parametrize("use", USES)

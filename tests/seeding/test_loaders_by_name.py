@@ -59,6 +59,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 IN_ONE_ORDER = ("in order", "around")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "live_on"), [*zip([*SAMPLERS, *OTHERS], cycle([True, False]), strict=False)]
 )
@@ -99,6 +100,7 @@ def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
     assert reached[0] != reached[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
@@ -210,6 +212,7 @@ def test_a_copy_of_a_loader_loads_what_the_original_loads() -> None:
         assert [epoch(copied) for _ in range(2)] == [epoch(loader) for _ in range(2)]
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     kind=st.sampled_from(sorted(SAMPLERS)),

@@ -78,6 +78,7 @@ STEPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     kinds=st.tuples(*[st.sampled_from([*SAMPLERS, *AUTHORS])] * 2),

@@ -169,6 +169,7 @@ def _trained(folder: Path | None, way: str, reseed: Any, stop: int | None) -> li
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reseed", RESEEDED)
 @by_way
 def test_a_resumed_run_loads_what_the_uninterrupted_one_loads(

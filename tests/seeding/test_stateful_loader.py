@@ -39,6 +39,7 @@ def _stateful(make: Any, dataset: Any = None, draw: Any = all_draws, **options: 
     return make(dataset or Noisy(LENGTH, draw), **options)
 
 
+@pytest.mark.sampled(3)
 @by_workers
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("asks", [True, False])
@@ -98,6 +99,7 @@ def test_a_stateful_loader_loads_what_a_plain_one_loads(
         assert len(set(numbers)) == 3 * LENGTH
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("way", "items"), [("auto", 0), ("auto", 1), ("named", 0), ("named", 1)])
 @settings(max_examples=6)
 @given(

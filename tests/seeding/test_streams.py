@@ -55,6 +55,7 @@ def _repeated(values: npt.NDArray[Any]) -> int:
     return len(values) - len(np.unique(values))
 
 
+@pytest.mark.slow
 def test_seeds_collide_as_rarely_as_chance_has_it() -> None:
     """10**6 seeds differ at 64 bits, and at 32 repeat within 4 sigma of what chance expects."""
     count = 10**6

@@ -102,6 +102,7 @@ def test_what_libraries_write_goes_into_the_temporary_folder(tmp_path):
     assert not {knob.variable for knob in CATALOGUE} & {*self_test.CACHES}
 
 
+@pytest.mark.slow
 def test_it_ends_when_it_is_asked_to(plant, tmp_path):
     """Interrupted, it ends with the status of a shell, without a file or a process left."""
     plant("hang")

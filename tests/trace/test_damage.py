@@ -340,6 +340,7 @@ REFUSED: dict[str, Change] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_no_trace_is_refused_at_once(
     pair: tuple[Path, Path], tmp_path: Path, command: Callable[..., Any], what: str

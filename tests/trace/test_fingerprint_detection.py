@@ -174,6 +174,7 @@ def _missed(
     return missed
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", BITS)
 def test_every_change_is_seen_in_every_dtype(dtype: str, change: str) -> None:

@@ -94,6 +94,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("program", TRAINED)
 @pytest.mark.parametrize("asked", ASKED, ids=str)

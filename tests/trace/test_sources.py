@@ -171,6 +171,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_what_spawned_children_read_is_held_by_the_trace_of_their_parent(tmp_path: Path) -> None:
     """Also children that record nothing of their own, as they compute nothing with torch."""
     program = tmp_path / "program.py"

@@ -121,6 +121,7 @@ def test_what_records_are_takes_few_bytes(tmp_path: Path) -> None:
     assert path.stat().st_size < 200 * 300 * (8 + 16 + 8)
 
 
+@pytest.mark.slow
 def test_what_a_reader_holds_at_once_is_bounded(tmp_path: Path) -> None:
     """Many digests become several parts; records without any take room in the file too."""
     steps = [[(0, 1, 0, bytes(6 << 20), bytes(16))] * 5, *[[(0, 1, 0, b"", b"")] * 5000] * 40]
@@ -152,6 +153,7 @@ def test_dropped_records_leave_their_step(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path) -> None:
     """What a recorder holds of steps that it has written does not grow with their number."""
     to = store.Store(tmp_path / "rank0.sqlite")
@@ -170,6 +172,7 @@ def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path
     assert held[2] - held[0] < GROWTH
 
 
+@pytest.mark.slow
 def test_a_step_may_have_more_names_than_what_is_said_of_a_run(tmp_path: Path) -> None:
     """A program without an optimizer is one step, whose names take as much as they take."""
     names = [f"{number}".zfill(LONGEST // 64) for number in range(65)]
@@ -219,6 +222,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return make
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("most", "asked", "count"),
     [
@@ -329,6 +333,7 @@ def test_steps_that_grow_stay_within_the_size(tmp_path: Path) -> None:
     assert not rows[-1].dropped
 
 
+@pytest.mark.slow
 def test_a_size_that_cannot_be_held_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +347,7 @@ def test_a_size_that_cannot_be_held_is_said_once(
     assert all(row.dropped for row in trace.steps.values())
 
 
+@pytest.mark.slow
 def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> None:
     """A fault in one of them is in that step; the answer says what was compared in which way."""
     for name, at, asked in (

@@ -108,6 +108,7 @@ def _verdict(folder: Path, level: str, *programs: Callable[[], object]) -> Verdi
     return compare(folder / "a", folder / "b")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("attempt", range(3))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -124,6 +125,7 @@ def test_who_comes_first_is_no_difference(
     assert verdict.compared.steps >= STEPS * REPLICAS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_another_seed_in_one_thread_is_found(

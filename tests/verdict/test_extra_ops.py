@@ -282,6 +282,7 @@ def _require_all_found(seeds: Iterable[int], *, edited: bool = False) -> None:
     assert not wrong, f"{len(wrong)} of {len(programs)}\n" + "\n".join(texts[:5])
 
 
+@pytest.mark.slow
 def test_extra_ops_are_found_at_the_first_of_them() -> None:
     """The first op that only one run has is named as that, wherever the ops were put in."""
     _require_all_found(range(FEW))

@@ -72,6 +72,7 @@ def test_a_program_that_restores_all_agrees() -> None:
     assert [side.verdict.compared.steps for side in found.sides] == [9, 3]
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("line", "why"),
@@ -96,6 +97,7 @@ def test_where_nothing_can_be_said_it_says_what_to_do(line: str, why: str) -> No
     assert why in found.unknown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_resumed_run_may_be_another_command() -> None:
     """{checkpoint} is the file, in the folder of the copy, that the killed run has written."""
@@ -114,6 +116,7 @@ def test_the_resumed_run_may_be_another_command() -> None:
     assert [side.verdict.compared.steps for side in found.sides] == [3, 1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("line", "pattern", "killed"),
@@ -147,6 +150,7 @@ def test_a_run_is_killed_once_its_checkpoint_has_settled(
     assert f"killed after step {killed}, " in found.sides[0].said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_no_run_finds_what_another_one_or_the_user_has_written() -> None:
     """No copy has results that git ignores, each has data that it ignores; the user's own stay."""

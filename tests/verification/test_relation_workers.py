@@ -154,6 +154,7 @@ def test_where_nothing_can_be_said_the_status_is_4(
     assert why in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_answer_is_one_json_document(command) -> None:
     """--json has the verdict that decides, the relation, and each side."""

@@ -18,6 +18,7 @@ DEPENDENT = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param("memory contents", marks=pytest.mark.slow), *[*DEPENDENT][1:]]
 )

@@ -71,6 +71,7 @@ def test_a_divergence_is_recorded_more_closely_if_that_is_wanted(
         assert set(read_run(tmp_path / "out" / "closer-1")[0].steps) == {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified):
     """Where a closer look shows the runs diverge elsewhere the verdict stays, and says that."""
@@ -206,6 +207,7 @@ def test_only_a_tolerance_that_was_asked_for_is_granted(options, asked, same, tr
     assert (answer["tolerance"] is None) == (asked == "bits")
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("profile", "program", "helps"),
@@ -237,6 +239,7 @@ def test_escalation_goes_up_to_the_settings_that_make_runs_equal(
         assert f" {helps} " in answer["advice"]["command"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_proposed_command_has_the_options_that_say_what_is_the_same(training, tmp_path):
     """What was tried under a tolerance and a level is typed with them, and is the same then."""
@@ -265,6 +268,7 @@ def test_nothing_is_proposed_with_which_runs_agree_as_they_do_without_it(trainin
     assert not any(trial.same for trial in found.tried if trial.what != "the command as it is")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_file_that_is_left_for_the_next_run_is_there_again_after_the_trials(training, verified):
     """Trials put such a file aside, and give it back as it was, whatever their answer."""
@@ -327,6 +331,7 @@ np.save("result.npy", batch), np.load("result.npy")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_what_a_run_reads_as_the_one_before_it_left_it_is_known(training, verified, tmp_path):
     """Neither data from before nor what a run itself has written counts, and no writer is needed.
@@ -401,6 +406,7 @@ def test_a_line_without_a_record_is_refused(training, verified):
     assert "legal: train.py:4" in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_only_some_steps_are_recorded_in_full(training, verified):
     """`every` and `max_size` are those of a recording; a divergence is still looked at closely."""
