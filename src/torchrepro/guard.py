@@ -456,8 +456,9 @@ def watch_writers(notify: Callable[[], None]) -> ExitStack:
     """Have `notify` called after every write; closing what is returned takes everything back.
 
     Changes attributes of ``torch._C``, of the flags of ``torch.backends``, of the class of torch's
-    compiler settings and of the class of `os.environ`. A write that another name was kept of
-    before, as by ``from torch import set_num_threads``, is not seen.
+    compiler settings and of the class of `os.environ`. Two kinds of writes are not seen: by a name
+    that was kept before, as by ``from torch import set_num_threads``, and of opt_einsum's settings,
+    which are plain attributes of a module of torch's.
     """
     listeners = [notify]
 
