@@ -105,10 +105,11 @@ def pytest_collection_modifyitems(items):
 
     The report is told which tests need hardware.
 
-    The slow ones come first: none of them is left at the end, while all cores but one wait.
+    The slow ones come first: none of them is left at the end, while all cores but one wait. The
+    cases of a table stay together, and so in one process, which makes what they share.
     """
-    _leave_a_sample_to_the_daily_run(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    _leave_a_sample_to_the_daily_run(items)
     for item in items:
         if _touches_torch(item.path):
             item.add_marker("touches_torch")
