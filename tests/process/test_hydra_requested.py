@@ -113,14 +113,14 @@ WISHES = [  # with the word that the refusal has to show
         }.items()
     ),
 ]
-ASKED = [  # with the seed that the task starts from
+ASKED = [  # with the seed that the task starts from; the daily first one has all kinds of words
+    Case(CHOSEN.format("seed-only") + "repro: {seed: 4}\n", 4, words=("repro=train-fast",)),
     Case(PLAIN, 7, words=("+repro={seed: 7}",)),
     Case(PLAIN, 7, words=("+repro.seed=7",)),
     Case(PLAIN, 9, SEEDED, ("+repro=mine",)),
     Case("repro: true\n", 1234, words=("+repro=seed-only",)),
     Case(CHOSEN.format("seed-only") + "repro: {seed: 4}\n", 4),
     Case(CHOSEN.format("seed-only") + "repro: {seed: 4}\n", 5, words=("repro.seed=5",)),
-    Case(CHOSEN.format("seed-only") + "repro: {seed: 4}\n", 4, words=("repro=train-fast",)),
     Case(CHOSEN.format("acme"), 5, {"repro/acme.yaml": "defaults: [seed-only, _self_]\nseed: 5\n"}),
     Case(
         CHOSEN.format("deep"),
