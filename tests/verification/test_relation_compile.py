@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("own_temporary")
 PROGRAM = """
 import torch
 torch._inductor.config.compile_threads = 1
-torch._inductor.config.force_disable_caches = True
+torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
 {before}
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.{middle})
