@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import yaml
 
+from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.policies.deterministic_ops import row_of
+from torchrepro.profile.load import parsed
 from torchrepro.profile.resolved import flatten
 from torchrepro.seeding.uncontrolled import GIVEN_SEED, SUSPECTS, THREADS
 from torchrepro.trace.format import (
@@ -539,9 +541,6 @@ def _rerecord_command(
 _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9_.-]")
 """Characters that Hydra's grammar does not take in the key of a mapping."""
 
-_MISREAD = re.compile(r".*_|true|false|null|nan|inf|.*\de[0-9-]+", re.IGNORECASE)
-"""Keys that are taken for another value, or for an instruction such as ``_target_``."""
-
 
 class EscalationLevel(NamedTuple):
     """What to add to a profile."""
@@ -576,10 +575,18 @@ def _module_override(fix: Fix, values: Mapping[str, Any], module: str) -> tuple[
         return ()
     # As a key of `device.modules` it is a pattern, in which ? is any character.
     pattern = _NOT_IN_A_KEY.sub("?", module)
-    if _MISREAD.fullmatch(pattern):
+    if not _is_read_as_it_is(pattern):
         pattern = f"{pattern[:-1]}?"
     decided = pattern in (values.get(fix.key) or {})
     return () if decided else (f"{fix.key}={{{pattern}: {fix.value}}}",)
+
+
+def _is_read_as_it_is(key: str) -> bool:
+    # Unlike `0.`, which is read as 0.0, null, and an instruction such as `_target_`.
+    try:
+        return [*parsed(f"read={{{key}: 0}}")["read"]] == [key]
+    except ProfileError:
+        return False
 
 
 def _is_set(fix: Fix, values: Mapping[str, Any]) -> bool:
