@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import xxhash
 
 FORMAT = 1
@@ -211,17 +211,22 @@ class Outline:
     @cached_property
     def input_ends(self) -> Sequence[int]:
         """Where the digests that a record read end among those of the part."""
-        return array("Q", accumulate(self.input_lengths))
+        return _ends(self.input_lengths)
 
     @cached_property
     def output_ends(self) -> Sequence[int]:
         """Where the digests that a record wrote end among those of the part."""
-        return array("Q", accumulate(self.output_lengths))
+        return _ends(self.output_lengths)
 
     @cached_property
     def limits(self) -> tuple[int, int, int, int]:
         """The largest number of a thread, the least and the largest of a site, and of arguments."""
-        return max(self.threads), min(self.sites), max(self.sites), max(self.arguments)
+        threads, sites, arguments = map(np.asarray, (self.threads, self.sites, self.arguments))
+        return int(threads.max()), int(sites.min()), int(sites.max()), int(arguments.max())
+
+
+def _ends(lengths: Sequence[int]) -> Sequence[int]:
+    return array("Q", np.cumsum(lengths, dtype=np.uint64).tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +294,8 @@ def unpacked(content: bytes) -> Outline:
     count, rest = divmod(len(plain), _WIDTH)
     if rest or not 0 < count <= MANY or not unpacking.eof or unpacking.unused_data:
         raise ValueError("what records are is not valid")
-    columns = (
-        array("I", struct.unpack_from(f"<{count}I", plain, start))
-        for start in range(0, len(plain), 4 * count)
-    )
+    numbers = np.frombuffer(plain, "<u4").astype(np.uint32).reshape(-1, count)
+    columns = (array("I", column.tobytes()) for column in numbers)
     return Outline(xxhash.xxh3_128_digest(plain), *columns)
 
 

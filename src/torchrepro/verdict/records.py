@@ -450,7 +450,7 @@ class Records:
         return total
 
     def _count_outline(self, outline: Outline, on_main: bool) -> Mapping[str, int]:  # noqa: FBT001
-        records = self.readers[0].sites[np.asarray(outline.sites)]
+        records = self.readers[0].sites[["module"]][np.asarray(outline.sites)]
         return self._count(records[np.asarray(outline.threads) == MAIN] if on_main else records)
 
     @cached_property
