@@ -408,7 +408,10 @@ def test_each_level_holds_all_below_it() -> None:
         assert above.overrides[: len(below.overrides)] == below.overrides
 
 
-@given(module=st.text(min_size=1, max_size=12) | st.sampled_from(["0", "0.", "1e5", "null", "_a_"]))
+@given(
+    module=st.text(min_size=1, max_size=12)
+    | st.sampled_from(["0", "0.", "1.5", "1e5", "null", "_a_"])
+)
 def test_whatever_a_module_is_called_its_level_is_a_legal_override(module: str) -> None:
     """Names that the grammar of overrides has no place for become patterns that mean them."""
     first, program = divergence("gradient", module=module), Program(accelerator="cuda")

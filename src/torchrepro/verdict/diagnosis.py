@@ -18,7 +18,6 @@ import yaml
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.policies.deterministic_ops import row_of
-from torchrepro.profile.load import parsed
 from torchrepro.profile.resolved import flatten
 from torchrepro.seeding.uncontrolled import GIVEN_SEED, SUSPECTS, THREADS
 from torchrepro.trace.format import (
@@ -583,6 +582,8 @@ def _module_override(fix: Fix, values: Mapping[str, Any], module: str) -> tuple[
 
 def _is_read_as_it_is(key: str) -> bool:
     # Unlike `0.`, which is read as 0.0, null, and an instruction such as `_target_`.
+    from torchrepro.profile.load import parsed  # of no use where runs are only compared
+
     try:
         return [*parsed(f"read={{{key}: 0}}")["read"]] == [key]
     except ProfileError:
