@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torchrepro.console import note
 from torchrepro.errors import ApplyError
@@ -53,7 +54,7 @@ class Agreement:
 
         self._report = report
         self._refuse = refuse
-        self._compared: Any = None
+        self._compared: Callable[[], Any] = lambda: None  # the group, for as long as it lives
         self._undo, self._hook = ExitStack(), ExitStack()
 
         def then_compare(init_process_group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,9 +85,9 @@ class Agreement:
 
         if not dist.is_available() or not dist.is_initialized():
             return
-        if _watching[-1:] != [self] or self._compared is dist.group.WORLD:
+        if _watching[-1:] != [self] or self._compared() is dist.group.WORLD:
             return
-        self._compared = dist.group.WORLD
+        self._compared = ref(dist.group.WORLD)
         self._hook.close()
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:

@@ -207,24 +207,25 @@ def test_a_checkpoint_tells_of_its_run_where_torchrepro_is_not(tmp_path):
     assert entry["digest"] == manifest["digest"]
 
 
-def test_an_accelerator_can_be_attached_once_whenever_it_was_made(tmp_path):
-    """One that was made under a profile is attached; of one made before, checkpoints then hold the
-    state of the run while a profile is in force.
-    """
+def test_checkpoints_hold_the_state_of_the_run_exactly_while_a_profile_is_active(tmp_path):
+    """So it is for an Accelerator made before the profile too, and none keeps a hook of ours."""
     accelerator = accelerate.Accelerator()
     torchrepro.attach(accelerator)
-    accelerator.save_state(str(tmp_path / "without"))
+
+    accelerator.save_state(str(tmp_path / "before"))
     with torchrepro.apply("debug-strict"):
         accelerator.save_state(str(tmp_path / "under"))
-        later = accelerate.Accelerator()
-        hooks = len(later._save_model_state_pre_hook)
-        torchrepro.attach(later)
+        accelerator.load_state(str(tmp_path / "under"))
+    accelerator.save_state(str(tmp_path / "after"))
 
-    without, under = (
-        {path.name for path in (tmp_path / n).iterdir()} for n in ("without", "under")
+    before, under, after = (
+        {path.name for path in (tmp_path / folder).iterdir()}
+        for folder in ("before", "under", "after")
     )
-    assert under - without == {"torchrepro_0.json"}
-    assert hooks == len(later._save_model_state_pre_hook) == 1
+    assert under - before == {"torchrepro_0.json"}
+    assert after == before
+    assert not accelerator._save_model_state_pre_hook
+    assert not accelerator._load_model_state_pre_hook
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_trackers_get_the_profile(tmp_path):
 
 def test_a_program_that_imports_accelerate_before_torch_is_hooked(fork_python):
     """Under `run` the profile is put in force in the midst of that import, which is waited for."""
-    program = "import accelerate; print(hasattr(accelerate.Accelerator.__init__, '__wrapped__'))"
+    program = "import accelerate; print(hasattr(accelerate.Accelerator.save_state, '__wrapped__'))"
     run = ("-m", "torchrepro", "run", "debug-strict", "--", sys.executable)
     done = fork_python(*run, "-c", program)
 

@@ -307,8 +307,20 @@ def begin_interrupted_epochs(state: Mapping[str, Any]) -> None:
 # A state for torch's loaders, by which Lightning and Fabric resume one within an epoch. Both ask
 # whether a loader has `state_dict` and `load_state_dict`. torch's own has neither.
 
-loaded: list[tuple[Any, Mapping[str, Any]]] = []
-"""Loaders whose state has been loaded, each with that state, where no run came with it."""
+_collecting: list[list[tuple[Any, Mapping[str, Any]]]] = []
+
+
+@contextmanager
+def loaded_states() -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
+    """Collect the loaders whose state is loaded within the block, each with that state.
+
+    Those with which a run came have taken it up already, and are not among them.
+    """
+    _collecting.append([])
+    try:
+        yield _collecting[-1]
+    finally:
+        _collecting.pop()
 
 
 def give_loaders_state(undo: ExitStack) -> None:
@@ -340,8 +352,8 @@ def _load_state_dict(loader: Any, state: Mapping[str, Any]) -> None:
     saved = state.get(KEY)
     if saved is not None and "run" in state:
         resume_loader(loader, saved, state["run"])
-    elif saved is not None:
-        loaded.append((loader, saved))
+    elif saved is not None and _collecting:
+        _collecting[-1].append((loader, saved))
 
 
 def resume_loader(loader: Any, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:

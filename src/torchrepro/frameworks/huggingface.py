@@ -24,7 +24,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
@@ -41,60 +41,63 @@ from torchrepro.seeding.loader_places import (
 )
 from torchrepro.seeding.state import forget, write_atomically
 
-_HOOKS = ("register_save_state_pre_hook", "register_load_state_pre_hook")
+_REGISTER = ("register_save_state_pre_hook", "register_load_state_pre_hook")
 _FILE = "torchrepro_{}.json"
 """The file of one rank in the folder of a checkpoint, as `random_states_0.pkl` is accelerate's."""
 
-_attached: WeakSet[Any] = WeakSet()
 # Loaders that skip their first batches, each with the one that it was made from.
 _made_from: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
 
 
 def attach(accelerator: Any) -> None:
-    """Have the checkpoints of `accelerator` hold the state of the run, and a run go on from it.
+    """Check that the checkpoints of `accelerator` hold the state of the run under a profile.
 
-    `save_state` writes one more file for each rank: its generators, how far its loaders have come,
-    and the profile with the manifest. After `load_state` and `skip_first_batches` the run is the
-    uninterrupted one. Under a profile every `Accelerator` that is made is attached by itself; this
-    is for one that was made before. Without a profile it changes nothing. Raises `SeedingError`
-    for what is no Accelerator.
+    Under a profile `save_state` of every Accelerator writes one more file for each rank: its
+    generators, how far its loaders have come, and the profile with the manifest. After `load_state`
+    and `skip_first_batches` the run is the uninterrupted one. So nothing has to be called, also for
+    one that was made before the profile. Without a profile nothing is written. Changes nothing;
+    raises `SeedingError` for what is no Accelerator.
     """
     is_class = isinstance(accelerator, type)
-    if is_class or not all(callable(getattr(accelerator, hook, None)) for hook in _HOOKS):
+    if is_class or not all(callable(getattr(accelerator, name, None)) for name in _REGISTER):
         raise SeedingError.about(
             "a class, not an Accelerator" if is_class else "not an Accelerator",
             found="None" if accelerator is None else shown(accelerator),  # Python, not YAML
             todo="pass the Accelerator: torchrepro.attach(accelerator)",
         )
-    if accelerator in _attached:
-        return
-    _attached.add(accelerator)
-    accelerator.register_save_state_pre_hook(partial(_save, accelerator))
-    accelerator.register_load_state_pre_hook(partial(_load, accelerator))
 
 
 def hook_accelerator(module: ModuleType, undo: ExitStack) -> None:
-    """Attach every Accelerator that is made, and write the profile to its trackers.
+    """Have every Accelerator save and load the state of the run, and log the profile.
 
     Raises `MissingHookError` where the class has no hooks.
     """
     accelerator = getattr(module, "Accelerator", None)
-    for name in _HOOKS:
+    for name in _REGISTER:
         if not hasattr(accelerator, name):
             raise MissingHookError(f"Accelerator.{name}")
-    surround(undo, accelerator, "__init__", _attaching)
+    hooks = {"save_state": _save, "load_state": _load}
+    for register, (method, hook) in zip(_REGISTER, hooks.items(), strict=True):
+        surround(undo, accelerator, method, partial(_hooked, register, hook))
     surround(undo, accelerator, "init_trackers", _logging)
+
+
+def _hooked(
+    register: str, hook: Any, method: Any, accelerator: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    # For this call alone: an Accelerator that kept a hook of ours would be kept alive by it, and
+    # could not be unpickled where torchrepro is not installed.
+    registered = getattr(accelerator, register)(partial(hook, accelerator))
+    try:
+        return method(accelerator, *args, **kwargs)
+    finally:
+        registered.remove()
 
 
 def hook_seeds(module: ModuleType, undo: ExitStack) -> None:
     """Read the switch of `set_seed`, wherever it was imported to."""
     around = partial(hooking.saying_switches, "accelerate", "set_seed")
     surround_everywhere(undo, module, "set_seed", around)
-
-
-def _attaching(__init__: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    __init__(self, *args, **kwargs)
-    attach(self)
 
 
 def _logging(init_trackers: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

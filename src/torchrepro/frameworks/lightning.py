@@ -206,10 +206,8 @@ def _saving_fabric(save: Any, fabric: Any, path: Any, state: Any, *args: Any, **
 def _loading_fabric(
     load: Any, fabric: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    hooking.loaded.clear()
-    rest = load(fabric, path, state, *args, **kwargs)
-    loaders = [*hooking.loaded]
-    hooking.loaded.clear()
+    with hooking.loaded_states() as loaders:
+        rest = load(fabric, path, state, *args, **kwargs)
     entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
     # A program that goes on with a training loads an optimizer as well. Weights alone are those of
     # a teacher, of the best model, of what is fine-tuned.

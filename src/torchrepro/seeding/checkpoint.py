@@ -190,12 +190,15 @@ class Checkpoint:
             resumption = Resumption(place, self._restore_generators, self.batch)
         else:
             self._restore_generators()
-        delivery = self._delivery = Delivery(loader, partial(iter, loader), resumption)
+        delivery = self._delivery = Delivery(loader, resumption)
+        iterator = delivery.begin(partial(iter, loader))
         self._counted = self._counts_batches = True
         try:
-            for batch in delivery:
-                self.batch, self.step = self.batch + 1, self.step + 1
-                yield batch
+            with suppress(StopIteration):
+                while True:
+                    batch = delivery.advance(partial(next, iterator))
+                    self.batch, self.step = self.batch + 1, self.step + 1
+                    yield batch
         finally:
             self._counts_batches = False
         self._epoch_is_done = True

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torchrepro.errors import SeedingError
 from torchrepro.seeding import streams
@@ -186,6 +186,16 @@ class Request:
     again: Mapping[bytes, int]  # how often the epoch has had a sample of the batch before, by label
     given: Given | None  # the program's own seeds; None for those of a named loader
 
+    # A program's iterator may look at what it hands to workers.
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.index)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self.index[position]
+
     def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
         from torch.utils.data import Subset
 
@@ -274,22 +284,26 @@ def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | Non
         if not by_index:
             return _ItemReader(original, worker, streams_begun.pop() if streams_begun else None)
         reader = original()
-        reader.fetch = _seeded_fetch(reader)
+        _fetch_by(reader, _fetch_requested)
         return reader
 
     put_reader_maker(make)  # for as long as the process lives
     start_from(worker_stream(begun, worker), given)
 
 
-def _seeded_fetch(reader: Any) -> Callable[[Any], Any]:
-    original = reader.fetch
-    return lambda request: (
-        request.fetch(reader, original) if isinstance(request, Request) else original(request)
-    )
+def _fetch_by(reader: Any, fetch: Callable[[Any, Any], Any]) -> None:
+    """Have `reader` call ``fetch(reader, index)``, and be freed as early as one of torch's is."""
+    reader_of = ref(reader)
+    reader.fetch = lambda index: fetch(reader_of(), index)
 
 
-def _index_in(request: Any) -> Any:
-    return request.index if isinstance(request, Request) else request
+def _fetch_as_torch(reader: Any, index: Any) -> Any:
+    return type(reader).fetch(reader, index)
+
+
+def _fetch_requested(reader: Any, request: Any) -> Any:
+    fetch = partial(_fetch_as_torch, reader)
+    return request.fetch(reader, fetch) if isinstance(request, Request) else fetch(request)
 
 
 def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Callable[[], None]:
@@ -304,67 +318,69 @@ def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Calla
             start_from(worker_stream(named.stream, 0))  # torch has drawn since the epoch began
         reader = original()
         if by_index:
-            reader.fetch = _fetch_of_samples(reader, note, in_any_thread=named is not None)
+            _fetch_by(reader, _fetch_of_samples(loading, note))
         elif named is not None:
-            reader.fetch = _fetch_of_named_items(reader.fetch)
+            _fetch_by(reader, _fetch_of_named_items())
         else:
-            reader.fetch = _fetch_of_items(reader.fetch, loading)
+            _fetch_by(reader, _fetch_of_items(loading))
         return reader
 
     return put_reader_maker(make)
 
 
 def _fetch_of_samples(
-    reader: Any, note: Callable[[bool], None] | None, *, in_any_thread: bool
-) -> Callable[[Any], Any]:
-    # A thread beside the main one reads as without a profile, unless `in_any_thread`: samples are
-    # seeded through the global generators, from which the main thread draws meanwhile.
-    unseeded, seeded = reader.fetch, _seeded_fetch(reader)
-    warned: list[bool] = []
-    _here.note_first = note
+    loading: Loading, note: Callable[[bool], None] | None
+) -> Callable[[Any, Any], Any]:
+    # A thread beside the main one reads as without a profile, unless the loader has a name: samples
+    # are seeded through the global generators, from which the main thread draws meanwhile.
+    in_any_thread = isinstance(loading, NamedLoading)
+    is_first, is_warned = True, False
 
-    def fetch(request: Any) -> Any:
+    def fetch(reader: Any, index: Any) -> Any:
+        nonlocal is_first, is_warned
         if in_any_thread or threading.current_thread() is threading.main_thread():
+            _here.note_first, is_first = note if is_first else None, False
             with isolated_draws():
-                return seeded(request)
-        if not warned:
-            warned.append(True)
+                return _fetch_requested(reader, loading.request_of(index))
+        if not is_warned:
+            is_warned = True
             warnings.warn(
                 "a DataLoader without workers is read outside of the main thread: "
                 "dataloader.seeding leaves its samples as their author made them; give it "
                 "num_workers=1",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return unseeded(_index_in(request))
+        return _fetch_as_torch(reader, index)
 
     return fetch
 
 
-def _fetch_of_items(original: Callable[[Any], Any], loading: Loading) -> Callable[[Any], Any]:
+def _fetch_of_items(loading: Loading) -> Callable[[Any, Any], Any]:
     # An `IterableDataset` draws from the program's own generators; `sample_rng` has a stream once
     # torch has drawn the base seed.
-    draws: list[_Draw] = []
+    draw: _Draw | None = None
 
-    def fetch(request: Any) -> Any:
-        if not draws and loading.stream is not None:
-            draws.append(_Draw(worker_stream(loading.stream, 0)))
-        before, _here.draw = _here.draw, draws[0] if draws else None
+    def fetch(reader: Any, index: Any) -> Any:
+        nonlocal draw
+        if draw is None and loading.stream is not None:
+            draw = _Draw(worker_stream(loading.stream, 0))
+        before, _here.draw = _here.draw, draw
         try:
-            return original(_index_in(request))
+            return _fetch_as_torch(reader, index)
         finally:
             _here.draw = before
 
     return fetch
 
 
-def _fetch_of_named_items(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _fetch_of_named_items() -> Callable[[Any, Any], Any]:
     # It reads as the only worker of a loader, from where the generators stand now, and leaves the
     # program's own where they are.
     position = Position([*host_slots().values()])
 
-    def fetch(request: Any) -> Any:
+    def fetch(reader: Any, index: Any) -> Any:
         with position.resumed():
-            return original(_index_in(request))
+            return _fetch_as_torch(reader, index)
 
     return fetch
 
@@ -418,6 +434,8 @@ class Loading:
     start = 0
     author_init: Callable[[int], Any] | None = None
     draws_base_seed = False
+    in_workers = False
+    latest: Request | None = None  # what this process is to read next
 
     def __init__(self) -> None:
         plan = streams.current_plan()
@@ -434,6 +452,20 @@ class Loading:
             start_from(worker_stream(self.stream, worker))
         if self.author_init is not None:
             self.author_init(worker)
+
+    def handed_on(self, request: Request) -> Any:
+        """Return what torch gets of a request: the index alone, where this process reads it."""
+        if self.in_workers:
+            return request
+        self.latest = request
+        return request.index
+
+    def request_of(self, index: Any) -> Request:
+        """Return the request of an `index` that this process reads, from the sampler or not."""
+        latest = self.latest
+        if latest is not None and latest.index is index:
+            return latest
+        return Request(self.stream, index, _NOTHING, self.given)
 
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
         # And draws the base seed where torch does not.
@@ -560,21 +592,13 @@ class NamedLoading(Loading):
 
 
 class SeededSampler:
-    """Replaces the sampler of a loader: yields what it yields, as requests for seeded samples.
-
-    Workers that live on use it also after an undo: what loads by a `register` is seeded while that
-    one is in use.
-    """
-
-    register: Register | None = None
+    """Replaces the sampler of a loader as an epoch begins: makes requests of what it yields."""
 
     def __init__(
         self, sampler: Any, loading: Loading, generator: torch.Generator | None, yields: str
     ) -> None:
         self.sampler, self.loading, self.generator = sampler, loading, generator
         self.yields = yields  # indices of `samples` or of `batches`
-        if loading in loaders.register.loadings.values():
-            self.register = loaders.register
         if _has_state(sampler) and not isinstance(loading, NamedLoading):
             # One of torchdata's keeps its place itself.
             self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
@@ -583,9 +607,6 @@ class SeededSampler:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        in_use = loaders.register if loaders.automatic else None
-        if self.register not in (None, in_use):
-            return iter(self.sampler)
         inner, skipped = unskipped(self.sampler)
         indices = self.loading.indices(inner, self.generator)
         return (_StatefulRequests if _has_state(indices) else _Requests)(
@@ -607,13 +628,14 @@ class _Requests:
     def __iter__(self) -> _Requests:
         return self
 
-    def __next__(self) -> Request:
+    def __next__(self) -> Any:
         while self._left_out:
             self._left_out -= 1
             self._next()
         index, again = self._next()
         loading = self._loading
-        return Request(self._stream or loading.stream, index, again, loading.given)
+        stream = self._stream or loading.stream
+        return loading.handed_on(Request(stream, index, again, loading.given))
 
     def _next(self) -> tuple[Any, Mapping[bytes, int]]:
         # With each index, how often the epoch has had those of its samples that come again.

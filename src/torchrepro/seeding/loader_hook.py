@@ -1,6 +1,8 @@
 """Where seeding enters torch's DataLoader: every loader by itself, or one that asks for it.
 
-An iteration starts with ``DataLoader.__iter__``, which is wrapped while anything asks for it.
+An iteration starts with ``DataLoader.__iter__``, which returns torch's own iterator. Both classes
+are wrapped while anything asks for it. What is known of an iterator is kept beside it, not in it,
+and goes when it goes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
 from torchrepro.messages import shown
-from torchrepro.patching import surround
+from torchrepro.patching import MissingHookError, surround
 from torchrepro.seeding import loader_places, streams
 from torchrepro.seeding.generators import Given, given_seeds
 from torchrepro.seeding.loader import (
@@ -57,9 +59,15 @@ _SAID = "seeding.seeding_calls:said"  # what notes of workers are said once by
 _wrapped: dict[str, ExitStack] = {}  # module -> the undo
 _unsettled: list[bool] = []  # one entry for every time that the state has changed
 _starting = fork_safe_lock()  # torch's maker of readers is one for all threads
-_being_started: list[Any] = []
+_being_started: list[_Start] = []
 _saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 """Loaders of torchdata that go on within an epoch, each with what its samples draw from."""
+
+
+@dataclass(slots=True, eq=False)
+class _Start:
+    loader: Any
+    iterator: Any = None  # torch's, also where the class of the loader returns another around it
 
 
 class WorkerSeeder(NamedTuple):
@@ -251,23 +259,94 @@ def _wrap(module: str) -> None:
         undo = _wrapped[module] = ExitStack()
         name, methods = LOADERS[module]
         for method, wrapper in methods.items():
-            surround(undo, getattr(sys.modules[module], name), method, wrapper)
+            try:
+                surround(undo, getattr(sys.modules[module], name), method, wrapper)
+            except (AttributeError, MissingHookError) as missing:
+                raise SeedingError.about(
+                    "this torch iterates loaders in a way that torchrepro does not know",
+                    found=f"no {module}.{name}.{method}",
+                ) from missing
 
 
 def _wrapped_iter(original: Any, loader: Any) -> Any:
-    if any(other is loader for other in _being_started):
+    if any(start.loader is loader for start in _being_started):
         return original(loader)  # a wrapper of an earlier profile, inside somebody's own
     # Somebody may ask how far the program has come with the loader.
     in_main = threading.current_thread() is threading.main_thread()
     is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
     if (
-        is_followed
-        and is_kept(loader)
-        and not in_loader()
-        and loader_places.delivery_of(loader) is None
+        not is_followed
+        or not is_kept(loader)
+        or in_loader()
+        or loader_places.delivery_of(loader) is not None
     ):
-        return Delivery(loader, partial(_iterate, original, loader))
-    return _iterate(original, loader)
+        return _iterate(original, loader)
+    delivery = Delivery(loader)
+    unbegun = _unbegun_iterator(loader) if loader_places.begins_late() else None
+    if unbegun is not None:
+        loader_places.wait(unbegun, delivery, partial(_begin, original, loader))
+        return unbegun
+    begun = delivery.begin(partial(_iterate, original, loader))
+    loader_places.follow(delivery)
+    return begun
+
+
+def _unbegun_iterator(loader: Any) -> Any:
+    """Return the iterator that torch would for `loader`, of which the epoch has not begun.
+
+    None where the class of `loader` makes its iterators itself.
+    """
+    from torch.utils.data import DataLoader, dataloader
+
+    if type(loader)._get_iterator is not DataLoader._get_iterator:  # noqa: SLF001 - see LOADERS
+        return None
+    workers = _forced[-1] if _forced else loader.num_workers
+    lives_on = bool(loader.persistent_workers and workers)
+    if lives_on and loader._iterator is not None:  # noqa: SLF001 - it is kept nowhere else
+        return loader._iterator  # noqa: SLF001 - see above
+    name = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
+    kind: Any = getattr(dataloader, name)
+    unbegun = kind.__new__(kind)
+    unbegun._shutdown = True  # noqa: SLF001 - it has no workers to end until it begins
+    if lives_on:
+        loader._iterator = unbegun  # noqa: SLF001 - see above
+    base: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001 - see LOADERS
+    if not hasattr(base, "__getattr__"):
+        base.__getattr__ = _begin_for_attribute
+        _wrapped[base.__module__].callback(delattr, base, "__getattr__")
+    return unbegun
+
+
+def _begin_for_attribute(iterator: Any, name: str) -> Any:
+    is_special = name.startswith("__") and name.endswith("__")
+    if not is_special and loader_places.is_waiting(iterator):
+        loader_places.followed(iterator)
+        return getattr(iterator, name)
+    raise AttributeError(f"{type(iterator).__name__!r} object has no attribute {name!r}")
+
+
+def _begin(original: Callable[[Any], Any], loader: Any, iterator: Any) -> Any:
+    def begin(loader: Any) -> Any:
+        if "_dataset" in vars(iterator):
+            return original(loader)  # another epoch with the same workers
+        iterator.__init__(loader)
+        return iterator
+
+    return _iterate(begin, loader)
+
+
+def _wrapped_init(original: Any, iterator: Any, loader: Any) -> None:
+    for start in _being_started:
+        if start.loader is loader:
+            start.iterator = iterator
+    original(iterator, loader)
+
+
+def _wrapped_next(original: Any, iterator: Any) -> Any:
+    delivery = loader_places.followed(iterator)
+    if delivery is None:
+        return original(iterator)
+    return delivery.advance(partial(original, iterator))
 
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
@@ -279,6 +358,7 @@ def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
         return _start(original, loader, delivery)
     if delivery is not None:
         delivery.loading = loaders.register.loadings.get(loader)
+        delivery.iterator = loader._iterator  # noqa: SLF001 - see above
     return original(loader)
 
 
@@ -326,6 +406,12 @@ def _wrapped_load_state_dict(original: Any, loader: Any, state_dict: Mapping[str
 
 LOADERS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "torch.utils.data": ("DataLoader", {"__iter__": _wrapped_iter}),
+    # Private, because torch has no public place where a program gets a batch. Where it is gone, a
+    # profile that seeds loaders is refused.
+    "torch.utils.data.dataloader": (
+        "_BaseDataLoaderIter",
+        {"__init__": _wrapped_init, "__next__": _wrapped_next},
+    ),
     "torchdata.stateful_dataloader": (
         "StatefulDataLoader",
         {
@@ -341,8 +427,9 @@ _finder = AfterImport(LOADERS, _wrap)
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
+    start = _Start(loader)
     with _starting, ExitStack() as until_begun:
-        _being_started.append(loader)
+        _being_started.append(start)
         until_begun.callback(_being_started.pop)
         if _forced:
             # One that was made without workers has not said how many batches each is to prefetch.
@@ -361,15 +448,31 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
                 first = _PreparedWorker(policies, loader.worker_init_fn)
                 until_begun.enter_context(_with(loader, worker_init_fn=first))
         begun = original(loader)
+    # None is made for another epoch with the same workers.
+    iterator: Any = begun if start.iterator is None else start.iterator
+    if not _is_of_torch(iterator):
+        return begun  # the class of the loader reads its dataset itself
     if loading is not None and loading.stream is None:
         # Private, because torch shows the number that it has drawn to workers alone.
-        iterator: Any = begun if hasattr(begun, "_base_seed") else loader._iterator  # noqa: SLF001
         if not hasattr(iterator, "_base_seed"):
             raise SeedingError.about(
                 "this torch draws the base seed of a loader in a way torchrepro does not know"
             )
         loading.stream = epoch_stream(int(iterator._base_seed))  # noqa: SLF001 - see above
+    attributes = vars(iterator)  # of which the program sees its own sampler and function
+    if isinstance(attributes["_index_sampler"], SeededSampler):
+        attributes["_index_sampler"] = attributes["_index_sampler"].sampler
+    if isinstance(attributes.get("_worker_init_fn"), Loading | _PreparedWorker):
+        attributes["_worker_init_fn"] = loader.worker_init_fn
+    if delivery is not None:
+        delivery.iterator = iterator
     return begun
+
+
+def _is_of_torch(iterator: Any) -> bool:
+    from torch.utils.data import dataloader
+
+    return isinstance(iterator, dataloader._BaseDataLoaderIter)  # noqa: SLF001 - see LOADERS
 
 
 def _loading_of_iteration(loader: Any) -> Loading | None:
@@ -457,7 +560,11 @@ def _seed_iteration(
     of_batches = loader.batch_sampler is not None
     holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
     sampler = SeededSampler(getattr(loader, holder), loading, generator, yields)
+    loading.in_workers = bool(loader.num_workers)
     undo.enter_context(_with(loader, worker_init_fn=loading, **{holder: sampler}))
+    living_on = loader._iterator if loader.persistent_workers else None  # noqa: SLF001 - see above
+    if _is_of_torch(living_on):
+        undo.enter_context(_with(living_on, _index_sampler=sampler))
     if not loader.num_workers:  # a worker that is forked here must find torch's own readers
         is_noted = named is None and delivery is not None
         note = partial(setattr, delivery, "samples_draw") if is_noted else None

@@ -12,9 +12,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType, ModuleType
+from functools import partial
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 from torchrepro.callers import package
 from torchrepro.console import say, say_once
@@ -85,8 +86,10 @@ _taken_up: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()  # by loader
 _known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()  # loaders with own generators
 _lived_for_one: Counter[str] = Counter()  # those of each kind that were gone after one epoch
 _late: list[tuple[PutBack, int]] = []
-_waiting: list[Delivery] = []  # those that begin with the first batch, in order of their making
+# Iterators that begin with the first batch, in order of their making, each with what begins it.
+_waiting: WeakKeyDictionary[Any, tuple[Delivery, Callable[[Any], Any]]] = WeakKeyDictionary()
 _deliveries: WeakSet[Delivery] = WeakSet()
+_followed: WeakKeyDictionary[Any, Delivery] = WeakKeyDictionary()  # by torch's iterator, the last
 _beginning: list[Delivery] = []
 _NO_PLACE: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
 _begun = iter(range(2**63))
@@ -95,20 +98,19 @@ _first_of_run = -1
 
 
 class Delivery:
-    """The iterator of one epoch of a loader, which knows how far the program has come.
+    """How far the program has come in one epoch of a loader.
+
+    Made as the program asks for an iterator, it begins the epoch (`begin`) and is then passed each
+    batch (`advance`). It keeps alive neither loader nor iterator, and lives as long as the latter.
 
     It takes up a resumption: by default the one that waits for the loader, if any. `states` are
     those of the generators as the epoch began, `batches` those that the program has got, with those
     that a sampler left out, and `skip` those that it is not to get.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        start: Callable[[], Iterator[Any]],
-        resumption: Resumption | None = None,
-    ) -> None:
-        self.loader, self._start = loader, start
+    def __init__(self, loader: Any, resumption: Resumption | None = None) -> None:
+        self._loader: Callable[[], Any] = ref(loader) if is_kept(loader) else lambda: loader
+        self._iterator: Callable[[], Any] = lambda: None
         self._is_read_ahead = resumption is None  # by a framework, of which nobody knows how far
         self.resumption = resumption or _next_resumption(loader)
         self.skip = 0 if self.resumption is None else self.resumption.skip
@@ -116,19 +118,24 @@ class Delivery:
         self.number = next(_begun)
         self.is_over = False
         self.samples_draw = False  # whether the first sample read in this process drew numbers
-        self._iterator: Any = None
         self._first: Mapping[str, Any] | None = None
         self._last: Mapping[str, Any] | None = None
-        if _late:
-            _waiting.append(self)
-        else:
-            self._begin()
 
-    def _begin(self) -> None:
-        loader, resumption = self.loader, self.resumption
-        known = _know(loader)
-        if known is not None:
-            known.epochs += 1
+    @property
+    def loader(self) -> Any:
+        """The loader, or what its iterator has of it once it is gone."""
+        loader, iterator = self._loader(), self._iterator()
+        if loader is not None or iterator is None:
+            return loader
+        kept = vars(iterator)
+        return SimpleNamespace(dataset=kept["_dataset"], sampler=kept["_index_sampler"])
+
+    def begin(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin the epoch; return the iterator that `start` makes."""
+        loader, resumption = self._loader(), self.resumption
+        self.known = _know(loader)
+        if self.known is not None:
+            self.known.epochs += 1
         if resumption is not None:
             resumption.begin(loader)
         elif _resting or _ended:
@@ -147,18 +154,40 @@ class Delivery:
             taken.count_on(loader)
         self.epochs = [part.epoch for part in _counting_parts(loader)]
         self.reading = reading_of(loader)
+        self._keeps_place = hasattr(loader, "next_iter_state")  # it is one of torchdata's
         self.batches = unskipped(_top_sampler(loader))[1]
         self.states = read_states(loader)
         _beginning.append(self)
         try:
-            self._iterator = self._start()
+            begun = start()
         finally:
             _beginning.pop()
-        self.batches += getattr(self._iterator, "_num_yielded", 0)  # torchdata's go on themselves
-        self._reads_here = not getattr(self._iterator, "_num_workers", 0)
+        iterator = self._iterator()
+        iterator = begun if iterator is None else iterator
+        self.batches += getattr(iterator, "_num_yielded", 0)  # torchdata's go on themselves
+        self._reads_here = not getattr(iterator, "_num_workers", 0)
         _deliveries.add(self)
         if resumption is not None and not resumption.place["batches"]:
             self._go_on()  # a rank to which another one sends its batches gets none here
+        return begun
+
+    @property
+    def iterator(self) -> Any:
+        """The iterator of torch; None where it is gone, or where the epoch is read by another."""
+        return self._iterator()
+
+    @iterator.setter
+    def iterator(self, iterator: Any) -> None:
+        self._iterator = ref(iterator)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the program has the iterator: a loader itself keeps one whose workers live on."""
+        kept = getattr(self._loader(), "_iterator", None)
+        if kept is None or kept is not self._iterator():
+            return True
+        del kept
+        return _references(self._iterator) > _BY_ONE
 
     def seeded_by(self, loading: Loading) -> None:
         """Note what seeds the samples: its requests may leave out the batches to pass over."""
@@ -171,34 +200,18 @@ class Delivery:
         saved = None if self.resumption is None else self.resumption.place["given"]
         loading.given = loading.given if saved is None else Given(*map(bytes.fromhex, saved))
 
-    def __iter__(self) -> Delivery:
-        return self
-
-    def __next__(self) -> Any:
-        self._begin_in_turn()
+    def advance(self, read: Callable[[], Any]) -> Any:
+        """Return the batch that the program is to get next, of those that `read` returns."""
         while self.skip:
             self.skip -= 1
-            self._next()
-        return self._next()
+            self._next(read)
+        return self._next(read)
 
-    def _begin_in_turn(self) -> None:
-        # After those that were made before and wait for their first batch as well.
-        if self._iterator is not None:
-            return
-        turn = _waiting.index(self) + 1
-        for put_back, together in _late:
-            put_back()
-            turn = max(turn, together)
-        _late.clear()
-        for waiting in _waiting[:turn]:
-            waiting._begin()  # noqa: SLF001 - the same class
-        del _waiting[:turn]
-
-    def _next(self) -> Any:
+    def _next(self, read: Callable[[], Any]) -> Any:
         if self._reads_here:
             self._before_reading()
         try:
-            batch = next(self._iterator)
+            batch = read()
         except StopIteration:
             self.is_over = True
             self._go_on()
@@ -234,34 +247,75 @@ class Delivery:
     def place(self) -> dict[str, Any]:
         named = self.loading if isinstance(self.loading, NamedLoading) else None
         given = None if self.loading is None else self.loading.given
-        keeps_place = hasattr(self.loader, "next_iter_state")  # it is one of torchdata's
         return {
             "kind": kind_of(self.loader),
             "number": self.number,
             "batches": self.batches,
-            "reading": {} if keeps_place else self.reading,  # its own state says it
+            "reading": {} if self._keeps_place else self.reading,  # its own state says it
             "samplers": self.epochs,
             "named": named and {"epoch": named.epoch, "program_seed": named.program_seed},
             "given": given and [seed.hex() for seed in given],
-            "keeps_place": keeps_place,
+            "keeps_place": self._keeps_place,
             "start": encoded_states(self.states),
             "first": encoded_states(self._first),
             "last": encoded_states(self._last),
             "over": self.is_over,
         }
 
-    def __len__(self) -> int:
-        return len(self.loader if self._iterator is None else self._iterator)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_iterator", "_start") or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)  # asked for before there is an iterator, by `copy` for one
-        self._begin_in_turn()
-        return getattr(self._iterator, name)
+def _references(weak: Callable[[], Any]) -> int:
+    return sys.getrefcount(weak())
 
-    def __getstate__(self) -> object:
-        self._iterator.__getstate__()  # torch's raises: it is neither copied nor pickled
-        return super().__getstate__()
+
+_held_once = [Counter[str]()]
+_BY_ONE = _references(ref(_held_once[0]))  # interpreters count references on their stack or not
+
+
+def follow(delivery: Delivery) -> None:
+    """Have `followed` return `delivery` for the iterator of torch that its epoch has begun with."""
+    iterator = delivery.iterator
+    if iterator is not None and type(iterator).__hash__ is not None:
+        _followed[iterator] = delivery
+
+
+def followed(iterator: Any) -> Delivery | None:
+    """Return the epoch that `iterator` is in, which begins now if it waits for its first batch."""
+    if type(iterator).__hash__ is None:
+        return None
+    if len(_waiting) and iterator in _waiting:
+        _begin_in_turn(iterator)
+    return _followed.get(iterator)
+
+
+def begins_late() -> bool:
+    return bool(_late)
+
+
+def wait(iterator: Any, delivery: Delivery, start: Callable[[Any], Any]) -> None:
+    """Have `delivery` begin by ``start(iterator)`` as the first batch of a loader is asked for."""
+    _waiting[iterator] = delivery, start
+
+
+def is_waiting(iterator: Any) -> bool:
+    return iterator in _waiting
+
+
+def _begin_in_turn(iterator: Any) -> None:
+    # After those that were made before and wait for their first batch as well.
+    iterators = list(_waiting)
+    turn = next(n for n, each in enumerate(iterators, 1) if each is iterator)
+    for put_back, together in _late:
+        put_back()
+        turn = max(turn, together)
+    _late.clear()
+    for each in iterators[:turn]:
+        _begin_waiting(each)
+
+
+def _begin_waiting(iterator: Any) -> None:
+    delivery, start = _waiting.pop(iterator)
+    delivery.begin(partial(start, iterator))
+    follow(delivery)
 
 
 def named_loading_of(loader: Any) -> NamedLoading | None:
@@ -302,7 +356,8 @@ def delivery_of(loader: Any) -> Delivery | None:
 
 
 def _alive() -> list[Delivery]:
-    return sorted(_deliveries, key=lambda each: each.number)
+    in_use = [each for each in _deliveries if each.is_in_use]
+    return sorted(in_use, key=lambda each: each.number)
 
 
 def places(*, over: bool) -> list[dict[str, Any]]:
@@ -342,7 +397,7 @@ def resting() -> list[dict[str, Any]]:
 
     A program that makes a loader for each epoch begins each with generators of its own.
     """
-    busy = [_known.get(each.loader) for each in _deliveries if not each.is_over]
+    busy = [each.known for each in _alive() if not each.is_over]
     lasting = {
         known.number: (known, loader)
         for loader, known in _known.items()
@@ -438,6 +493,8 @@ def forget_places() -> None:
     """Have no loader go on anywhere: the profile under which a run went on is taken back."""
     for waiting in (_awaited, _ended, _resting, _lived_for_one, _late, _taken_up):
         waiting.clear()
+    for iterator in list(_waiting):
+        _begin_waiting(iterator)  # they are as torch's own after this
 
 
 def _awaited_by(loader: Any) -> Resumption | None:

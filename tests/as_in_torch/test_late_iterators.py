@@ -1,0 +1,67 @@
+"""An iterator whose epoch a resumed framework begins late is torch's own as well."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, dataloader
+
+import torchrepro
+from torchrepro.seeding import loader_places
+
+ALONE = dataloader._SingleProcessDataLoaderIter
+OF_WORKERS = dataloader._MultiProcessingDataLoaderIter
+
+
+@pytest.fixture(params=[0, 1], ids=lambda number: f"{number} workers")
+def late(request):
+    """Return a loader, and its iterator, whose epoch begins with the first batch."""
+    with torchrepro.apply("seed-only"):
+        loader = DataLoader(range(4), batch_size=2, num_workers=request.param)
+        loader_places.begin_late(lambda: torch.manual_seed(7), together=1)
+        yield loader, iter(loader)
+    assert not hasattr(dataloader._BaseDataLoaderIter, "__getattr__")
+
+
+def test_its_class_is_torchs_before_it_begins(late):
+    """No worker is started for it until then."""
+    loader, iterator = late
+
+    assert type(iterator) is (OF_WORKERS if loader.num_workers else ALONE)
+    assert not vars(iterator).get("_workers")
+
+
+def test_it_begins_once_its_first_batch_is_asked_for(late):
+    """After the generators are put back, so what was drawn before does not count."""
+    _, iterator = late
+    torch.rand(9)
+    batch = next(iterator)
+    drawn = torch.rand(1)
+    torch.manual_seed(7)
+    torch.empty((), dtype=torch.int64).random_()  # torch draws a base seed as an epoch begins
+
+    assert batch.tolist() == [0, 1]
+    assert drawn == torch.rand(1)
+    assert [each.tolist() for each in iterator] == [[2, 3]]
+
+
+def test_it_begins_where_its_attributes_are_asked_for(late):
+    """A length is that of the epoch, and what torch's has not is missing."""
+    loader, iterator = late
+
+    assert len(iterator) == 2
+    assert iterator._index_sampler is loader.batch_sampler
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
+        _ = iterator.nothing
+
+
+def test_it_is_torchs_own_once_the_profile_is_undone(late):
+    """It begins at the undo, and is then read as without a profile."""
+    _, iterator = late
+    loader_places.forget_places()
+
+    assert [each.tolist() for each in iterator] == [[0, 1], [2, 3]]
+
+
+def test_it_ends_without_having_begun(late):
+    """A program may drop it."""
+    _, iterator = late
+    del iterator
