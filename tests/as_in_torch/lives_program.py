@@ -291,6 +291,9 @@ def lightning_trainer():
             enable_model_summary=False,
         )
         trainer.fit(module, loader)
+        trainer.save_checkpoint(Path(folder, "a.ckpt"))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, loader, ckpt_path=Path(folder, "a.ckpt"))
     return [ref(trainer), ref(module), ref(module.layer), ref(loader), ref(dataset)]
 
 

@@ -70,6 +70,50 @@ def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path, python, exec
     assert "torchrepro" not in without.stderr.replace("/torchrepro/", "")
 
 
+PICKLED = f"""{START}
+import copy, pickle, lightning, lightning_program
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
+
+class Pickling(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        pickle.loads(pickle.dumps(trainer))
+        print("pickled")
+
+loader = DataLoader(torch.arange(4.0), batch_size=2)
+trainer = lightning.Trainer(
+    max_steps=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+    accelerator="cpu", callbacks=[Pickling()], enable_model_summary=False,
+)
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, _):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+trainer.fit(Model(), loader)
+both = CombinedLoader([loader, loader], "max_size_cycle")
+iterator = iter(both)
+next(iterator)
+copy.deepcopy(both), pickle.dumps(both), pickle.dumps(iterator)
+print("copied")
+"""
+
+
+@pytest.mark.parametrize("under", [(), ("seed-only",)], ids=["plain", "seed-only"])
+def test_a_trainer_that_fits_and_its_loaders_are_pickled_and_copied(under, tmp_path, python):
+    """Under a profile as without one, in the middle of an epoch."""
+    (tmp_path / "program_that_pickles.py").write_text(PICKLED)
+
+    done = python(
+        f"import sys; sys.path.append({str(tmp_path)!r}); import program_that_pickles", under=under
+    )
+
+    assert done.stdout.splitlines()[-2:] == ["pickled", "copied"], done.stderr
+
+
 @pytest.mark.slow
 def test_a_limit_of_time_is_a_read_of_the_clock(tmp_path, python):
     """A training that ends by the clock has read it, at the line that began the training."""
