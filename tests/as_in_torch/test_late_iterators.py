@@ -14,14 +14,20 @@ ALONE = dataloader._SingleProcessDataLoaderIter
 OF_WORKERS = dataloader._MultiProcessingDataLoaderIter
 
 
-@pytest.fixture(params=[0, 1], ids=lambda number: f"{number} workers")
+WAYS = {
+    "in this process": {},
+    "with a worker": {"num_workers": 1},
+    "with a worker that lives on": {"num_workers": 1, "persistent_workers": True},
+}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
 def late(request):
     """Return a loader, and its iterator, whose epoch begins with the first batch."""
     with torchrepro.apply("seed-only"):
-        loader = DataLoader(range(4), batch_size=2, num_workers=request.param)
+        loader = DataLoader(range(4), batch_size=2, **request.param)
         loader_places.begin_late(lambda: torch.manual_seed(7), together=1)
         yield loader, iter(loader)
-    assert not hasattr(dataloader._BaseDataLoaderIter, "__getattr__")
 
 
 def test_its_class_is_torchs_before_it_begins(late):
@@ -46,16 +52,6 @@ def test_it_begins_once_its_first_batch_is_asked_for(late):
     assert [each.tolist() for each in iterator] == [[2, 3]]
 
 
-def test_it_begins_where_its_attributes_are_asked_for(late):
-    """A length is that of the epoch, and what torch's has not is missing."""
-    loader, iterator = late
-
-    assert len(iterator) == 2
-    assert iterator._index_sampler is loader.batch_sampler
-    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
-        _ = iterator.nothing
-
-
 def test_it_is_torchs_own_once_the_profile_is_undone(late):
     """It begins at the undo, and is then read as without a profile."""
     _, iterator = late
@@ -69,7 +65,7 @@ def test_it_is_freed_without_having_begun(late, monkeypatch):
     loader, _ = late
     problems = []
     monkeypatch.setattr(sys, "unraisablehook", problems.append)
-    freed = ref(iter(loader))
+    freed = ref(iter(DataLoader(loader.dataset, num_workers=loader.num_workers)))
 
     assert freed() is None
     assert not problems

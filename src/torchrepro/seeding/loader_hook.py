@@ -286,9 +286,7 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
     if unbegun is not None:
         loader_places.wait(unbegun, delivery, partial(_begin, original, loader))
         return unbegun
-    begun = delivery.begin(partial(_iterate, original, loader))
-    loader_places.follow(delivery)
-    return begun
+    return delivery.begin(partial(_iterate, original, loader))
 
 
 def _unbegun_iterator(loader: Any) -> Any:
@@ -310,19 +308,7 @@ def _unbegun_iterator(loader: Any) -> Any:
     unbegun._shutdown = True  # noqa: SLF001 - it has no workers to end until it begins
     if lives_on:
         loader._iterator = unbegun  # noqa: SLF001 - see above
-    base: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001 - see LOADERS
-    if not hasattr(base, "__getattr__"):
-        base.__getattr__ = _begin_for_attribute
-        _wrapped[base.__module__].callback(delattr, base, "__getattr__")
     return unbegun
-
-
-def _begin_for_attribute(iterator: Any, name: str) -> Any:
-    is_special = name.startswith("__") and name.endswith("__")
-    if not is_special and loader_places.is_waiting(iterator):
-        loader_places.followed(iterator)
-        return getattr(iterator, name)
-    raise AttributeError(f"{type(iterator).__name__!r} object has no attribute {name!r}")
 
 
 def _begin(original: Callable[[Any], Any], loader: Any, iterator: Any) -> Any:
@@ -358,7 +344,7 @@ def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
         return _start(original, loader, delivery)
     if delivery is not None:
         delivery.loading = loaders.register.loadings.get(loader)
-        delivery.iterator = loader._iterator  # noqa: SLF001 - see above
+        delivery.of_iterator(loader._iterator)  # noqa: SLF001 - see above
     return original(loader)
 
 
@@ -465,7 +451,7 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
     if isinstance(attributes.get("_worker_init_fn"), Loading | _PreparedWorker):
         attributes["_worker_init_fn"] = loader.worker_init_fn
     if delivery is not None:
-        delivery.iterator = iterator
+        delivery.of_iterator(iterator)
     return begun
 
 
@@ -563,7 +549,7 @@ def _seed_iteration(
     loading.in_workers = bool(loader.num_workers)
     undo.enter_context(_with(loader, worker_init_fn=loading, **{holder: sampler}))
     living_on = loader._iterator if loader.persistent_workers else None  # noqa: SLF001 - see above
-    if _is_of_torch(living_on):
+    if _is_of_torch(living_on) and "_index_sampler" in vars(living_on):
         undo.enter_context(_with(living_on, _index_sampler=sampler))
     if not loader.num_workers:  # a worker that is forked here must find torch's own readers
         is_noted = named is None and delivery is not None

@@ -116,7 +116,7 @@ class Delivery:
         self.skip = 0 if self.resumption is None else self.resumption.skip
         self.loading: Loading | None = None
         self.number = next(_begun)
-        self.is_over = False
+        self.is_over = self._is_reading = False
         self.samples_draw = False  # whether the first sample read in this process drew numbers
         self._first: Mapping[str, Any] | None = None
         self._last: Mapping[str, Any] | None = None
@@ -171,14 +171,11 @@ class Delivery:
             self._go_on()  # a rank to which another one sends its batches gets none here
         return begun
 
-    @property
-    def iterator(self) -> Any:
-        """The iterator of torch; None where it is gone, or where the epoch is read by another."""
-        return self._iterator()
-
-    @iterator.setter
-    def iterator(self, iterator: Any) -> None:
+    def of_iterator(self, iterator: Any) -> None:
+        """Note the iterator of torch that the epoch has begun with."""
         self._iterator = ref(iterator)
+        if type(iterator).__hash__ is not None:
+            _followed[iterator] = self
 
     @property
     def is_in_use(self) -> bool:
@@ -202,10 +199,16 @@ class Delivery:
 
     def advance(self, read: Callable[[], Any]) -> Any:
         """Return the batch that the program is to get next, of those that `read` returns."""
-        while self.skip:
-            self.skip -= 1
-            self._next(read)
-        return self._next(read)
+        if self._is_reading:
+            return read()
+        self._is_reading = True
+        try:
+            while self.skip:
+                self.skip -= 1
+                self._next(read)
+            return self._next(read)
+        finally:
+            self._is_reading = False
 
     def _next(self, read: Callable[[], Any]) -> Any:
         if self._reads_here:
@@ -271,13 +274,6 @@ _held_once = [Counter[str]()]
 _BY_ONE = _references(ref(_held_once[0]))  # interpreters count references on their stack or not
 
 
-def follow(delivery: Delivery) -> None:
-    """Have `followed` return `delivery` for the iterator of torch that its epoch has begun with."""
-    iterator = delivery.iterator
-    if iterator is not None and type(iterator).__hash__ is not None:
-        _followed[iterator] = delivery
-
-
 def followed(iterator: Any) -> Delivery | None:
     """Return the epoch that `iterator` is in, which begins now if it waits for its first batch."""
     if type(iterator).__hash__ is None:
@@ -296,10 +292,6 @@ def wait(iterator: Any, delivery: Delivery, start: Callable[[Any], Any]) -> None
     _waiting[iterator] = delivery, start
 
 
-def is_waiting(iterator: Any) -> bool:
-    return iterator in _waiting
-
-
 def _begin_in_turn(iterator: Any) -> None:
     # After those that were made before and wait for their first batch as well.
     iterators = list(_waiting)
@@ -315,7 +307,6 @@ def _begin_in_turn(iterator: Any) -> None:
 def _begin_waiting(iterator: Any) -> None:
     delivery, start = _waiting.pop(iterator)
     delivery.begin(partial(start, iterator))
-    follow(delivery)
 
 
 def named_loading_of(loader: Any) -> NamedLoading | None:
