@@ -133,16 +133,17 @@ def test_the_commit_of_a_lock_is_found_by_its_content(training, history):
 
 
 LAYOUTS = {
-    "a src layout": ("src", ".", "train.py"),
-    "a subfolder": (".", "work", "train.py"),
-    "an absolute path": (".", ".", "{folder}/train.py"),
+    "a src layout": ("src", ".", "python", "train.py"),
+    "a subfolder": (".", "work", "python", "train.py"),
+    "an absolute path": (".", ".", "python", "{folder}/train.py"),
+    "a relative interpreter": (".", "work", "relative python", "train.py"),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_code_of_a_lock_runs_as_it_was_started(training, monkeypatch, layout):
     """Modules of the repository, the folder and absolute paths are those of the lock."""
-    place, folder, script = LAYOUTS[layout]
+    place, folder, python, script = LAYOUTS[layout]
     inside = training.folder / folder
     inside.mkdir(exist_ok=True)
     (training.folder / place).mkdir(exist_ok=True)
@@ -153,15 +154,16 @@ def test_the_code_of_a_lock_runs_as_it_was_started(training, monkeypatch, layout
     monkeypatch.chdir(inside)
     path = [os.environ["PYTHONPATH"], str(training.folder / place)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    command = (sys.executable, script.replace("{folder}", str(training.folder)))
+    program = sys.executable if python == "python" else os.path.relpath(sys.executable)
+    command = (program, script.replace("{folder}", str(training.folder)))
     lock = training.lock(command=command)
+    assert lock[0] == 0, lock
     training.commit()
     before = {path: path.stat().st_mtime_ns for path in training.folder.rglob("*.*")}
     training.change(f"{place}/model.py", "LR = 0.1", "LR = 0.2")
     status, said = training.check(command=command)
     after = {path: path.stat().st_mtime_ns for path in before}
 
-    assert lock[0] == 0, lock
     assert (status, said["who"], said["why"]) == (1, "code", "")
     changed = {path.name for path in before if before[path] != after[path]}
     assert {name for name in changed if not name.endswith(".pyc")} == {"model.py"}

@@ -104,6 +104,32 @@ def test_a_command_finds_the_copy_where_its_own_would_be(root, tmp_path, kind):
     assert not Path(tree).exists()
 
 
+WORDS = {
+    "a program outside": ("../../venv/bin/python", "{tmp}/venv/bin/python"),
+    "an environment inside": ("../venv/bin/python", "{root}/venv/bin/python"),
+    "data outside": ("--data=../../venv/in.txt", "--data={tmp}/venv/in.txt"),
+    "a program of the repository": ("./says.py", "./says.py"),
+    "another folder of it": ("../src/package", "../src/package"),
+    "its own folder by a detour": ("../../repository/work/says.py",) * 2,
+    "nothing that is there": ("../../results/new", "../../results/new"),
+    "a name": ("python", "python"),
+    "code": ("x = '../../venv'" + "/" * 5000,) * 2,
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_relative_path_out_of_the_repository_leads_to_the_same_file(root, tmp_path, name):
+    """What the copy has is found in the copy, and all else where the user has it."""
+    word, expected = WORDS[name]
+    write(tmp_path, {"venv/in.txt": "", "venv/bin/python": ""})
+    write(root, {"venv/bin/python": ""})
+    with temporary_folder() as temporary:
+        copy = Copy.of(root, root / "work", temporary)
+        mapped = copy.command([word])
+
+    assert mapped == [expected.replace("{tmp}", str(tmp_path)).replace("{root}", str(root))]
+
+
 STRAYING = {
     "reads its own folder": ("open('{root}/work/says.py').read()", "it read {root}/work/says.py"),
     "writes its own folder": ("open('{root}/x', 'w').write('')", "it wrote {root}/x in your own"),

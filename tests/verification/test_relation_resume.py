@@ -72,6 +72,18 @@ def test_a_program_that_restores_all_agrees() -> None:
     assert [side.verdict.compared.steps for side in found.sides] == [9, 3]
 
 
+@pytest.mark.slow
+def test_a_relative_program_is_the_one_of_the_users_folder() -> None:
+    """Each run starts it, in whichever folder, and the answer has the command as it was typed."""
+    python, *words = _program("nothing", "(3, 6, 9)")
+    relative = os.path.relpath(python)
+
+    found = relate("resume", None, [relative, *words])
+
+    assert relative.startswith("..")
+    assert (found.status, found.command) == (0, f"{relative} train.py nothing")
+
+
 @pytest.mark.sampled
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(

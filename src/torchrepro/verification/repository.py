@@ -254,17 +254,27 @@ class Copy:
                 self.linked[name] = file_state(self.root / name, follow=True)
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return the words of a command with the paths of `root` that are in it as the copy's."""
+        """Return the words of a command as they are in the copy.
+
+        Absolute paths into `root` lead into the copy. Relative ones out of `root`, or into a
+        virtual environment, lead from the copy elsewhere, so that they become absolute.
+        """
+        folder = self.root / self.place.relative_to(self.tree)
+
+        def is_copied(path: Path) -> bool:
+            return path.is_relative_to(self.root) and not is_of_environment(path, self.root)
+
         mapped = []
         for word in words:
             before, path = "", word
             if not word.startswith(os.sep) and "=" in word:  # --data=/repo/data
                 before, _, path = word.partition("=")
                 before += "="
-            if Path(path).is_relative_to(self.root) and not is_of_environment(
-                Path(path), self.root
-            ):
-                path = str(self.tree / Path(path).relative_to(self.root))
+            whole = Path(os.path.normpath(folder / path))
+            if path.startswith(os.sep):
+                path = str(self.tree / whole.relative_to(self.root)) if is_copied(whole) else path
+            elif os.sep in path and os.path.exists(whole) and not is_copied(whole):  # noqa: PTH110 - never raises
+                path = str(whole)
             mapped.append(f"{before}{path}")
         return mapped
 
