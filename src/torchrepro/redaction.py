@@ -63,6 +63,9 @@ _PRIVATE = frozenset(
 
 _LONGEST_FLAG = 3  # characters of an option with one dash; a longer one may have its value in it
 _CODE = ("-c", "-H", "-e")  # options that code, a header or a variable follows
+_NAMING = ("-m", "-f", "-i", "-o")
+"""Options of one letter after which a word is shown: Python's module, and by POSIX's convention
+a file, also one that is not there yet. After any other letter there may be a password."""
 _NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 
 
@@ -166,8 +169,9 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
     """Return `words` with `(hidden)` in the place of every one that is not known to be harmless.
 
     Shown are numbers, names of options, existing files, and words that look like words. A value
-    is hidden if its option or key sounds secret or has one letter, if it is code, a header or
-    JSON, if it looks like a key, or if one of `secrets` is in it; a URL loses its login and query.
+    is hidden if its option or key sounds secret or has one letter that is not known to name a file,
+    if it is code, a header or JSON, if it looks like a key, or if one of `secrets` is in it; a URL
+    loses its login and query.
     """
     secrets = tuple(secrets)
     # The first word is the program: a file that is there.
@@ -214,7 +218,7 @@ def _shareable_word(word: str, before: str) -> str:
         harmless = len(word) <= _LONGEST_FLAG and ordinary(word[1:])
     else:
         one_letter = len(before) == 2 and before[0] == "-" and before[1].isalpha()  # noqa: PLR2004 - the dash and the letter
-        harmless = _is_file(word) or ((not one_letter or before == "-m") and ordinary(word))
+        harmless = _is_file(word) or ((not one_letter or before in _NAMING) and ordinary(word))
     return word if harmless else HIDDEN
 
 
@@ -226,7 +230,7 @@ def _shareable_assignment(name: str, value: str) -> str:
     if "=" in value:  # an assignment within one, as in --set key=value
         inner, _, last = value.partition("=")
         return f"{name}={_shareable_assignment(inner, last)}"
-    return f"{name}={_shareable_word(value, '')}"
+    return f"{name}={_shareable_word(value, name)}"
 
 
 def _is_file(word: str) -> bool:

@@ -83,6 +83,22 @@ def test_a_lock_has_a_line_for_each_step(training):
     assert set(section["files"]) == {"train.py", "model.py", "plain.yaml"}
 
 
+def test_quiet_answers_and_says_no_progress(training, monkeypatch):
+    """Under --quiet a lock and a check give the same answer, and nothing beside it."""
+    monkeypatch.delenv("TORCHREPRO_QUIET")
+    answers, progress = [], []
+    for options in ((), ("--quiet",)):
+        for words in (("lock", "plain.yaml", "-o", "repro.lock"), ("check", "repro.lock")):
+            status, out, err = training.run(*words, *options, "--", *COMMAND)
+            answers.append((status, out))
+            progress.append(err)
+
+    assert answers[:2] == answers[2:]
+    assert [status for status, _ in answers] == [0] * 4
+    assert all("run" in err for err in progress[:2])
+    assert progress[2:] == ["", ""]
+
+
 @pytest.mark.slow
 def test_numbers_that_do_not_repeat_are_not_locked(training):
     """The verdict of the two runs is the answer, with exit status 1; a lock stays as it was."""

@@ -16,6 +16,7 @@ SHOWN = (
     ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
     ["python", "train.py", "data.shape=[3,224,224]", "-m", "seed=1,2,3", "--amp", "--lr=1e-4"],
     ["python", "train.py", "--store", "s3://bucket/data/imagenet"],
+    ["python", "train.py", "-o", "out", "-i", "data/images", "-f=runs/new"],
 )
 NAMED = (  # however plain the value is, its name says that it is none to show
     ["--api-key", "{}"],
@@ -31,6 +32,8 @@ NAMED = (  # however plain the value is, its name says that it is none to show
     ["--secrets", "one", "{}"],
     ["-p", "{}"],
     ["-p{}"],
+    ["-p={}"],
+    ["-o", "password={}"],
     ["-u", "alice:{}"],
     ["--user", "alice:{}"],
     ["api.key={}"],

@@ -109,6 +109,7 @@ def lock_profile(
     every: Annotated[
         str, typer.Option(metavar="N", help="Hold the numbers of steps 0, N, 2N, ... only.")
     ] = "",
+    quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Write a lock: what a run of the profile is here, for later runs to be checked against.
 
@@ -175,6 +176,7 @@ def check_lock(
         typer.Option(metavar="REASON", help="Write the numbers that COMMAND has now, and why."),
     ] = None,
     allow_env: AllowEnv = None,
+    quiet: Quiet = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say in what this machine differs from a lock, the likeliest first; exit 1 if it does.
