@@ -192,11 +192,16 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_an_app_is_composed_as_without_us(write, answer_of):
-    """Our callback, the first of all, and our source are the only difference in any app."""
+    """Our callback, the first of all, and our source are the only difference in any app.
+
+    Where TORCHREPRO_HYDRA is 0 there is none.
+    """
     write({**FILES, "shapes.py": APPS, "compose.py": COMPOSED})
     installed, absent = (answer_of("compose.py", ours) for ours in ("with", "without"))
+    switched_off = answer_of("compose.py", "with", env={"TORCHREPRO_HYDRA": "0"})
     ours = [part_of_ours(job) for jobs in installed.values() for job in jobs]
 
+    assert [shape for shape in absent if switched_off[shape] != absent[shape]] == []
     assert [shape for shape in absent if installed[shape] != absent[shape]] == []
     assert set(map(json.dumps, ours)) == {json.dumps([{"_convert_": "object"}, 0, 1])}
     assert min(map(len, absent.values())) > 0

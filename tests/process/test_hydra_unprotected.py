@@ -89,6 +89,40 @@ def test_a_job_under_run_is_run_again_as_protected(little, fork_under):
     assert second.returncode == 0 or "torchrepro rerun" in second.stderr
 
 
+OFF = {"TORCHREPRO_HYDRA": "0"}
+
+
+def test_an_app_without_our_group_shows_nothing_of_it(little, write):
+    """With TORCHREPRO_HYDRA=0 its help, its completion and its own `repro` are the app's alone."""
+    write({"conf/repro/paper1.yaml": "author: me\n"})
+    config = "defaults: [{repro: paper1}, _self_]\n"
+    with_group, without = (little("--help", env=env, config=config) for env in ({}, OFF))
+    run = little("repro=paper1", env=OFF, config=config)
+    added = little("+repro=paper1", env=OFF, config="size: 3\n")
+
+    assert "debug-strict" in with_group.stdout
+    assert "repro: paper1\n" in without.stdout
+    assert (run.stderr, added.stderr, len(run.tasks + added.tasks)) == ("", "", 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("+repro=debug-strict",),
+        ("-m", "+repro=seed-only,debug-strict"),
+        ("+repro/with=[host-rng]",),
+    ],
+    ids=" ".join,
+)
+def test_a_profile_that_hydra_is_not_to_know_is_refused(little, words):
+    """With TORCHREPRO_HYDRA=0 a program that asks for a profile never runs without it."""
+    result = little(*words, env=OFF)
+
+    assert (result.returncode, result.tasks) == (3, [])
+    assert "unset TORCHREPRO_HYDRA" in result.stderr
+    assert len(result.stderr.splitlines()) == 2
+
+
 @pytest.mark.parametrize("env", ["mine", "null"])
 def test_no_job_of_a_sweep_is_unprotected(little, write, env):
     """Whatever the app puts in place of Hydra's groups, each job of a sweep has its profile."""

@@ -53,6 +53,7 @@ from torchrepro.integrations.hydra_source import (
     chosen,
     exit_on_error,
     note_on_the_apps_own,
+    refuse_switched_off,
     resolved_profile,
     unapplied,
     words_of_group,
@@ -78,11 +79,18 @@ if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
 
 
+SWITCH = "TORCHREPRO_HYDRA"
+"""Variable that is 0 where an app is to be as it is without torchrepro, in its help as well."""
+
+
 class ReproSearchPath(SearchPathPlugin):
     """Puts our config source before every other place that Hydra looks in."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the source and the callback; called by Hydra at every start."""
+        """Add the source and the callback, or neither; called by Hydra at every start."""
+        if os.environ.get(SWITCH) == "0":
+            refuse_switched_off(SWITCH)
+            return
         elements: list[Any] = search_path.get_path()  # type: ignore[assignment]
         elements.insert(0, _ProfilesElement(search_path))
         # As the first entry in the defaults list of Hydra's own config, the callback starts before

@@ -446,6 +446,20 @@ def refuse_if_shown(error: TorchreproError) -> None:
             raise error
 
 
+def refuse_switched_off(variable: str) -> None:
+    """End the process where the command line requests a profile that Hydra is not to know."""
+    for name in requested_names():
+        for meant in (name, piece_named(name)):
+            with suppress(ProfileError):
+                find(meant)
+                say(
+                    f"{variable}=0 keeps profiles out of this app, and the command line asks for "
+                    f"{name}\n    to do: unset {variable}, or start with "
+                    "`torchrepro run PROFILE -- COMMAND`"
+                )
+                raise SystemExit(REFUSED_STATUS)
+
+
 def _unprotected(names: list[str], composer: str) -> str:
     return (
         f"{GROUP}={', '.join(names)} was composed by Hydra, and nothing put it in force: the "
@@ -539,12 +553,14 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
 
 
 def note_on_the_apps_own(config: DictConfig) -> str:
-    """Return a line for an app that asks for no profile, and whose `repro` is its own."""
-    if _plain_section(config) is None:
+    """Return a line where the app's own `repro` names a profile, which it does not ask for."""
+    words = _SEPARATORS.split(str(_plain_section(config)))
+    named = [name for folder in search_path() for name in folder.names() if name in words]
+    if not named:
         return ""
     return (
         f"`{GROUP}` in this app's config is the app's own and asks for no profile "
-        "(to run under one: torchrepro run PROFILE -- COMMAND)"
+        f"(to run under one: torchrepro run {named[0]} -- COMMAND)"
     )
 
 
