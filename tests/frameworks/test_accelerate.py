@@ -3,6 +3,7 @@
 import json
 import pkgutil
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -314,6 +315,27 @@ def test_trackers_get_the_profile(tmp_path):
     events.Reload()
 
     assert any("repro" in tag for tag in events.Tags()["tensors"])
+
+
+def _seconds_of_empty_weights(*overrides, **options):
+    with torchrepro.apply("debug-strict", overrides) as applied:
+        began = time.perf_counter()
+        with accelerate.init_empty_weights(**options):
+            made = torch.nn.Linear(5000, 5000)
+        seconds = time.perf_counter() - began
+    assert made.weight.is_meta
+    return seconds, {each.left_open for each in applied.report.guarantee.lowered}
+
+
+def test_empty_weights_cost_nothing_where_no_memory_is_filled():
+    """Filling takes nearly all the time of init_empty_weights, and either way out avoids it."""
+    filled, open_so = _seconds_of_empty_weights()
+    unfilled, more = _seconds_of_empty_weights("backends.torch.fill_uninitialized_memory=false")
+    with_buffers, as_much = _seconds_of_empty_weights(include_buffers=True)
+
+    assert max(unfilled, with_buffers) < filled / 4
+    assert as_much == open_so
+    assert more - open_so == {"what uninitialised memory holds"}
 
 
 def test_a_program_that_imports_accelerate_before_torch_is_hooked(fork_python):
