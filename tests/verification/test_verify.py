@@ -16,8 +16,8 @@ from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.seeding.uncontrolled import IF_THERE
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.value import Kind
+from torchrepro.verification.leftovers import CarriedFile, carried
 from torchrepro.verification.result import verification_json, verification_parts
-from torchrepro.verification.trials import CarriedFile, carried
 from torchrepro.verification.verifier import verify
 
 ANOTHER_EACH_TIME = "batch[0, 0] = __import__('random').SystemRandom().random() if step == 1 else 1"

@@ -49,6 +49,7 @@ from torchrepro.trace.request import LEVELS, Request, is_range
 from torchrepro.verdict.comparison import compare_within
 from torchrepro.verdict.render import counted, from_here, moment
 from torchrepro.verification.file_notes import READ, WRITTEN, noted
+from torchrepro.verification.leftovers import FolderState, Leftovers
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 from torchrepro.verification.repository import (
     Copy,
@@ -116,11 +117,10 @@ class LockedCommand:
         return Runner(self.command, output, request, None, say, meanwhile)
 
     def run(self, runner: Runner, resolved: ResolvedProfile, name: str) -> _Recorded:
-        """Run it once; raises what `Runner.run` does, and `TraceError` if it holds no numbers."""
+        """Run it once; raises what `Runner.run` does."""
         files, began = runner.folder / f"{name}.files", time.time()
         noting = noting_files(self.root, files) if self.root else RunEnvironment()
         run = runner.run(resolved, name, noting)
-        runner.refuse_unrecorded(run)
         return _Recorded(run, files, began)
 
     def files_of(self, its: _Recorded, resolved: ResolvedProfile) -> FilesRead:
@@ -169,13 +169,17 @@ def lock_numbers(
     resolved = resolve(profile, overrides)
     with output_directory("", say) as output:
         runner = asked.runner(output, say, meanwhile)
-        done = []
+        states, done = [FolderState.now(output)], []
         for number in (1, 2):
             say(f"run {number} of 2 ...")
             done.append(asked.run(runner, resolved, f"run-{number}"))
+            states.append(FolderState.now(output))
+            runner.refuse_unrecorded(done[0].run)
         runs = [each.run for each in done]
         runner.refuse_failed(runs)
-        verdict = runner.compare(*runs)
+        verdict = Leftovers.of(states[0], states[1], runs[0], runs[1]).explained(
+            runner.compare(*runs)
+        )
         machine = kind_of_machine()
         if not verdict.same or any(run.status for run in runs):
             return LockedRun(str(path), report, None, verdict, machine)
@@ -265,6 +269,7 @@ def check_numbers(
         runner = asked.runner(output, say, meanwhile)
         say("run ...")
         now = asked.run(replace(runner, beside=check_settings), resolved, "here")
+        runner.refuse_unrecorded(now.run)
         settings = settings_here[0].result()
         runner.refuse_failed([now.run])
         here = numbers_of(now.run.folder, asked.every)

@@ -125,8 +125,8 @@ def repositories(root: Path) -> Iterator[Path]:
     yield root
 
 
-def walked(root: Path) -> Iterator[Path]:
-    """Yield the files below `root` but those of caches and of virtual environments."""
+def folders_within(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the folders below `root` but caches and virtual environments, each with its files."""
     for folder, folders, files in os.walk(root):
         here = Path(folder)
         folders[:] = [
@@ -134,7 +134,14 @@ def walked(root: Path) -> Iterator[Path]:
             for name in folders
             if name not in LEFT_OUT and not is_of_environment(here / name, root)
         ]
-        yield from (here / name for name in files)
+        links = [name for name in folders if (here / name).is_symlink()]
+        yield here, [*files, *links]
+
+
+def walked(root: Path) -> Iterator[Path]:
+    """Yield the files below `root` but those of caches and of virtual environments."""
+    for folder, files in folders_within(root):
+        yield from (folder / name for name in files)
 
 
 def files_now(root: Path) -> list[str]:

@@ -22,7 +22,7 @@ from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import printable
 from torchrepro.redaction import shareable, shell_line
 from torchrepro.trace.reader import read_run, steps_so_far
-from torchrepro.trace.request import VARIABLE, Request
+from torchrepro.trace.request import LEVELS, VARIABLE, Request
 from torchrepro.verdict.comparison import compare_within
 from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.render import counted
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 GRACE = 20.0  # seconds that a command has to end after it was asked to, before it is killed
 
 BETWEEN_LOOKS = 1.0  # seconds between two readings of how far a run is
+
+LARGEST_LOG = 2**21  # bytes of what a run has printed that are kept, half of them the last ones
 
 _LAST_LINES = 12
 _NOT_IN_FORCE = 3  # the exit status of a command whose profile could not be put in force
@@ -154,13 +156,19 @@ class Runner:
 
     def refuse_unrecorded(self, run: Run) -> None:
         """Raise `TraceError` if a run went well and nothing was recorded of it."""
-        if run.status == 0 and not run.recorded:
-            raise TraceError.about(
-                "nothing was recorded of it, so nothing can be said of its runs",
-                found=join(self.command),
-                todo="it has to import torch and compute something with it, in a Python in which "
-                "torchrepro is installed",
-            )
+        if run.status or run.recorded:
+            return
+        ours = f"torchrepro: {run.folder}: "
+        said = (line.removeprefix(ours) for line in last_lines(run, _LAST_LINES))
+        why = next((line for line in said if line.endswith("nothing was recorded")), "")
+        computes = "it has to import torch and compute something with it"
+        if self.request.level == LEVELS[0]:
+            computes = "it has to make a step of an optimizer, or to call torchrepro.end_step()"
+        raise TraceError.about(
+            why or "nothing was recorded of it, so nothing can be said of its runs",
+            found=join(self.command),
+            todo="" if why else f"{computes}, in a Python in which torchrepro is installed",
+        )
 
     def refuse_failed(self, runs: Sequence[Run]) -> None:
         """Raise what says why, if the command has failed in all its runs with the same status."""
@@ -221,8 +229,10 @@ def run_to_end(
     After `limit` seconds it is ended.
 
     Its standard input is empty, so that every run has the same. It has a session of its own, so
-    that it and all processes that it started can be ended together. Raises `Interrupted` if a
-    signal ends us, once the command has ended, and `ProfileError` if it cannot be started.
+    that it and all processes that it started can be ended together, also where this process is
+    killed; a process that has begun another session is left alone. Of a long output its beginning
+    and its end are kept. Raises `Interrupted` if a signal ends us, once the command has ended, and
+    `ProfileError` if it cannot be started.
     """
     with log.open("wb") as output, signals_raised():
         try:
@@ -239,13 +249,55 @@ def run_to_end(
             what = f"cannot be started: {error.strerror}"
             raise ProfileError.about(what, found=program) from None
         try:
-            return process.wait(limit)
+            with _ended_with_us(process):
+                return process.wait(limit)
         except subprocess.TimeoutExpired:
             end_group(process)
             return process.returncode
         except BaseException as stopped:
             end_group(process, getattr(stopped, "number", signal.SIGTERM))
             raise
+        finally:
+            _shorten(log)
+
+
+_AFTER_US = """
+read -r over || {
+    kill -s TERM -- "-$1"
+    waited=0
+    while kill -s 0 -- "-$1" && [ "$waited" -lt "$2" ]; do sleep 1; waited=$((waited + 1)); done
+    kill -s KILL -- "-$1"
+}
+"""
+"""Ends the process group $1, at first kindly and after $2 seconds not, once its input ends without
+a line: whoever holds the other end of that pipe has died."""
+
+
+@contextmanager
+def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    watcher = subprocess.Popen(  # noqa: S603 - a text of ours
+        ["/bin/sh", "-c", _AFTER_US, "sh", str(process.pid), str(int(GRACE))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):
+            watcher.communicate(b"over\n")
+
+
+def _shorten(log: Path) -> None:
+    half, size = LARGEST_LOG // 2, log.stat().st_size
+    if size > LARGEST_LOG:
+        with log.open("r+b") as file:
+            file.seek(-half, os.SEEK_END)
+            end = file.read()
+            file.seek(half)
+            file.write(b"\n... %d bytes are left out here ...\n" % (size - LARGEST_LOG) + end)
+            file.truncate()
 
 
 @contextmanager
@@ -305,7 +357,7 @@ def signals_raised() -> Iterator[None]:
 
     before = {
         number: signal.signal(number, interrupt)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
         if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
     }
     try:

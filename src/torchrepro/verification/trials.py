@@ -6,18 +6,15 @@ controls held the same. Runs that then agree show the cause, or the command that
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from shlex import join
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, ProfileError
 from torchrepro.manifest.contents import secrets_here
-from torchrepro.messages import printable
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
 from torchrepro.redaction import shareable, shell_line
@@ -31,7 +28,6 @@ from torchrepro.seeding.uncontrolled import (
     THREADS,
     UNWRITTEN,
 )
-from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict.diagnosis import (
     cause_by_rule,
@@ -52,6 +48,7 @@ from torchrepro.verdict.program_text import (
 from torchrepro.verdict.render import from_here, headline, short
 from torchrepro.verdict.value import Advice, Kind, SeedSource
 from torchrepro.verification.held_sources import HELD_AT_ONCE
+from torchrepro.verification.leftovers import Leftovers, Place, here, traces_of
 from torchrepro.verification.perturbations import RunEnvironment, holding
 from torchrepro.verification.repository import CopyError, edited_copy
 from torchrepro.verification.result import UNCHANGED, Run, Trial
@@ -59,7 +56,6 @@ from torchrepro.verification.runner import status_in_words
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.diagnosis import Evidence, Suspect
     from torchrepro.verdict.value import Edit, UncontrolledRead, Verdict
     from torchrepro.verification.runner import Runner
@@ -84,48 +80,6 @@ _UNHEARD = {
 """What may vary although no call was heard."""
 
 
-class CarriedFile(NamedTuple):
-    """A file that a run read as the run before it had left it."""
-
-    path: str
-    written: str
-    """The line of the program that wrote it, as ``file:line``; empty where that was not heard."""
-    read: str  # the line that first read it in the later run
-
-
-def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
-    """Return the files that `second` read as they had been written since `first` began.
-
-    The runs are those of one command, one after the other. Empty where one was not recorded up to
-    its end.
-    """
-    earlier, later = (
-        [its.meta for its in traces if None not in (its.meta.get("began"), its.meta.get("files"))]
-        for traces in (_traces(run) if run.recorded else () for run in (first, second))
-    )
-    if not (earlier and later):
-        return ()
-    begun, ended = (min(meta["began"] for meta in side) for side in (earlier, later))
-    written = {each["path"]: each["written"] for meta in earlier for each in meta["files"]}
-    read = {
-        each["path"]: each["read"]
-        for meta in later
-        for each in meta["files"]
-        if each["read"] and begun <= each["changed"] < ended
-    }
-    return tuple(
-        CarriedFile(printable(path), printable(written.get(path, "")), printable(where))
-        for path, where in read.items()
-    )
-
-
-def _traces(run: Run) -> list[Trace]:
-    found = read_run(run.folder, records=False)
-    for trace in found:
-        trace.close()
-    return found
-
-
 @dataclass
 class Trials:
     runner: Runner
@@ -136,7 +90,7 @@ class Trials:
     environments: Sequence[RunEnvironment]  # what they were started in
     verdict: Verdict
     meta: Mapping[str, Any]
-    carried: Sequence[CarriedFile]  # the files that one of the runs left for the next one
+    left: Leftovers  # what one of the runs left for the next one
     most: float = MOST  # the runs that all trials take at most
     done: list[Trial] = field(default_factory=list)
     _last: Run = field(init=False)  # the first run of the last trial whose runs agreed
@@ -148,12 +102,14 @@ class Trials:
 
         Raises what `Runner.run` raises.
         """
+        seconds = max(run.seconds for run in self.between)
+        self.runner.say(f"why: at most {self.most} more runs, of about {seconds:.0f} s each\n")
         its = evidence_of(self.verdict, self.meta)
         is_fault = its.holds("reads_unwritten_memory") or its.holds("is_race")
         if not (self.verdict.reaches or is_fault):
             return self._left_out(its)
-        if self.carried and self._agrees_without_files():
-            return self._with()
+        if self.left.carried and self._is_left_behind():
+            return self.verdict
         suspect = prime_suspect(its)
         if its.holds("reads_unwritten_memory"):
             if self._holds(UNWRITTEN, [], self.resolved):
@@ -269,33 +225,26 @@ class Trials:
         same = self._agrees(what, "", resolved, holding(held), runs=ENOUGH_HELD)
         return same and not self._by_chance()
 
-    def _agrees_without_files(self) -> bool:
-        away = self.runner.folder / "left-by-runs"
-        away.mkdir()
-        places = {Path(each.path): away / f"{at}" for at, each in enumerate(self.carried)}
+    def _is_left_behind(self) -> bool:
+        """Whether runs differ by files that one leaves for the next; the verdict then says so.
 
-        def remove() -> None:
-            for place in places:
-                place.unlink(missing_ok=True)
-
-        names = [from_here(each.path) for each in self.carried]
-        command = self._command(self.profile, self.overrides, first=f"rm -f {join(names)}")
-        what = f"each run without the {', '.join(names)} of the run before"
-        try:
-            for place, kept in places.items():
-                shutil.move(place, kept)
-            same = self._agrees(what, command, self.resolved, RunEnvironment(), before=remove)
-        finally:
-            for place, kept in places.items():
-                if kept.exists():
-                    shutil.move(kept, place)
-        if same:
-            one = self.carried[0]
-            wrote = f"written at {short(one.written)} and " if one.written else ""
-            cause = f"A file that one run leaves for the next: {names[0]}, {wrote}read at"
-            cause = f"{cause} {short(one.read)}."
-            self.verdict = self._with(cause=cause, command=command, tried=_AGREED, edit=None)
-        return same
+        Runs then agree without them, perhaps once the program is seeded as well.
+        """
+        seeded = [("seed-only", ())] if self.resolved is None and not self.own_profile else []
+        for profile, overrides in [(self.profile, self.overrides), *seeded]:
+            command = self._command(profile, overrides, first=self.left.created)
+            resolved = self.resolved if profile == self.profile else resolve(profile)
+            what = "each run without what the run before left"
+            what = f"{what}, under {profile}" if profile != self.profile else what
+            change, place = RunEnvironment(), self.left.copy_without_them
+            if self._agrees(what, command, resolved, change, place=place):
+                cause = self.left.cause
+                if profile != self.profile:
+                    cause = f"{cause} And the program seeds no generator."
+                self.verdict = self._with(cause=cause, command=command, tried=_AGREED, edit=None)
+                return True
+        # A run that did less, since it found them, needs no further trial: the verdict says so.
+        return self.between[0].steps > self.between[1].steps
 
     def _edit_that_works(self, what: str, reads: Sequence[Suspect]) -> Edit | None:
         """Return an edit of one of these lines, or elsewhere, with which runs of a copy agree."""
@@ -318,7 +267,7 @@ class Trials:
         change: RunEnvironment,
         *,
         runs: int = ENOUGH,
-        before: Callable[[], object] = lambda: None,
+        place: Callable[[Runner], AbstractContextManager[Place]] = here,
         runner: Runner | None = None,
     ) -> bool:
         """Whether so many runs agree with a change; how they went is added to what was done."""
@@ -329,15 +278,22 @@ class Trials:
         for number in range(runs):
             self.runner.say(f"tried: {what}, run {number + 1} of {runs} ...")
             environment = self.environments[min(number, 1)] | change
-            before()
+            name = f"trial-{len(self.done) + 1}-{number + 1}"
             try:
-                name = f"trial-{len(self.done) + 1}-{number + 1}"
-                done.append(runner.run(resolved, name, environment))
-            except ApplyError as refused:
+                with place(runner) as its:
+                    done.append(its.runner.run(resolved, name, environment | its.environment))
+                    strayed = its.copy.strayed() if its.copy else ""
+            except (ApplyError, CopyError) as refused:
                 answer = str(refused)
                 break
             if done[-1].status != 0 or not done[-1].recorded:
                 answer = f"it ended with {status_in_words(done[-1].status)}: see {done[-1].log}"
+                break
+            if strayed:
+                answer = f"it did not stay in its copy: {strayed}"
+                break
+            if self.between[0].steps and not done[-1].steps:
+                answer = "it made no step, and run 1 did"
                 break
             if number:
                 found = runner.compare(done[0], done[-1])
@@ -354,7 +310,7 @@ class Trials:
 
     def _by_chance(self) -> bool:
         """Whether the runs of the last trial agree and may not the next time; that is noted."""
-        reads = [read for trace in _traces(self._last) for read in trace.meta.get("sources", ())]
+        reads = [read for trace in traces_of(self._last) for read in trace.meta.get("sources", ())]
         if all(read["what"] != FORKED for read in reads):
             return self._agrees_unchanged()
         answer = "the same by chance: which child takes which task decides what it draws"
@@ -489,14 +445,14 @@ class Trials:
         return [each for each in found if each.name not in TIES] or list(found)
 
     def _command(
-        self, profile: Any, overrides: Sequence[str], *options: str, first: str = ""
+        self, profile: Any, overrides: Sequence[str], *options: str, first: Sequence[str] = ()
     ) -> str:
-        # It has what the user has said of what is the same; a shell does `first` before each run.
+        # It has what the user has said of what is the same; files of `first` go before each run.
         words = shareable(
             self.runner.command, secrets_here(*([self.resolved] if self.resolved else []))
         )
         if first:
-            words = ["sh", "-c", f"{first}; exec {shell_line(words)}"]
+            words = ["sh", "-c", f"rm -f {join(first)}; exec {shell_line(words)}"]
         level, tolerance = self.runner.request.level, self.runner.tolerance or ()
         asked = ["--level", level] if level != LEVELS[-1] else []
         for name, number in zip(("--rtol", "--atol"), tolerance, strict=False):

@@ -27,10 +27,11 @@ from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import moment, place
 from torchrepro.verdict.value import Advice, Kind
 from torchrepro.verification.at_start import WORKERS
+from torchrepro.verification.leftovers import FolderState, Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.result import Run, StressResult, Trial, Verification
 from torchrepro.verification.runner import Runner, output_directory
-from torchrepro.verification.trials import MOST, Trials, carried
+from torchrepro.verification.trials import MOST, Trials
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
@@ -114,6 +115,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         # Every run but the first is perturbed, each differently.
         environments = [plan.environment(at, plan.names if at else ()) for at in range(runs)]
         done: list[Run] = []
+        before = after = FolderState.now(output)
         for number, environment in enumerate(environments):
             say(f"run {number + 1} of {runs} ...")
             perturbed = plan.names if number else ()
@@ -121,6 +123,10 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             runner.refuse_unrecorded(done[0])
             if number:
                 runner.refuse_failed(done)
+                if done[number].status and not done[0].status:
+                    break
+            else:
+                after = FolderState.now(output)
         verdicts = [runner.compare(done[0], run) for run in done[1:]]
         refuse_unknown_lines(verdicts[0])
         stressed = StressResult(plan.names, plan.skipped) if stress else None
@@ -130,15 +136,17 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         number = next((at for at, each in enumerate(verdicts, start=1) if not each.same), 0)
         if number:
             verdict = verdicts[number - 1]
-            left = carried(done[0], done[number])
-            if closer and not left:
+            left = Leftovers.of(before, after, done[0], done[number])
+            verdict = left.explained(verdict)
+            if closer and not (left.carried or left.is_refused):
                 setups = (resolved, environments[0]), (resolved, environments[number])
                 verdict = _look_closer(runner, verdict, setups)
-            if plan.names:
+            if plan.names and not left.is_refused:
                 stressed = _culprits(runner, resolved, plan, done[0], number)
                 verdict = _with_perturbation(verdict, stressed, plan)
             culprits = stressed.culprits if stressed else ()
-            if escalate or (closer and culprits in ((), (HASH_SEED,))):
+            is_tried = escalate or (closer and culprits in ((), (HASH_SEED,)))
+            if is_tried and not left.is_refused:
                 trials = Trials(
                     runner=runner,
                     profile=profile,
@@ -148,7 +156,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                     environments=(environments[0], environments[number]),
                     verdict=verdict,
                     meta=meta,
-                    carried=left,
+                    left=left,
                     most=math.inf if escalate else MOST,
                 )
                 if escalate:

@@ -1,0 +1,259 @@
+"""Files that one run leaves for the next, and places in which a run does not find them.
+
+The folder of a program is looked at before and after its first run: what was created in between is
+left behind. A run that is to find none of it starts in a copy of the folder as it was before. No
+file of the user is moved, removed or changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchrepro.callers import is_library
+from torchrepro.errors import TraceError
+from torchrepro.messages import printable, some
+from torchrepro.trace.reader import read_run
+from torchrepro.verdict.render import counted, from_here, short
+from torchrepro.verdict.value import Advice
+from torchrepro.verification.perturbations import RunEnvironment
+from torchrepro.verification.repository import (
+    Copy,
+    CopyError,
+    folders_within,
+    repository_root,
+    temporary_folder,
+    write_files,
+)
+from torchrepro.verification.runner import last_lines, status_in_words
+
+if TYPE_CHECKING:
+    from torchrepro.trace.reader import Trace
+    from torchrepro.verdict.value import Verdict
+    from torchrepro.verification.result import Run
+    from torchrepro.verification.runner import Runner
+
+MOST_FILES = 50_000  # that are looked at
+MOST_BYTES = 500 * 2**20  # that a copy holds
+LARGE = 2**20  # bytes of a file that is linked, where no run opens it for writing
+
+_LINES = 100  # of what a run has printed last, with its traceback
+_LOCATION = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class CarriedFile(NamedTuple):
+    """A file that a run read as the run before it had left it."""
+
+    path: str
+    written: str
+    """The line of the program that wrote it, as ``file:line``; empty where that was not heard."""
+    read: str  # the line that first read it in the later run
+
+
+def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
+    """Return the files that `second` read as they had been written since `first` began.
+
+    The runs are those of one command, one after the other. Empty where one has left no trace of
+    its files, which it writes at its end.
+    """
+    earlier, later = (
+        [
+            trace.meta
+            for trace in traces_of(run)
+            if None not in (trace.meta.get("began"), trace.meta.get("files"))
+        ]
+        for run in (first, second)
+    )
+    if not (earlier and later):
+        return ()
+    begun, ended = (min(meta["began"] for meta in metas) for metas in (earlier, later))
+    written = {each["path"]: each["written"] for meta in earlier for each in meta["files"]}
+    read = {
+        each["path"]: each["read"]
+        for meta in later
+        for each in meta["files"]
+        if each["read"] and begun <= each["changed"] < ended
+    }
+    return tuple(
+        CarriedFile(printable(path), printable(written.get(path, "")), printable(where))
+        for path, where in read.items()
+    )
+
+
+def traces_of(run: Run) -> list[Trace]:
+    """Return the traces of a run without their records; empty where nothing was recorded."""
+    found: list[Trace] = []
+    with suppress(TraceError):
+        found = read_run(run.folder, records=False)
+    for trace in found:
+        trace.close()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class FolderState:
+    """The files of a program's repository, or of its folder where it has none, at one moment."""
+
+    root: Path
+    files: Mapping[str, tuple[int, int, int]]  # time of change in ns, size, inode; by path in root
+    folders: tuple[str, ...]
+    is_whole: bool  # False for a folder of too many files
+
+    @classmethod
+    def now(cls, without: Path) -> FolderState:
+        """Look at the folder that this process is in, but for what lies below `without`."""
+        root = repository_root(Path.cwd()) or Path.cwd()
+        files: dict[str, tuple[int, int, int]] = {}
+        folders: list[str] = []
+        for folder, names in folders_within(root):
+            if folder.is_relative_to(without):
+                continue
+            if len(files) + len(names) > MOST_FILES:
+                return cls(root, files, tuple(folders), is_whole=False)
+            folders.append(str(folder.relative_to(root)))
+            for name in names:
+                with suppress(OSError):
+                    its = (folder / name).lstat()
+                    place = str((folder / name).relative_to(root))
+                    files[place] = its.st_mtime_ns, its.st_size, its.st_ino
+        return cls(root, files, tuple(folders), is_whole=True)
+
+
+class Place(NamedTuple):
+    """Where a run is tried: what starts it there, and in which environment."""
+
+    runner: Runner
+    environment: RunEnvironment
+    copy: Copy | None = None
+
+
+@contextmanager
+def here(runner: Runner) -> Iterator[Place]:
+    yield Place(runner, RunEnvironment())
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What the first run of a command left behind, seen in its folder before and after it."""
+
+    before: FolderState
+    after: FolderState
+    runs: tuple[Run, Run]  # the first, and a later one
+    carried: tuple[CarriedFile, ...]  # what the later one read of it
+
+    @classmethod
+    def of(cls, before: FolderState, after: FolderState, first: Run, later: Run) -> Leftovers:
+        return cls(before, after, (first, later), carried(first, later))
+
+    @property
+    def created(self) -> list[str]:
+        """The files that the first run created, as they are named from here."""
+        names = self.after.files.keys() - self.before.files.keys()
+        return sorted(from_here(str(self.before.root / name)) for name in names)
+
+    @property
+    def cause(self) -> str:
+        """The first carried file, and the lines that wrote and read it, in words."""
+        one = self.carried[0]
+        name = from_here(one.path)
+        note = "" if name in self.created else ", overwritten by run 1"
+        wrote = f"written at {short(one.written)} and " if one.written else ""
+        return (
+            f"A file that one run leaves for the next: {name}{note}, {wrote}read at "
+            f"{short(one.read)}."
+        )
+
+    @contextmanager
+    def copy_without_them(self, runner: Runner) -> Iterator[Place]:
+        """Be in a copy of the folder as it was before the first run.
+
+        Raises `CopyError` where there can be none: for a carried file that was not created by the
+        first run or is elsewhere, a link that leads out of the folder, and too much to copy.
+        """
+        root = self.before.root
+        for each in self.carried:
+            name = from_here(each.path)
+            if not Path(each.path).is_relative_to(root):
+                raise CopyError(f"{name} is not in {root}")
+            if name not in self.created:
+                raise CopyError(f"{name} was there before, and run 1 has overwritten it")
+        if not (self.before.is_whole and self.after.is_whole):
+            raise CopyError(f"{root} has more than {MOST_FILES:,} files")
+        uses = [use for run in self.runs for use in _uses_of_files(run)]
+        written = {use["path"] for use in uses if use["written"]}
+        copied, linked, size = [], [], 0
+        for name, state in self.before.files.items():
+            path = root / name
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                raise CopyError(f"{name} is a link that leads out of {root}")
+            is_changed = self.after.files.get(name) != state or str(path) in written
+            if state[1] > LARGE and not is_changed:
+                linked.append(name)
+            else:
+                copied.append(name)
+                size += state[1]
+        if size > MOST_BYTES:
+            raise CopyError(f"a copy of {root} would take {size / 2**20:,.0f} MB")
+        with temporary_folder() as temporary:
+            copy = Copy.of(root, Path.cwd(), temporary)
+            for folder in self.before.folders:
+                (copy.tree / folder).mkdir(parents=True, exist_ok=True)
+            write_files(root, copied, copy.tree)
+            copy.link(linked)
+            runner = replace(runner, command=copy.command(runner.command))
+            with copy.entered():
+                yield Place(runner, copy.environment, copy)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the later run failed and the first one did not."""
+        first, later = self.runs
+        return bool(later.status and not first.status)
+
+    def explained(self, verdict: Verdict) -> Verdict:
+        """Return the verdict of both runs, with what was left behind as its cause, if it is."""
+        first, later = self.runs
+        if verdict.same:
+            return verdict
+        if self.is_refused:
+            cause = self.refusal
+        elif later.steps < first.steps and self.carried:
+            cause = self.cause
+        elif later.steps < first.steps and self.created:
+            steps = counted(later.steps, "step")
+            cause = f"Run 1 left {some(self.created)} behind, and run 2 then made {steps}."
+        else:
+            return verdict
+        advice = verdict.advice or Advice("")
+        return replace(verdict, advice=replace(advice, cause=cause, edit=None))
+
+    @property
+    def refusal(self) -> str:
+        """Why the later run failed: its last line, the line of the program, what run 1 made."""
+        run = self.runs[1]
+        lines = [line for line in last_lines(run, _LINES) if line.strip()]
+        said = lines[-1].strip() if lines else status_in_words(run.status)
+        found = (_LOCATION.search(line) for line in reversed(lines))
+        places = (f"{each[1]}:{each[2]}" for each in found if each and not is_library(each[1]))
+        place = next(places, "")
+        left = [name for name in (*self.created, *self._created_folders) if name in said]
+        parts = [
+            f"{run.name.replace('-', ' ')} failed: {said}",
+            f" ({short(place)})" * bool(place),
+            f"; run 1 made {some(left or self.created)}" * bool(left or self.created),
+        ]
+        return f"{''.join(parts)}."
+
+    @property
+    def _created_folders(self) -> list[str]:
+        root, before = self.before.root, {*self.before.folders}
+        return [from_here(str(root / each)) for each in self.after.folders if each not in before]
+
+
+def _uses_of_files(run: Run) -> Iterator[Mapping[str, str]]:
+    for trace in traces_of(run):
+        yield from trace.meta.get("files") or ()
