@@ -5,6 +5,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchrepro.integrations.pytest_plugin import header_lines
 from torchrepro.outcomes import Guarantee, Lowered, Outcome, Row
@@ -101,6 +102,32 @@ def test_fixture(repro): pass
 """
 
 
+SEEDING = """
+import random, pytest, torch
+
+torch.manual_seed(0)
+random.seed(1)
+FIRST = torch.rand(()).item()
+
+def draw():
+    return torch.rand(()).item()
+
+@pytest.fixture
+def seeded():
+    torch.manual_seed(0)
+
+def test_of_its_module():
+    print("drew module", draw())
+
+def test_that_seeds():
+    torch.manual_seed(0)
+    print("drew test", draw() == FIRST)
+
+def test_of_a_fixture(seeded):
+    print("drew fixture", draw() == FIRST)
+"""
+
+
 @pytest.fixture
 def run(pytester):
     """Run pytest in a process of its own, without pytest-randomly unless it is asked for."""
@@ -151,6 +178,30 @@ def test_a_session_is_under_its_profile_in_time_and_every_test_starts_alike(pyte
     shared, own, _ = drawn["first"][2:]
     assert drawn["second"][2:4] == [own, shared]
     assert shared != own, "a shared fixture draws from a stream of its own"
+
+
+@pytest.mark.slow
+def test_a_seed_that_a_module_gives_as_it_is_imported_has_no_effect_and_is_named(pytester, run):
+    """Each test starts from the profile's seed; a warning has the line, and what to do.
+
+    It fails no test under -W error. A seed that a test or its fixture gives counts. Nothing is said
+    of a profile without a seed, nor where there is no profile.
+    """
+    pytester.makepyfile(test_seeding=SEEDING, test_plain="def test_of_nothing(): pass")
+    named = [
+        f"*test_seeding.py:{line}: PytestWarning: {call} has no effect on what tests draw: each starts "
+        "from the seed of seed-only. Seed in the test or in a fixture of it"
+        for line, call in ((3, "torch.manual_seed(0)"), (4, "random.seed(1)"))
+    ]
+
+    own = torch.rand((), generator=torch.Generator().manual_seed(1234)).item()
+    for words in ((), ("-n", "2"), ("-W", "error")):
+        result = run("--repro=seed-only", *words)
+        result.assert_outcomes(passed=4)
+        assert _drawn(result) == {"module": [str(own)], "test": ["True"], "fixture": ["True"]}
+        result.stdout.fnmatch_lines(named)
+    for words in ((), ("--repro=seed-only", "--repro-set=seed=null")):
+        assert "no effect on" not in run(*words).stdout.str()
 
 
 def test_the_header_says_all_that_a_run_starts_with(monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class _Session:
 _SESSION = pytest.StashKey[_Session]()
 _NAMED = pytest.StashKey[bool]()  # there once a profile is named, for the run or for a test
 _SCOPE = pytest.StashKey[ExitStack]()
+_SEEDED_AT_IMPORT = pytest.StashKey[
+    list[str]
+]()  # a line for each module, in the terminal's summary
 _IN_FORCE = pytest.StashKey["Applied"]()
 
 
@@ -162,6 +166,33 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what is in force, and what came too late."""
     session = config.stash.get(_SESSION, None)
     return list(session.header) if session else []
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Warn of modules that have seeded at their import: a test starts from the profile's seed."""
+    ours = session.config.stash.get(_SESSION, None)
+    if ours is None or ours.applied.resolved.values.get("seed") is None:
+        return
+    from torchrepro.callers import is_library
+    from torchrepro.console import Verbosity, verbosity
+
+    if verbosity() is Verbosity.QUIET:
+        return
+    for call in ours.applied.seeding_calls:
+        file, _, number = call.where.rpartition(":")
+        if is_library(file):
+            continue
+        text = (
+            f"{call.function}({call.value}) has no effect on what tests draw: each starts from the "
+            f"seed of {ours.applied.resolved.name}. Seed in the test or in a fixture of it"
+        )
+        # Not `warnings.warn`, which is an error under -W error.
+        warning = warnings.WarningMessage(
+            pytest.PytestWarning(text), pytest.PytestWarning, file, int(number)
+        )
+        session.config.hook.pytest_warning_recorded.call_historic(
+            kwargs={"warning_message": warning, "when": "collect", "nodeid": "", "location": None}
+        )
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, but within what other plugins wrap around
