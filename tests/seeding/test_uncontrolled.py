@@ -39,8 +39,8 @@ from torchrepro.seeding.uncontrolled import (
 )
 
 READS = {
-    "numpy.random.default_rng()": "numpy.random.default_rng(None)",
-    "random.Random()": "random.Random()",
+    "numpy.random.default_rng()": "numpy.random.default_rng(None).random()",
+    "random.Random()": "random.Random().random()",
     "random.SystemRandom()": "random.SystemRandom().choice('abc')",
     "os.urandom()": "os.urandom(4)",
     "secrets.randbits()": "secrets.randbits(8)",
@@ -209,7 +209,10 @@ def test_types_of_numpy_that_are_given_no_seed_are_noted_at_their_line(
 ) -> None:
     """They cannot be replaced, and the text of the line says that they are given none."""
     program = tmp_path / "program.py"
-    program.write_text(f"from numpy.random import {name}\n{name}(), {name}(None)\n{name}(5)\n")
+    program.write_text(
+        f"from numpy.random import {name}\nmade = {name}(), {name}(None)\n{name}(5)\n"
+        "for each in made:\n    hasattr(each, 'rand') and each.rand()\n"
+    )
     with _watched() as watch:
         exec(compile(program.read_text(), str(program), "exec"), {"__name__": "program"})
 
@@ -333,7 +336,7 @@ def test_a_strict_report_names_the_first_line_that_drew_without_a_seed(
     """The report of a strict profile has each such function with its line, and what to do."""
     before = _functions()
     with torchrepro.apply(STRICT) as applied:
-        _run("import numpy, os\nnumpy.random.default_rng()\nnumpy.random.default_rng()\n")
+        _run("import numpy\n" + 2 * "numpy.random.default_rng().random()\n")
         during = str(applied)
     os.urandom(1)
     (read, other) = applied.report.unseeded

@@ -1,9 +1,9 @@
 """Functions of other libraries, and modules of a model, whose calls somebody listens to.
 
 A function gets one stand-in, however many listen and under however many names it is known. The
-stand-in calls the function first, so no listener is called for a call that is refused. What a
-listener returns changes what the caller gets. The last listener that leaves puts the function
-itself back, unless the program has put another there since.
+stand-in calls the function first, so no listener is called for a call that is refused, but for
+those of `listen_before`. What a listener returns changes what the caller gets. The last listener
+that leaves puts the function itself back, unless the program has put another there since.
 
 While torch.compile traces the program, a stand-in is the function and nothing more: it causes no
 break in the graph, and no listener is called. Of all our code, a compiler may trace this module
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import update_wrapper, wraps
 from importlib import import_module
@@ -36,6 +36,7 @@ class _Heard:
     stand_in: Any = None
     undo: ExitStack = field(default_factory=ExitStack)  # for the modules and classes that show it
     listeners: list[Listener] = field(default_factory=list)
+    early: list[Listener] = field(default_factory=list)
 
 
 _heard: dict[tuple[str, str], _Heard] = {}
@@ -47,10 +48,23 @@ def listen(module: str, name: str, listener: Listener) -> None:
     `name` may lead through a class, as in ``Thread.start``. A listener is called once for a call,
     by however many names it listens to the function.
     """
+    heard = _heard_function(module, name)
+    if heard is not None and listener not in heard.listeners:
+        heard.listeners.append(listener)
+
+
+def listen_before(module: str, name: str, listener: Listener) -> None:
+    """Do as `listen`, before each call; what `listener` returns changes nothing."""
+    heard = _heard_function(module, name)
+    if heard is not None and listener not in heard.early:
+        heard.early.append(listener)
+
+
+def _heard_function(module: str, name: str) -> _Heard | None:
     owner, attribute = _owner(module, name)
     original = getattr(owner, attribute, None)
     if original is None:
-        return
+        return None
     if (module, name) not in _heard:
         # A function that is known under another name keeps one stand-in.
         known = (each for each in _heard.values() if original in (each.original, each.stand_in))
@@ -61,16 +75,15 @@ def listen(module: str, name: str, listener: Listener) -> None:
             heard.stand_in = (_BuiltIn if is_bound else _function)(heard)
             heard.stand_in.__module__, heard.stand_in.__qualname__ = module, name
         patch(heard.undo, owner, attribute, heard.stand_in, heard.original)
-    listeners = _heard[module, name].listeners
-    if listener not in listeners:
-        listeners.append(listener)
+    return _heard[module, name]
 
 
 def stop_listening(listener: Listener) -> None:
     for key, heard in list(_heard.items()):
-        if listener in heard.listeners:
-            heard.listeners.remove(listener)
-        if not heard.listeners:
+        for listeners in (heard.listeners, heard.early):
+            if listener in listeners:
+                listeners.remove(listener)
+        if not heard.listeners and not heard.early:
             del _heard[key]
             heard.undo.close()
 
@@ -107,9 +120,17 @@ def _function(heard: _Heard) -> Any:
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if heard.early:
+            _tell_early(heard, args, kwargs)
         return _tell(heard, args, kwargs, original(*args, **kwargs))
 
     return call
+
+
+def _tell_early(heard: _Heard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for listener in () if _is_compiling() else tuple(heard.early):
+        with suppress(Exception):
+            listener(heard.name, args, kwargs, sys._getframe(1))  # noqa: SLF001 - see below
 
 
 def _tell(heard: _Heard, args: tuple[Any, ...], kwargs: Mapping[str, Any], done: Any) -> Any:
@@ -136,6 +157,8 @@ class _BuiltIn:
         self._heard, self._original = heard, heard.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._heard.early:
+            _tell_early(self._heard, args, kwargs)
         return _tell(self._heard, args, kwargs, self._original(*args, **kwargs))
 
     def __reduce__(self) -> str:

@@ -1,9 +1,10 @@
 """Who reads what no seed controls: lines of a program, its forked children, and files.
 
-A watch notes the first read of each source at each line of the program. Calls that a library makes
-for purposes of its own are not noted. One that `uuid` or `glob` makes for the program is, by the
-name of the function that the program called. Forked children tell what they read, and what they
-draw where chance decides which numbers they get.
+A watch notes the first read of each source at each line of the program. A generator that is made
+without a seed is a read once it draws before it is seeded. Calls that a library makes for purposes
+of its own are not noted. One that `uuid` or `glob` makes for the program is, by the name of the
+function that the program called. Forked children tell what they read, and what they draw where
+chance decides which numbers they get.
 
 Not seen is what does not go through an attribute that can be replaced:
 
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import CodeType, FrameType
@@ -54,6 +56,7 @@ from torchrepro.seeding.uncontrolled import (
     WITHOUT_SEED,
     Source,
 )
+from torchrepro.seeding.unseeded_generators import UnseededGenerators
 
 if TYPE_CHECKING:
     from torchrepro.seeding.uncontrolled import Arguments
@@ -275,6 +278,8 @@ class Watch:
         self._reads: dict[tuple[str, bool, str], SourceRead] = {}
         self._seeds: dict[tuple[str, bool, str], set[str]] = {}  # given at one line by children
         self._seeded: set[str] = set()  # modules whose generators a forked child seeds
+        self._unseeded = UnseededGenerators()
+        self._state_made: SourceRead | None = None  # by a `RandomState` whose generator comes next
         self._undo = ExitStack()
         self._listeners = {row: self._listener(row) for row in rows}
         self._waiting = AfterImport(map(_awaited, rows), self._listen_to)
@@ -290,7 +295,8 @@ class Watch:
     def reads(self) -> tuple[SourceRead, ...]:
         """Return what was read up to now, in the order of the first reads.
 
-        What children have told comes last. What several of them gave as a seed is one text.
+        A generator has the position at which it was made. What children have told comes last. What
+        several of them gave as a seed is one text.
         """
         for note in self._told.take() if self._told is not None else ():
             if note.pop("kind") == "read":
@@ -302,12 +308,15 @@ class Watch:
             digest = blake2b(repr([first, *others]).encode(), digest_size=4).hexdigest()
             together = f"{first} and {len(others)} more #{digest}" if others else first
             self._reads[key].value = together if len(values) <= _FEW_SEEDS else ""
-        return (*self._reads.values(), *(self.files.reads() if self.files is not None else ()))
+        self._unseeded.settle()
+        reads = [read for read in self._reads.values() if read.times]
+        return (*reads, *(self.files.reads() if self.files is not None else ()))
 
     def stop(self) -> None:
         """Note nothing more; every function is then the one that it was."""
         self._waiting.unwatch()
         self._undo.close()
+        self._unseeded.stop()
         for listener in self._listeners.values():
             stop_listening(listener)
         if self.files is not None:
@@ -338,6 +347,8 @@ class Watch:
         original = getattr(module, "randbits", None)
         if original is None:
             return
+        legacy: Any = sys.modules["numpy.random.mtrand"]
+        twister = legacy._MT19937  # noqa: SLF001 - what `RandomState` makes; a law tries it
 
         def randbits(size: int) -> Any:
             drawn = original(size)
@@ -349,7 +360,20 @@ class Watch:
             change = row and self.heard(row, ((size,), {}), None, line(caller))
             return change(drawn) if change else drawn
 
+        class OfRandomState(type):
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                generator = twister(*args, **kwargs)
+                if self._state_made is not None:
+                    self._unseeded.add(generator, partial(self._note, self._state_made))
+                    self._state_made = None
+                return generator
+
+            def __instancecheck__(cls, value: Any) -> bool:
+                self._unseeded.settle()  # `RandomState.seed` asks before it seeds
+                return isinstance(value, twister)
+
         patch(self._undo, module, "randbits", randbits, original)
+        patch(self._undo, legacy, "_MT19937", OfRandomState("MT19937", (), {}), twister)
 
     def _listener(self, row: Source) -> Listener:
         function = f"{row.module}.{row.attribute}"
@@ -408,31 +432,51 @@ class Watch:
         """Note a call that a line of the program made, through `front` if a library made it."""
         name, value = _public_name(row, front), row.value(arguments)
         key = name, value is None, where
-        known = self._reads.get(key)
-        if known is not None and not (self._in_child and value is not None):
-            known.times += 1
-        elif len(self._reads) < _MANY:
+        read = self._reads.get(key)
+        if read is None or (self._in_child and value is not None):
+            if len(self._reads) >= _MANY:
+                return None
             step, record = self.position()
-            read = SourceRead(
+            read = self._reads[key] = SourceRead(
                 name=name,
                 what=row.what,
                 where=where,
-                times=1,
+                times=0,
                 step=step,
                 record=record,
                 value=value,
                 in_sample=(loading := in_loader() or present_worker() is not None),
                 instead=row.edit(name, in_sample=loading),
             )
-            self._reads[key] = read
-            # A child tells every seed that is given at a line, up to some.
-            given = self._seeds.setdefault(key, set()) if self._in_child and value else set()
-            if self._told is None or not self._in_child:
-                self._on_first(read)
-            elif value not in given and len(given) <= _FEW_SEEDS:
-                given.add(value or "")
-                self._told.tell("read", **read.to_json())
+        note = partial(self._note, read)
+        if row.name == "random.Random" and value is None:
+            self._unseeded.add(arguments[0][0], note)
+        elif row.name == "numpy.random.default_rng" and value is None:
+
+            def watch(made: Any) -> Any:
+                self._unseeded.add(made.bit_generator, note)
+                return made
+
+            return watch
+        elif row is MADE_BY_NUMPY["RandomState"]:
+            self._state_made = read
+        else:
+            note()
         return None
+
+    def _note(self, read: SourceRead) -> None:
+        read.times += 1
+        if read.times > 1:
+            return
+        # A child tells every seed that is given at a line, up to some.
+        key = read.name, read.value is None, read.where
+        in_child, value = self._in_child, read.value or ""
+        given = self._seeds.setdefault(key, set()) if in_child and value else set()
+        if self._told is None or not in_child:
+            self._on_first(read)
+        elif value not in given and len(given) <= _FEW_SEEDS:
+            given.add(value)
+            self._told.tell("read", **read.to_json())
 
     def _add_told(self, read: SourceRead) -> None:
         key = read.name, read.value is None, read.where

@@ -1,0 +1,124 @@
+"""Generators that are made without a seed: which of them draw before they are seeded.
+
+A `random.Random` is looked at before it is seeded or given a state, and as it dies. Numpy's are
+written in C, and their states are compared now and then: a draw goes unnoticed if another state is
+set before the next comparison. Copies are not followed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import weakref
+from _random import Random as Words
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from torchrepro.callers import address
+from torchrepro.seeding.call_listeners import listen_before, stop_listening
+
+_MANY = 200  # generators that are watched at a time
+_BLOCK, _DOUBLINGS = 624, 14  # numbers that a Mersenne twister makes at once; 2 ** 14 are searched
+_LISTENED_TO = (
+    *(("random", "Random.seed"), ("random", "Random.setstate")),
+    # What a child calls last: with its results, and as it ends.
+    *(("multiprocessing.connection", "Connection._send_bytes"), ("os", "_exit")),
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Unseeded:
+    find: Callable[[], Any]  # returns the generator; None where it has died
+    has_drawn: Callable[[], bool | None]  # None where it was seeded instead
+    on_draw: Callable[[], object]
+    process: int = field(default_factory=os.getpid)
+    drawn_in_child: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))  # a shared byte
+
+
+class UnseededGenerators:
+    """Watches generators that were made without a seed, until each draws or is seeded."""
+
+    def __init__(self) -> None:
+        self._unseeded: list[_Unseeded] = []
+
+    def add(self, generator: Any, on_draw: Callable[[], object]) -> None:
+        """Call `on_draw` once `generator` is seen to have drawn before it was seeded.
+
+        It is a `random.Random`, which is not kept alive, or a bit generator of numpy.
+        """
+        import multiprocessing.connection  # noqa: F401 - only what is loaded is listened to
+
+        for module, name in _LISTENED_TO:
+            listen_before(module, name, self._before)
+        if len(self._unseeded) >= _MANY:
+            self.settle()
+            del self._unseeded[: -_MANY // 2]
+        if isinstance(generator, random.Random):
+            at = address(generator)
+            first = _words(at)
+            find = weakref.ref(generator, self.settle)
+            self._unseeded.append(_Unseeded(find, lambda: _words(at) != first, on_draw))
+        else:
+            has_drawn = partial(_has_drawn, generator, generator.state)
+            self._unseeded.append(_Unseeded(lambda: generator, has_drawn, on_draw))
+
+    def settle(self, last_of: Any = None) -> None:
+        """Look which generators have drawn; those that were seeded are forgotten.
+
+        With `last_of`, a generator that is about to be seeded or the reference of one that dies,
+        look at that one for the last time.
+        """
+        for each in [*self._unseeded]:
+            generator = each.find()
+            is_last = last_of is not None and (last_of is generator or last_of is each.find)
+            if not is_last and (last_of is not None or generator is None):
+                continue
+            drew = bool(each.drawn_in_child[0]) or each.has_drawn()
+            if is_last or drew is not False:
+                with suppress(ValueError):  # another thread was quicker
+                    self._unseeded.remove(each)
+            if drew:
+                each.drawn_in_child[0] = os.getpid() != each.process
+                each.on_draw()
+
+    def stop(self) -> None:
+        """Look for the last time, and watch nothing more."""
+        self.settle()
+        self._unseeded.clear()
+        stop_listening(self._before)
+
+    def _before(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> None:
+        self.settle(args[0] if name.startswith("random.") else None)
+
+
+def _words(at: int) -> bytes:
+    # They lie within the object, and are still there when weak references to it have ended.
+    head = object.__basicsize__
+    return ctypes.string_at(at + head, Words.__basicsize__ - head)
+
+
+def _has_drawn(generator: Any, first: Any) -> bool | None:
+    if generator.seed_seq is None:
+        return None  # as `RandomState.seed` leaves it
+    before, present = first["state"], generator.state
+    after = present["state"]
+    if "inc" in before:
+        spawned = generator.seed_seq.n_children_spawned > 0
+        return spawned or before != after if before["inc"] == after["inc"] else None
+    if (before["key"] == after["key"]).all():
+        return bool(before["pos"] != after["pos"])
+    # Whether the present block of numbers is among those that follow the first one.
+    later, block = type(generator)(0), type(generator)(0)
+    later.state, block.state = first, present | {"state": after | {"pos": 0}}
+    later.random_raw(_BLOCK - before["pos"], output=False)
+    start = block.random_raw()
+    parts = (later.random_raw(_BLOCK << power)[::_BLOCK] for power in range(_DOUBLINGS))
+    return any((starts == start).any() for starts in parts) or None
