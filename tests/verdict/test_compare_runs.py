@@ -1,10 +1,13 @@
 """Runs as a whole: their ranks, their ends, their settings, and what can be asked of them."""
 
+import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -245,12 +248,43 @@ def test_a_seeded_generator_in_another_state_is_a_difference() -> None:
     assert compared(run, other, seeded, {}).same, "the profile of one of them seeded nothing"
 
 
-def test_a_generator_that_nobody_seeded_is_noted_where_nothing_else_differs() -> None:
-    """Runs that computed the same with other states of a generator are the same, with a note."""
-    verdict = compared(*([replace(step, random={"numpy": n}) for step in _run()] for n in "ab"))
+def test_other_states_of_a_generator_are_noted_where_a_run_drew_from_it() -> None:
+    """Runs that computed the same are the same; a generator is named if it moved in one of them."""
+    still = [[replace(step, random={"numpy": n}) for step in _run()] for n in "ab"]
+    began: list[dict[str, Any]] = [{"generators": {"numpy": n}} for n in "ab"]
+    drew_later = [*still[1][:-1], replace(still[1][-1], random={"numpy": "c"})]
+    note = "the states of numpy differ from the end of step 0 on"
 
-    assert verdict.same
-    assert verdict.notes == ("the states of numpy differ from the end of step 0 on",)
+    assert compared(*still, *began).notes == compared(*still).notes == ()
+    assert compared(still[0], drew_later).notes == (note,)
+    assert compared(*still, *began[::-1]).notes == (note,), "they drew in the first step"
+    assert compared(still[0], drew_later).same
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("drawn", ["torch", "python", "numpy"])
+def test_a_generator_from_which_nobody_draws_is_not_named(
+    tmp_path: Path, drawn: str, steps: int
+) -> None:
+    """Real runs, none of whose generators is seeded, name the one that the program draws from."""
+    draw: dict[str, Callable[[], object]] = {
+        "torch": lambda: torch.rand(2),
+        "python": random.random,
+        "numpy": np.random.rand,
+    }
+    with torchrepro.isolated_rng():
+        for run in "ab":
+            random.seed(), np.random.seed(), torch.seed()
+            with torchrepro.record(tmp_path / run) as recording:
+                draw[drawn]()
+                for _ in range(steps):
+                    torch.ones(2) + 1
+                    recording.end_step()
+                torch.ones(2) + 1
+    when = "from the end of step 0 on" if steps else "when the runs end"
+
+    notes = compare(tmp_path / "a", tmp_path / "b").notes
+    assert [note for note in notes if "states" in note] == [f"the states of {drawn} differ {when}"]
 
 
 def test_levels_without_anything_in_common_are_no_answer() -> None:

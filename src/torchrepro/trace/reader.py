@@ -58,7 +58,7 @@ META: Mapping[str, Any] = {
     **dict.fromkeys(("program", "program_text", "process", "resumed", "level"), _Words),
     **dict.fromkeys(("profile", "digest", "guarantee", "date", "host", "recorded_by"), _Words),
     **dict.fromkeys(("versions", "hardware", "outcomes", "repository"), dict | None),
-    **dict.fromkeys(("algorithm", "knobs", "models"), "words by name"),
+    **dict.fromkeys(("algorithm", "generators", "knobs", "models"), "words by name"),
     **dict.fromkeys(("before", "hidden", "keep", "modules"), "words"),
     "loaders": {"where": str, "workers": int, "dataset": str, "worker_init_fn": _Words},
     "sources": {

@@ -82,6 +82,7 @@ class Recording:
         self._begun: list[Sequence[Digest]] = []  # parameters of those that began in this step
         self._before: list[str] = []  # digests of the parameters of each, as its first step began
         self._generators = GeneratorStates()
+        self._first_states: Mapping[str, str] = {}  # of generators, as the recording began
         self._files = program_files()  # that of the main module is no longer known at the end
         self._loaders: dict[Hashable, Mapping[str, Any]] = {}
         self._built: int | None = None  # how many records came before the first model
@@ -96,6 +97,7 @@ class Recording:
     def start(self) -> None:
         """Begin to take records on this thread and on those that it starts."""
         self._sources.position = self.state.position = self._position
+        self._first_states = self._generators.read()
         # https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_parameter_registration_hook.html
         with ExitStack() as if_it_fails:
             undo = if_it_fails.enter_context(self._open)
@@ -251,6 +253,7 @@ class Recording:
             "sources": [read.to_json() for read in (*self._sources.reads(), *own_seeds)],
             "models": self.state.names.held(),
             "before": self._before,
+            "generators": self._first_states,
             "built": self._built,
             "unwritten": [
                 {

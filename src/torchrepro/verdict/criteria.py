@@ -263,6 +263,17 @@ class Pair:
         left, right = (row.random for row in rows)
         return [name for name in left if name in right and left[name] != right[name]]
 
+    def moved_generators(self) -> set[str]:
+        """Return the random generators from which one of the runs drew, or which it seeded."""
+        moved: set[str] = set()
+        for trace in self.traces:
+            known = dict(trace.meta.get("generators") or {})
+            for row in trace.steps.values():
+                states = row.random.items()
+                moved |= {name for name, state in states if known.get(name, state) != state}
+                known |= row.random
+        return moved
+
     def unequal_seeded_generator(self) -> Divergence | None:
         """Return where a generator that the profiles of both runs seed has another state.
 

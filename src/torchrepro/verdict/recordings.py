@@ -365,13 +365,15 @@ def notes(pair: Pair) -> Iterator[str]:
             yield f"{steps_are} recorded in {name} only: {_in_words(ended)}"
         if len(left_out) > len(ended):
             yield f"what comes after the last step is recorded in {name} only"
-    first = next((step for step in pair.steps if pair.unequal_generators(step)), None)
-    if first is not None:
-        generators = ", ".join(pair.unequal_generators(first))
-        end = (
-            "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
-        )
-        yield f"the states of {generators} differ {end}"
+    unequal = {step: names for step in pair.steps if (names := pair.unequal_generators(step))}
+    moved = pair.moved_generators() if unequal else ()
+    for step, names in unequal.items():
+        used = ", ".join(name for name in names if name in moved)
+        if used:
+            is_after = pair.is_after_last(step)
+            end = "when the runs end" if is_after else f"from the end of step {step} on"
+            yield f"the states of {used} differ {end}"
+            return
 
 
 _SPANS = 4  # ranges of steps that a note names
