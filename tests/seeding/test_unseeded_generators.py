@@ -5,6 +5,8 @@ import gc
 import os
 import pickle
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -224,6 +226,23 @@ def test_a_draw_of_a_forked_child_counts_in_its_parent(
     assert [read.where for read in reads] == noted
     said = [line for line in capfd.readouterr().err.splitlines() if "in workers" in line]
     assert [place in line for place, line in zip(noted, said, strict=False)] == [True, True]
+
+
+@pytest.mark.slow
+def test_a_generator_that_outlives_the_profile_ends_quietly(folder: Path) -> None:
+    """One that is freed as Python takes its modules apart causes no message."""
+    program = folder / "outlives.py"
+    program.write_text(
+        "import builtins, ctypes, random, sys, torchrepro\n"
+        "torchrepro.apply({'seed': 1, 'guarantee': 'repeatable'})\n"
+        "for module in (builtins, ctypes, random, sys, torchrepro):\n"
+        "    module.own = random.Random()\n"
+        "    module.own.random()\n"
+    )
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+
+    assert (ran.returncode, ran.stdout) == (0, "")
+    assert "Exception" not in ran.stderr
 
 
 @pytest.mark.parametrize("draws", [False, True])

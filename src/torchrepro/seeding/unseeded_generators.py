@@ -7,6 +7,7 @@ set before the next comparison. Copies are not followed.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
@@ -46,6 +47,7 @@ class UnseededGenerators:
 
     def __init__(self) -> None:
         self._unseeded: list[_Unseeded] = []
+        atexit.register(self.stop)  # what dies later finds no module in order
 
     def add(self, generator: Any, on_draw: Callable[[], object]) -> None:
         """Call `on_draw` once `generator` is seen to have drawn before it was seeded.
@@ -92,6 +94,7 @@ class UnseededGenerators:
         self.settle()
         self._unseeded.clear()
         stop_listening(self._before)
+        atexit.unregister(self.stop)
 
     def _before(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
