@@ -189,8 +189,8 @@ def test_a_seed_that_a_module_gives_as_it_is_imported_has_no_effect_and_is_named
     """
     pytester.makepyfile(test_seeding=SEEDING, test_plain="def test_of_nothing(): pass")
     named = [
-        f"*test_seeding.py:{line}: PytestWarning: {call} has no effect on what tests draw: each starts "
-        "from the seed of seed-only. Seed in the test or in a fixture of it"
+        f"*test_seeding.py:{line}: PytestWarning: {call} has no effect on what tests draw: "
+        "each starts from the seed of seed-only. Seed in the test or in a fixture of it"
         for line, call in ((3, "torch.manual_seed(0)"), (4, "random.seed(1)"))
     ]
 
