@@ -1,0 +1,196 @@
+"""What one run leaves for the next is found, and no file of the user is touched for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchrepro.verification.runner import LARGEST_LOG, run_to_end
+from torchrepro.verification.verifier import verify
+
+RESUMES = """
+import os, torch
+os.makedirs("ck", exist_ok=True)
+saved = sorted(os.listdir("ck"))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if saved:
+    model.load_state_dict(torch.load("ck/" + saved[-1]))  # read
+for step in range(len(saved), 6):
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), f"ck/{step}.pt")  # written
+"""
+CACHES = """
+import os, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+torch.manual_seed(1)
+scale = torch.load("cache.pt") if os.path.exists("cache.pt") else torch.full((1,), 0.25)
+torch.save(torch.cat([scale * 2, torch.zeros(EXTRA)])[:1 + EXTRA], "cache.pt")
+for step in range(2):
+    model(torch.ones(8, 4) * scale[0]).square().mean().backward()
+    optimizer.step()
+"""
+REFUSES = """
+import os, torch
+{}
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(8, 4)).sum().backward()
+optimizer.step()
+{}
+"""
+REFUSALS = {
+    "a folder": ("os.makedirs('out')", "", "FileExistsError", 3, "out"),
+    "a lock file": ("open('run.lock', 'x').close()", "", "FileExistsError", 3, "run.lock"),
+    "its input is gone": ("text = open('in.txt').read()", "os.remove('in.txt')", "in.txt", 3, ""),
+}
+
+
+def _state(folder: Path) -> dict[str, tuple[int, int, bytes | str]]:
+    """What is in a folder: contents, times of change and inodes of all files, and links."""
+    found: dict[str, tuple[int, int, bytes | str]] = {}
+    for path in folder.rglob("*"):
+        its = path.lstat()
+        if path.is_symlink():
+            found[str(path)] = its.st_mtime_ns, its.st_ino, str(path.readlink())
+        elif path.is_file():
+            found[str(path)] = its.st_mtime_ns, its.st_ino, path.read_bytes()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_path):
+    """The file is named with both lines, and every file that the first run created is removed."""
+    Path("train.py").write_text(RESUMES)
+    found = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
+    advice = found.verdict.advice
+
+    assert advice.cause.startswith("A file that one run leaves for the next: ck/5.pt, written at")
+    assert "train.py:12 and read at train.py:8. And the program seeds no generator." in advice.cause
+    assert "'rm -f ck/0.pt ck/1.pt ck/2.pt ck/3.pt ck/4.pt ck/5.pt; exec " in advice.command
+    assert advice.tried == "the same in 3 runs"
+    assert all(trial.what.startswith("each run without") for trial in found.tried)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("place", ["created", "was there", "outside", "by a link"])
+def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
+    """What the runs left is as it was after trials in copies, and is there after any trial.
+
+    Trials in the folder itself change what the program changes, and no other file.
+    """
+    text, outside, others = CACHES.replace("EXTRA", "3"), tmp_path / "outside", {}
+    outside.mkdir()
+    Path("data").mkdir()
+    Path("data/mine.bin").write_bytes(bytes(3_000_000))
+    Path("latest").symlink_to("data")
+    if place == "was there":
+        Path("cache.pt").write_bytes(b"")
+        text = text.replace('os.path.exists("cache.pt")', 'os.path.getsize("cache.pt")')
+    elif place == "outside":
+        text = text.replace('"cache.pt"', repr(str(outside / "cache.pt")))
+    elif place == "by a link":
+        Path("cache.pt").symlink_to(outside / "kept.pt")
+    Path("train.py").write_text(text)
+    left = outside / "kept.pt" if place == "by a link" else Path("cache.pt").absolute()
+    left = outside / "cache.pt" if place == "outside" else left
+
+    def say(progress):
+        if progress.startswith("why:"):
+            others.update(_state(Path.cwd()), **_state(outside))
+
+    found = verified([sys.executable, "train.py"], say=say)
+    now = {**_state(Path.cwd()), **_state(outside)}
+
+    assert not found.same
+    assert now.keys() == others.keys()
+    assert now[str(left)][1] == others[str(left)][1]
+    if place == "created":
+        assert now == others
+        assert found.verdict.advice.tried == "the same in 3 runs"
+    else:
+        (trial,) = (each for each in found.tried if "left" in each.what)
+        assert (trial.same, trial.runs) == (False, 0)
+        now.pop(str(left))
+        others.pop(str(left))
+        assert now == others
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("first", REFUSALS.values(), ids=REFUSALS)
+def test_a_second_run_that_refuses_is_the_answer_after_two_runs(first, verified):
+    """Its last line, the line of the program, and what the first run made; nothing is tried."""
+    before, after, said, line, made = first
+    Path("in.txt").write_text("text")
+    Path("train.py").write_text(REFUSES.format(before, after))
+    found = verified([sys.executable, "train.py"])
+    cause = found.verdict.advice.cause
+
+    assert (len(found.runs), found.tried) == (2, ())
+    assert cause.startswith("run 2 failed: FileExistsError" if made else "run 2 failed: FileNot")
+    assert said in cause
+    assert f"(train.py:{line})" in cause
+    assert cause.endswith(f"run 1 made {made}." if made else f"train.py:{line}).")
+
+
+def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path):
+    """So that a program that prints without end leaves little behind."""
+    text = "import sys; print('first'); print('x' * 9_000_000); print('last')"
+    log = tmp_path / "log"
+
+    assert run_to_end(sys.executable, [sys.executable, "-c", text], os.environ, log) == 0
+    assert log.stat().st_size < LARGEST_LOG + 100
+    assert log.read_text().startswith("first\n")
+    assert log.read_text().endswith("x\nlast\n")
+
+
+RUNS = """
+import os, sys
+from pathlib import Path
+from torchrepro.verification.runner import run_to_end
+program = "import os, subprocess, sys, time; print(1, flush=True); "
+inner = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+program += f"a = subprocess.Popen({inner}); b = subprocess.Popen({inner}, start_new_session=True); "
+program += "open('pids', 'w').write(f'{os.getpid()} {a.pid} {b.pid} .'); time.sleep(60)"
+run_to_end(sys.executable, [sys.executable, "-c", program], os.environ, Path("log"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT])
+def test_what_a_run_has_started_ends_with_us_however_we_end(number, tmp_path):
+    """Its children as well, but for a process that has begun a session of its own."""
+    ours = subprocess.Popen([sys.executable, "-c", RUNS], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    pids = tmp_path / "pids"
+    while not (pids.exists() and pids.read_text().endswith(".")):
+        time.sleep(0.05)
+    *attached, detached = map(int, pids.read_text().split()[:-1])
+    try:
+        ours.send_signal(number)
+        ours.wait(30)
+        deadline = time.monotonic() + 30
+        while any(map(_runs, attached)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+        assert not any(map(_runs, attached))
+        assert _runs(detached)
+    finally:
+        os.kill(detached, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
