@@ -96,3 +96,75 @@ def test_two_runs_of_two_ranks_are_compared_rank_by_rank(tmp_path, record, by_to
         trace.close()
     first = torchrepro.compare(one, other).first
     assert (first.rank, first.step, first.phase) == (1, 2, "forward")
+
+
+KINDS = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import torchrepro
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+alone = [dist.new_group([each]) for each in range(2)][rank]
+
+def unreduced(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+for kind in sys.argv[2:]:
+    with torchrepro.record(os.path.join(sys.argv[1], kind)):
+        dist.barrier()  # before either of them writes into the folder
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        whole = net
+        if kind == "sharded":
+            fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        elif kind == "alone":
+            whole = DistributedDataParallel(net, process_group=alone)
+        elif kind not in ("independent", "warmup"):
+            whole = DistributedDataParallel(net)
+        if kind == "hook":
+            whole.register_comm_hook(None, unreduced)
+        others = [torch.nn.Parameter(torch.ones(8))] if kind == "own parameters" else []
+        optimizer = torch.optim.SGD([*net.parameters(), *others], lr=0.1)
+        numbers = torch.Generator().manual_seed(rank)
+        for step in range(4):
+            batch = torch.randn(4, 8, generator=numbers)
+            if kind == "warmup":
+                optimizer.param_groups[0]["lr"] = 0.1 * step
+            bypassed = (kind, step) in [("later", 2), ("later", 3)] or kind == "bypassed"
+            optimizer.zero_grad()
+            loss = (net if bypassed else whole)(batch).square().sum()
+            for other in others:
+                loss = loss + (other * batch).sum()
+            loss.backward()
+            optimizer.step()
+dist.destroy_process_group()
+print("went on")
+"""
+
+
+def test_replicas_that_ddp_does_not_keep_equal_are_said(tmp_path, on_two_ranks):
+    """The step is named from which on they differ, the first one included.
+
+    Nothing is said of ranks that hold other parameters for a reason: shards, independent trainings
+    of one seed, groups of ranks, a hook of the program's own, parameters that are in no model.
+    """
+    silent = ("sync", "sharded", "independent", "warmup", "alone", "hook", "own parameters")
+    ended = on_two_ranks(KINDS, tmp_path, "bypassed", "later", *silent)
+    assert ended.stdout.count("went on") == 2, ended.stderr[-2000:]
+
+    said = {
+        kind: torchrepro.compare(tmp_path / kind, tmp_path / kind).across_ranks
+        for kind in ("bypassed", "later", *silent)
+    }
+
+    replicas = "the parameters of ranks 0 and 1"
+    assert said["bypassed"][0] == f"A: {replicas} agree as training begins and no longer at step 0"
+    assert said["later"][0] == f"A: {replicas} agree at step 1 and no longer at step 2"
+    assert {kind: said[kind] for kind in silent} == dict.fromkeys(silent, ())

@@ -1,5 +1,6 @@
 """Runs as a whole: their ranks, their ends, their settings, and what can be asked of them."""
 
+import ctypes
 import random
 import time
 from collections.abc import Callable
@@ -442,3 +443,61 @@ def test_naming_modules_takes_time_in_proportion() -> None:
 
     assert names[-1] == "net19999:head"
     assert time.process_time() - begin < 2
+
+
+class _OutsideTorch(torch.optim.SGD):
+    """Writes parameters where no op shows it, as the compiled code of some optimizers does."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                memory = (ctypes.c_float * parameter.numel()).from_address(parameter.data_ptr())
+                for place, gradient in enumerate(parameter.grad.flatten().tolist()):
+                    memory[place] -= group["lr"] * gradient
+
+
+def _record(folder: Path, kind: str, level: str) -> Path:
+    with torchrepro.record(folder, level=level):
+        model, copied = torch.nn.Conv1d(1, 2, 2), torch.nn.Conv1d(1, 2, 2)
+        sgd = _OutsideTorch if kind.startswith("outside") else torch.optim.SGD
+        lr = 0.0 if kind == "no learning rate" else 0.1
+        optimizer = sgd((copied if kind == "another model" else model).parameters(), lr=lr)
+        second = torch.optim.SGD(copied.parameters(), lr=0.0)
+        for step in range(1 if kind == "outside torch, once" else 3):
+            loss = model(torch.ones(1, 1, 4)).sum() + (copied.weight.sum() if kind == "two" else 0)
+            loss.backward()
+            if kind == "one step of three" and step != 1:
+                model.zero_grad()
+            if kind == "two":
+                second.step()
+            if kind == "an evaluation":
+                torchrepro.end_step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+TRAINED = (
+    *("as it should", "one step of three", "two", "an evaluation"),
+    *("outside torch", "outside torch, once"),
+)
+
+
+@pytest.mark.parametrize("level", ["op", "module", "step"])
+def test_a_run_in_which_no_parameter_changed_is_said(tmp_path: Path, level: str) -> None:
+    """It is said of no run that changes any in a step, in whichever way, and of no evaluation."""
+    # Of an evaluation the level step records nothing that could be compared.
+    trained = TRAINED if level != "step" else [each for each in TRAINED if "eval" not in each]
+    kinds = ("no learning rate", "another model", *trained)
+    folders = {kind: _record(tmp_path / kind, kind, level) for kind in kinds}
+
+    notes = {kind: compare(folder, folder).notes for kind, folder in folders.items()}
+    one = compare(folders["as it should"], folders["no learning rate"]).notes
+
+    said = "no parameter changed in any of 3 steps"
+    of_parameters = {
+        kind: [each for each in lines if "parameter" in each] for kind, lines in notes.items()
+    }
+    assert of_parameters == {kind: [said] * (kind in kinds[:2]) for kind in kinds}
+    assert f"B: {said}" in one

@@ -54,7 +54,7 @@ META: Mapping[str, Any] = {
     "rank": int,
     **dict.fromkeys(("ordinal", "world_size", "max_size", "rows"), _Number),
     **dict.fromkeys(("every", "built"), _Number),
-    **dict.fromkeys(("finished", "statistics", "detail"), bool | None),
+    **dict.fromkeys(("finished", "statistics", "detail", "replicated"), bool | None),
     **dict.fromkeys(("program", "program_text", "process", "resumed", "level"), _Words),
     **dict.fromkeys(("profile", "digest", "guarantee", "date", "host", "recorded_by"), _Words),
     **dict.fromkeys(("versions", "hardware", "outcomes", "repository"), dict | None),

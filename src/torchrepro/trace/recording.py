@@ -19,7 +19,11 @@ from weakref import ref
 
 import torch
 import xxhash
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from torchrepro.callers import program_files
@@ -29,6 +33,7 @@ from torchrepro.seeding.call_listeners import on_modules_called
 from torchrepro.seeding.loader_hook import author_worker_init
 from torchrepro.seeding.source_reads import seed_of_generator, watch_for_recording
 from torchrepro.seeding.state import is_resumed
+from torchrepro.seeding.streams import world
 from torchrepro.trace.buffer import RecordingState, joined
 from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
 from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OUTPUT, StepRow
@@ -81,6 +86,8 @@ class Recording:
         self._optimizers: dict[int, ReferenceType[Any]] = {}  # by their identity
         self._begun: list[Sequence[Digest]] = []  # parameters of those that began in this step
         self._before: list[str] = []  # digests of the parameters of each, as its first step began
+        self._parallel: list[ReferenceType[DistributedDataParallel]] = []
+        self._replicated = True  # whether DDP keeps all that optimizers update equal on all ranks
         self._generators = GeneratorStates()
         self._first_states: Mapping[str, str] = {}  # of generators, as the recording began
         self._files = program_files()  # that of the main module is no longer known at the end
@@ -103,6 +110,7 @@ class Recording:
             undo = if_it_fails.enter_context(self._open)
             undo.callback(self._sources.stop)
             undo.callback(register_module_parameter_registration_hook(self._model_is_built).remove)
+            undo.callback(register_module_module_registration_hook(self._module_is_wrapped).remove)
             watch_training(undo, self)
             self._full.begin(undo)
             if not self.request.loading:
@@ -213,6 +221,7 @@ class Recording:
     def optimizer_begins(self, optimizer: Any, closure: Any) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = ref(optimizer)
+            self._replicated = self._replicated and self._is_replicated(optimizer)
             if len(self._optimizers) <= _MOST:
                 self._begun.append(self._level.parameters_now(optimizer))
         found = self._level.optimizer_begins(optimizer, place_of_user(), closure)
@@ -275,11 +284,32 @@ class Recording:
             "loaders": list(self._loaders.values()),
             "modules": sorted({*self._files, *program_files()}),
             "resumed": "yes" if is_resumed() else "no",
+            "replicated": self._replicated and bool(self._optimizers),
         }
 
     def _model_is_built(self, *_: Any) -> None:
         if self._built is None and not self.state.names.models:  # that has computed nothing yet
             self._built = self._position()[1]
+
+    def _module_is_wrapped(self, module: Any, *_: Any) -> None:
+        if issubclass(type(module), DistributedDataParallel):
+            self._parallel.append(ref(module))
+
+    def _is_replicated(self, optimizer: Any) -> bool:
+        """Whether DDP averages the gradients of all parameters of an optimizer over all ranks.
+
+        Within groups, or by a hook of the program as in local SGD, ranks may differ for a reason.
+        """
+        averaged = {
+            id(parameter)
+            for one in [each() for each in self._parallel]
+            # No public API knows of hooks. One that failed as it was made has no such list.
+            if one is not None and not getattr(one, "_comm_hooks", True)
+            if one.process_group.size() == world().size
+            for name, parameter in one.module.named_parameters()
+            if name not in one.parameters_to_ignore
+        }
+        return averaged.issuperset(map(id, parameters_of(optimizer)))
 
     def _position(self) -> tuple[int, int]:
         written = self._store.records if self._store is not None else 0

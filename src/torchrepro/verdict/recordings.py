@@ -330,6 +330,12 @@ def notes(pair: Pair) -> Iterator[str]:
                 f"{other.step} in {NAMES[1]}, are "
                 f"{'the same, bit for bit' if equal else 'unequal'}"
             )
+    unchanged = [_unchanged_steps(trace) for trace in pair.traces]
+    for name, steps in (
+        [("", unchanged[0])] if len({*unchanged}) == 1 else zip(NAMES, unchanged, strict=True)
+    ):
+        if steps:
+            yield f"{name and f'{name}: '}no parameter changed in any of {counted(steps, 'step')}"
     for name, trace in both:
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
@@ -392,20 +398,37 @@ def _in_words(steps: Sequence[int]) -> str:
 def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:
     """Yield a sentence for each rank whose parameters no longer equal those of the first rank.
 
-    Ranks whose parameters never agree are no replicas: each holds a part of the model.
+    Ranks whose parameters never agree are no replicas: each holds a part of the model. Those that
+    agree until an optimizer changes them may have a seed in common and nothing else, unless DDP is
+    to keep them equal.
     """
     ranks = [trace for trace in traces if not trace.meta.get("ordinal")]
     for first, other in ((ranks[0], other) for other in ranks[1:]):
+        begun = first.meta.get("before") or [""]
+        kept = all(trace.meta.get("replicated") for trace in (first, other))
+        kept = kept and all(begun) and begun == other.meta.get("before")
         pairs: list[tuple[int, bytes, bytes]] = [
             (step, first.steps[step].parameters, other.steps[step].parameters)
             for step in first.steps
             if step in other.steps
         ]
         agreed = [step for step, one, two in pairs if one and one == two]
-        unequal = [step for step, one, two in pairs if agreed and step > agreed[0] and one != two]
+        trained = [step for step, one, _ in pairs if step in agreed and one.hex() not in begun]
+        since = -1 if kept else min(trained, default=max(first.steps, default=0))
+        unequal = [step for step, one, two in pairs if step > since and one != two]
         if unequal:
+            last = max((step for step in agreed if step < unequal[0]), default=None)
             yield (
-                f"{name}: the parameters of ranks {first.rank} and {other.rank} agree at step "
-                f"{max(step for step in agreed if step < unequal[0])} "
+                f"{name}: the parameters of ranks {first.rank} and {other.rank} agree "
+                f"{'as training begins' if last is None else f'at step {last}'} "
                 f"and no longer at step {unequal[0]}"
             )
+
+
+def _unchanged_steps(trace: Trace) -> int:
+    """Return how many steps of optimizers there are if none has changed a parameter, else 0."""
+    rows = [row for row in trace.steps.values() if row.finished and row.parameters]
+    begun = trace.meta.get("before") or ()
+    # What compiled code of an optimizer writes may show in its next step only.
+    is_known = len(rows) > len(begun)
+    return len(rows) if is_known and all(row.parameters.hex() in begun for row in rows) else 0
