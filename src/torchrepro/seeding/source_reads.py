@@ -362,11 +362,11 @@ class Watch:
 
         class OfRandomState(type):
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-                generator = twister(*args, **kwargs)
-                if self._state_made is not None:
-                    self._unseeded.add(generator, partial(self._note, self._state_made))
-                    self._state_made = None
-                return generator
+                generator, read = twister(*args, **kwargs), self._state_made
+                self._state_made = None
+                return (
+                    self._unseeded.add(generator, partial(self._note, read)) if read else generator
+                )
 
             def __instancecheck__(cls, value: Any) -> bool:
                 self._unseeded.settle()  # `RandomState.seed` asks before it seeds
@@ -452,12 +452,7 @@ class Watch:
         if row.name == "random.Random" and value is None:
             self._unseeded.add(arguments[0][0], note)
         elif row.name == "numpy.random.default_rng" and value is None:
-
-            def watch(made: Any) -> Any:
-                self._unseeded.add(made.bit_generator, note)
-                return made
-
-            return watch
+            return lambda made: self._unseeded.add(made, note)
         elif row is MADE_BY_NUMPY["RandomState"]:
             self._state_made = read
         else:

@@ -49,10 +49,10 @@ class UnseededGenerators:
         self._unseeded: list[_Unseeded] = []
         atexit.register(self.stop)  # what dies later finds no module in order
 
-    def add(self, generator: Any, on_draw: Callable[[], object]) -> None:
-        """Call `on_draw` once `generator` is seen to have drawn before it was seeded.
+    def add(self, generator: Any, on_draw: Callable[[], object]) -> Any:
+        """Return `generator`; call `on_draw` once it is seen to have drawn before it was seeded.
 
-        It is a `random.Random`, which is not kept alive, or a bit generator of numpy.
+        It is a `random.Random`, which is not kept alive, or one of numpy, or its bit generator.
         """
         import multiprocessing.connection  # noqa: F401 - only what is loaded is listened to
 
@@ -67,8 +67,10 @@ class UnseededGenerators:
             find = weakref.ref(generator, self.settle)
             self._unseeded.append(_Unseeded(find, lambda: _words(at) != first, on_draw))
         else:
-            has_drawn = partial(_has_drawn, generator, generator.state)
-            self._unseeded.append(_Unseeded(lambda: generator, has_drawn, on_draw))
+            bits = getattr(generator, "bit_generator", generator)
+            has_drawn = partial(_has_drawn, bits, bits.state)
+            self._unseeded.append(_Unseeded(lambda: bits, has_drawn, on_draw))
+        return generator
 
     def settle(self, last_of: Any = None) -> None:
         """Look which generators have drawn; those that were seeded are forgotten.
