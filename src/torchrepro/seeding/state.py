@@ -7,13 +7,13 @@ and of what they remember of each. An optimizer of the resumed run is known by t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 from weakref import WeakSet
 
@@ -101,14 +101,20 @@ def save_rng_state(path: str | os.PathLike[str]) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that no reader ever finds a part of it, even after a crash."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}")
+    """Write `content` to `path` so that no reader ever finds a part of it, even after a crash.
+
+    It is first written beside `path` under a name that nobody can guess, so that no link that lies
+    there leads it elsewhere. Raises `OSError`.
+    """
+    beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        with beside.open("wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+            beside.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:

@@ -1,0 +1,69 @@
+"""A lock is written where its name says, and through no link that somebody else has put there."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrepro.errors import ProfileError
+from torchrepro.lock.lock_file import write_in_place
+
+NEW = "the new lock\n"
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """Be in a hostile repository beside a file of the user; return that file."""
+    own = tmp_path / "home" / "bashrc"
+    own.parent.mkdir()
+    own.write_text("the user's own\n")
+    repository = tmp_path / "repository"
+    (repository / ".git").mkdir(parents=True)
+    (repository / "locks").mkdir()
+    monkeypatch.chdir(repository)
+    return own
+
+
+@pytest.mark.parametrize("beside", [".repro.lock.new", ".repro.lock.tmp", ".repro.lock"])
+def test_a_link_beside_a_lock_leads_nowhere(user, beside):
+    """Whatever lies beside it, the lock alone is written."""
+    Path(beside).symlink_to(user)
+    write_in_place(Path("repro.lock"), NEW)
+
+    assert Path("repro.lock").read_text() == NEW
+    assert user.read_text() == "the user's own\n"
+    assert sorted(path.name for path in Path().iterdir()) == sorted(
+        [".git", "locks", "repro.lock", beside]
+    )
+
+
+def test_a_lock_that_is_a_link_out_of_its_repository_is_refused(user):
+    """With the link and its target, and nothing is written."""
+    Path("repro.lock").symlink_to(user)
+
+    with pytest.raises(ProfileError, match=r"repro\.lock -> .*bashrc.*a link that leads out of"):
+        write_in_place(Path("repro.lock"), NEW)
+    assert user.read_text() == "the user's own\n"
+    assert Path("repro.lock").is_symlink()
+
+
+def test_a_lock_that_is_a_link_within_its_repository_stays_one(user):
+    """Its target is written."""
+    Path("repro.lock").symlink_to("locks/today.lock")
+    write_in_place(Path("repro.lock"), NEW)
+
+    assert Path("repro.lock").is_symlink()
+    assert Path("locks/today.lock").read_text() == NEW
+
+
+def test_a_lock_goes_to_standard_output_wherever_that_leads(user, execute, tmp_path):
+    """To a pipe, and to a file that a shell has opened."""
+    write = "from pathlib import Path; from torchrepro.lock.lock_file import write_in_place; "
+    write += f"write_in_place(Path('/dev/stdout'), {NEW!r})"
+    piped = execute(sys.executable, "-c", write)
+    shell = 'exec "$0" -c "$1" > out.lock'
+    redirected = execute("sh", "-c", shell, sys.executable, write)
+
+    assert (piped.stdout, piped.stderr) == (NEW, "")
+    assert redirected.stderr == ""
+    assert (tmp_path / "out.lock").read_text() == NEW
