@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import linecache
 import os
 import pickle
 import random
@@ -62,6 +63,7 @@ def _watched() -> Iterator[Watch]:
 def _run(lines: list[str], folder: Path, watch: Watch) -> dict[str, Any]:
     program = folder / "program.py"
     program.write_text("\n".join(lines))
+    linecache.cache.pop(str(program), None)  # the text of an earlier program
     names = {"__name__": "program", "random": random, "np": np, "copy": copy, "pickle": pickle}
     names["look"] = watch.reads
     exec(compile(program.read_text(), str(program), "exec"), names)

@@ -177,11 +177,11 @@ def test_a_loss_that_is_not_finite_is_said(tmp_path: Path, scales: list[float], 
     """The first step whose loss is no finite number is said, of runs that are the same too."""
 
     def program(_: float) -> None:
-        weight = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([weight], lr=0.0)
+        weight, trained = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight, trained], lr=0.1)
         for scale in scales:
             (weight.detach() * weight * scale).sum().backward()  # type: ignore[no-untyped-call]
-            weight.grad = None
+            weight.grad, trained.grad = None, torch.ones(2)
             optimizer.step()
 
     verdict = _verdict(tmp_path, program)
