@@ -44,9 +44,6 @@ class _Session:
 _SESSION = pytest.StashKey[_Session]()
 _NAMED = pytest.StashKey[bool]()  # there once a profile is named, for the run or for a test
 _SCOPE = pytest.StashKey[ExitStack]()
-_SEEDED_AT_IMPORT = pytest.StashKey[
-    list[str]
-]()  # a line for each module, in the terminal's summary
 _IN_FORCE = pytest.StashKey["Applied"]()
 
 
@@ -178,9 +175,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     if verbosity() is Verbosity.QUIET:
         return
+    started = getattr(sys.modules["__main__"], "__file__", None)  # from there plugins are called
     for call in ours.applied.seeding_calls:
         file, _, number = call.where.rpartition(":")
-        if is_library(file):
+        if is_library(file) or file == started:
             continue
         text = (
             f"{call.function}({call.value}) has no effect on what tests draw: each starts from the "
