@@ -47,6 +47,7 @@ class UnseededGenerators:
 
     def __init__(self) -> None:
         self._unseeded: list[_Unseeded] = []
+        self._is_stopped = False
         atexit.register(self.stop)  # what dies later finds no module in order
 
     def add(self, generator: Any, on_draw: Callable[[], object]) -> Any:
@@ -54,6 +55,8 @@ class UnseededGenerators:
 
         It is a `random.Random`, which is not kept alive, or one of numpy, or its bit generator.
         """
+        if self._is_stopped:
+            return generator  # a later watch had wrapped what still calls this
         import multiprocessing.connection  # noqa: F401 - only what is loaded is listened to
 
         for module, name in _LISTENED_TO:
@@ -95,6 +98,7 @@ class UnseededGenerators:
         """Look for the last time, and watch nothing more."""
         self.settle()
         self._unseeded.clear()
+        self._is_stopped = True
         stop_listening(self._before)
         atexit.unregister(self.stop)
 
