@@ -1,5 +1,7 @@
 """A lock is written where its name says, and through no link that somebody else has put there."""
 
+import errno
+import fcntl
 import sys
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from torchrepro.errors import ProfileError
 from torchrepro.lock.lock_file import write_in_place
+from torchrepro.seeding.state import save_rng_state, set_rng_state
 
 NEW = "the new lock\n"
 
@@ -67,3 +70,17 @@ def test_a_lock_goes_to_standard_output_wherever_that_leads(user, execute, tmp_p
     assert (piped.stdout, piped.stderr) == (NEW, "")
     assert redirected.stderr == ""
     assert (tmp_path / "out.lock").read_text() == NEW
+
+
+def test_files_are_written_where_no_file_can_be_locked(user, monkeypatch):
+    """As on a file system of a cluster that is mounted without locks."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    write_in_place(Path("repro.lock"), NEW)
+    save_rng_state("rng.json")
+
+    assert Path("repro.lock").read_text() == NEW
+    set_rng_state("rng.json")

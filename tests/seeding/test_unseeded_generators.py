@@ -263,3 +263,22 @@ def test_a_generator_that_dies_is_noted_exactly_if_it_drew(folder: Path, draws: 
         gc.collect()
 
         assert [read.times for read in watch.reads()] == ([2, 1] if draws else [])
+
+
+def test_a_numpy_that_makes_its_states_otherwise_is_watched_by_what_it_makes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the private name, a `RandomState` counts as it is made, and no profile fails."""
+    legacy = attrgetter("random.mtrand")(np)
+    twister = legacy._MT19937
+    with monkeypatch.context() as without:
+        without.delattr(legacy, "_MT19937")
+        watch = Watch(UNSEEDED)
+    try:
+        assert legacy._MT19937 is twister
+        kept = _run(["g = np.random.RandomState()"], folder, watch)
+
+        assert kept
+        assert [read.name for read in watch.reads()] == ["numpy.random.RandomState"]
+    finally:
+        watch.stop()

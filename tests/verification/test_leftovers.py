@@ -128,6 +128,23 @@ def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
+def test_a_link_that_leads_back_into_the_folder_itself_is_followed_by_no_copy(verified):
+    """A copy of an absolute link is a link to the user's own file, so no run is tried in one."""
+    Path("data").mkdir()
+    Path("data/log.txt").write_text("")
+    Path("log.txt").symlink_to(Path("data/log.txt").absolute())
+    text = CACHES.replace("EXTRA", "3") + "print('trained', file=open('log.txt', 'a'))\n"
+    Path("train.py").write_text(text)
+    trial = next(
+        each for each in verified([sys.executable, "train.py"]).tried if "left" in each.what
+    )
+
+    assert (trial.same, trial.runs) == (False, 0)
+    assert trial.answer == "log.txt is a link that leads out of a copy"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("first", REFUSALS.values(), ids=REFUSALS)
 def test_a_second_run_that_refuses_is_the_answer_after_two_runs(first, verified):
     """Its last line, the line of the program, and what the first run made; nothing is tried."""

@@ -279,6 +279,7 @@ class Watch:
         self._seeds: dict[tuple[str, bool, str], set[str]] = {}  # given at one line by children
         self._seeded: set[str] = set()  # modules whose generators a forked child seeds
         self._unseeded = UnseededGenerators()
+        self._follows_states = False  # whether what a `RandomState` makes is known
         self._state_made: SourceRead | None = None  # by a `RandomState` whose generator comes next
         self._undo = ExitStack()
         self._listeners = {row: self._listener(row) for row in rows}
@@ -347,8 +348,10 @@ class Watch:
         original = getattr(module, "randbits", None)
         if original is None:
             return
-        legacy: Any = sys.modules["numpy.random.mtrand"]
-        twister = legacy._MT19937  # noqa: SLF001 - what `RandomState` makes; a law tries it
+        # Private, because numpy tells nobody what a `RandomState` makes. Where it is gone, one that
+        # is given no seed counts as it is made.
+        legacy: Any = sys.modules.get("numpy.random.mtrand")
+        twister: Any = getattr(legacy, "_MT19937", None)
 
         def randbits(size: int) -> Any:
             drawn = original(size)
@@ -373,7 +376,9 @@ class Watch:
                 return isinstance(value, twister)
 
         patch(self._undo, module, "randbits", randbits, original)
-        patch(self._undo, legacy, "_MT19937", OfRandomState("MT19937", (), {}), twister)
+        if twister is not None:
+            self._follows_states = True
+            patch(self._undo, legacy, "_MT19937", OfRandomState("MT19937", (), {}), twister)
 
     def _listener(self, row: Source) -> Listener:
         function = f"{row.module}.{row.attribute}"
@@ -453,7 +458,7 @@ class Watch:
             self._unseeded.add(arguments[0][0], note)
         elif row.name == "numpy.random.default_rng" and value is None:
             return lambda made: self._unseeded.add(made, note)
-        elif row is MADE_BY_NUMPY["RandomState"]:
+        elif row is MADE_BY_NUMPY["RandomState"] and self._follows_states:
             self._state_made = read
         else:
             note()

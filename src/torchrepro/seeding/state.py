@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with suppress(OSError):  # a file system may have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -132,7 +132,7 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def here(runner: Runner) -> Iterator[Place]:
+def own_folder(runner: Runner) -> Iterator[Place]:
     yield Place(runner, RunEnvironment())
 
 
@@ -188,8 +188,8 @@ class Leftovers:
         copied, linked, size = [], [], 0
         for name, state in self.before.files.items():
             path = root / name
-            if path.is_symlink() and not path.resolve().is_relative_to(root):
-                raise CopyError(f"{name} is a link that leads out of {root}")
+            if path.is_symlink() and _leads_out(path, root):
+                raise CopyError(f"{name} is a link that leads out of a copy")
             is_changed = self.after.files.get(name) != state or str(path) in written
             if state[1] > LARGE and not is_changed:
                 linked.append(name)
@@ -252,6 +252,11 @@ class Leftovers:
     def _created_folders(self) -> list[str]:
         root, before = self.before.root, {*self.before.folders}
         return [from_here(str(root / each)) for each in self.after.folders if each not in before]
+
+
+def _leads_out(link: Path, root: Path) -> bool:
+    # An absolute one leads to the user's own file also from a copy.
+    return link.readlink().is_absolute() or not link.resolve().is_relative_to(root)
 
 
 def _uses_of_files(run: Run) -> Iterator[Mapping[str, str]]:

@@ -169,17 +169,16 @@ def lock_numbers(
     resolved = resolve(profile, overrides)
     with output_directory("", say) as output:
         runner = asked.runner(output, say, meanwhile)
-        states, done = [FolderState.now(output)], []
+        states, done = [], []
         for number in (1, 2):
+            states.append(FolderState.now(output))  # before each run
             say(f"run {number} of 2 ...")
             done.append(asked.run(runner, resolved, f"run-{number}"))
-            states.append(FolderState.now(output))
             runner.refuse_unrecorded(done[0].run)
         runs = [each.run for each in done]
         runner.refuse_failed(runs)
-        verdict = Leftovers.of(states[0], states[1], runs[0], runs[1]).explained(
-            runner.compare(*runs)
-        )
+        left = Leftovers.of(states[0], states[1], runs[0], runs[1])
+        verdict = left.explained(runner.compare(*runs))
         machine = kind_of_machine()
         if not verdict.same or any(run.status for run in runs):
             return LockedRun(str(path), report, None, verdict, machine)

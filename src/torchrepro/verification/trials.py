@@ -48,7 +48,7 @@ from torchrepro.verdict.program_text import (
 from torchrepro.verdict.render import from_here, headline, short
 from torchrepro.verdict.value import Advice, Kind, SeedSource
 from torchrepro.verification.held_sources import HELD_AT_ONCE
-from torchrepro.verification.leftovers import Leftovers, Place, here, traces_of
+from torchrepro.verification.leftovers import Leftovers, Place, own_folder, traces_of
 from torchrepro.verification.perturbations import RunEnvironment, holding
 from torchrepro.verification.repository import CopyError, edited_copy
 from torchrepro.verification.result import UNCHANGED, Run, Trial
@@ -267,7 +267,7 @@ class Trials:
         change: RunEnvironment,
         *,
         runs: int = ENOUGH,
-        place: Callable[[Runner], AbstractContextManager[Place]] = here,
+        place: Callable[[Runner], AbstractContextManager[Place]] = own_folder,
         runner: Runner | None = None,
     ) -> bool:
         """Whether so many runs agree with a change; how they went is added to what was done."""
