@@ -62,7 +62,10 @@ open("started", "w").close()
 print(json.dumps([random.random(), hash("abc"), os.environ.get("PYTHONHASHSEED")]))
 """
 LITTLE = """
+import warnings
 import hydra
+
+warnings.filterwarnings("ignore", "The version_base parameter")  # a fork reads no PYTHONWARNINGS
 
 @hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
 def main(config):
