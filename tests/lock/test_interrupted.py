@@ -13,7 +13,7 @@ import time
 import pytest
 
 from torchrepro.lock.lock_file import write_in_place
-from torchrepro.verification.repository import PREFIX, temporary_folder
+from torchrepro.verification.copies import PREFIX, temporary_folder
 
 from .training import COMMAND
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from torchrepro.launch import prepared_as_it_is
+from torchrepro.verification.copies import PREFIX, Copy, temporary_folder
 from torchrepro.verification.file_notes import noted
 from torchrepro.verification.repository import (
-    Copy,
     files_now,
     repository_root,
-    temporary_folder,
     write_commit,
     write_files,
 )
@@ -69,9 +71,10 @@ def _run(copy: Copy, *words: str) -> str:
     return done.stdout
 
 
-def _everything(folder: Path) -> dict[str, tuple[int, int]]:
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+def _everything(folder: Path) -> dict[str, tuple[int, ...]]:
+    found = list(folder.rglob("*"))
+    states = ((str(path), path.lstat()) for path in found)
+    return {path: (its.st_mtime_ns, its.st_size, its.st_ino, its.st_mode) for path, its in states}
 
 
 @pytest.mark.parametrize("kind", ["a commit", "as it is now"])
@@ -82,7 +85,7 @@ def test_a_command_finds_the_copy_where_its_own_would_be(root, tmp_path, kind):
     (tmp_path / "hook-ran").unlink(missing_ok=True)
     before = _everything(root)
     with temporary_folder() as temporary:
-        copy = Copy.of(root, root / "work", temporary)
+        copy = Copy.of(root, root / "work", temporary, root / "recordings")
         if kind == "a commit":
             write_commit(root, old, copy.tree)
         else:
@@ -124,34 +127,137 @@ def test_a_relative_path_out_of_the_repository_leads_to_the_same_file(root, tmp_
     write(tmp_path, {"venv/in.txt": "", "venv/bin/python": ""})
     write(root, {"venv/bin/python": ""})
     with temporary_folder() as temporary:
-        copy = Copy.of(root, root / "work", temporary)
+        copy = Copy.of(root, root / "work", temporary, root / "recordings")
         mapped = copy.command([word])
 
     assert mapped == [expected.replace("{tmp}", str(tmp_path)).replace("{root}", str(root))]
 
 
-STRAYING = {
-    "reads its own folder": ("open('{root}/work/says.py').read()", "it read {root}/work/says.py"),
-    "writes its own folder": ("open('{root}/x', 'w').write('')", "it wrote {root}/x in your own"),
-    "writes a link": ("open('../data/in.txt', 'a').write('')", "it wrote data/in.txt, which is"),
-    "removes in a link": ("__import__('os').remove('../data/in.txt')", "it wrote data/in.txt"),
-    "reads a link": ("open('{root}/data/in.txt').read()", ""),
-    "reads another folder": ("open('/etc/hostname').read()", ""),
+READS = {
+    "its own folder": ("open('{root}/work/says.py').read()", "it read {root}/work/says.py"),
+    "a link": ("open('../data/in.txt').read()", ""),
+    "what is linked": ("open('{root}/data/in.txt').read()", ""),
+    "another folder": ("open('/etc/hostname').read()", ""),
 }
 
 
-@pytest.mark.parametrize("name", STRAYING)
-def test_a_run_that_leaves_the_copy_is_heard(root, name):
-    """What it reads or writes of the user's own is named; what is linked may be read."""
-    line, expected = (text.replace("{root}", str(root)) for text in STRAYING[name])
-    with temporary_folder() as temporary:
-        copy = Copy.of(root, root / "work", temporary)
-        write_commit(root, "HEAD", copy.tree)
-        copy.link(["data"])
+@pytest.mark.parametrize("name", READS)
+def test_a_run_that_reads_outside_of_its_copy_is_heard(root, name):
+    """What it reads of the user's own is named; what is linked may be read."""
+    line, expected = (text.replace("{root}", str(root)) for text in READS[name])
+    with _linked(root) as copy:
         _run(copy, "-c", line)
         strayed = copy.strayed()
 
     assert strayed.startswith(expected) if expected else strayed == ""
+
+
+WRITES = {
+    "append": "open({0!r} + '/in.txt', 'a').write('x')",
+    "update": "open({0!r} + '/in.txt', 'r+').write('x')",
+    "truncate": "open({0!r} + '/in.txt', 'w')",
+    "truncate by name": "os.truncate({0!r} + '/in.txt', 1)",
+    "create": "open({0!r} + '/new.txt', 'x')",
+    "a descriptor": "os.open({0!r} + '/in.txt', os.O_RDWR)",
+    "a map": "numpy.memmap({0!r} + '/in.txt', 'u1', 'r+')[:] = 1",
+    "rename over": "open('mine', 'w'); os.replace('mine', {0!r} + '/in.txt')",
+    "rename away": "os.rename({0!r} + '/in.txt', 'mine')",
+    "move away": "shutil.move({0!r} + '/in.txt', 'mine')",
+    "copy over": "shutil.copy('says.py', {0!r} + '/in.txt')",
+    "remove": "os.remove({0!r} + '/in.txt')",
+    "remove a tree": "shutil.rmtree(os.path.realpath({0!r}))",
+    "remove from a folder": "os.remove('in.txt', dir_fd=os.open({0!r}, os.O_RDONLY))",
+    "a folder": "os.mkdir({0!r} + '/new')",
+    "no folder": "os.rmdir({0!r} + '/empty')",
+    "a link": "os.symlink('x', {0!r} + '/new')",
+    "a hard link from it": "os.link({0!r} + '/in.txt', 'mine'); open('mine', 'w')",
+    "permissions": "os.chmod({0!r} + '/in.txt', 0o777)",
+    "times": "os.utime({0!r} + '/in.txt')",
+    "a data base": "sqlite3.connect({0!r} + '/in.db').execute('create table t (a)')",
+    "a checkpoint": "torch.save([1], {0!r} + '/in.txt')",
+    "a checkpoint by a path": "torch.save(f=pathlib.Path({0!r}) / 'in.txt', obj=[1])",
+}
+BEHIND = ("remove a tree", "remove from a folder")  # they name what a link leads to
+TRIES = """
+import errno, os, pathlib, shutil, sqlite3, subprocess, sys
+import numpy, torch
+child = "import sys, errno\\ntry: open(sys.argv[1], 'a')\\nexcept OSError as e: sys.exit(e.errno)"
+for name, line in LINES.items():
+    try:
+        exec(line)
+    except OSError as error:
+        assert error.errno == errno.EROFS, (name, error)
+    except shutil.Error:
+        pass
+    else:
+        print(name)
+assert subprocess.run([sys.executable, "-c", child, FILE]).returncode == errno.EROFS
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["../data", "{root}/data", "away"])
+def test_no_run_in_a_copy_writes_to_the_folder_of_the_user(root, tmp_path, folder):
+    """By a link of the copy or by a whole path, in any way that Python tells of; and it is said."""
+    elsewhere = tmp_path / "elsewhere"
+    for place in (root / "data", elsewhere):
+        write(place, {"in.txt": "mine", "in.db": ""})
+        (place / "empty").mkdir()
+    (root / "work/away").symlink_to(elsewhere)
+    before = _everything(tmp_path)
+    name = folder.replace("{root}", str(root))
+    skipped = BEHIND if folder == "away" else ()
+    lines = {key: line.format(name) for key, line in WRITES.items() if key not in skipped}
+    with _linked(root) as copy:
+        copy.link(["work/away"])
+        tries = f"LINES, FILE = {lines!r}, {name!r} + '/in.txt'{TRIES}"
+        not_refused = _run(copy, "-c", tries)
+        strayed = copy.strayed()
+
+    assert not_refused == ""
+    assert strayed.startswith("it would have written")
+    assert _everything(tmp_path) == before
+
+
+def test_a_copy_is_written_as_its_own_folder_would_be(root):
+    """Its files, its folders, its own links, and what is elsewhere."""
+    (root / "work/latest").symlink_to("says.py")
+    lines = [
+        "os.makedirs('../data', exist_ok=True); os.makedirs('a/b', exist_ok=True)",
+        "open('a/b/c', 'w').write('x'); os.replace('a/b/c', 'a/c'); os.remove('a/c')",
+        "os.remove('latest'); os.symlink('a', 'latest'); os.chmod('says.py', 0o600)",
+        "shutil.rmtree('a'); f = tempfile.NamedTemporaryFile(); f.write(b'x')",
+    ]
+    with _linked(root, files_now(root)) as copy:
+        _run(copy, "-c", f"import os, shutil, tempfile; {'; '.join(lines)}")
+
+        assert copy.strayed() == ""
+
+
+@contextmanager
+def _linked(root, names=()):
+    """A copy of the last commit, or of some files, with a link to the ignored folder `data`."""
+    with temporary_folder() as temporary:
+        copy = Copy.of(root, root / "work", temporary, root / "recordings")
+        if names:
+            write_files(root, names, copy.tree)
+        else:
+            write_commit(root, "HEAD", copy.tree)
+        copy.link(["data"])
+        yield copy
+
+
+def test_only_a_folder_of_ours_is_removed_from_the_temporary_folder(tmp_path, monkeypatch):
+    """One that has our name and not our mark is somebody else's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others, ours = tmp_path / f"{PREFIX}mine", tmp_path / f"{PREFIX}left"
+    write(others, {"thesis.txt": ""})
+    with temporary_folder() as folder:
+        shutil.copytree(folder, ours)
+    with temporary_folder():
+        assert not ours.exists()
+
+    assert (others / "thesis.txt").exists()
 
 
 def test_a_copy_has_the_submodules_of_a_repository(tmp_path):

@@ -68,17 +68,27 @@ def _state(folder: Path) -> dict[str, tuple[int, int, bytes | str]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_path):
-    """The file is named with both lines, and every file that the first run created is removed."""
-    Path("train.py").write_text(RESUMES)
+@pytest.mark.parametrize("reads", ["", "open('in.txt')"])
+def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_path, reads):
+    """The file is named with both lines, and the command that repeats starts in a new folder.
+
+    Where the program needs its own, all that the first run created is removed, and no more.
+    """
+    Path("in.txt").write_text("")
+    Path("train.py").write_text(reads + RESUMES)
     found = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
-    advice = found.verdict.advice
+    advice, place = found.verdict.advice, Path("train.py").absolute()
 
     assert advice.cause.startswith("A file that one run leaves for the next: ck/5.pt, written at")
     assert "train.py:12 and read at train.py:8. And the program seeds no generator." in advice.cause
-    assert "'rm -f ck/0.pt ck/1.pt ck/2.pt ck/3.pt ck/4.pt ck/5.pt; exec " in advice.command
     assert advice.tried == "the same in 3 runs"
-    assert all(trial.what.startswith("each run without") for trial in found.tried)
+    assert all(trial.what.startswith("each run ") for trial in found.tried)
+    if reads:
+        files = "ck/0.pt ck/1.pt ck/2.pt ck/3.pt ck/4.pt ck/5.pt"
+        assert f"'rm -f {files}; exec {sys.executable} train.py'" in advice.command
+    else:
+        alone = f"""'cd "$(mktemp -d)" && exec {sys.executable} {place}'"""
+        assert advice.command.endswith(alone)
 
 
 @pytest.mark.slow
@@ -170,6 +180,21 @@ def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path):
     assert log.stat().st_size < LARGEST_LOG + 100
     assert log.read_text().startswith("first\n")
     assert log.read_text().endswith("x\nlast\n")
+
+
+def test_a_long_output_is_bounded_while_it_is_printed(tmp_path):
+    """And what is printed last is whole."""
+    log = tmp_path / "log"
+    text = "import os, sys, time\nfor at in range(120): print('x' * 500_000 + str(at)); "
+    text += "sys.stdout.flush(); time.sleep(0.02)\n"
+    text += f"print(os.stat({str(log)!r}).st_blocks * 512); print('last')"
+
+    assert run_to_end(sys.executable, [sys.executable, "-c", text], os.environ, log) == 0
+    *_, before, used, last = log.read_text().splitlines()
+    assert (before[-4:], last) == ("x119", "last")
+    if int(used) > 50_000_000:
+        pytest.skip("the file system gives no blocks back")
+    assert int(used) < 40_000_000
 
 
 RUNS = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro.relations.relation import relate
-from torchrepro.verification.repository import temporary_folder
+from torchrepro.verification.copies import temporary_folder
 
 from .repositories import commit, write
 from .resumable import FORGOTTEN, PROGRAM
@@ -94,7 +94,7 @@ def test_a_relative_program_is_the_one_of_the_users_folder() -> None:
         ("torch.save(model.state_dict(), 'state.pt')", "it began anew"),
         (
             "if step == 1: torch.save(model.state_dict(), '{place}/state.pt')",
-            "state.pt in your own folder was written meanwhile",
+            "state.pt in your own folder; write to a path in the folder that it is started in",
         ),
     ],
 )

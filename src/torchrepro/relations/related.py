@@ -44,6 +44,7 @@ class Relation:
     resume_command: str = ""  # what goes on from a checkpoint; empty where the command itself does
     copies: dict[str, str] = field(default_factory=dict)
     """The folders in which runs are, each with that of the user which it is a copy of."""
+    strayed: str = ""  # what a run would have written outside of its copy, so that it may fail
 
     def plain(self, name: str) -> Run:
         return self.run(name)

@@ -20,10 +20,10 @@ from torchrepro.relations.related import NotRestored, Relation, Side
 from torchrepro.verdict.comparison import compare_from
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice, Divergence, Kind
+from torchrepro.verification.copies import Copy, temporary_folder
 from torchrepro.verification.file_notes import LEFT_OUT
 from torchrepro.verification.repository import (
     FAILED,
-    Copy,
     CopyError,
     file_state,
     files_now,
@@ -31,7 +31,6 @@ from torchrepro.verification.repository import (
     names_by_git,
     repositories,
     repository_root,
-    temporary_folder,
     walked,
     write_files,
 )
@@ -77,7 +76,6 @@ class Resumed(Relation):
         self._recordings = self.runner.folder.resolve()
         self._before = self._users_files()
         self._written: frozenset[str] = frozenset()
-        self._strayed = ""
 
     def plain(self, name: str) -> Run:
         if self.copies:
@@ -98,7 +96,7 @@ class Resumed(Relation):
         whole = self._state(plain)
         last = len(whole.steps) - 1
         usable = sorted({saved for saved in whole.settled if saved > 0})
-        unknown = self._strayed
+        unknown = self.strayed
         if not unknown and not usable:
             if not whole.steps:
                 unknown = "it makes no step of an optimizer"
@@ -129,8 +127,8 @@ class Resumed(Relation):
         run = self._run(f"resumed-{number}", copy, command=command)
         after = self._state(run)
         unknown = ""
-        if self._strayed:
-            unknown = self._strayed
+        if self.strayed:
+            unknown = self.strayed
         elif run.status != plain.status:
             unknown = f"the resumed run failed, see {run.log}; {RESUME_SO}"
         elif not after.steps:
@@ -184,11 +182,11 @@ class Resumed(Relation):
             run = self.run(name, copy.environment, observed, runner=runner)
         now = self._users_files()
         changed = [name for name in now if self._before.get(name) != now[name]]
-        strayed = copy.strayed(self._recordings)
+        strayed = copy.strayed()
         if changed and not strayed:
             strayed = f"{changed[0]} in your own folder was written meanwhile"
-        if strayed and not self._strayed:
-            self._strayed = f"{strayed}; write to a path in the folder that it is started in"
+        if strayed and not self.strayed:
+            self.strayed = f"{strayed}; write to a path in the folder that it is started in"
         return run
 
     def _users_files(self) -> dict[str, tuple[int, int]]:
@@ -201,7 +199,8 @@ class Resumed(Relation):
         Later ones link what the first run did not write.
         """
         root = self._root
-        copy = Copy.of(root, Path.cwd().resolve(), self.open.enter_context(temporary_folder()))
+        temporary = self.open.enter_context(temporary_folder())
+        copy = Copy.of(root, Path.cwd().resolve(), temporary, self._recordings)
         self.copies[str(copy.tree)] = str(root)
         names, ignored = (
             [name for name in its if self._recordings not in (root / name).parents]

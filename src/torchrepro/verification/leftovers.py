@@ -7,8 +7,9 @@ file of the user is moved, removed or changed.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,15 +21,10 @@ from torchrepro.messages import printable, some
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.render import counted, from_here, short
 from torchrepro.verdict.value import Advice
+from torchrepro.verification.copies import Copy, FolderState, copy_of, temporary_folder
+from torchrepro.verification.file_notes import WRITTEN, noted
 from torchrepro.verification.perturbations import RunEnvironment
-from torchrepro.verification.repository import (
-    Copy,
-    CopyError,
-    folders_within,
-    repository_root,
-    temporary_folder,
-    write_files,
-)
+from torchrepro.verification.repository import CopyError
 from torchrepro.verification.runner import last_lines, status_in_words
 
 if TYPE_CHECKING:
@@ -36,10 +32,6 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Verdict
     from torchrepro.verification.result import Run
     from torchrepro.verification.runner import Runner
-
-MOST_FILES = 50_000  # that are looked at
-MOST_BYTES = 500 * 2**20  # that a copy holds
-LARGE = 2**20  # bytes of a file that is linked, where no run opens it for writing
 
 _LINES = 100  # of what a run has printed last, with its traceback
 _LOCATION = re.compile(r'File "([^"]+)", line (\d+)')
@@ -94,46 +86,23 @@ def traces_of(run: Run) -> list[Trace]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class FolderState:
-    """The files of a program's repository, or of its folder where it has none, at one moment."""
-
-    root: Path
-    files: Mapping[str, tuple[int, int, int]]  # time of change in ns, size, inode; by path in root
-    folders: tuple[str, ...]
-    is_whole: bool  # False for a folder of too many files
-
-    @classmethod
-    def now(cls, without: Path) -> FolderState:
-        """Look at the folder that this process is in, but for what lies below `without`."""
-        root = repository_root(Path.cwd()) or Path.cwd()
-        files: dict[str, tuple[int, int, int]] = {}
-        folders: list[str] = []
-        for folder, names in folders_within(root):
-            if folder.is_relative_to(without):
-                continue
-            if len(files) + len(names) > MOST_FILES:
-                return cls(root, files, tuple(folders), is_whole=False)
-            folders.append(str(folder.relative_to(root)))
-            for name in names:
-                with suppress(OSError):
-                    its = (folder / name).lstat()
-                    place = str((folder / name).relative_to(root))
-                    files[place] = its.st_mtime_ns, its.st_size, its.st_ino
-        return cls(root, files, tuple(folders), is_whole=True)
-
-
 class Place(NamedTuple):
     """Where a run is tried: what starts it there, and in which environment."""
 
     runner: Runner
     environment: RunEnvironment
-    copy: Copy | None = None
+    strayed: Callable[[], str]  # what of the user's own the run has used, in words
 
 
 @contextmanager
 def own_folder(runner: Runner) -> Iterator[Place]:
-    yield Place(runner, RunEnvironment())
+    yield Place(runner, RunEnvironment(), str)
+
+
+@contextmanager
+def within(copy: Copy, runner: Runner) -> Iterator[Place]:
+    runner = replace(runner, command=copy.command(runner.command))
+    yield Place(runner, copy.environment, copy.strayed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,39 +143,51 @@ class Leftovers:
         Raises `CopyError` where there can be none: for a carried file that was not created by the
         first run or is elsewhere, a link that leads out of the folder, and too much to copy.
         """
-        root = self.before.root
         for each in self.carried:
             name = from_here(each.path)
-            if not Path(each.path).is_relative_to(root):
-                raise CopyError(f"{name} is not in {root}")
+            if not Path(each.path).is_relative_to(self.before.root):
+                raise CopyError(f"{name} is not in {self.before.root}")
             if name not in self.created:
                 raise CopyError(f"{name} was there before, and run 1 has overwritten it")
-        if not (self.before.is_whole and self.after.is_whole):
-            raise CopyError(f"{root} has more than {MOST_FILES:,} files")
-        uses = [use for run in self.runs for use in _uses_of_files(run)]
-        written = {use["path"] for use in uses if use["written"]}
-        copied, linked, size = [], [], 0
-        for name, state in self.before.files.items():
-            path = root / name
-            if path.is_symlink() and _leads_out(path, root):
-                raise CopyError(f"{name} is a link that leads out of a copy")
-            is_changed = self.after.files.get(name) != state or str(path) in written
-            if state[1] > LARGE and not is_changed:
-                linked.append(name)
-            else:
-                copied.append(name)
-                size += state[1]
-        if size > MOST_BYTES:
-            raise CopyError(f"a copy of {root} would take {size / 2**20:,.0f} MB")
+        with (
+            copy_of(self.before, self.written, runner.folder) as copy,
+            within(copy, runner) as place,
+        ):
+            yield place
+
+    @contextmanager
+    def new_folder(self, runner: Runner) -> Iterator[Place]:
+        """Be in an empty folder, from where the command's words lead to the same files."""
         with temporary_folder() as temporary:
-            copy = Copy.of(root, Path.cwd(), temporary)
-            for folder in self.before.folders:
-                (copy.tree / folder).mkdir(parents=True, exist_ok=True)
-            write_files(root, copied, copy.tree)
-            copy.link(linked)
-            runner = replace(runner, command=copy.command(runner.command))
+            copy = Copy.of(self.before.root, Path.cwd(), temporary, runner.folder)
+            runner = replace(runner, command=self.in_full(runner.command))
+
+            def strayed() -> str:
+                uses = (Path(use.path) for use in noted(copy.log) if use.kind == WRITTEN)
+                own = (str(path) for path in uses if path.is_relative_to(copy.root))
+                return next(own, "")
+
             with copy.entered():
-                yield Place(runner, copy.environment, copy)
+                yield Place(runner, copy.environment, strayed)
+
+    def in_full(self, words: Sequence[str]) -> list[str]:
+        """Return a command with absolute paths, but to what the first run has created."""
+        created = {*self.created, *self._created_folders}
+
+        def whole(word: str) -> str:
+            before, equals, path = word.rpartition("=")
+            is_old = os.path.lexists(path) and os.path.normpath(path) not in created
+            return f"{before}{equals}{Path(path).absolute()}" if is_old else word
+
+        return [*map(whole, words)]
+
+    @property
+    def written(self) -> set[str]:
+        """The files that a run has opened for writing, or changed, by absolute paths."""
+        root, before, after = self.before.root, self.before.files, self.after.files
+        changed = {str(root / name) for name in before if after.get(name) != before[name]}
+        uses = (use for run in self.runs for use in _uses_of_files(run))
+        return changed | {use["path"] for use in uses if use["written"]}
 
     @property
     def is_refused(self) -> bool:
@@ -250,13 +231,8 @@ class Leftovers:
 
     @property
     def _created_folders(self) -> list[str]:
-        root, before = self.before.root, {*self.before.folders}
-        return [from_here(str(root / each)) for each in self.after.folders if each not in before]
-
-
-def _leads_out(link: Path, root: Path) -> bool:
-    # An absolute one leads to the user's own file also from a copy.
-    return link.readlink().is_absolute() or not link.resolve().is_relative_to(root)
+        created = self.after.folders - self.before.folders
+        return sorted(from_here(str(self.before.root / each)) for each in created)
 
 
 def _uses_of_files(run: Run) -> Iterator[Mapping[str, str]]:

@@ -48,11 +48,11 @@ from torchrepro.redaction import HIDDEN, shareable, without_secrets
 from torchrepro.trace.request import LEVELS, Request, is_range
 from torchrepro.verdict.comparison import compare_within
 from torchrepro.verdict.render import counted, from_here, moment
+from torchrepro.verification.copies import Copy, FolderState, temporary_folder
 from torchrepro.verification.file_notes import READ, WRITTEN, noted
-from torchrepro.verification.leftovers import FolderState, Leftovers
+from torchrepro.verification.leftovers import Leftovers
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 from torchrepro.verification.repository import (
-    Copy,
     CopyError,
     FilesRead,
     blobs_of,
@@ -60,7 +60,6 @@ from torchrepro.verification.repository import (
     files_now,
     files_read,
     repository_root,
-    temporary_folder,
     write_commit,
     write_files,
 )
@@ -434,7 +433,7 @@ class _Experiment:
         self, commit: str, temporary: Path, name: str, whose: str, runner: Runner
     ) -> tuple[Copy, Run, Numbers]:
         """Run the command in a copy of a commit, or of the files as they are without one."""
-        copy = Copy.of(self.root, self.asked.folder, temporary)
+        copy = Copy.of(self.root, self.asked.folder, temporary, self.runner.folder)
         if commit:
             write_commit(self.root, commit, copy.tree)
         else:
@@ -451,11 +450,11 @@ class _Experiment:
         runner = replace(runner, command=copy.command(self.asked.command))
         with copy.entered():
             run = runner.run(resolved, name, copy.environment)
+        if strayed := copy.strayed():
+            raise CopyError(f"{whose} did not stay in its copy: {strayed}")
         if run.status or not run.recorded:
             said = last_lines(run, 1) or ["it says nothing"]
             raise CopyError(f"{whose} cannot run here: {said[0].strip()}")
-        if strayed := copy.strayed():
-            raise CopyError(f"{whose} did not stay in its copy: {strayed}")
         return copy, run, numbers_of(run.folder, self.asked.every)
 
     def _old_numbers(

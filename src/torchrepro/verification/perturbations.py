@@ -53,12 +53,15 @@ def holding(held: Mapping[str, Sequence[str]]) -> RunEnvironment:
     return RunEnvironment(fixed, {"verification.held_sources:hold": held})
 
 
-def noting_files(root: Path, log: Path, tree: Path | None = None) -> RunEnvironment:
+def noting_files(
+    root: Path, log: Path, tree: Path | None = None, ours: Path | None = None
+) -> RunEnvironment:
     """Return what notes the uses of files below `root` in `log`.
 
-    With `tree`, a copy of `root`, what is there is found in place of what is in `root`.
+    With `tree`, a copy of `root`, what is there is found in place of what is in `root`, where
+    nothing can be written but what is below `ours`.
     """
-    asked = {"root": str(root), "log": str(log), "tree": str(tree or "")}
+    asked = {"root": str(root), "log": str(log), "tree": str(tree or ""), "ours": str(ours or "")}
     # Files of a copy may be links: nothing is to be written beside what they point to.
     fixed = {"PYTHONDONTWRITEBYTECODE": "1"} if tree else {}
     return RunEnvironment(fixed, {"verification.file_notes:begin": asked})

@@ -1,8 +1,7 @@
-"""The repository of a program: its files, its commits, and copies of it where a command runs.
+"""The repository of a program: its files, its commits, and their writing into another folder.
 
-A copy has what git tracks and does not ignore, as of a commit or as it is now, and links to what is
-ignored and needed all the same. It is no `git worktree`: that would register itself in the user's
-repository, and run the hooks of it.
+What is written there is no `git worktree`: that would register itself in the user's repository, and
+run the hooks of it.
 
 A lock is written before the commit that holds it, and squashing, rebasing and merging give that
 commit another name. So the commit of a lock is found by content: every file of the repository that
@@ -11,27 +10,18 @@ the locked run read has to have the blob that the lock names.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchrepro.manifest.environment import git
-from torchrepro.verification import file_notes
 from torchrepro.verification.file_notes import LEFT_OUT, LISTED, READ, TOO_MANY, WRITTEN, Use, noted
-from torchrepro.verification.perturbations import RunEnvironment, noting_files
 
-if TYPE_CHECKING:
-    from torchrepro.verdict.value import Edit
-
-PREFIX = "torchrepro-copy-"
 FAILED = (OSError, SubprocessError)  # what `git` raises
 
 _SUBMODULE = "160000"  # the mode of its entry
@@ -41,40 +31,6 @@ _BLOCK = 64  # commits that git is asked about at once
 
 class CopyError(Exception):
     """A copy cannot be made, or is none of what was asked for; the text says why."""
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is gone when the block ends, however it ends.
-
-    One whose process was killed is removed by the next call: a process holds a lock on its own.
-    """
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if (held := _locked(folder)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(held)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
-        held = _locked(folder)
-        if held is not None and folder.is_dir():  # another process may have removed it meanwhile
-            break
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
-
-
-def _locked(folder: Path) -> int | None:
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-        else:
-            return descriptor
-    return None
 
 
 def _said(folder: Path, *words: str) -> str:
@@ -125,23 +81,30 @@ def repositories(root: Path) -> Iterator[Path]:
     yield root
 
 
-def folders_within(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folders below `root` but caches and virtual environments, each with its files."""
-    for folder, folders, files in os.walk(root):
-        here = Path(folder)
-        folders[:] = [
-            name
-            for name in folders
-            if name not in LEFT_OUT and not is_of_environment(here / name, root)
-        ]
-        links = [name for name in folders if (here / name).is_symlink()]
-        yield here, [*files, *links]
+def entries(folder: Path, root: Path) -> tuple[list[Path], list[str]]:
+    """Return the folders in `folder` but caches and virtual environments, and the other names.
+
+    `root` is the outermost folder; links to folders are among the names.
+    """
+    folders, names = [], []
+    with suppress(OSError), os.scandir(folder) as found:
+        for each in found:
+            path = Path(each)
+            if not each.is_dir(follow_symlinks=False):
+                names.append(each.name)
+            elif each.name not in LEFT_OUT and not is_of_environment(path, root):
+                folders.append(path)
+    return folders, names
 
 
 def walked(root: Path) -> Iterator[Path]:
     """Yield the files below `root` but those of caches and of virtual environments."""
-    for folder, files in folders_within(root):
-        yield from (folder / name for name in files)
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        inner, names = entries(folder, root)
+        waiting += inner
+        yield from (folder / name for name in names)
 
 
 def files_now(root: Path) -> list[str]:
@@ -228,127 +191,6 @@ def file_state(path: Path, *, follow: bool = False) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return its.st_mtime_ns, its.st_size
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy that a command runs in."""
-
-    root: Path  # what it is a copy of
-    tree: Path
-    place: Path  # the folder of `tree` in which the command starts
-    log: Path  # where its runs note which files they use
-    linked: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The files and folders that are links to those of `root`, as they were."""
-
-    @classmethod
-    def of(cls, root: Path, folder: Path, temporary: Path) -> Copy:
-        """Return the copy, still to be written, for a command that starts in `folder`.
-
-        Its tree is called as `root` is.
-        """
-        tree = temporary / "tree" / root.name
-        tree.mkdir(parents=True)
-        return cls(root, tree, tree / folder.relative_to(root), temporary / "files.jsonl")
-
-    def link(self, names: Iterable[str]) -> None:
-        """Link files and folders of `root`; what is in the copy already stays."""
-        for name in names:
-            here = self.tree / name
-            if not os.path.lexists(here):
-                here.parent.mkdir(parents=True, exist_ok=True)
-                here.symlink_to(self.root / name)
-                self.linked[name] = file_state(self.root / name, follow=True)
-
-    def command(self, words: Sequence[str]) -> list[str]:
-        """Return the words of a command as they are in the copy.
-
-        Absolute paths into `root` lead into the copy. Relative ones out of `root`, or into a
-        virtual environment, lead from the copy elsewhere, so that they become absolute.
-        """
-        folder = self.root / self.place.relative_to(self.tree)
-
-        def is_copied(path: Path) -> bool:
-            return path.is_relative_to(self.root) and not is_of_environment(path, self.root)
-
-        mapped = []
-        for word in words:
-            before, path = "", word
-            if not word.startswith(os.sep) and "=" in word:  # --data=/repo/data
-                before, _, path = word.partition("=")
-                before += "="
-            whole = Path(os.path.normpath(folder / path))
-            if path.startswith(os.sep):
-                path = str(self.tree / whole.relative_to(self.root)) if is_copied(whole) else path
-            elif os.sep in path and os.path.exists(whole) and not is_copied(whole):  # noqa: PTH110 - never raises
-                path = str(whole)
-            mapped.append(f"{before}{path}")
-        return mapped
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        self.place.mkdir(parents=True, exist_ok=True)
-        with chdir(self.place):
-            yield
-
-    @property
-    def environment(self) -> RunEnvironment:
-        """What a command is started in, so that it finds the copy's files and notes which."""
-        return noting_files(self.root, self.log, self.tree)
-
-    def strayed(self, recordings: Path | None = None) -> str:
-        """Return a file of `root` that a run in the copy used, in words; empty if there is none.
-
-        What is linked may be read there, and not be written; `recordings` are ours.
-        """
-        linked = [self.root / name for name in self.linked]
-        for use in noted(self.log):
-            path = Path(use.path)
-            if recordings and path.is_relative_to(recordings):
-                continue
-            if use.kind == TOO_MANY:
-                return f"it uses more than {file_notes.MOST:,} files"
-            if path.is_relative_to(self.tree):
-                parts = (each for each in (path, *path.parents) if self.tree in each.parents)
-                if use.kind == WRITTEN and any(each.is_symlink() for each in parts):
-                    return f"it wrote {path.relative_to(self.tree)}, which is linked to your own"
-            elif use.kind != LISTED and not is_of_environment(path, self.root):
-                is_linked = any(path.is_relative_to(each) for each in linked)
-                if use.kind != READ or not is_linked:
-                    verb = "wrote" if use.kind == WRITTEN else "read"
-                    return f"it {verb} {path} in your own folder"
-        for name, before in self.linked.items():
-            if file_state(self.root / name, follow=True) != before:
-                return f"{name}, which is linked to your own, was changed meanwhile"
-        return ""
-
-
-@contextmanager
-def edited_copy(edit: Edit, files: Iterable[str]) -> Iterator[Copy]:
-    """Be in a copy of this folder's repository in which one line of a program is edited.
-
-    The program's `files` are copied, all else is linked. Raises `CopyError` for a line that is not
-    in the repository.
-    """
-    root, folder = repository_root(Path.cwd()) or Path.cwd(), Path.cwd()
-    file, _, number = edit.where.rpartition(":")
-    inside = [Path(each) for each in (file, *files) if Path(each).is_relative_to(root)]
-    if Path(file) not in inside:
-        raise CopyError(f"{file} is not in {root}")
-    with temporary_folder() as temporary:
-        copy = Copy.of(root, folder, temporary)
-        names = dict.fromkeys(str(each.relative_to(root)) for each in inside)
-        write_files(root, names, copy.tree)
-        for place, _, _ in os.walk(copy.tree):
-            here = Path(place).relative_to(copy.tree)
-            copy.link(str(here / each.name) for each in (root / here).iterdir())
-        edited = copy.tree / Path(file).relative_to(root)
-        lines = edited.read_text(encoding="utf-8").split("\n")
-        at = int(number) - 1
-        lines[at] = lines[at].replace(edit.before, edit.after)
-        edited.write_text("\n".join(lines), encoding="utf-8")
-        with copy.entered():
-            yield copy
 
 
 class FilesRead(NamedTuple):

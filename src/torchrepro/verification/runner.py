@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -11,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import CDLL, c_int, c_int64
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.launch import prepared, prepared_as_it_is
@@ -231,8 +233,8 @@ def run_to_end(
     Its standard input is empty, so that every run has the same. It has a session of its own, so
     that it and all processes that it started can be ended together, also where this process is
     killed; a process that has begun another session is left alone. Of a long output its beginning
-    and its end are kept. Raises `Interrupted` if a signal ends us, once the command has ended, and
-    `ProfileError` if it cannot be started.
+    and its end are kept, also while the command runs. Raises `Interrupted` if a signal ends us,
+    once the command has ended, and `ProfileError` if it cannot be started.
     """
     with log.open("wb") as output, signals_raised():
         try:
@@ -248,12 +250,15 @@ def run_to_end(
         except OSError as error:
             what = f"cannot be started: {error.strerror}"
             raise ProfileError.about(what, found=program) from None
+        deadline = math.inf if limit is None else time.monotonic() + limit
         try:
             with _ended_with_us(process):
-                return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            end_group(process)
-            return process.returncode
+                while (left := deadline - time.monotonic()) > 0:
+                    with suppress(subprocess.TimeoutExpired):
+                        return process.wait(min(left, BETWEEN_LOOKS))
+                    _free_middle(output)
+                end_group(process)
+                return process.returncode
         except BaseException as stopped:
             end_group(process, getattr(stopped, "number", signal.SIGTERM))
             raise
@@ -287,6 +292,20 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         with suppress(BrokenPipeError):
             watcher.communicate(b"over\n")
+
+
+def _free_middle(output: IO[bytes]) -> None:
+    # The command goes on at its own place in the file: only blocks are given back, and no byte that
+    # it writes meanwhile is lost. Python has no call for that; without it, or where the file system
+    # has none, `_shorten` does it at the end of the run.
+    size = os.fstat(output.fileno()).st_size
+    if size > LARGEST_LOG:
+        with suppress(AttributeError):
+            arguments = c_int(output.fileno()), c_int(_PUNCH), c_int64(LARGEST_LOG // 2)
+            CDLL(None).fallocate(*arguments, c_int64(size - LARGEST_LOG))
+
+
+_PUNCH = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of Linux
 
 
 def _shorten(log: Path) -> None:

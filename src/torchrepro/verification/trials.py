@@ -7,8 +7,8 @@ controls held the same. Runs that then agree show the cause, or the command that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from shlex import join
 from typing import TYPE_CHECKING, Any
@@ -47,14 +47,17 @@ from torchrepro.verdict.program_text import (
 )
 from torchrepro.verdict.render import from_here, headline, short
 from torchrepro.verdict.value import Advice, Kind, SeedSource
+from torchrepro.verification.copies import edited_copy
 from torchrepro.verification.held_sources import HELD_AT_ONCE
-from torchrepro.verification.leftovers import Leftovers, Place, own_folder, traces_of
+from torchrepro.verification.leftovers import Leftovers, Place, own_folder, traces_of, within
 from torchrepro.verification.perturbations import RunEnvironment, holding
-from torchrepro.verification.repository import CopyError, edited_copy
+from torchrepro.verification.repository import CopyError
 from torchrepro.verification.result import UNCHANGED, Run, Trial
 from torchrepro.verification.runner import status_in_words
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import Evidence, Suspect
     from torchrepro.verdict.value import Edit, UncontrolledRead, Verdict
@@ -232,12 +235,21 @@ class Trials:
         """
         seeded = [("seed-only", ())] if self.resolved is None and not self.own_profile else []
         for profile, overrides in [(self.profile, self.overrides), *seeded]:
-            command = self._command(profile, overrides, first=self.left.created)
             resolved = self.resolved if profile == self.profile else resolve(profile)
-            what = "each run without what the run before left"
-            what = f"{what}, under {profile}" if profile != self.profile else what
+            under = f", under {profile}" if profile != self.profile else ""
+            what = f"each run without what the run before left{under}"
+            words = f"rm -f {join(self.left.created)}; exec "
+            command = self._command(profile, overrides, before=words)
             change, place = RunEnvironment(), self.left.copy_without_them
             if self._agrees(what, command, resolved, change, place=place):
+                without = self._last
+                what, words = f"each run in a new folder{under}", 'cd "$(mktemp -d)" && exec '
+                anew = self._command(profile, overrides, before=words, full=self.left.in_full)
+                is_same = self._agrees(
+                    what, anew, resolved, change, runs=1, place=self.left.new_folder
+                )
+                if is_same and self.runner.compare(without, self._last).same:
+                    command = anew
                 cause = self.left.cause
                 if profile != self.profile:
                     cause = f"{cause} And the program seeds no generator."
@@ -252,11 +264,14 @@ class Trials:
         files, steps = self.verdict.program.files, min(run.steps for run in self.between)
         edits += edits_elsewhere(what, files, steps)
         for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
-            with suppress(CopyError), edited_copy(edit, files) as copy:
-                runner = replace(self.runner, command=copy.command(self.runner.command))
-                at, change = f"{short(edit.where)} edited", copy.environment
-                if self._agrees(at, "", self.resolved, change, runs=ENOUGH_HELD, runner=runner):
-                    return edit
+            what = f"{short(edit.where)} edited"
+            try:
+                with edited_copy(edit, self.left.written, self.runner.folder) as copy:
+                    place, change = partial(within, copy), RunEnvironment()
+                    if self._agrees(what, "", self.resolved, change, runs=ENOUGH_HELD, place=place):
+                        return edit
+            except CopyError as refused:
+                self.done.append(Trial(what, "", same=False, runs=0, answer=str(refused)))
         return None
 
     def _agrees(
@@ -268,13 +283,12 @@ class Trials:
         *,
         runs: int = ENOUGH,
         place: Callable[[Runner], AbstractContextManager[Place]] = own_folder,
-        runner: Runner | None = None,
     ) -> bool:
         """Whether so many runs agree with a change; how they went is added to what was done."""
         if self._differs_seldom or self._spent + runs > self.most:
             return False
         done, answer, same = [], "", False
-        runner = replace(runner or self.runner, limit=self._limit)
+        runner = replace(self.runner, limit=self._limit)
         for number in range(runs):
             self.runner.say(f"tried: {what}, run {number + 1} of {runs} ...")
             environment = self.environments[min(number, 1)] | change
@@ -282,15 +296,15 @@ class Trials:
             try:
                 with place(runner) as its:
                     done.append(its.runner.run(resolved, name, environment | its.environment))
-                    strayed = its.copy.strayed() if its.copy else ""
+                    strayed = its.strayed()
             except (ApplyError, CopyError) as refused:
                 answer = str(refused)
                 break
-            if done[-1].status != 0 or not done[-1].recorded:
-                answer = f"it ended with {status_in_words(done[-1].status)}: see {done[-1].log}"
-                break
             if strayed:
                 answer = f"it did not stay in its copy: {strayed}"
+                break
+            if done[-1].status != 0 or not done[-1].recorded:
+                answer = f"it ended with {status_in_words(done[-1].status)}: see {done[-1].log}"
                 break
             if self.between[0].steps and not done[-1].steps:
                 answer = "it made no step, and run 1 did"
@@ -445,14 +459,18 @@ class Trials:
         return [each for each in found if each.name not in TIES] or list(found)
 
     def _command(
-        self, profile: Any, overrides: Sequence[str], *options: str, first: Sequence[str] = ()
+        self,
+        profile: Any,
+        overrides: Sequence[str],
+        *options: str,
+        before: str = "",
+        full: Callable[[Sequence[str]], Sequence[str]] = list,
     ) -> str:
-        # It has what the user has said of what is the same; files of `first` go before each run.
-        words = shareable(
-            self.runner.command, secrets_here(*([self.resolved] if self.resolved else []))
-        )
-        if first:
-            words = ["sh", "-c", f"rm -f {join(first)}; exec {shell_line(words)}"]
+        # It has what the user has said of what is the same. A shell does `before` in each run.
+        secrets = secrets_here(*([self.resolved] if self.resolved else []))
+        words = shareable(full(self.runner.command), secrets)
+        if before:
+            words = ["sh", "-c", f"{before}{shell_line(words)}"]
         level, tolerance = self.runner.request.level, self.runner.tolerance or ()
         asked = ["--level", level] if level != LEVELS[-1] else []
         for name, number in zip(("--rtol", "--atol"), tolerance, strict=False):

@@ -27,7 +27,8 @@ from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import moment, place
 from torchrepro.verdict.value import Advice, Kind
 from torchrepro.verification.at_start import WORKERS
-from torchrepro.verification.leftovers import FolderState, Leftovers
+from torchrepro.verification.copies import FolderState
+from torchrepro.verification.leftovers import Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.result import Run, StressResult, Trial, Verification
 from torchrepro.verification.runner import Runner, output_directory
