@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchrepro.errors import ProfileError
-from torchrepro.lock.lock_file import write_in_place
 from torchrepro.seeding.state import save_rng_state, set_rng_state
+from torchrepro.writing import write_in_place
 
 NEW = "the new lock\n"
 
@@ -50,6 +50,22 @@ def test_a_lock_that_is_a_link_out_of_its_repository_is_refused(user):
     assert Path("repro.lock").is_symlink()
 
 
+@pytest.mark.slow
+def test_no_command_writes_through_a_link_of_a_hostile_repository(user, execute):
+    """The page of a verdict is refused there, and the manifest of a run takes the link's place."""
+    new = user.with_name("new")
+    Path("repro.json").symlink_to(new)
+    Path("page.html").symlink_to(user)
+    Path("train.py").write_text("import torch; torch.ones(2) * 2")
+    ours, program = [sys.executable, "-m", "torchrepro"], ["--", sys.executable, "train.py"]
+    page = execute(*ours, "verify", "--report", "page.html", *program, cwd=Path.cwd())
+    run = execute(*ours, "run", "--log-to", ".", "seed-only", *program, cwd=Path.cwd())
+
+    assert "page.html -> " in page.stderr
+    assert user.read_text() == "the user's own\n"
+    assert (run.returncode, Path("repro.json").is_symlink(), new.exists()) == (0, False, False)
+
+
 def test_a_lock_that_is_a_link_within_its_repository_stays_one(user):
     """Its target is written."""
     Path("repro.lock").symlink_to("locks/today.lock")
@@ -61,7 +77,7 @@ def test_a_lock_that_is_a_link_within_its_repository_stays_one(user):
 
 def test_a_lock_goes_to_standard_output_wherever_that_leads(user, execute, tmp_path):
     """To a pipe, and to a file that a shell has opened."""
-    write = "from pathlib import Path; from torchrepro.lock.lock_file import write_in_place; "
+    write = "from pathlib import Path; from torchrepro.writing import write_in_place; "
     write += f"write_in_place(Path('/dev/stdout'), {NEW!r})"
     piped = execute(sys.executable, "-c", write)
     shell = 'exec "$0" -c "$1" > out.lock'

@@ -36,6 +36,7 @@ from torchrepro.console import Verbosity, parts, say, show, show_aside, verbosit
 from torchrepro.errors import ProfileError, TorchreproError, TraceError
 from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_folder
 from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
+from torchrepro.writing import write_in_place
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
@@ -605,11 +606,7 @@ def _offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
         descriptor, report = tempfile.mkstemp(prefix="torchrepro-", suffix=".html")
         os.close(descriptor)
     place = Path(report)
-    try:
-        place.write_text(page(), encoding="utf-8")
-    except OSError as error:
-        what = f"the page cannot be written: {error.strerror}"
-        raise TraceError.about(what, found=report) from None
+    write_in_place(place, page(), "the page")
     say(f"the page is in {place}")
     if opened:
         import webbrowser

@@ -39,7 +39,8 @@ from torchrepro.seeding.loader_places import (
     reads_items,
     skip_batches,
 )
-from torchrepro.seeding.state import forget, write_atomically
+from torchrepro.seeding.state import forget
+from torchrepro.writing import write_atomically
 
 _REGISTER = ("register_save_state_pre_hook", "register_load_state_pre_hook")
 _FILE = "torchrepro_{}.json"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +39,7 @@ from torchrepro.planner import Plan, make_plan
 from torchrepro.profile.load import key_of, resolve
 from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.redaction import without_secrets
-from torchrepro.seeding.state import write_atomically
+from torchrepro.writing import write_in_place
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
@@ -117,46 +115,6 @@ def contents_of_lock(
         del row["before"]  # the state of this process, such as a random seed
     its |= {"lock": FORMAT, "named": {"profile": named, "overrides": list(overrides)}}
     return its, plan.report
-
-
-def write_in_place(path: Path, text: str) -> None:
-    """Write a file that is the old one or the new one at any moment.
-
-    Raises `ProfileError`, also for a link that leads out of the repository or folder that it is in:
-    whoever made that link would choose which file is overwritten.
-    """
-    place, folder = path.resolve(), path.parent.resolve()
-    repositories = (each for each in (folder, *folder.parents) if (each / ".git").exists())
-    home = next(repositories, folder)
-    try:
-        if folder == Path("/dev") or (place.exists() and not place.is_file()):
-            path.write_text(text, encoding="utf-8")  # as /dev/stdout
-            return
-        if path.is_symlink() and not place.is_relative_to(home):
-            what, todo = f"a link that leads out of {home}", "name the file itself"
-            raise ProfileError.about(what, found=f"{path} -> {place}", todo=todo)
-        for name in os.listdir(place.parent):  # noqa: PTH208 - names
-            if name.startswith(f".{place.name}.") and len(name) == len(place.name) + _ADDED:
-                _remove_left(place.with_name(name))
-        write_atomically(place, text.encode())
-    except OSError as error:
-        what = f"the lock cannot be written: {error.strerror}"
-        todo = "name another file: --output FILE"
-        raise ProfileError.about(what, found=str(place), todo=todo) from None
-
-
-_ADDED = 18  # characters of a name beside a lock that `write_atomically` adds: dots and digits
-
-
-def _remove_left(beside: Path) -> None:
-    # A process that was killed as it wrote the lock has left it, and no longer holds it.
-    with suppress(OSError):
-        descriptor = os.open(beside, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            beside.unlink()
-        finally:
-            os.close(descriptor)
 
 
 SHARED = ("lock", "manifest", "named", "profile", "digest")

@@ -19,12 +19,12 @@ import xxhash
 
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.imports import import_torch, installed_version
-from torchrepro.lock.lock_file import write_in_place
 from torchrepro.manifest.contents import MACHINES, as_text
 from torchrepro.manifest.environment import kind_of_machine
 from torchrepro.messages import some
 from torchrepro.trace.format import ARGUMENTS
 from torchrepro.trace.reader import read_run
+from torchrepro.writing import write_in_place
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -32,6 +32,7 @@ from torchrepro.profile.resolved import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import seeding_calls
+from torchrepro.writing import write_atomically
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -121,7 +122,7 @@ def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
     """Write a manifest into `folder`, which is created if missing, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
-    path.write_text(as_text(contents), encoding="utf-8")
+    write_atomically(path, as_text(contents).encode())
     return path
 
 

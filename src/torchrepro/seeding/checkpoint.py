@@ -31,9 +31,9 @@ from torchrepro.seeding.state import (
     rng_state,
     run_begins,
     set_rng_state,
-    write_atomically,
 )
 from torchrepro.seeding.streams import nonnegative_int, world
+from torchrepro.writing import write_atomically
 
 if TYPE_CHECKING:
     import os

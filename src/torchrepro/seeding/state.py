@@ -7,12 +7,10 @@ and of what they remember of each. An optimizer of the resumed run is known by t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from torchrepro.messages import shown, some
 from torchrepro.seeding import generators, loader, loader_places, streams
 from torchrepro.seeding.generators import Given, States
 from torchrepro.seeding.streams import world
+from torchrepro.writing import write_atomically
 
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
@@ -99,28 +98,6 @@ def save_rng_state(path: str | os.PathLike[str]) -> None:
     Raises `OSError` where it cannot be written.
     """
     write_atomically(Path(path), json.dumps(rng_state()).encode())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that no reader ever finds a part of it, even after a crash.
-
-    It is first written beside `path` under a name that nobody can guess, so that no link that lies
-    there leads it elsewhere. Raises `OSError`.
-    """
-    beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
-            with suppress(OSError):  # a file system may have no locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            beside.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def run_begins(*, resumed: bool) -> None:

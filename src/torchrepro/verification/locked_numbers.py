@@ -30,7 +30,6 @@ from torchrepro.lock.lock_file import (
     is_relative_path,
     named_in,
     refuse_other_file,
-    write_in_place,
 )
 from torchrepro.lock.numbers import Numbers, first_difference, numbers_of
 from torchrepro.manifest.contents import (
@@ -64,6 +63,7 @@ from torchrepro.verification.repository import (
     write_files,
 )
 from torchrepro.verification.runner import Runner, last_lines, output_directory
+from torchrepro.writing import write_in_place
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
