@@ -88,7 +88,7 @@ def relate(  # noqa: PLR0913 - each is an option of the command
         runner.refuse_unrecorded(plain[0])
         plain.append(relation.plain("plain-2"))
         if not (relation.strayed and plain[0].recorded):
-            runner.refuse_failed(plain)
+            runner.refuse_failed(plain, relation.strayed)
         agreed = runner.compare(*plain)
         sides = tuple(relation.sides(plain[0])) if agreed.same else ()
         agreed, sides = relation.in_own((agreed, sides))

@@ -75,7 +75,8 @@ class Resumed(Relation):
         self._root = (repository_root(Path.cwd()) or Path.cwd()).resolve()
         self._recordings = self.runner.folder.resolve()
         self._before = self._users_files()
-        self._written: frozenset[str] = frozenset()
+        self._written: frozenset[str] = frozenset()  # results, which no later run finds
+        self._updated: frozenset[str] = frozenset()  # what every run has a file of its own for
 
     def plain(self, name: str) -> Run:
         if self.copies:
@@ -90,7 +91,14 @@ class Resumed(Relation):
             if not (copy.tree / path).is_symlink()
             and file_state(copy.tree / path) != file_state(self._root / path)
         )
-        return self._run(f"{name}-anew", self._copy()) if self._written else run
+        if not self._written:
+            return run
+        anew = self._run(f"{name}-anew", self._copy())
+        if run.status or not anew.status:
+            return anew
+        # It needs what it writes: no results, but data that it updates.
+        self._updated, self._written = self._written, frozenset()
+        return self._run(f"{name}-with-all", self._copy())
 
     def sides(self, plain: Run) -> Iterator[Side]:
         whole = self._state(plain)
@@ -208,7 +216,7 @@ class Resumed(Relation):
         )
         sizes = {name: file_state(root / name)[1] for name in (*names, *ignored)}
         large = [name for name in names if sizes[name] > LARGE]
-        own = {*names} - {*large}
+        own = ({*names} - {*large}) | self._updated
         if sum(sizes[name] for name in own) > MOST:
             todo = "start it in a repository of git that ignores its data, or in a smaller folder"
             what = f"more than {in_units(MOST)} would have to be copied for each run"

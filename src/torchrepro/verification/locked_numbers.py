@@ -8,6 +8,7 @@ is both, or nobody can tell.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,12 +53,14 @@ from torchrepro.verification.file_notes import READ, WRITTEN, noted
 from torchrepro.verification.leftovers import Leftovers
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 from torchrepro.verification.repository import (
+    FAILED,
     CopyError,
     FilesRead,
     blobs_of,
     commit_with,
     files_now,
     files_read,
+    names_by_git,
     repository_root,
     write_commit,
     write_files,
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Divergence, Verdict
     from torchrepro.verification.result import Run
 
+_QUOTED = re.compile("'([^']+)'")
 _LOCK_THEM = "torchrepro lock PROFILE -o FILE -- COMMAND"
 
 
@@ -121,6 +125,22 @@ class LockedCommand:
         noting = noting_files(self.root, files) if self.root else RunEnvironment()
         run = runner.run(resolved, name, noting)
         return _Recorded(run, files, began)
+
+    def left_before(self, its: _Recorded) -> list[str]:
+        """Return the files without git that a run read, or failed for, as it had found them.
+
+        Earlier runs may have left them. The newest comes first.
+        """
+        found = [(use.changed, Path(use.path)) for use in noted(its.files) if use.kind == READ]
+        if its.run.status:
+            named = map(Path, _QUOTED.findall("".join(last_lines(its.run, 1))))
+            found = [(path.stat().st_mtime_ns, path) for path in named if path.exists()]
+        tracked: set[Path] = set()
+        if self.root is not None:
+            with suppress(*FAILED):
+                tracked = {self.root / name for name in names_by_git(self.root, "ls-files", "-z")}
+        old = {each for each in found if each[0] / 1e9 < its.began and each[1] not in tracked}
+        return [from_here(str(path)) for _, path in sorted(old, reverse=True)]
 
     def files_of(self, its: _Recorded, resolved: ResolvedProfile) -> FilesRead:
         """Return the files that a run read; raises `CopyError` where that cannot be known."""
@@ -267,9 +287,12 @@ def check_numbers(
         runner = asked.runner(output, say, meanwhile)
         say("run ...")
         now = asked.run(replace(runner, beside=check_settings), resolved, "here")
-        runner.refuse_unrecorded(now.run)
+        todo = ""
+        if left := asked.left_before(now):
+            todo = f"check in a folder without what earlier runs have left, such as {left[0]}"
+        runner.refuse_unrecorded(now.run, todo)
         settings = settings_here[0].result()
-        runner.refuse_failed([now.run])
+        runner.refuse_failed([now.run], todo)
         here = numbers_of(now.run.folder, asked.every)
         first = first_difference(numbers, here)
         torch = str(contents["versions"]["torch"])
@@ -494,9 +517,11 @@ class _Experiment:
                 copy, run, its = self._run(source, temporary, f"op-by-op-{number}", whose, runner)
             folders.append((run.folder, str(copy.tree)))
             if any(each != expected.steps.get(step) for step, each in its.steps.items()):
+                left = self.asked.left_before(self.now)
+                such = f" ({some(left)})" if left else ""
                 raise CopyError(
                     f"{whose} has other numbers in a second run: they depend on files that runs "
-                    "leave behind, or do not repeat"
+                    f"leave behind{such}, or do not repeat"
                 )
         (mine, my_tree), (theirs, their_tree) = folders
         found = compare_within(mine, theirs, None).first

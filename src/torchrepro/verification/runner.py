@@ -156,8 +156,11 @@ class Runner:
             map=found.map,
         )
 
-    def refuse_unrecorded(self, run: Run) -> None:
-        """Raise `TraceError` if a run went well and nothing was recorded of it."""
+    def refuse_unrecorded(self, run: Run, todo: str = "") -> None:
+        """Raise `TraceError` if a run went well and nothing was recorded of it.
+
+        `todo` is what helps, where that is known.
+        """
         if run.status or run.recorded:
             return
         ours = f"torchrepro: {run.folder}: "
@@ -169,11 +172,15 @@ class Runner:
         raise TraceError.about(
             why or "nothing was recorded of it, so nothing can be said of its runs",
             found=join(self.command),
-            todo="" if why else f"{computes}, in a Python in which torchrepro is installed",
+            todo=todo
+            or ("" if why else f"{computes}, in a Python in which torchrepro is installed"),
         )
 
-    def refuse_failed(self, runs: Sequence[Run]) -> None:
-        """Raise what says why, if the command has failed in all its runs with the same status."""
+    def refuse_failed(self, runs: Sequence[Run], todo: str = "") -> None:
+        """Raise what says why, if the command has failed in all its runs with the same status.
+
+        `todo` is what helps, where that is known.
+        """
         run = runs[-1]
         if run.status == 0 or len({each.status for each in runs}) > 1:
             return
@@ -181,8 +188,9 @@ class Runner:
         if run.status == _NOT_IN_FORCE and any(line.startswith("torchrepro: ") for line in lines):
             raise ApplyError("\n".join(line.removeprefix("torchrepro: ") for line in lines))
         said = [f"    {line}" for line in lines] or ["    (it printed nothing)"]
-        ended = f"it ended with {status_in_words(run.status)} in each of {len(runs)} runs"
-        raise TraceError.about("\n".join([f"{ended}:", *said]), found=join(self.command))
+        ended = f"it ended with {status_in_words(run.status)}"
+        ended = f"{ended} in each of {len(runs)} runs" if len(runs) > 1 else ended
+        raise TraceError.about("\n".join([f"{ended}:", *said]), found=join(self.command), todo=todo)
 
     def advised(self, verdict: Verdict, run: Run) -> Verdict:
         """Return a verdict with advice by what the trace of a run says of the program."""
@@ -208,7 +216,8 @@ def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path
         Request(folder).prepare_folder()
     place = Path(folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
     try:
-        yield place
+        with signals_raised():  # also between two runs: what is open then is closed
+            yield place
     except BaseException:
         if any(place.iterdir()):
             say(f"\nwhat was recorded until then, and what the command printed, is in {place}\n")

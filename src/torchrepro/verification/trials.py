@@ -6,6 +6,7 @@ controls held the same. Runs that then agree show the cause, or the command that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -105,8 +106,6 @@ class Trials:
 
         Raises what `Runner.run` raises.
         """
-        seconds = max(run.seconds for run in self.between)
-        self.runner.say(f"why: at most {self.most} more runs, of about {seconds:.0f} s each\n")
         its = evidence_of(self.verdict, self.meta)
         is_fault = its.holds("reads_unwritten_memory") or its.holds("is_race")
         if not (self.verdict.reaches or is_fault):
@@ -255,6 +254,8 @@ class Trials:
                     cause = f"{cause} And the program seeds no generator."
                 self.verdict = self._with(cause=cause, command=command, tried=_AGREED, edit=None)
                 return True
+            if self.done and not self.done[-1].runs:
+                break  # no copy can be made
         # A run that did less, since it found them, needs no further trial: the verdict says so.
         return self.between[0].steps > self.between[1].steps
 
@@ -287,6 +288,10 @@ class Trials:
         """Whether so many runs agree with a change; how they went is added to what was done."""
         if self._differs_seldom or self._spent + runs > self.most:
             return False
+        if not self.done:
+            seconds = max(run.seconds for run in self.between)
+            how_many = f"at most {self.most} more" if math.isfinite(self.most) else "more"
+            self.runner.say(f"why: {how_many} runs, of about {seconds:.0f} s each\n")
         done, answer, same = [], "", False
         runner = replace(self.runner, limit=self._limit)
         for number in range(runs):
