@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro.messages import printable
 from torchrepro.verification.runner import LARGEST_LOG, run_to_end
 from torchrepro.verification.verifier import verify
 
@@ -54,6 +55,31 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("-rf x", "rm -f -- '\"'\"'-rf x'\"'\"'"),
+        ("$(touch y)", "rm -f -- '\"'\"'$(touch y)'\"'\"'"),
+        ("a\x1b[31m\nb", ""),
+        ("\udcff\udcfe", ""),
+    ],
+    ids=ascii,
+)
+def test_a_file_of_any_name_is_told_and_removed_by_no_other(name, command, tmp_path):
+    """What no terminal can show is in no command, and nothing that a name says is done."""
+    text = CACHES.replace('"cache.pt"', ascii(name)).replace("EXTRA", "3")
+    Path("in.txt").write_text("")
+    Path("train.py").write_text(f"open('in.txt'){text}")
+    advice = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out").verdict.advice
+
+    assert advice.cause.startswith(f"A file that one run leaves for the next: {printable(name)}, ")
+    assert advice.tried == "the same in 3 runs"
+    assert command in advice.command
+    assert advice.command or not command
+
+
 def _state(folder: Path) -> dict[str, tuple[int, int, bytes | str]]:
     """What is in a folder: contents, times of change and inodes of all files, and links."""
     found: dict[str, tuple[int, int, bytes | str]] = {}
@@ -85,7 +111,7 @@ def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_
     assert all(trial.what.startswith("each run ") for trial in found.tried)
     if reads:
         files = "ck/0.pt ck/1.pt ck/2.pt ck/3.pt ck/4.pt ck/5.pt"
-        assert f"'rm -f {files}; exec {sys.executable} train.py'" in advice.command
+        assert f"'rm -f -- {files}; exec {sys.executable} train.py'" in advice.command
     else:
         alone = f"""'cd "$(mktemp -d)" && exec {sys.executable} {place}'"""
         assert advice.command.endswith(alone)

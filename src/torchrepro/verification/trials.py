@@ -7,6 +7,7 @@ controls held the same. Runs that then agree show the cause, or the command that
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -237,8 +238,10 @@ class Trials:
             resolved = self.resolved if profile == self.profile else resolve(profile)
             under = f", under {profile}" if profile != self.profile else ""
             what = f"each run without what the run before left{under}"
-            words = f"rm -f {join(self.left.created)}; exec "
+            words = f"rm -f -- {join(self.left.created)}; exec "
             command = self._command(profile, overrides, before=words)
+            if not all(map(os.path.lexists, self.left.created)):
+                command = ""  # a name that no terminal can show
             change, place = RunEnvironment(), self.left.copy_without_them
             if self._agrees(what, command, resolved, change, place=place):
                 without = self._last
