@@ -134,13 +134,13 @@ def test_the_resumed_run_may_be_another_command() -> None:
     ("line", "pattern", "killed"),
     [
         # One name in every step: it has settled a step later.
-        ("torch.save(step + 1, 'state.pt')", "", 2),
+        ("torch.save(step + 1, 'state.pt')", "", 1),
         # A new name in every step: three steps later.
-        ("torch.save(step + 1, f'at-{step}.pt')", "", 4),
+        ("torch.save(step + 1, f'at-{step}.pt')", "", 3),
         # Written for three steps: once it is closed.
         ("file = file or open('state.pt', 'wb'); step == 4 and file.close()\n"
-         "    if step < 4: file.write(pickle.dumps(step)); file.flush()", "", 5),
-        ("open('state.txt', 'w').write(str(step))", "*.txt", 2),
+         "    if step < 4: file.write(pickle.dumps(step)); file.flush()", "", 4),
+        ("open('state.txt', 'w').write(str(step))", "*.txt", 1),
     ],
 )  # fmt: skip
 def test_a_run_is_killed_once_its_checkpoint_has_settled(
@@ -151,9 +151,9 @@ def test_a_run_is_killed_once_its_checkpoint_has_settled(
     text = text.replace("import sys", "import glob, pickle, sys")
     text = text.replace("optimizer =", "file = None\noptimizer =").replace("{line}", line)
     Path("train.py").write_text(text, encoding="utf-8")
-    # The resumed run only has to make a step after the first one, and to differ.
-    resume = f"{sys.executable} -c \"import sys; exec(open('train.py').read().replace('range(9)', "
-    resume += "'range(1, 9)'))\" {checkpoint}"
+    # The resumed run only has to open it, to make a step after the first one, and to differ.
+    resume = f"{sys.executable} -c \"import sys; open(sys.argv[1]); "
+    resume += "exec(open('train.py').read().replace('range(9)', 'range(1, 9)'))\" {checkpoint}"
 
     found = relate(
         "resume", None, [sys.executable, "train.py"], checkpoint=pattern, resume_command=resume

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path, PurePath
@@ -221,9 +221,9 @@ class _Regions(_Training):
 def note_state(told: Mapping[str, Any]) -> None:
     """Note what a resumed run has to have again; the rest that is told is for `_Checkpoints`.
 
-    It is parameters, buffers, optimizers, schedulers, scalers, generators, the epochs of samplers,
-    and the batches. It is read where a step has not changed it yet: before the first forward pass,
-    or before the optimizer.
+    It is parameters, gradients, buffers, optimizers, schedulers, scalers, generators, the epochs of
+    samplers, and the batches, as each backward pass begins: buffers as the forward pass before it
+    did.
     """
     notes = Notes(told["folder"])
     watched = {name: its for name, its in told.items() if name != "folder"}
@@ -235,9 +235,16 @@ def note_state(told: Mapping[str, Any]) -> None:
 
 
 class _State(_Training):
+    # It is noted once for each backward pass, and for each step before which there was none. That
+    # is the unit in which a checkpoint is placed: it may lie in a window of accumulation, or after
+    # passes whose steps a scaler has skipped.
+
     def __init__(self, notes: Notes, checkpoints: _Checkpoints) -> None:
         super().__init__(notes)
         self._checkpoints = checkpoints
+        self._passes = 0  # that have begun
+        self._in_step = 0  # passes of the running step
+        self._losses = 0  # of the running step
         self._names: dict[int, str] = {}  # of parameters
         self._models: dict[int, tuple[str, Any]] = {}  # kept, so that addresses stay theirs
         self._positions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
@@ -247,9 +254,9 @@ class _State(_Training):
         self._own: dict[int, tuple[str, Any, Callable[[], Any]]] = {}
         self._objects: list[tuple[str, Any]] = []
         self._last: dict[str, str] = {}
-        self._begin_step()
+        self._begin_pass()
 
-    def _begin_step(self) -> None:
+    def _begin_pass(self) -> None:
         self._buffers: dict[str, str] = {}
         self._called: set[int] = set()
         self._seen: dict[str, dict[str, None]] = {}
@@ -284,7 +291,7 @@ class _State(_Training):
         self._sample()
 
     def module_begins(self, module: Any, _args: Any) -> None:
-        # The buffers of a model that is about to be trained are noted once in a step.
+        # The buffers of a model that is about to be trained are noted once for a pass.
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
         if address(module) in self._called:
@@ -302,49 +309,80 @@ class _State(_Training):
         if first:
             self._sample()
 
-    def optimizer_begins(self, optimizer: Any, _closure: Any) -> None:
-        if self._step < 2 or not self._objects:  # noqa: PLR2004 - some are made in the first step
-            self._objects = _objects_of_interest()
+    def backward_begins(self, losses: Any) -> None:
         with unobserved():
-            parameters = {
-                self._names.get(address(each), f"{group}.{place}"): fingerprint(each).hex()
-                for group, its in enumerate(optimizer.param_groups)
-                for place, each in enumerate(its["params"])
-            }
-            state = {
-                f"{key} of {self._names.get(address(parameter), '')}": fingerprint(value).hex()
-                if isinstance(value, torch.Tensor)
-                else repr(value)
-                for parameter, its in optimizer.state.items()
-                for key, value in its.items()
-            }
-        for group, its in enumerate(optimizer.param_groups):
-            for key, value in its.items():
-                if isinstance(value, int | float | tuple):
-                    state[f"{key} of group {group}"] = repr(value)
-        others: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
+            digest = [fingerprint(each).hex() for each in tensors_in(losses)]
+        self._pass_begins(digest)
+        self._losses += len(digest)
+
+    def backward_ends(self) -> None:
+        self._buffers, self._called = {}, set()  # a forward pass within it was no new one
+
+    def optimizer_begins(self, _optimizer: Any, _closure: Any) -> None:
+        if not self._in_step:
+            self._pass_begins([])
+
+    def optimizer_ends(self, _optimizer: Any) -> None:
+        self._step += 1
+        self._in_step = self._losses = 0
+        self._sample()
+
+    def _pass_begins(self, loss: list[str]) -> None:
+        self._sample()
+        if self._passes < 2 or not self._objects:  # noqa: PLR2004 - some are made in the first step
+            self._objects = _objects_of_interest()
+        others: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS if kind != "optimizer"}
+        optimizers: dict[
+            int, Any
+        ] = {}  # by their groups, which a wrapper shares with what it wraps
         seen = Counter[str]()
         for kind, each in self._objects:
+            if kind == "optimizer":
+                optimizers.setdefault(address(each.param_groups), each)
+                continue
+            its = {"epoch": each.epoch} if kind == "sampler" else each.state_dict()
             name = _numbered(type(each).__name__, seen)
-            its = {} if kind == "sampler" else each.state_dict()
-            plain = {key: value for key, value in its.items() if isinstance(value, _PLAIN)}
-            others[kind][name] = repr(each.epoch if kind == "sampler" else plain)
+            others[kind][name] = {
+                key: repr(value) for key, value in its.items() if isinstance(value, _PLAIN)
+            }
         self._notes.add(
             step=self._step,
-            parameters=parameters,
+            losses=self._losses,
+            loss=loss,
+            **self._of_optimizers(optimizers.values()),
             buffers=self._buffers,
-            optimizer=state,
             **others,
             generators={name: list(seen) for name, seen in self._seen.items()},
             drew=sorted(self._drew),
             batches=self._batches,
         )
+        self._checkpoints.pass_begins(self._passes)
+        self._passes += 1
+        self._in_step += 1
+        self._begin_pass()
 
-    def optimizer_ends(self, _optimizer: Any) -> None:
-        self._step += 1
-        self._begin_step()
-        self._sample()
-        self._checkpoints.step_ended(self._step)
+    def _of_optimizers(self, optimizers: Iterable[Any]) -> dict[str, dict[str, str]]:
+        parameters, gradients, state = {}, {}, {}
+        groups = [(each, its) for each in optimizers for its in each.param_groups]
+        with unobserved():
+            for number, (optimizer, group) in enumerate(groups):
+                for place, each in enumerate(group["params"]):
+                    name = self._names.get(address(each), f"{number}.{place}")
+                    parameters[name] = fingerprint(each).hex()
+                    gradient = each.grad
+                    # Gradients that are zero are as good as none. A distributed one would be summed
+                    # up over all ranks.
+                    if type(gradient) is torch.Tensor and bool(gradient.any()):
+                        gradients[name] = fingerprint(gradient).hex()
+                    for key, value in optimizer.state.get(each, {}).items():
+                        is_tensor = isinstance(value, torch.Tensor)
+                        state[f"{key} of {name}"] = (
+                            fingerprint(value).hex() if is_tensor else repr(value)
+                        )
+                for key, value in group.items():
+                    if isinstance(value, int | float | tuple):
+                        state[f"{key} of group {number}"] = repr(value)
+        return {"parameters": parameters, "gradients": gradients, "optimizer": state}
 
     def _sample(self, root: Any = None, *, counts: bool = True) -> None:
         """Note the states of all generators; `counts` is whether a draw since the last counts."""
@@ -369,18 +407,30 @@ class _State(_Training):
 
 
 _PLAIN = (int, float, str, bool, list, tuple)
-_KINDS = {"scheduler": LRScheduler, "scaler": torch.amp.GradScaler, "sampler": Sampler}
+_KINDS = {
+    "optimizer": torch.optim.Optimizer,
+    "scheduler": LRScheduler,
+    "scaler": torch.amp.GradScaler,
+    "sampler": Sampler,
+}
+_NEEDED = {"optimizer": ("param_groups", list), "sampler": ("epoch", int)}
+"""Kind -> the attribute without which one is not looked at, and its type."""
 
 
 def _objects_of_interest() -> list[tuple[str, Any]]:
     every = tuple(_KINDS.values())
-    found = [each for each in gc.get_objects() if issubclass(type(each), every)]
+    # The oldest first.
+    alive = [each for number in (2, 1, 0) for each in gc.get_objects(number)]
+    found = [each for each in alive if issubclass(type(each), every)]
     return [
         (kind, each)
         for each in found
         for kind, its in _KINDS.items()
         if isinstance(each, its)
-        and (kind != "sampler" or isinstance(getattr(each, "epoch", None), int))
+        and (
+            kind not in _NEEDED
+            or isinstance(getattr(each, *_NEEDED[kind][:1], None), _NEEDED[kind][1])
+        )
     ]
 
 
@@ -426,7 +476,9 @@ def _parts_of(value: Any) -> list[tuple[str, Any]]:
     return [(f".{name}", its) for name, its in [*attributes.items()][:200]]
 
 
-_LONGEST_WAIT = 3  # steps after which a checkpoint has settled although new files keep appearing
+_LONGEST_WAIT = (
+    3  # backward passes after which a checkpoint has settled although new files keep appearing
+)
 _BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"\x89HDF")
 _LONGEST_HEADER = 100_000_000  # of safetensors: https://huggingface.co/docs/safetensors
 
@@ -435,13 +487,13 @@ class _Checkpoints:
     """Notes each checkpoint below `tree`, and kills the process once that of `kill` has settled.
 
     `pattern` says which files are checkpoints, by their path or name; without one those are that
-    begin as what torch.save, pickle, safetensors or HDF5 writes. `kill` is a number of steps: the
-    first checkpoint that is written after so many is the last that the process writes.
+    begin as what torch.save, pickle, safetensors or HDF5 writes. `kill` is a number of backward
+    passes: the first checkpoint that is written after so many is the last that the process writes.
 
-    The folder is scanned after every step: Python's audit events hear neither ``torch.save(path)``
-    nor safetensors, which open files in C. A step that wrote files may have begun a checkpoint that
-    later steps complete: a framework writes a folder file by file, and may do so while training
-    goes on. It has settled after a step without a new name, or after three.
+    The folder is scanned before every pass: Python's audit events hear neither ``torch.save(path)``
+    nor safetensors, which open files in C. A pass that wrote files may have begun a checkpoint that
+    later ones complete: a framework writes a folder file by file, and may do so while training
+    goes on. It has settled after a pass without a new name, or after three.
     """
 
     def __init__(self, notes: Notes, tree: str, pattern: str = "", kill: int | None = None) -> None:
@@ -452,29 +504,41 @@ class _Checkpoints:
         self._known = self._scan()
         self._names = set(self._known)
         self._unsettled: list[int] = []
-        self._steps = 0
-        atexit.register(lambda: self._note_changes(self._steps))
+        self._begun = 0
+        self._is_looking = False
+        sys.addaudithook(self._hear)
+        atexit.register(lambda: self._note_changes(self._begun))
 
-    def step_ended(self, steps: int) -> None:
-        """Look for checkpoints at the end of a step, after which `steps` have ended."""
-        self._steps = steps
-        before = steps - 1  # a file was written before the step that ends just now, or within it
-        changed, has_new_name = self._note_changes(before)
+    def pass_begins(self, ended: int) -> None:
+        """Look for checkpoints before a backward pass, before which `ended` were made."""
+        self._begun = ended + 1
+        changed, has_new_name = self._note_changes(ended)
         for saved in [*self._unsettled]:
             is_last = self._kill is not None and saved >= self._kill
-            waits = before < saved + (_LONGEST_WAIT if has_new_name else 1)
+            waits = ended < saved + (_LONGEST_WAIT if has_new_name else 1)
             if waits or (is_last and self._is_open()):
                 continue
             self._unsettled.remove(saved)
             self._notes.add(settled=saved)
             if is_last:
-                self._notes.add(killed=steps)
+                self._notes.add(killed=ended)
                 # The run has a session of its own: all of its processes end, as if a machine did.
                 if os.getsid(0) == os.getpgrp():
                     os.killpg(os.getpgrp(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
         if changed:
-            self._unsettled.append(before)
+            self._unsettled.append(ended)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        # Which checkpoint it goes on from: none that is opened later.
+        if event != "open" or self._begun or self._is_looking or str(args[1])[:1] != "r":
+            return
+        self._is_looking = True  # which opens the file
+        with suppress(OSError, ValueError, TypeError):  # what is no path
+            path = os.path.relpath(os.fsdecode(args[0]), self._tree)
+            if path in self._known and self._is_checkpoint(path):
+                self._notes.add(read=path)
+        self._is_looking = False
 
     def _note_changes(self, saved: int) -> tuple[bool, bool]:
         found = self._scan()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import TraceError
+from torchrepro.messages import shortened
 from torchrepro.messages import size as in_units
 from torchrepro.relations.related import NotRestored, Relation, Side
 from torchrepro.verdict.comparison import compare_from
-from torchrepro.verdict.render import short
+from torchrepro.verdict.render import LINE, are, counted, short
 from torchrepro.verdict.value import Advice, Divergence, Kind
 from torchrepro.verification.copies import Copy, temporary_folder
 from torchrepro.verification.file_notes import LEFT_OUT
@@ -51,17 +52,44 @@ RESUME_SO = 'say how it goes on: --resume-command "python train.py --resume {che
 
 
 class State(NamedTuple):
-    """What the processes of a run have noted, and of its steps the one that made most."""
+    """What the processes of a run have noted, and of its passes the one that made most."""
 
-    steps: Sequence[Mapping[str, Any]]
+    passes: Sequence[Mapping[str, Any]]
+    """The state as each backward pass begins, and as a step does before which there was none."""
     saves: Sequence[Mapping[str, Any]]
-    """The checkpoints, each with the number of steps after which it was written."""
+    """The checkpoints, each with the number of passes after which it was written."""
     settled: Sequence[int]
-    """The numbers of steps after which a checkpoint was written that has settled since."""
-    killed: int  # after how many steps it was killed; 0 if it was not
+    """The numbers of passes after which a checkpoint was written that has settled since."""
+    killed: int  # after how many passes it was killed; 0 if it was not
+    read: frozenset[str]  # checkpoints that it opened before its first pass
 
-    def batches(self, step: int) -> list[str]:
-        return [digest for *_, digest in self.steps[step]["batches"]]
+    @property
+    def written(self) -> dict[str, int]:
+        """The number of passes after which each file of a checkpoint was written last."""
+        return {path: save["saved"] for save in self.saves for path in save["files"]}
+
+    def batches(self, number: int) -> list[str]:
+        return [digest for *_, digest in self.passes[number]["batches"]]
+
+    def step(self, number: int) -> int:
+        return int(self.passes[number]["step"])
+
+    def ended_in_step(self, number: int) -> int:
+        """Return how many passes of its step came before a pass."""
+        return sum(its["step"] == self.step(number) for its in self.passes[:number])
+
+    def left_of_step(self, number: int) -> int:
+        """Return how many passes of its step follow a pass, it included."""
+        return sum(its["step"] == self.step(number) for its in self.passes[number:])
+
+    def place(self, number: int) -> str:
+        """Return where a pass begins, in words."""
+        step, within = self.step(number), self.ended_in_step(number)
+        return (
+            f"within step {step}, after {within} of its batches"
+            if within
+            else f"after step {step - 1}"
+        )
 
 
 class Resumed(Relation):
@@ -102,18 +130,17 @@ class Resumed(Relation):
 
     def sides(self, plain: Run) -> Iterator[Side]:
         whole = self._state(plain)
-        last = len(whole.steps) - 1
         usable = sorted({saved for saved in whole.settled if saved > 0})
         unknown = self.strayed
         if not unknown and not usable:
-            if not whole.steps:
-                unknown = "it makes no step of an optimizer"
+            if not whole.passes:
+                unknown = "it makes no backward pass, and no step of an optimizer"
             elif not whole.saves:
-                seen = f"it never saved a checkpoint in {last + 1} steps"
+                seen = f"it never saved a checkpoint in {whole.step(-1) + 1} steps"
                 unknown = f"{seen}; save more often, or {NAME_ONE}"
             else:
                 unknown = (
-                    "it saves too late for a step to follow; let it save earlier, or train longer"
+                    "it saves too late for a batch to follow; let it save earlier, or train longer"
                 )
         if unknown:
             yield Side("resumed", None, unknown=unknown)
@@ -122,7 +149,7 @@ class Resumed(Relation):
             yield self._resumed(plain, whole, number, saved)
 
     def _resumed(self, plain: Run, whole: State, number: int, saved: int) -> Side:
-        name = f"resumed after step {saved - 1}"
+        name = f"resumed {whole.place(saved)}"
         copy = self._copy()
         killed = self._run(f"killed-{number}", copy, kill=saved)
         before = self._state(killed)
@@ -139,45 +166,47 @@ class Resumed(Relation):
             unknown = self.strayed
         elif run.status != plain.status:
             unknown = f"the resumed run failed, see {run.log}; {RESUME_SO}"
-        elif not after.steps:
-            unknown = f"the resumed run made no step; {RESUME_SO}"
+        elif not after.passes:
+            unknown = f"the resumed run made no backward pass, and no step; {RESUME_SO}"
         elif (
-            len(after.steps) == len(whole.steps)
-            and after.steps[0]["parameters"] == whole.steps[0]["parameters"]
+            len(after.passes) == len(whole.passes)
+            and after.passes[0]["parameters"] == whole.passes[0]["parameters"]
             and after.batches(0) == whole.batches(0)
         ):
             unknown = f"it did not resume, it began anew; {RESUME_SO}"
         if unknown:
             return Side(name, run, unknown=unknown)
-        written = max((each["saved"] for each in before.saves), default=saved)
-        begins = _step_restored(whole, after, written)
-        name = f"resumed after step {begins - 1}"
-        files = sorted({path for save in before.saves for path in save["files"]})
-        which = f"its checkpoints being {', '.join(files[:4])}"
-        said = f"killed after step {before.killed - 1}, {which}"
-        verdict = compare_from(plain.folder, run.folder, begins)
+        written = before.written
+        read = {path: number for path, number in written.items() if path in after.read}
+        begins = _pass_restored(whole, after, {*(read or written).values()})
+        if begins is None:
+            why = f"no parameter is as it was in {' or '.join(sorted(written)[:4])}"
+            return Side(name, run, unknown=f"{why}; {RESUME_SO}")
+        name = f"resumed {whole.place(begins)}"
+        which = f"its checkpoints being {', '.join(sorted(written)[:4])}"
+        said = f"killed {whole.place(before.killed)}, {which}{_which(whole, begins, read, written)}"
+        losses = whole.passes[begins]["losses"]
+        verdict = compare_from(plain.folder, run.folder, whole.step(begins), losses)
         if verdict.same and (buffer := _first_buffer(whole, after, begins)):
             verdict = replace(verdict, same=False, first=buffer)
         if verdict.same or verdict.first is None:
             return Side(name, run, verdict, said=said)
-        lost = tuple(_not_restored(whole, after, begins))
-        cause = (
-            f"Not restored: {'; '.join(map(str, lost))}."
-            if lost
-            else "All state that is known was restored: what differs is of the program's own."
-        )
-        found = replace(verdict, advice=Advice(cause=cause))
-        return Side(name, run, found, not_restored=lost, said=said)
+        lost = tuple(_not_restored(whole, after, begins, verdict.first.phase))
+        if not lost:
+            cause = "All state that is known was restored: what differs is of the program's own."
+            verdict = replace(verdict, advice=Advice(cause=cause))
+        return Side(name, run, verdict, not_restored=lost, said=said)
 
     def _state(self, run: Run) -> State:
         every = self.noted(run)
-        steps = max(([n for n in notes if "step" in n] for notes in every), key=len, default=[])
+        passes = max(([n for n in notes if "step" in n] for notes in every), key=len, default=[])
         rest = [note for notes in every for note in notes]
         return State(
-            steps,
+            passes,
             [note for note in rest if "saved" in note],
             [note["settled"] for note in rest if "settled" in note],
             max((note["killed"] for note in rest if "killed" in note), default=0),
+            frozenset(note["read"] for note in rest if "read" in note),
         )
 
     def _run(
@@ -272,49 +301,88 @@ def _ignored(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in apart]
 
 
-def _step_restored(whole: State, resumed: State, written: int) -> int:
-    """Return the step of the whole run with which the resumed one begins.
+def _which(whole: State, begins: int, read: Mapping[str, int], written: Mapping[str, int]) -> str:
+    """Return from which checkpoint the resumed run went on, where a newer one is there."""
+    newest = max(written, key=written.__getitem__)
+    older = [path for path in read or written if written[path] < written[newest]]
+    if begins >= written[newest] or not older:
+        return ""
+    which = min(older, key=lambda path: abs(written[path] - begins))
+    steps = whole.step(written[newest]) - whole.step(begins)
+    twice = counted(steps, "step") if steps else f"{written[newest] - begins} of its batches"
+    done = f"{twice} {are(steps or written[newest] - begins)} done twice"
+    return f"; went on from {which}; {newest} is newer: {done}"
 
-    It is the one before which most parameters are those of the resumed run; of several the nearest
-    to the step after which the checkpoint was written, and that one where none is. Parameters as
-    the whole run began with them are not restored.
+
+def _pass_restored(whole: State, resumed: State, written: Collection[int]) -> int | None:
+    """Return the pass of the whole run with which the resumed one begins.
+
+    It is one before which most parameters are those of the resumed run. Within a window, and after
+    steps that were skipped, these are several: of them it is the one that reads the same batches,
+    after which as much of the step is left, with equal gradients, and the nearest to a pass after
+    which a checkpoint was `written`. Where none is it is that one, or None if there are several.
+    Parameters as the whole run began with them are not restored.
     """
-    own, first = resumed.steps[0]["parameters"], whole.steps[0]["parameters"]
+    its = resumed.passes[0]
+    own, first = its["parameters"], whole.passes[0]["parameters"]
     alike = [
         sum(
             own.get(name) == digest != first.get(name)
-            for name, digest in step["parameters"].items()
+            for name, digest in each["parameters"].items()
         )
-        for step in whole.steps
+        for each in whole.passes
     ]
     most = max(alike, default=0)
     if not most:
-        return min(written, len(whole.steps) - 1)
-    best = [number for number, count in enumerate(alike) if count == most]
-    return min(best, key=lambda number: abs(number - written))
+        last = min(*written, len(whole.passes) - 1)
+        return last if len(written) == 1 else None
+    left = resumed.left_of_step(0)
+
+    def unlike(number: int) -> tuple[bool, bool, bool, int]:
+        there = whole.passes[number]
+        return (
+            there["loss"] != its["loss"],
+            whole.left_of_step(number) != left,
+            there["gradients"] != its["gradients"],
+            min(abs(number - each) for each in written),
+        )
+
+    return min((number for number, count in enumerate(alike) if count == most), key=unlike)
 
 
 def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
     return [name for name in left if name in right and left[name] != right[name]]
 
 
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""  # noqa: PLR2004
+    return f"{', '.join(names[:2])}{more}"
+
+
 def _first_buffer(whole: State, resumed: State, begins: int) -> Divergence | None:
     """Return the first difference in a buffer: training may not show it, and evaluation does."""
     for place, (left, right) in enumerate(
-        zip(whole.steps[begins:], resumed.steps, strict=False), start=begins
+        zip(whole.passes[begins:], resumed.passes, strict=False), start=begins
     ):
         for name in _unequal(left["buffers"], right["buffers"])[:1]:
             what = f"buffer {name} differs as the step begins"
             module = name.rpartition(".")[0]
-            return Divergence(0, place, "forward", module, "buffer", kind=Kind.VALUES, what=what)
+            return Divergence(
+                0, whole.step(place), "forward", module, "buffer", kind=Kind.VALUES, what=what
+            )
     return None
 
 
-def _not_restored(whole: State, resumed: State, begins: int) -> Iterator[NotRestored]:
-    left, right = whole.steps[begins], resumed.steps[0]
+def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Iterator[NotRestored]:
+    left, right = whole.passes[begins], resumed.passes[0]
     for kind in ("parameter", "buffer"):
         for name in _unequal(left[f"{kind}s"], right[f"{kind}s"]):
             yield NotRestored(kind, name)
+    # Between two steps gradients may be left that the program sets to zero before it reads them.
+    if whole.ended_in_step(begins) or phase == "backward":
+        names = [n for n, its in left["gradients"].items() if its != right["gradients"].get(n)]
+        if names:
+            yield NotRestored("gradient", f"of {_few(names)}")
 
     schedulers = _unequal(left["scheduler"], right["scheduler"])
     by_key: dict[str, list[str]] = {}
@@ -324,20 +392,21 @@ def _not_restored(whole: State, resumed: State, begins: int) -> Iterator[NotRest
         if value != right["optimizer"].get(name) and not is_set_in_each_step:
             by_key.setdefault(key, []).append(of)
     for key, its in by_key.items():
-        more = f" and {len(its) - 2} more" if len(its) > 2 else ""  # noqa: PLR2004
-        yield NotRestored("optimizer", key, f"of {', '.join(its[:2])}{more}")
+        yield NotRestored("optimizer", key, f"of {_few(its)}")
 
     for kind, names in (
         ("scheduler", schedulers),
         ("scaler", _unequal(left["scaler"], right["scaler"])),
     ):
         for name in names:
-            yield NotRestored(kind, name, f"{left[kind][name]} became {right[kind][name]}")
+            was, now = left[kind][name], right[kind][name]
+            fields = [f"{key} {was[key]} became {now[key]}" for key in _unequal(was, now)]
+            yield NotRestored(kind, name, ", ".join(shortened(each, LINE) for each in fields[:3]))
 
     generators = [
         name
         for name, seen in left["generators"].items()
-        if any(name in step["drew"] for step in whole.steps[begins:])
+        if any(name in its["drew"] for its in whole.passes[begins:])
         and set(seen).isdisjoint(right["generators"].get(name, ()))
     ]
     for name in generators:
@@ -349,14 +418,16 @@ def _not_restored(whole: State, resumed: State, begins: int) -> Iterator[NotRest
         return
     samplers = _unequal(left["sampler"], right["sampler"])
     for name in samplers:
-        what = f"epoch {left['sampler'][name]} became {right['sampler'][name]}"
+        what = " became ".join(f"epoch {its['sampler'][name]['epoch']}" for its in (left, right))
         yield NotRestored("sampler", name, what)
     if not its:
         yield NotRestored("loader", short(mine[0][0]), "it gave no batch")
         return
     where, _, position, _ = mine[-1]
     _, _, other, digest = its[-1]
-    at = [each[2] for step in whole.steps for each in step["batches"] if each[3] == digest]
+    at = [
+        each[2] for each_pass in whole.passes for each in each_pass["batches"] if each[3] == digest
+    ]
     if position != other or not (samplers or generators):
         what = f"batch {position} of its epoch became batch {at[0] if at else other}"
         yield NotRestored("loader", short(where), what)

@@ -489,8 +489,10 @@ def _not_restored(pair: Pair, first: Divergence) -> str:
     return f"The parameters were restored, and likely not: {what}."
 
 
-def compare_from(whole: str, resumed: str, shift: int) -> Verdict:
+def compare_from(whole: str, resumed: str, shift: int, losses: int = 0) -> Verdict:
     """Compare the steps of `resumed` with those of `whole`, whose step `shift` is its first.
+
+    Of that step it has the rest: `losses` of it came before.
 
     They are compared by losses, gradients and parameters: what a program does to begin, and what it
     logs, may differ. The first op is named that computed something else, where it is known.
@@ -498,26 +500,31 @@ def compare_from(whole: str, resumed: str, shift: int) -> Verdict:
     runs = whole, resumed
     with _opened(runs) as sides:
         left, right = (_trained(side.values()) for side in sides)
-        return _compared_from(runs, left, right, shift)[0]
+        return _compared_from(runs, left, right, shift, losses)[0]
 
 
 def _compared_from(
-    runs: tuple[str, str], whole: Iterable[Trace], resumed: Iterable[Trace], shift: int
+    runs: tuple[str, str],
+    whole: Iterable[Trace],
+    resumed: Iterable[Trace],
+    shift: int,
+    losses: int = 0,
 ) -> tuple[Verdict, Pair]:
     pairs = []
     for left, right in zip(whole, resumed, strict=False):
         # From here on its steps are numbered as those of the run that it goes on.
         right.steps = {n + shift: replace(row, step=n + shift) for n, row in right.steps.items()}
         right.losses = [replace(loss, step=loss.step + shift) for loss in right.losses]
+        its = [number for number, loss in enumerate(left.losses) if loss.step == shift]
+        before = {*its[:losses]}
+        left.losses = [loss for n, loss in enumerate(left.losses) if n not in before]
         pairs.append(Pair(left, right, runs))
-    found = [(first, pair) for pair in pairs if (first := _first_from(pair)) is not None]
+    found = [(first, pair) for pair in pairs if (first := _first_from(pair, losses)) is not None]
     first, pair = min(
         found, key=lambda each: (each[0].step, each[0].rank), default=(None, pairs[0])
     )
     steps = [
-        step
-        for step in pairs[0].ended_steps
-        if any(all(pairs[0].digests(step, name)) for name in FIELDS)
+        step for step in pairs[0].steps if any(all(pairs[0].digests(step, name)) for name in FIELDS)
     ]
     compared = Compared(
         ranks=len(pairs),
@@ -538,13 +545,17 @@ def _trained(traces: Iterable[Trace]) -> Sequence[Trace]:
     return [max(its, key=attrgetter("ended_steps")) for _, its in by_rank]
 
 
-def _first_from(pair: Pair) -> Divergence | None:
-    for step in pair.ended_steps:
+def _first_from(pair: Pair, losses_before: int) -> Divergence | None:
+    for step in pair.steps:  # of one that has not ended, what led to it
         first = pair.unequal_digest(step, FIELDS)
         if first is not None:
-            return _first_op(pair, step, first.phase) or first
+            is_whole = step != pair.steps[0] or not losses_before
+            return (_first_op(pair, step, first.phase) if is_whole else None) or first
     left, right = (
-        max((number for number, row in trace.steps.items() if row.finished), default=-1)
+        max(
+            (number for number, row in trace.steps.items() if row.finished),
+            default=min(trace.steps, default=0) - 1,
+        )
         for trace in pair.traces
     )
     cut = [recordings.CUT if trace.is_truncated else "" for trace in pair.traces]

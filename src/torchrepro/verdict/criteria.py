@@ -244,7 +244,7 @@ class Pair:
             return None
         shown = both[0] if both else (left or right)[0]
         if both is None or len(left) != len(right):
-            what = f"{counted(len(left), 'loss')} and {len(right)}"
+            what = f"{len(left):,} and {len(right):,} losses"
         else:
             texts = ["none" if loss.value is None else f"{loss.value:.9g}" for loss in both]
             thread = self.left.threads.get(shown.thread, "") if shown.thread else ""

@@ -96,7 +96,9 @@ def from_here(where: str) -> str:
 def _in_full(verdict: Verdict) -> tuple[Part, ...]:
     first, found = verdict.first, verdict.advice
     where = [*(_where(first) if first else []), *_agreed(verdict)]
-    if first and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
+    # Where no op was compared, nothing is known of what differs later.
+    is_known = verdict.compared.ops or verdict.propagated or verdict.independent
+    if first and is_known and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
         names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
         where += [("afterwards", f"{aftermath(verdict)}{names}")]
     advice = [("cause", found.cause)] if found else []
