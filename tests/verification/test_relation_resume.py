@@ -152,7 +152,7 @@ def test_a_run_is_killed_once_its_checkpoint_has_settled(
     text = text.replace("optimizer =", "file = None\noptimizer =").replace("{line}", line)
     Path("train.py").write_text(text, encoding="utf-8")
     # The resumed run only has to open it, to make a step after the first one, and to differ.
-    resume = f"{sys.executable} -c \"import sys; open(sys.argv[1]); "
+    resume = f'{sys.executable} -c "import sys, torch; open(sys.argv[1]); '
     resume += "exec(open('train.py').read().replace('range(9)', 'range(1, 9)'))\" {checkpoint}"
 
     found = relate(

@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
@@ -27,7 +27,7 @@ import xxhash
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler, SequentialSampler
 
-from torchrepro.callers import address, frames, program_place
+from torchrepro.callers import address, frames, line, package, program_place
 from torchrepro.imports import AfterImport
 from torchrepro.patching import wrap
 from torchrepro.seeding.call_listeners import on_modules_called
@@ -41,6 +41,8 @@ from torchrepro.trace.op_facts import tensors_in
 from torchrepro.verification.file_notes import LEFT_OUT
 
 _TENSORS = 64  # of one value that are noted
+_MOST = 2000  # tensors of a program
+_LINES = 300  # of the program that are followed after a checkpoint was opened
 _OBJECTS, _DEEPEST = 2000, 4  # objects that are looked at in search of generators, and how deep
 _lasting = ExitStack()  # as long as the process
 
@@ -228,6 +230,7 @@ def note_state(told: Mapping[str, Any]) -> None:
     notes = Notes(told["folder"])
     watched = {name: its for name, its in told.items() if name != "folder"}
     state = _State(notes, _Checkpoints(notes, **watched))
+    state.checkpoints.when_read = state.follow
     watch_training(_lasting, state)
     within_loaders_begun(_lasting, state.loader_begins)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(state.module_begins)
@@ -241,7 +244,7 @@ class _State(_Training):
 
     def __init__(self, notes: Notes, checkpoints: _Checkpoints) -> None:
         super().__init__(notes)
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._passes = 0  # that have begun
         self._in_step = 0  # passes of the running step
         self._losses = 0  # of the running step
@@ -253,7 +256,10 @@ class _State(_Training):
         # What it is called, the generator, whose address stays its own, and what reads its state.
         self._own: dict[int, tuple[str, Any, Callable[[], Any]]] = {}
         self._objects: list[tuple[str, Any]] = []
-        self._last: dict[str, str] = {}
+        self._last: dict[str, Any] = {}
+        self._lines_left = 0  # of the program that are followed; none but after a checkpoint
+        self._line = ""  # of them the one that runs
+        self._followed: list[tuple[str, str, Any]] = []
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -262,6 +268,34 @@ class _State(_Training):
         self._seen: dict[str, dict[str, None]] = {}
         self._drew: set[str] = set()
         self._batches: list[Any] = []
+
+    def follow(self) -> None:
+        """Note which lines of the program change a state, up to the first forward pass."""
+        if self._passes or sys.gettrace() not in (None, self._line_begins):
+            return
+        self._line, self._lines_left = program_place(sys._getframe(1)), _LINES  # noqa: SLF001
+        self._sample()
+        for frame in frames():
+            if is_of_program(frame.f_code):
+                frame.f_trace = self._line_begins
+        sys.settrace(self._line_begins)
+
+    def _line_begins(self, frame: Any, event: str, _value: Any) -> Any:
+        is_generated = frame.f_code.co_filename[0] == "<" and package(frame) != "__main__"
+        if is_generated or not is_of_program(frame.f_code):
+            return None
+        with suppress(Exception):  # an object that is only half made raises what it likes
+            self._sample()
+        self._line = line(frame)
+        self._lines_left -= 1
+        if self._lines_left <= 0:
+            self._follow_no_more()
+        return self._line_begins
+
+    def _follow_no_more(self) -> None:
+        self._line = ""
+        if sys.gettrace() == self._line_begins:
+            sys.settrace(None)
 
     @contextmanager
     def loader_begins(self, loader: Any) -> Iterator[None]:
@@ -296,6 +330,7 @@ class _State(_Training):
             return
         if address(module) in self._called:
             return
+        self._follow_no_more()
         first = not self._called
         self._called |= {address(each) for each in module.modules()}
         new = address(module) not in self._models
@@ -329,65 +364,78 @@ class _State(_Training):
 
     def _pass_begins(self, loss: list[str]) -> None:
         self._sample()
+        self._follow_no_more()
         if self._passes < 2 or not self._objects:  # noqa: PLR2004 - some are made in the first step
             self._objects = _objects_of_interest()
-        others: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS if kind != "optimizer"}
-        optimizers: dict[
-            int, Any
-        ] = {}  # by their groups, which a wrapper shares with what it wraps
-        seen = Counter[str]()
-        for kind, each in self._objects:
-            if kind == "optimizer":
-                optimizers.setdefault(address(each.param_groups), each)
-                continue
-            its = {"epoch": each.epoch} if kind == "sampler" else each.state_dict()
-            name = _numbered(type(each).__name__, seen)
-            others[kind][name] = {
-                key: repr(value) for key, value in its.items() if isinstance(value, _PLAIN)
-            }
+        # By their groups, which a wrapper shares with what it wraps.
+        optimizers = {
+            address(its.param_groups): its for k, its in self._objects if k == "optimizer"
+        }
+        with unobserved():
+            state = self._of_optimizers(optimizers.values())
         self._notes.add(
             step=self._step,
+            within=self._in_step,
             losses=self._losses,
             loss=loss,
-            **self._of_optimizers(optimizers.values()),
+            **state,
             buffers=self._buffers,
-            **others,
+            **_fields_of(self._objects),
             generators={name: list(seen) for name, seen in self._seen.items()},
             drew=sorted(self._drew),
             batches=self._batches,
+            followed=self._followed,
+            is_followed=self._lines_left > 0,
         )
-        self._checkpoints.pass_begins(self._passes)
+        self._followed = []
+        self.checkpoints.pass_begins(self._passes)
         self._passes += 1
         self._in_step += 1
         self._begin_pass()
 
-    def _of_optimizers(self, optimizers: Iterable[Any]) -> dict[str, dict[str, str]]:
-        parameters, gradients, state = {}, {}, {}
+    def _of_optimizers(self, optimizers: Iterable[Any]) -> dict[str, Any]:
+        parameters, gradients, state = {}, {}, dict[str, str]()
+        known: dict[int, Any] = {}
         groups = [(each, its) for each in optimizers for its in each.param_groups]
-        with unobserved():
-            for number, (optimizer, group) in enumerate(groups):
-                for place, each in enumerate(group["params"]):
-                    name = self._names.get(address(each), f"{number}.{place}")
-                    parameters[name] = fingerprint(each).hex()
-                    gradient = each.grad
-                    # Gradients that are zero are as good as none. A distributed one would be summed
-                    # up over all ranks.
-                    if type(gradient) is torch.Tensor and bool(gradient.any()):
-                        gradients[name] = fingerprint(gradient).hex()
-                    for key, value in optimizer.state.get(each, {}).items():
-                        is_tensor = isinstance(value, torch.Tensor)
-                        state[f"{key} of {name}"] = (
-                            fingerprint(value).hex() if is_tensor else repr(value)
-                        )
-                for key, value in group.items():
-                    if isinstance(value, int | float | tuple):
-                        state[f"{key} of group {number}"] = repr(value)
-        return {"parameters": parameters, "gradients": gradients, "optimizer": state}
+        for number, (optimizer, group) in enumerate(groups):
+            for place, each in enumerate(group["params"]):
+                name = self._names.get(address(each), f"{number}.{place}")
+                parameters[name] = fingerprint(each).hex()
+                # A gradient of zeros is as good as none. Any of a distributed one is collective.
+                if type(each.grad) is torch.Tensor and bool(each.grad.any()):
+                    gradients[name] = fingerprint(each.grad).hex()
+                its = {**optimizer.state.get(each, {})}
+                state |= {f"{key} of {name}": _text_of(value) for key, value in its.items()}
+                known |= {address(value): value for value in (each, each.grad, *its.values())}
+            for key, value in group.items():
+                if isinstance(value, int | float | tuple):
+                    state[f"{key} of group {number}"] = repr(value)
+        shapes = {value.shape for value in known.values() if isinstance(value, torch.Tensor)}
+        own = self._own_values(known, shapes)
+        return {"parameters": parameters, "gradients": gradients, "optimizer": state, "own": own}
+
+    def _own_values(self, known: dict[int, Any], shapes: set[Any]) -> dict[str, str]:
+        # Numbers of the program, how much is in its containers, and weights that nothing trains.
+        found: dict[str, str] = {}
+        for name, value in _reached():
+            tensors = [("", value)]
+            if isinstance(value, torch.nn.Module):
+                tensors = [(f".{each}", its) for each, its in value.named_parameters()]
+            elif type(value) in _NUMBERS:
+                found.setdefault(name, repr(value))
+            elif isinstance(value, list | dict | deque):
+                found.setdefault(f"len({name})", repr(len(value)))
+            for each, its in tensors:
+                is_weight = type(its) in _WEIGHTS and its.ndim > 1 and its.shape in shapes
+                if is_weight and address(its) not in known and len(known) < _MOST:
+                    known[address(its)] = its
+                    found[f"weights {name}{each}"] = fingerprint(its).hex()
+        return found
 
     def _sample(self, root: Any = None, *, counts: bool = True) -> None:
         """Note the states of all generators; `counts` is whether a draw since the last counts."""
         with unobserved():
-            found = dict(self._global.read())
+            found: dict[str, Any] = dict(self._global.read())
             for number, (name, generator, kind) in _generators(root).items():
                 if number not in self._own:
                     taken = {each for each, *_ in self._own.values()}
@@ -400,9 +448,15 @@ class _State(_Training):
                 else:
                     found[name] = xxhash.xxh3_128_hexdigest(repr(state).encode())
         for name, now in found.items():
-            self._seen.setdefault(name, {})[now] = None
+            self._seen.setdefault(name, {}).pop(now, None)
+            self._seen[name][now] = None  # as the last one
             if counts and self._last.get(name, now) != now:
                 self._drew.add(name)
+        if self._line:
+            for sort, its in _fields_of(_objects_of_interest()).items():
+                found |= {f"{sort} {name}": fields for name, fields in its.items()}
+            changed = [name for name, now in found.items() if self._last.get(name, now) != now]
+            self._followed += [(name, self._line, found[name]) for name in changed]
         self._last = found
 
 
@@ -434,13 +488,36 @@ def _objects_of_interest() -> list[tuple[str, Any]]:
     ]
 
 
+def _text_of(value: Any) -> str:
+    return fingerprint(value).hex() if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _fields_of(objects: list[tuple[str, Any]]) -> dict[str, dict[str, dict[str, str]]]:
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS if kind != "optimizer"}
+    seen = Counter[str]()
+    for kind, each in objects:
+        if kind != "optimizer":
+            its = {"epoch": each.epoch} if kind == "sampler" else each.state_dict()
+            plain = {key: repr(value) for key, value in its.items() if isinstance(value, _PLAIN)}
+            found[kind][_numbered(type(each).__name__, seen)] = plain
+    return found
+
+
 _GLOBAL = (torch.default_generator, getattr(random.getstate, "__self__", None))
 
 
 def _generators(root: Any) -> dict[int, tuple[str, Any, Kind]]:
-    # What the program calls each of its generators that can be reached. They are in variables of
-    # its functions, in its modules, and in what is in these.
+    # What the program calls each of its generators that can be reached.
     found: dict[int, tuple[str, Any, Kind]] = {}
+    for name, value in _reached(root):
+        kind = None if isinstance(value, random.SystemRandom) else generator_kind(value)
+        if kind is not None and not any(value is shared for shared in _GLOBAL):
+            found[address(value)] = name, value, kind
+    return found
+
+
+def _reached(root: Any = None) -> Iterator[tuple[str, Any]]:
+    # What is in variables of the program's functions, in its modules, and in what is in these.
     seen: set[int] = set()
     todo: list[tuple[str, Any, int]] = [] if root is None else [("loader", root, 0)]
     for frame in frames():
@@ -452,20 +529,28 @@ def _generators(root: Any) -> dict[int, tuple[str, Any, Kind]]:
     todo.reverse()
     while todo and len(seen) < _OBJECTS:
         name, value, depth = todo.pop()
-        if address(value) in seen or isinstance(value, type(sys) | type):
-            continue
-        seen.add(address(value))
-        kind = None if isinstance(value, random.SystemRandom) else generator_kind(value)
-        if kind is not None and not any(value is shared for shared in _GLOBAL):
-            found[address(value)] = name, value, kind
-        elif depth < _DEEPEST and not isinstance(value, torch.Tensor | str | bytes):
-            todo += [(f"{name}{key}", its, depth + 1) for key, its in _parts_of(value)]
-    return found
+        if type(value) in _NUMBERS:
+            yield name, value  # of which many are one object
+        elif address(value) not in seen and not isinstance(value, type(sys) | type):
+            seen.add(address(value))
+            yield name, value
+            if (
+                depth < _DEEPEST
+                and generator_kind(value) is None
+                and not isinstance(value, _LEAVES)
+            ):
+                todo += [(f"{name}{key}", its, depth + 1) for key, its in _parts_of(value)]
+
+
+_NUMBERS = (int, float)
+_WEIGHTS = (torch.Tensor, torch.nn.Parameter)
+_LEAVES = (torch.Tensor, str, bytes)
 
 
 def _parts_of(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple):
-        return [(f"[{place}]", its) for place, its in enumerate(value[:100])]
+        its = enumerate(value[:100])
+        return [(f"[{place}]", each) for place, each in its if type(each) not in _NUMBERS]
     if isinstance(value, dict):
         items = [*value.items()][:100]
         return [(f"[{key!r}]", its) for key, its in items if isinstance(key, str | int)]
@@ -498,6 +583,7 @@ class _Checkpoints:
 
     def __init__(self, notes: Notes, tree: str, pattern: str = "", kill: int | None = None) -> None:
         self._notes = notes
+        self.when_read: Callable[[], object] = tuple  # called as a checkpoint is opened
         self._tree = tree
         self._pattern = pattern
         self._kill = kill
@@ -538,6 +624,7 @@ class _Checkpoints:
             path = os.path.relpath(os.fsdecode(args[0]), self._tree)
             if path in self._known and self._is_checkpoint(path):
                 self._notes.add(read=path)
+                self.when_read()
         self._is_looking = False
 
     def _note_changes(self, saved: int) -> tuple[bool, bool]:

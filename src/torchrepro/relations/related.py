@@ -100,12 +100,15 @@ class NotRestored:
     """A part of the state of a run that a resumed run does not have again."""
 
     kind: str
-    """``parameter``, ``buffer``, ``optimizer``, ``scheduler``, ``scaler``, ``generator``,
-    ``loader`` or ``sampler``."""
+    """``parameter``, ``gradient``, ``buffer``, ``optimizer``, ``scheduler``, ``scaler``,
+    ``generator``, ``loader`` or ``sampler``."""
     name: str
     what: str = ""  # one more sentence, where there is more to say
+    restored: str = ""  # the line that restored it, where another one has changed it since
 
     def __str__(self) -> str:
+        if self.restored:
+            return f"{self.kind} {self.name} at {self.restored}, {self.what}"
         return f"{self.kind} {self.name}{f': {self.what}' if self.what else ''}"
 
 
@@ -191,7 +194,7 @@ def related_page(found: Related) -> str:
 
 def _rows(found: Related) -> Iterator[tuple[str, str]]:
     for lost in found.deciding.not_restored if found.deciding else ():
-        yield "not restored", str(lost)
+        yield "restored" if lost.restored else "not restored", str(lost)
     yield "relation", found.relation
     for each in found.sides:
         if each.verdict is not None:

@@ -47,6 +47,7 @@ BUDGET = 1 << 30  # bytes of ignored files that the first copy has as files of i
 
 MANY = 20_000  # files of an ignored folder above which it is linked as one
 
+WEIGHTS = "weights "  # how the names begin of weights that nothing trains
 NAME_ONE = "name its files: --checkpoint GLOB"
 RESUME_SO = 'say how it goes on: --resume-command "python train.py --resume {checkpoint}"'
 
@@ -74,22 +75,16 @@ class State(NamedTuple):
     def step(self, number: int) -> int:
         return int(self.passes[number]["step"])
 
-    def ended_in_step(self, number: int) -> int:
-        """Return how many passes of its step came before a pass."""
-        return sum(its["step"] == self.step(number) for its in self.passes[:number])
-
     def left_of_step(self, number: int) -> int:
         """Return how many passes of its step follow a pass, it included."""
         return sum(its["step"] == self.step(number) for its in self.passes[number:])
 
     def place(self, number: int) -> str:
         """Return where a pass begins, in words."""
-        step, within = self.step(number), self.ended_in_step(number)
-        return (
-            f"within step {step}, after {within} of its batches"
-            if within
-            else f"after step {step - 1}"
-        )
+        step, within = self.step(number), self.passes[number]["within"]
+        if within:
+            return f"within step {step}, after {within} of its batches"
+        return f"after step {step - 1}"
 
 
 class Resumed(Relation):
@@ -187,13 +182,16 @@ class Resumed(Relation):
         said = f"killed {whole.place(before.killed)}, {which}{_which(whole, begins, read, written)}"
         losses = whole.passes[begins]["losses"]
         verdict = compare_from(plain.folder, run.folder, whole.step(begins), losses)
-        if verdict.same and (buffer := _first_buffer(whole, after, begins)):
-            verdict = replace(verdict, same=False, first=buffer)
+        own = _own_values(whole, before, after, begins, begins)
+        if verdict.same and (first := _first_kept(whole, before, after, begins)):
+            verdict = replace(verdict, same=False, first=first)
         if verdict.same or verdict.first is None:
             return Side(name, run, verdict, said=said)
         lost = tuple(_not_restored(whole, after, begins, verdict.first.phase))
         if not lost:
-            cause = "All state that is known was restored: what differs is of the program's own."
+            its = f": {_few([_became(each, *both) for each, both in own.items()])}" if own else ""
+            kept = f"what differs is something that the program keeps itself{its}"
+            cause = f"All state that is known was restored: {kept}."
             verdict = replace(verdict, advice=Advice(cause=cause))
         return Side(name, run, verdict, not_restored=lost, said=said)
 
@@ -359,30 +357,78 @@ def _few(names: Sequence[str]) -> str:
     return f"{', '.join(names[:2])}{more}"
 
 
-def _first_buffer(whole: State, resumed: State, begins: int) -> Divergence | None:
-    """Return the first difference in a buffer: training may not show it, and evaluation does."""
-    for place, (left, right) in enumerate(
-        zip(whole.passes[begins:], resumed.passes, strict=False), start=begins
-    ):
+def _became(name: str, was: str, now: str) -> str:
+    if name.startswith(WEIGHTS):
+        return f"the {name}"
+    return shortened(f"{name} {was} became {now}", LINE)
+
+
+def _own_values(
+    whole: State, killed: State, resumed: State, begins: int, ends: int
+) -> dict[str, tuple[str, str]]:
+    """Return what of the program's own is another as the pass `ends` begins, in both runs.
+
+    What never changes in a run is no state, and what differs in the killed run is never the same.
+    """
+    left, right = whole.passes[ends]["own"], resumed.passes[ends - begins]["own"]
+    both = [*zip(whole.passes, killed.passes, strict=False)][-1]
+    again, before = (each["own"] for each in both)
+    return {
+        name: (left[name], right[name])
+        for name in _unequal(left, right)
+        if again.get(name) == before.get(name)
+        and any(each["own"].get(name, left[name]) != left[name] for each in whole.passes)
+    }
+
+
+def _first_kept(whole: State, killed: State, resumed: State, begins: int) -> Divergence | None:
+    """Return a difference that training may not show, and evaluation or later training does."""
+    both = zip(whole.passes[begins:], resumed.passes, strict=False)
+    for place, (left, right) in enumerate(both, start=begins):
         for name in _unequal(left["buffers"], right["buffers"])[:1]:
-            what = f"buffer {name} differs as the step begins"
-            module = name.rpartition(".")[0]
-            return Divergence(
-                0, whole.step(place), "forward", module, "buffer", kind=Kind.VALUES, what=what
-            )
-    return None
+            what, module = f"buffer {name} differs as the step begins", name.rpartition(".")[0]
+            at = 0, whole.step(place), "forward", module, "buffer"
+            return Divergence(*at, kind=Kind.VALUES, what=what)
+    last = min(len(whole.passes), len(resumed.passes) + begins) - 1
+    own = _own_values(whole, killed, resumed, begins, last)
+    names = [name for name in own if name.startswith(WEIGHTS)]
+    names += _unequal(
+        *(each.passes[at]["scaler"] for each, at in ((whole, last), (resumed, last - begins)))
+    )
+    if not names:
+        return None
+    what = f"{names[0]}, which training does not show, differs to the end"
+    return Divergence(0, whole.step(last), "forward", kind=Kind.VALUES, what=what)
 
 
-def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Iterator[NotRestored]:
+def _lost(
+    kind: str, name: str, states: Collection[Any], right: Mapping[str, Any], what: str = ""
+) -> NotRestored:
+    """Return what became of a state: it was none of `states`, or a line changed it after one was.
+
+    The lines from the opening of a checkpoint to the first batch are known.
+    """
+    key = name if kind == "generator" else f"{kind} {name}"
+    its = [(short(where), state) for each, where, state in right["followed"] if each == key]
+    found = [number for number, (_, state) in enumerate(its) if state in states]
+    if not found or found[-1] + 1 == len(its):
+        return NotRestored(kind, name, what)
+    verb = "drawn from" if kind == "generator" else "changed"
+    then = f"then {verb} at {its[found[-1] + 1][0]} before the first batch"
+    return NotRestored(kind, name, f"{then}: {what}" if what else then, its[found[-1]][0])
+
+
+def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Sequence[NotRestored]:
     left, right = whole.passes[begins], resumed.passes[0]
-    for kind in ("parameter", "buffer"):
-        for name in _unequal(left[f"{kind}s"], right[f"{kind}s"]):
-            yield NotRestored(kind, name)
+    lost = [
+        NotRestored(kind, name)
+        for kind in ("parameter", "buffer")
+        for name in _unequal(left[f"{kind}s"], right[f"{kind}s"])
+    ]
     # Between two steps gradients may be left that the program sets to zero before it reads them.
-    if whole.ended_in_step(begins) or phase == "backward":
+    if whole.passes[begins]["within"] or phase == "backward":
         names = [n for n, its in left["gradients"].items() if its != right["gradients"].get(n)]
-        if names:
-            yield NotRestored("gradient", f"of {_few(names)}")
+        lost += [NotRestored("gradient", f"of {_few(names)}")] if names else []
 
     schedulers = _unequal(left["scheduler"], right["scheduler"])
     by_key: dict[str, list[str]] = {}
@@ -391,43 +437,35 @@ def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Iter
         is_set_in_each_step = schedulers and of.startswith("group ")
         if value != right["optimizer"].get(name) and not is_set_in_each_step:
             by_key.setdefault(key, []).append(of)
-    for key, its in by_key.items():
-        yield NotRestored("optimizer", key, f"of {_few(its)}")
+    lost += [NotRestored("optimizer", key, f"of {_few(its)}") for key, its in by_key.items()]
 
-    for kind, names in (
-        ("scheduler", schedulers),
-        ("scaler", _unequal(left["scaler"], right["scaler"])),
-    ):
-        for name in names:
+    for kind in ("scheduler", "scaler", "sampler"):
+        for name in _unequal(left[kind], right[kind]):
             was, now = left[kind][name], right[kind][name]
-            fields = [f"{key} {was[key]} became {now[key]}" for key in _unequal(was, now)]
-            yield NotRestored(kind, name, ", ".join(shortened(each, LINE) for each in fields[:3]))
+            fields = [_became(key, was[key], now[key]) for key in _unequal(was, now)]
+            states = [each[kind].get(name) for each in whole.passes[begins - 1 : begins + 1]]
+            lost.append(_lost(kind, name, states, right, ", ".join(fields[:3])))
 
-    generators = [
-        name
-        for name, seen in left["generators"].items()
-        if any(name in its["drew"] for its in whole.passes[begins:])
-        and set(seen).isdisjoint(right["generators"].get(name, ()))
-    ]
-    for name in generators:
-        yield NotRestored("generator", name)
+    unused = []  # generators from which the whole run draws no more
+    for name, seen in left["generators"].items():
+        has = right["generators"].get(name, [])
+        if seen[-1:] != has[-1:]:
+            found = _lost("generator", name, seen, right)
+            if any(name in each["drew"] for each in whole.passes[begins:]):
+                if found.restored or right["is_followed"] or set(seen).isdisjoint(has):
+                    lost.append(found)
+            elif found.restored:
+                unused.append(found)
 
     mine = left["batches"]
     its = right["batches"][-len(mine) :]
-    if not mine or [digest for *_, digest in mine] == [digest for *_, digest in its]:
-        return
-    samplers = _unequal(left["sampler"], right["sampler"])
-    for name in samplers:
-        what = " became ".join(f"epoch {its['sampler'][name]['epoch']}" for its in (left, right))
-        yield NotRestored("sampler", name, what)
-    if not its:
-        yield NotRestored("loader", short(mine[0][0]), "it gave no batch")
-        return
-    where, _, position, _ = mine[-1]
-    _, _, other, digest = its[-1]
-    at = [
-        each[2] for each_pass in whole.passes for each in each_pass["batches"] if each[3] == digest
-    ]
-    if position != other or not (samplers or generators):
-        what = f"batch {position} of its epoch became batch {at[0] if at else other}"
-        yield NotRestored("loader", short(where), what)
+    if mine and [digest for *_, digest in mine] != [digest for *_, digest in its]:
+        where, _, position, _ = mine[-1]
+        _, _, other, digest = its[-1] if its else (0, 0, 0, "")
+        at = [each[2] for one in whole.passes for each in one["batches"] if each[3] == digest]
+        if not its:
+            lost.append(NotRestored("loader", short(where), "it gave no batch"))
+        elif position != other or not {"sampler", "generator"} & {each.kind for each in lost}:
+            what = f"batch {position} of its epoch became batch {at[0] if at else other}"
+            lost.append(NotRestored("loader", short(where), what))
+    return lost or unused
