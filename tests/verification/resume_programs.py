@@ -314,6 +314,6 @@ FAULTS = {
         *("EMA", "ema", "ema.updates 6 became 0"), "ema.shadow = saved['ema']['shadow']"
     ),
     "replay memory": Fault("replay memory", "memory", "len(memory) 7 became 1"),
-    "the order of a loader": Fault("order of a loader", "order", "generator loader.generator"),
+    "the order of a loader": Fault("order of a loader", "order", "generator order"),
     "the moments of the best": Fault("best only", "opt", "not restored: optimizer step"),
 }

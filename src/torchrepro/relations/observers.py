@@ -257,6 +257,8 @@ class _State(_Training):
         self._own: dict[int, tuple[str, Any, Callable[[], Any]]] = {}
         self._objects: list[tuple[str, Any]] = []
         self._last: dict[str, Any] = {}
+        self._first: dict[str, str] = {}  # what was first seen of the program's own values
+        self._moving: set[str] = set()  # which of them have changed
         self._lines_left = 0  # of the program that are followed; none but after a checkpoint
         self._line = ""  # of them the one that runs
         self._followed: list[tuple[str, str, Any]] = []
@@ -373,6 +375,9 @@ class _State(_Training):
         }
         with unobserved():
             state = self._of_optimizers(optimizers.values())
+        # A generator was found in variables of any function: here they are the same in all runs.
+        found = _generators().items()
+        names = {self._own[at][0]: name for at, (name, *_) in found if at in self._own}
         self._notes.add(
             step=self._step,
             within=self._in_step,
@@ -381,10 +386,10 @@ class _State(_Training):
             **state,
             buffers=self._buffers,
             **_fields_of(self._objects),
-            generators={name: list(seen) for name, seen in self._seen.items()},
-            drew=sorted(self._drew),
+            generators={names.get(name, name): [*its] for name, its in self._seen.items()},
+            drew=sorted(names.get(name, name) for name in self._drew),
             batches=self._batches,
-            followed=self._followed,
+            followed=[(names.get(name, name), *its) for name, *its in self._followed],
             is_followed=self._lines_left > 0,
         )
         self._followed = []
@@ -415,7 +420,8 @@ class _State(_Training):
         return {"parameters": parameters, "gradients": gradients, "optimizer": state, "own": own}
 
     def _own_values(self, known: dict[int, Any], shapes: set[Any]) -> dict[str, str]:
-        # Numbers of the program, how much is in its containers, and weights that nothing trains.
+        # Numbers of the program, how much is in its containers, and weights that nothing trains: at
+        # first all, then those that have changed.
         found: dict[str, str] = {}
         for name, value in _reached():
             tensors = [("", value)]
@@ -430,7 +436,10 @@ class _State(_Training):
                 if is_weight and address(its) not in known and len(known) < _MOST:
                     known[address(its)] = its
                     found[f"weights {name}{each}"] = fingerprint(its).hex()
-        return found
+        for name, text in found.items():
+            if self._first.setdefault(name, text) != text:
+                self._moving.add(name)
+        return {name: found[name] for name in found if name in self._moving or not self._passes}
 
     def _sample(self, root: Any = None, *, counts: bool = True) -> None:
         """Note the states of all generators; `counts` is whether a draw since the last counts."""
@@ -472,20 +481,21 @@ _NEEDED = {"optimizer": ("param_groups", list), "sampler": ("epoch", int)}
 
 
 def _objects_of_interest() -> list[tuple[str, Any]]:
-    every = tuple(_KINDS.values())
-    # The oldest first.
+    # The oldest first. There are many objects of few types.
     alive = [each for number in (2, 1, 0) for each in gc.get_objects(number)]
-    found = [each for each in alive if issubclass(type(each), every)]
-    return [
-        (kind, each)
-        for each in found
-        for kind, its in _KINDS.items()
-        if isinstance(each, its)
-        and (
-            kind not in _NEEDED
-            or isinstance(getattr(each, *_NEEDED[kind][:1], None), _NEEDED[kind][1])
-        )
-    ]
+    kinds = {
+        its: kind
+        for its in {*map(type, alive)}
+        for kind, base in _KINDS.items()
+        if issubclass(its, base)
+    }
+    found = [(kinds[type(each)], each) for each in alive if type(each) in kinds]
+    return [(kind, each) for kind, each in found if _is_complete(kind, each)]
+
+
+def _is_complete(kind: str, each: Any) -> bool:
+    name, its = _NEEDED.get(kind, ("__class__", type))
+    return isinstance(getattr(each, name, None), its)
 
 
 def _text_of(value: Any) -> str:
@@ -506,7 +516,7 @@ def _fields_of(objects: list[tuple[str, Any]]) -> dict[str, dict[str, dict[str, 
 _GLOBAL = (torch.default_generator, getattr(random.getstate, "__self__", None))
 
 
-def _generators(root: Any) -> dict[int, tuple[str, Any, Kind]]:
+def _generators(root: Any = None) -> dict[int, tuple[str, Any, Kind]]:
     # What the program calls each of its generators that can be reached.
     found: dict[int, tuple[str, Any, Kind]] = {}
     for name, value in _reached(root):
@@ -519,14 +529,14 @@ def _generators(root: Any) -> dict[int, tuple[str, Any, Kind]]:
 def _reached(root: Any = None) -> Iterator[tuple[str, Any]]:
     # What is in variables of the program's functions, in its modules, and in what is in these.
     seen: set[int] = set()
-    todo: list[tuple[str, Any, int]] = [] if root is None else [("loader", root, 0)]
+    todo: list[tuple[str, Any, int]] = []
     for frame in frames():
         if is_of_program(frame.f_code):
             names = frame.f_locals
             todo += [(name, value, 0) for name, value in [*names.items()]]
             if names is not frame.f_globals:
                 todo += [(name, value, 0) for name, value in [*frame.f_globals.items()]]
-    todo.reverse()
+    todo = [("loader", root, 0), *reversed(todo)]
     while todo and len(seen) < _OBJECTS:
         name, value, depth = todo.pop()
         if type(value) in _NUMBERS:

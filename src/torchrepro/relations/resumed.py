@@ -302,10 +302,9 @@ def _ignored(root: Path) -> list[str]:
 def _which(whole: State, begins: int, read: Mapping[str, int], written: Mapping[str, int]) -> str:
     """Return from which checkpoint the resumed run went on, where a newer one is there."""
     newest = max(written, key=written.__getitem__)
-    older = [path for path in read or written if written[path] < written[newest]]
-    if begins >= written[newest] or not older:
+    which = min(read or written, key=lambda path: (abs(written[path] - begins), -written[path]))
+    if max(begins, written[which]) >= written[newest]:
         return ""
-    which = min(older, key=lambda path: abs(written[path] - begins))
     steps = whole.step(written[newest]) - whole.step(begins)
     twice = counted(steps, "step") if steps else f"{written[newest] - begins} of its batches"
     done = f"{twice} {are(steps or written[newest] - begins)} done twice"
@@ -368,7 +367,7 @@ def _own_values(
 ) -> dict[str, tuple[str, str]]:
     """Return what of the program's own is another as the pass `ends` begins, in both runs.
 
-    What never changes in a run is no state, and what differs in the killed run is never the same.
+    What differs in the killed run is never the same.
     """
     left, right = whole.passes[ends]["own"], resumed.passes[ends - begins]["own"]
     both = [*zip(whole.passes, killed.passes, strict=False)][-1]
@@ -377,7 +376,6 @@ def _own_values(
         name: (left[name], right[name])
         for name in _unequal(left, right)
         if again.get(name) == before.get(name)
-        and any(each["own"].get(name, left[name]) != left[name] for each in whole.passes)
     }
 
 
@@ -390,6 +388,8 @@ def _first_kept(whole: State, killed: State, resumed: State, begins: int) -> Div
             at = 0, whole.step(place), "forward", module, "buffer"
             return Divergence(*at, kind=Kind.VALUES, what=what)
     last = min(len(whole.passes), len(resumed.passes) + begins) - 1
+    if last == begins:
+        return None  # what is made from the pass before is not yet
     own = _own_values(whole, killed, resumed, begins, last)
     names = [name for name in own if name.startswith(WEIGHTS)]
     names += _unequal(
@@ -439,7 +439,10 @@ def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Sequ
             by_key.setdefault(key, []).append(of)
     lost += [NotRestored("optimizer", key, f"of {_few(its)}") for key, its in by_key.items()]
 
-    for kind in ("scheduler", "scaler", "sampler"):
+    mine = [digest for *_, digest in left["batches"]]
+    its = right["batches"][-len(mine) :]
+    is_elsewhere = bool(mine) and mine != [digest for *_, digest in its]
+    for kind in ("scheduler", "scaler", *["sampler"] * is_elsewhere):
         for name in _unequal(left[kind], right[kind]):
             was, now = left[kind][name], right[kind][name]
             fields = [_became(key, was[key], now[key]) for key in _unequal(was, now)]
@@ -457,15 +460,12 @@ def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Sequ
             elif found.restored:
                 unused.append(found)
 
-    mine = left["batches"]
-    its = right["batches"][-len(mine) :]
-    if mine and [digest for *_, digest in mine] != [digest for *_, digest in its]:
-        where, _, position, _ = mine[-1]
+    if is_elsewhere:
+        where, _, position, _ = left["batches"][-1]
         _, _, other, digest = its[-1] if its else (0, 0, 0, "")
         at = [each[2] for one in whole.passes for each in one["batches"] if each[3] == digest]
-        if not its:
-            lost.append(NotRestored("loader", short(where), "it gave no batch"))
-        elif position != other or not {"sampler", "generator"} & {each.kind for each in lost}:
-            what = f"batch {position} of its epoch became batch {at[0] if at else other}"
-            lost.append(NotRestored("loader", short(where), what))
+        what = f"batch {position} of its epoch became batch {at[0] if at else other}"
+        known = {"sampler", "generator"} & {each.kind for each in lost}
+        if position != other or not known:
+            lost.append(NotRestored("loader", short(where), what if its else "it gave no batch"))
     return lost or unused
