@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path, PurePath
@@ -223,9 +223,8 @@ class _Regions(_Training):
 def note_state(told: Mapping[str, Any]) -> None:
     """Note what a resumed run has to have again; the rest that is told is for `_Checkpoints`.
 
-    It is parameters, gradients, buffers, optimizers, schedulers, scalers, generators, the epochs of
-    samplers, and the batches, as each backward pass begins: buffers as the forward pass before it
-    did.
+    It is parameters, gradients, optimizers, schedulers, scalers, generators, epochs of samplers
+    and batches as each backward pass begins, and buffers as the forward pass before it did.
     """
     notes = Notes(told["folder"])
     watched = {name: its for name, its in told.items() if name != "folder"}
@@ -238,9 +237,8 @@ def note_state(told: Mapping[str, Any]) -> None:
 
 
 class _State(_Training):
-    # It is noted once for each backward pass, and for each step before which there was none. That
-    # is the unit in which a checkpoint is placed: it may lie in a window of accumulation, or after
-    # passes whose steps a scaler has skipped.
+    # It is noted for each backward pass, and each step without one: a checkpoint may lie in a
+    # window of accumulation, or after passes whose steps a scaler has skipped.
 
     def __init__(self, notes: Notes, checkpoints: _Checkpoints) -> None:
         super().__init__(notes)
@@ -283,7 +281,7 @@ class _State(_Training):
         sys.settrace(self._line_begins)
 
     def _line_begins(self, frame: Any, event: str, _value: Any) -> Any:
-        is_generated = frame.f_code.co_filename[0] == "<" and package(frame) != "__main__"
+        is_generated = frame.f_code.co_filename[:1] == "<" and package(frame) != "__main__"
         if is_generated or not is_of_program(frame.f_code):
             return None
         with suppress(Exception):  # an object that is only half made raises what it likes
@@ -369,12 +367,8 @@ class _State(_Training):
         self._follow_no_more()
         if self._passes < 2 or not self._objects:  # noqa: PLR2004 - some are made in the first step
             self._objects = _objects_of_interest()
-        # By their groups, which a wrapper shares with what it wraps.
-        optimizers = {
-            address(its.param_groups): its for k, its in self._objects if k == "optimizer"
-        }
         with unobserved():
-            state = self._of_optimizers(optimizers.values())
+            state = self._of_optimizers()
         # A generator was found in variables of any function: here they are the same in all runs.
         found = _generators().items()
         names = {self._own[at][0]: name for at, (name, *_) in found if at in self._own}
@@ -398,10 +392,13 @@ class _State(_Training):
         self._in_step += 1
         self._begin_pass()
 
-    def _of_optimizers(self, optimizers: Iterable[Any]) -> dict[str, Any]:
+    def _of_optimizers(self) -> dict[str, Any]:
         parameters, gradients, state = {}, {}, dict[str, str]()
         known: dict[int, Any] = {}
-        groups = [(each, its) for each in optimizers for its in each.param_groups]
+        optimizers = [each for kind, each in self._objects if kind == "optimizer"]
+        # A wrapper shares its groups with what it wraps.
+        unlike = {address(each.param_groups): each for each in optimizers}.values()
+        groups = [(each, its) for each in unlike for its in each.param_groups]
         for number, (optimizer, group) in enumerate(groups):
             for place, each in enumerate(group["params"]):
                 name = self._names.get(address(each), f"{number}.{place}")
@@ -476,26 +473,17 @@ _KINDS = {
     "scaler": torch.amp.GradScaler,
     "sampler": Sampler,
 }
-_NEEDED = {"optimizer": ("param_groups", list), "sampler": ("epoch", int)}
-"""Kind -> the attribute without which one is not looked at, and its type."""
+_NEEDED = {"optimizer": "param_groups", "sampler": "epoch"}
+"""Kind -> the attribute without which one is not looked at, such as one that is only half made."""
 
 
 def _objects_of_interest() -> list[tuple[str, Any]]:
     # The oldest first. There are many objects of few types.
     alive = [each for number in (2, 1, 0) for each in gc.get_objects(number)]
-    kinds = {
-        its: kind
-        for its in {*map(type, alive)}
-        for kind, base in _KINDS.items()
-        if issubclass(its, base)
-    }
+    types, bases = {*map(type, alive)}, _KINDS.items()
+    kinds = {its: kind for its in types for kind, base in bases if issubclass(its, base)}
     found = [(kinds[type(each)], each) for each in alive if type(each) in kinds]
-    return [(kind, each) for kind, each in found if _is_complete(kind, each)]
-
-
-def _is_complete(kind: str, each: Any) -> bool:
-    name, its = _NEEDED.get(kind, ("__class__", type))
-    return isinstance(getattr(each, name, None), its)
+    return [(kind, each) for kind, each in found if hasattr(each, _NEEDED.get(kind, "__class__"))]
 
 
 def _text_of(value: Any) -> str:

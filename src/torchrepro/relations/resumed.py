@@ -174,12 +174,13 @@ class Resumed(Relation):
         written = before.written
         read = {path: number for path, number in written.items() if path in after.read}
         begins = _pass_restored(whole, after, {*(read or written).values()})
+        files = ", ".join(sorted(written)[:4])
         if begins is None:
-            why = f"no parameter is as it was in {' or '.join(sorted(written)[:4])}"
+            why = f"no parameter is as it was in any of {files}"
             return Side(name, run, unknown=f"{why}; {RESUME_SO}")
         name = f"resumed {whole.place(begins)}"
-        which = f"its checkpoints being {', '.join(sorted(written)[:4])}"
-        said = f"killed {whole.place(before.killed)}, {which}{_which(whole, begins, read, written)}"
+        said = f"killed {whole.place(before.killed)}, its checkpoints being {files}"
+        said += _which(whole, begins, read, written)
         losses = whole.passes[begins]["losses"]
         verdict = compare_from(plain.folder, run.folder, whole.step(begins), losses)
         own = _own_values(whole, before, after, begins, begins)
@@ -331,8 +332,7 @@ def _pass_restored(whole: State, resumed: State, written: Collection[int]) -> in
     ]
     most = max(alike, default=0)
     if not most:
-        last = min(*written, len(whole.passes) - 1)
-        return last if len(written) == 1 else None
+        return min(*written, len(whole.passes) - 1) if len(written) == 1 else None
     left = resumed.left_of_step(0)
 
     def unlike(number: int) -> tuple[bool, bool, bool, int]:
@@ -392,9 +392,7 @@ def _first_kept(whole: State, killed: State, resumed: State, begins: int) -> Div
         return None  # what is made from the pass before is not yet
     own = _own_values(whole, killed, resumed, begins, last)
     names = [name for name in own if name.startswith(WEIGHTS)]
-    names += _unequal(
-        *(each.passes[at]["scaler"] for each, at in ((whole, last), (resumed, last - begins)))
-    )
+    names += _unequal(whole.passes[last]["scaler"], resumed.passes[last - begins]["scaler"])
     if not names:
         return None
     what = f"{names[0]}, which training does not show, differs to the end"

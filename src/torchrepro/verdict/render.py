@@ -96,9 +96,8 @@ def from_here(where: str) -> str:
 def _in_full(verdict: Verdict) -> tuple[Part, ...]:
     first, found = verdict.first, verdict.advice
     where = [*(_where(first) if first else []), *_agreed(verdict)]
-    # Where no op was compared, nothing is known of what differs later.
-    is_known = verdict.compared.ops or verdict.propagated or verdict.independent
-    if first and is_known and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
+    # Without ops that were compared nothing is known of what differs later.
+    if first and verdict.compared.ops and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
         names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
         where += [("afterwards", f"{aftermath(verdict)}{names}")]
     advice = [("cause", found.cause)] if found else []
