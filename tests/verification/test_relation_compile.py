@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro.relations.related import related_json
 from torchrepro.relations.relation import relate
 
 pytestmark = pytest.mark.usefixtures("own_temporary")
@@ -16,7 +17,7 @@ import torch
 torch._inductor.config.compile_threads = 1
 torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
 {before}
-torch.manual_seed(0)
+import numpy; numpy.random.seed(0); torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.{middle})
 net.to(torch.{dtype})
 model = {compiled}
@@ -34,6 +35,20 @@ FUNCTION = """@torch.compile
 def doubled(x):
     return x + x
 """
+TORCH = "torch._inductor.config.fallback_random"
+NUMPY = "torch._dynamo.config.use_numpy_random_stream"
+NUMPY_DRAW = "torch.from_numpy(numpy.random.randn(1))"
+NOISY = """
+import numpy
+@torch.compile
+def noisy(x{given}):
+    return x + {noise}
+"""
+GIVEN = NOISY.format(given=", noise", noise="noise")
+DRAWING = NOISY.format(given="", noise=NUMPY_DRAW)
+RANDOM = NOISY.format(given="", noise="torch.rand_like(x)")
+BOTH = NOISY.format(given="", noise=f"torch.rand_like(x) + {NUMPY_DRAW}")
+ASKING = NOISY.format(given="", noise="float(torch.compiler.is_compiling())")
 PARTS = "lambda x: doubled(net[1](net[0](x))); net[1].compile()"
 
 
@@ -50,22 +65,87 @@ def _program(
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("dtype", "middle", "compiled", "said"),
+    ("dtype", "middle", "compiled", "before", "said"),
     [
-        ("float64", "Dropout(0.5)", PARTS, "bit for bit"),
-        ("bfloat16", "Tanh(), torch.nn.Linear(8, 1)", WHOLE, "which bfloat16 earns"),
+        ("float64", "Tanh()", PARTS, FUNCTION, "bit for bit"),
+        ("bfloat16", "Tanh(), torch.nn.Linear(8, 1)", WHOLE, "", "which bfloat16 earns"),
+        ("float64", "Dropout(0.5)", WHOLE, f"{TORCH} = True", "which float64 earns"),
+        ("float64", "Dropout(0.5)", "lambda x: net[1](doubled(net[0](x)))", FUNCTION, "bit for"),
+        ("float64", "Tanh()", f"lambda x: noisy(net(x), {NUMPY_DRAW})", GIVEN, "bit for bit"),
+        ("float64", "Tanh()", "lambda x: noisy(net(x))", f"{NUMPY} = True{DRAWING}", "bit for bit"),
     ],
+    ids=["parts", "bfloat16", "option", "dropout outside", "numpy outside", "numpy option"],
 )
 def test_a_program_that_compiles_well_agrees(
-    dtype: str, middle: str, compiled: str, said: str
+    dtype: str, middle: str, compiled: str, before: str, said: str
 ) -> None:
-    """In bits, dropout included, or within the tolerance that the dtype earns, which is said."""
-    command, _ = _program(dtype, compiled, FUNCTION, middle)
+    """As it is, in bits or within the tolerance that the dtype earns, which is said."""
+    command, _ = _program(dtype, compiled, before, middle)
 
     found = relate("compile", None, command)
 
     assert found.status == 0
-    assert said in found.sides[0].said
+    (side,) = found.sides
+    assert side.name == "as it is"
+    assert said in side.said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("middle", "compiled", "before", "options"),
+    [
+        ("Dropout(0.5)", WHOLE, "", [TORCH]),
+        ("Tanh()", "lambda x: noisy(net(x))  # here", RANDOM, [TORCH]),
+        ("Tanh()", "lambda x: noisy(net(x))", DRAWING, [NUMPY]),
+        ("Tanh()", "lambda x: noisy(net(x))", BOTH, [TORCH, NUMPY]),
+    ],
+    ids=["dropout", "rand", "numpy", "both"],
+)
+def test_other_random_numbers_than_eager_differ(
+    middle: str, compiled: str, before: str, options: list[str]
+) -> None:
+    """Of random numbers alone: as it is it differs, with eager's it agrees; the lines are named."""
+    command, _ = _program("float32", compiled, before, middle)
+
+    found = relate("compile", None, command)
+
+    assert found.status == 1
+    assert [(side.name, side.status) for side in found.sides] == [
+        ("with eager's random numbers", 0),
+        ("as it is", 1),
+    ]
+    lines = "; ".join(f"{each} = True" for each in options)
+    assert found.verdict.advice.cause.endswith(f"To have those of eager code: {lines}")
+    assert [side["same"] for side in related_json(found)["sides"]] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_the_line_that_gives_the_random_numbers_of_eager_code_works() -> None:
+    """The program with the edit that was named agrees, as it is."""
+    command, here = _program("float32", middle="Dropout(0.5)")
+    edit = relate("compile", None, command).verdict.advice.edit
+    lines = Path("train.py").read_text().splitlines()
+    assert edit.before == lines[here - 1]
+
+    Path("train.py").write_text("\n".join([*lines[: here - 1], edit.after, *lines[here:]]))
+
+    assert relate("compile", None, command).status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_code_that_asks_whether_it_is_compiled_is_no_matter_of_random_numbers() -> None:
+    """What differs with eager's random numbers too is blamed on no option."""
+    command, _ = _program("float32", "lambda x: noisy(net(x))", ASKING)
+
+    found = relate("compile", None, command)
+
+    assert [side.status for side in found.sides] == [1, 1]
+    assert found.deciding.name == "with eager's random numbers"
+    assert found.verdict.first.module == "noisy"
+    assert found.verdict.advice is None
 
 
 @pytest.mark.slow

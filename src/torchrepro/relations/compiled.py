@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from ast import parse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.relations.related import Relation, Side
+from torchrepro.relations.related import AGREE, Relation, Side
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
-from torchrepro.verdict.render import counted, short
-from torchrepro.verdict.value import Advice, Compared, Divergence, Kind, Verdict
+from torchrepro.verdict.render import counted, short, source_line
+from torchrepro.verdict.value import Advice, Compared, Divergence, Edit, Kind, Verdict
 from torchrepro.verification.perturbations import RunEnvironment
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     Tolerance = tuple[float, float]
 
 REGIONS = "relations.observers:note_regions"
+OPTIONS = "relations.observers:set_options"
 
 OFF = RunEnvironment({"TORCHDYNAMO_DISABLE": "1"})
 
@@ -47,18 +50,26 @@ class Unit(NamedTuple):
     outputs: Sequence[Any]  # dtype, digest and statistics of each tensor
 
 
+OF_TORCH = "torch._inductor.config.fallback_random"
+OF_NUMPY = "torch._dynamo.config.use_numpy_random_stream"
+DRAWS_OTHERWISE = {
+    OF_TORCH: "inductor draws other random numbers than eager code",
+    OF_NUMPY: "compiled code draws numpy's random numbers from torch's generator",
+}
+"""By the option that gives compiled code the random numbers of eager code, what it does without."""
+
+
 class Compiled(Relation):
-    """As it is, and with torch.compile off."""
+    """As it is, and with torch.compile off; where these differ, with eager's random numbers too."""
 
     agreement = "it computes the same with torch.compile and without it"
     takes = frozenset(("rtol", "atol"))
 
     def plain(self, name: str) -> Run:
-        """Run the program as it is, but for dropout: inductor draws what eager torch draws."""
         return self.run(name, observed={REGIONS: {}})
 
     def sides(self, plain: Run) -> Iterator[Side]:
-        """Run it with torch.compile off; where that differs, look into the region."""
+        """Run it with torch.compile off; where that differs, look for the reason."""
         notes = (note for notes in self.noted(plain) for note in notes)
         regions = {note["region"]: note["children"] for note in notes if "region" in note}
         if not regions:
@@ -69,16 +80,42 @@ class Compiled(Relation):
             unknown = f"without torch.compile it ends otherwise: see {run.log}"
             yield Side("eager", run, unknown=unknown)
             return
-        compiled, eager = self._units(plain), self._units(run)
+        as_it_is = self._side("as it is", plain, run)
+        if as_it_is.status == AGREE:
+            yield as_it_is
+            return
+        options = [OF_TORCH]
+        exchanged = self._with_random_numbers_of(run, options)
+        if exchanged.status != AGREE:
+            options = [OF_TORCH, OF_NUMPY]
+            exchanged = self._with_random_numbers_of(run, options)
+            if exchanged.status == AGREE:
+                alone = self._with_random_numbers_of(run, [OF_NUMPY])
+                if alone.status == AGREE:
+                    options, exchanged = [OF_NUMPY], alone
+        verdict, decides = exchanged.verdict, as_it_is.verdict
+        if verdict and verdict.first and regions.get(verdict.first.module):
+            children = regions[verdict.first.module]
+            verdict = self._look_inside(verdict, verdict.first, self._units(run), children)
+        elif verdict and verdict.same and decides and decides.first:
+            decides = replace(decides, advice=_advice(decides.first, options, exchanged.said))
+        yield replace(exchanged, verdict=verdict)
+        yield replace(as_it_is, verdict=decides)
+
+    def _with_random_numbers_of(self, eager: Run, options: Sequence[str]) -> Side:
+        name = "-and-".join(each.rpartition(".")[2] for each in options)
+        run = self.run(name, observed={REGIONS: {}, OPTIONS: {"options": options}})
+        return replace(self._side("with eager's random numbers", run, eager), run=run)
+
+    def _side(self, name: str, compiled: Run, eager: Run) -> Side:
+        if compiled.status != eager.status:
+            return Side(name, compiled, unknown=f"it ends otherwise: see {compiled.log}")
         tolerance = self.runner.tolerance
-        amount, first, said = _compare(compiled, eager, tolerance)
+        amount, first, said = _compare(self._units(compiled), self._units(eager), tolerance)
         amount = replace(amount, level=self.runner.request.level)
-        verdict = Verdict(
-            first is None, plain.folder, run.folder, amount, first, tolerance=tolerance
-        )
-        if first is not None and regions.get(first.module):
-            verdict = self._look_inside(verdict, first, eager, regions[first.module])
-        yield Side("eager", run, verdict, said=said)
+        runs = compiled.folder, eager.folder
+        verdict = Verdict(first is None, *runs, amount, first, tolerance=tolerance)
+        return Side(name, eager, verdict, said=said)
 
     def _units(self, run: Run) -> list[Unit]:
         return [
@@ -105,7 +142,10 @@ class Compiled(Relation):
         while paths:
             path = paths.pop(0)
             tried.append(path)
-            only = {REGIONS: {"only": [first.module, path]}}
+            only = {
+                REGIONS: {"only": [first.module, path]},
+                OPTIONS: {"options": [*DRAWS_OTHERWISE]},
+            }
             run = self.run(f"inside-{len(tried)}", observed=only)
             name = f"{first.module}.{path}"
             its = [each for each in self._units(run) if each.name == name]
@@ -123,6 +163,18 @@ class Compiled(Relation):
         )
         found = replace(first, module=culprit)
         return replace(verdict, first=found, advice=Advice(cause=cause))
+
+
+def _advice(first: Divergence, options: Sequence[str], said: str) -> Advice:
+    """Return the cause, and the lines that have compiled code draw the numbers of eager code."""
+    lines = "; ".join(f"{each} = True" for each in options)
+    cause = " and ".join(DRAWS_OTHERWISE[each] for each in options)
+    edit, before = None, source_line(first.source)
+    with suppress(SyntaxError):  # no line can begin so before a decorator or the head of a block
+        parse(after := f"{lines}; {before}")
+        edit = Edit(first.source, before, after)
+    cause = f"{cause[:1].upper()}{cause[1:]}. To have those of eager code: {lines}"
+    return Advice(cause, edit, tried=f"set so, it agrees, {said}")
 
 
 def _compare(

@@ -86,13 +86,20 @@ def _numbered(name: str, seen: Counter[str]) -> str:
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
 
 
+def set_options(told: Mapping[str, Any]) -> None:
+    """Set `options` of torch.compile to true, each once its module is imported."""
+
+    def set_those(module: str) -> None:
+        for option in told["options"]:
+            if option.rpartition(".")[0] == module:
+                setattr(sys.modules[module], option.rpartition(".")[2], True)
+
+    AfterImport([each.rpartition(".")[0] for each in told["options"]], set_those).watch_all()
+
+
 def note_regions(told: Mapping[str, Any]) -> None:
     """Note regions; `only`, if it is told, is the child of a region that alone is compiled."""
 
-    def draw_as_eager_does(module: str) -> None:
-        sys.modules[module].fallback_random = True  # type: ignore[attr-defined]
-
-    AfterImport(["torch._inductor.config"], draw_as_eager_does).watch_all()
     regions = _Regions(Notes(told["folder"]), told.get("only"))
     wrap(_lasting, torch, "compile", regions.watched_compile)
     _lasting.enter_context(on_modules_called(regions.module_returned))
