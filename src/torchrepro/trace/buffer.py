@@ -229,6 +229,8 @@ class RecordingState:
     seeds: dict[str, tuple[int, int, str]] = field(default_factory=dict)
     """By each line that draws from a generator of the program's own: step, record and the seed."""
 
+    left: int = 0  # a sum over the fingerprints of all tensors whose values left torch
+
     @property
     def wants_step(self) -> bool:
         return self.request.wants(self.step)

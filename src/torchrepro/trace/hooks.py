@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import wraps
 from importlib import import_module
 from itertools import islice
 from numbers import Number
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.callers import frames, package, program_place
 from torchrepro.imports import AfterImport
-from torchrepro.patching import patch, surround
+from torchrepro.patching import patch, surround, wrap
 from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
 from torchrepro.trace.format import BETWEEN, RETURNED, SAMPLE
 from torchrepro.trace.frames import is_of_program, place_at
@@ -63,6 +64,8 @@ _OBJECT_COLLECTIVES = (
 
 _DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
 _HIGHER_ORDER = ("torch._higher_order_ops*", "torch.nn.attention*")  # where such ops are defined
+_LEAVING = "numpy", "tolist", "__reduce_ex__", "__repr__", "__dlpack__"
+_SAVING = {"safetensors.torch": ("save", "save_file")}
 _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 _HIDES = "_disable_current_modes"
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
@@ -233,6 +236,36 @@ def hidden_ops_noted(undo: ExitStack, note: Callable[[str], object]) -> None:
 
     if hasattr(_python_dispatch, "_pop_mode"):
         surround(undo, _python_dispatch, "_pop_mode", noticed)
+
+
+def values_that_leave_noted(undo: ExitStack, note: Callable[[Any], object]) -> None:
+    """Call `note` with each tensor whose values go to numpy, Python, a file or another process.
+
+    No op shows it. These methods are the public ways; the two functions read memory by its address.
+    """
+
+    def noted(leave: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(leave)
+        def leaves(value: Any, *args: Any, **more: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                for each in value.values() if isinstance(value, dict) else (value,):
+                    note(each)
+            return leave(value, *args, **more)
+
+        return leaves
+
+    def watch_saving(module: str) -> None:
+        for name in _SAVING[module]:
+            wrap(undo, sys.modules[module], name, noted)
+
+    for name in _LEAVING:
+        before = getattr(torch.Tensor, name)
+        is_own = name in vars(torch.Tensor)
+        setattr(torch.Tensor, name, noted(before))
+        undo.callback(
+            *((setattr, torch.Tensor, name, before) if is_own else (delattr, torch.Tensor, name))
+        )
+    _once_imported(undo, tuple(_SAVING), watch_saving)
 
 
 def compiled_regions_seen(undo: ExitStack) -> None:

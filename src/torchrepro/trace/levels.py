@@ -15,9 +15,9 @@ from xxhash import xxh3_128_digest
 
 from torchrepro.seeding.call_listeners import on_modules_called
 from torchrepro.trace import hooks
-from torchrepro.trace.buffer import IN_MEMORY, DetailRecorder
+from torchrepro.trace.buffer import IN_MEMORY, DetailRecorder, joined
 from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
-from torchrepro.trace.format import INPUT, MAIN, OPTIMIZER_STEP
+from torchrepro.trace.format import INPUT, MAIN, OPTIMIZER_STEP, OUTPUT
 from torchrepro.trace.frames import (
     OptimizerStep,
     Place,
@@ -299,8 +299,16 @@ class OpLevel(Level):
         hooks.hidden_ops_noted(undo, self.state.hidden.add)
         hooks.on_threads_started(undo, self._enter_thread)
         hooks.objects_sent_within(undo, self.paused)
+        hooks.values_that_leave_noted(undo, self._leaves)
         undo.callback(self.abandon)
         undo.callback(self._taken_off.end, undo.enter_context(self._new_mode()))
+
+    def _leaves(self, tensor: Any) -> None:
+        if self.state.wants_step:
+            with self.paused(), self.state.lock:
+                self.state.left += int.from_bytes(
+                    joined([fingerprint_of(tensor)], OUTPUT), "little"
+                )
 
     def _enter_thread(self) -> None:
         mode: Any = self._new_mode()

@@ -56,7 +56,9 @@ META: Mapping[str, Any] = {
     **dict.fromkeys(("every", "built"), _Number),
     **dict.fromkeys(("finished", "statistics", "detail", "replicated"), bool | None),
     **dict.fromkeys(("program", "program_text", "process", "resumed", "level"), _Words),
-    **dict.fromkeys(("profile", "digest", "guarantee", "date", "host", "recorded_by"), _Words),
+    **dict.fromkeys(
+        ("profile", "digest", "guarantee", "date", "host", "recorded_by", "left"), _Words
+    ),
     **dict.fromkeys(("versions", "hardware", "outcomes", "repository"), dict | None),
     **dict.fromkeys(("algorithm", "generators", "knobs", "models"), "words by name"),
     **dict.fromkeys(("before", "hidden", "keep", "modules"), "words"),

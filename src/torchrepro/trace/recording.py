@@ -264,6 +264,7 @@ class Recording:
             "before": self._before,
             "generators": self._first_states,
             "built": self._built,
+            "left": f"{self.state.left:x}" if self.state.left else "",
             "unwritten": [
                 {
                     "allocated": source_of(allocated),

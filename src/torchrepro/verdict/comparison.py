@@ -19,7 +19,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
-from torchrepro.messages import printable
+from torchrepro.messages import printable, some
 from torchrepro.trace.format import OPTIMIZER_STEP
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.request import LEVELS
@@ -39,9 +39,17 @@ from torchrepro.verdict.criteria import (
     criteria_for,
     mode_of,
 )
-from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
+from torchrepro.verdict.diagnosis import (
+    COARSE,
+    RESUMED,
+    advice,
+    evidence_of,
+    rule_of,
+)
+from torchrepro.verdict.first_difference import FirstDifference
+from torchrepro.verdict.reach import draws_outside
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
-from torchrepro.verdict.render import are, counted
+from torchrepro.verdict.render import are, counted, short
 from torchrepro.verdict.value import (
     AT_ONE_LEVEL,
     UNKNOWN_PROGRAM,
@@ -55,6 +63,7 @@ from torchrepro.verdict.value import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torchrepro.trace.format import Site
     from torchrepro.verdict.recordings import Traces
     from torchrepro.verdict.value import Divergence
 
@@ -189,11 +198,35 @@ class PairComparison:
                 of_loss = (pair.unequal_digest(at, [LOSS]) for at in (number, ANY_STEP))
                 loss = next(filter(None, of_loss), None)
                 first, self.sort = (first, self.sort) if loss is None else (loss, "")
+        self.unread: Sequence[Site] = ()  # of random numbers that differ, and that nothing reads
+        if self.sort and first and not within and draws_outside(first.op, first.module):
+            first = self._first_that_reaches(first)
         if first is None:
             first = self._besides_records() or recordings.truncation(pair)
             if first is None and not (within or ignore):
                 first = pair.unequal_end()
         self.first = first
+
+    def _first_that_reaches(self, first: Divergence) -> Divergence | None:
+        """Return what differs first but for random numbers that nothing reads; None if nothing."""
+        reach = self.records.reach
+        origin = reach.first()
+        if origin is None and False in reach.drawn:
+            origin = reach.drawn.index(False)
+        left, right = (trace.meta.get("left") for trace in self.pair.traces)
+        if origin:
+            one, other = reach.origins[origin]
+            if one > reach.until:
+                return first
+            self.sort = INDEPENDENT
+            return self.records.describe(FirstDifference(one, other, self.sort, one))
+        if origin == 0 or reach.until < math.inf or left != right:
+            return first
+        self.sort, self.unread = "", [reach.site(one) for one, _ in reach.origins]
+        for step in self.steps.values():
+            step.tally.clear()
+            step.differing = {}
+        return None
 
     def _besides_records(self) -> Divergence | None:
         pair, records, steps = self.pair, self.records, self.records.steps
@@ -214,6 +247,12 @@ class PairComparison:
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader has to know of the comparison."""
+        if self.unread and self.first is None:
+            lines = dict.fromkeys(f"{short(its.source)} ({its.op})" for its in self.unread)
+            yield (
+                f"random numbers drawn at {some(list(lines))} differ, and reach no result: "
+                "nothing reads them before they are overwritten"
+            )
         if self.records.incomparable:
             yield self.records.incomparable
         unmatched = self.records.unmatched

@@ -22,6 +22,7 @@ from torchrepro.trace.format import INPUT, MAIN, NEW_TENSOR, OUTPUT, PARTLY, Out
 from torchrepro.verdict.criteria import NAMES, RERECORD, Criteria, Pair, Statistics, excess
 from torchrepro.verdict.first_difference import INPUTLESS, FirstDifference, describe
 from torchrepro.verdict.matching import CUT_OFF, FED, Matching, match, match_threads, mixed
+from torchrepro.verdict.reach import Reach
 from torchrepro.verdict.render import counted, short
 
 if TYPE_CHECKING:
@@ -257,6 +258,7 @@ class Records:
         self._counted = lru_cache(maxsize=32)(self._count_outline)
         self._excess: dict[int, str] = {}
         self._diverged = False
+        self.reach = Reach(pair.left)
         self._last: tuple[Sides, Matching] | None = None
 
     def refuse_unequal_algorithms(self) -> None:
@@ -350,6 +352,9 @@ class Records:
             if not self._diverged:
                 part.first = _first(matching, (one, other), pairs, lone, differs)
                 self._diverged = part.first is not None
+            self.reach.add(*pairs, differs)
+            alone = (int(each["id"][0]) for each in lone if len(each))
+            self.reach.until = min([self.reach.until, *alone])
             found.add(part)
 
     def _matched(self, sides: Sides, matching: Matching) -> tuple[Sides, Sides]:
@@ -498,6 +503,7 @@ class Records:
             if unequal[its].any() or len(alone[0]) or len(alone[1]):
                 both = pairs[0][its][unequal[its]], pairs[1][its][unequal[its]]
                 part, differs = self._compare(both, alone)
+                self.reach.until = 0  # what has no order is not followed
                 part.first = _first_of_all_steps(self.pair, step, both, alone, differs)
             part.totals = self._count(pairs[0][its], *alone)
             found[step] = part
