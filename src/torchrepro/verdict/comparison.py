@@ -220,7 +220,8 @@ class PairComparison:
                 return first
             self.sort = INDEPENDENT
             return self.records.describe(FirstDifference(one, other, self.sort, one))
-        if origin == 0 or reach.until < math.inf or left != right:
+        may_reach = origin == 0 or reach.until < math.inf or left != right
+        if may_reach or (self.pair.ended_steps and _reaches(self.pair)):
             return first
         self.sort, self.unread = "", [reach.site(one) for one, _ in reach.origins]
         for step in self.steps.values():

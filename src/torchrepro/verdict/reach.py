@@ -33,8 +33,8 @@ class Reach:
         self.origins: list[tuple[int, int]] = []  # records that differ although they read the same
         self.drawn: list[bool] = []  # whether these are random numbers, outside of any module
         self.until = math.inf  # the record up to which all differences are known
-        self._records: list[tuple[int, int, int, bool, bool]] = []
-        """Both ids, the number of its kind of op, whether it read the same, and was called so."""
+        self._records: list[tuple[int, int, int, bool, bool, bool]] = []
+        """Both ids, the kind of op, and whether it read the same, was called so, and differs."""
         self._last: dict[int, int] = {}  # by kind of op, the id of the last record
         self._has_steps = any(row.finished for row in trace.steps.values())
         self._loads = {its["where"] for its in trace.meta.get("loaders") or ()}
@@ -44,7 +44,7 @@ class Reach:
         self._last.update(zip(left["key"].tolist(), left["id"].tolist(), strict=True))
         same = left["inputs"] == right["inputs"]
         alike = (left["argument"] == right["argument"]) & (left["shape"] == right["shape"])
-        columns = left["id"], right["id"], left["key"], same, alike
+        columns = left["id"], right["id"], left["key"], same, alike, differs
         rows = (column[differs | ~same].tolist() for column in columns)
         self._records += zip(*rows, strict=True)
         if len(self._records) > MOST:
@@ -56,7 +56,7 @@ class Reach:
         origin_of: dict[bytes, int] = {}  # by the digest of a value
         viewed: int | None = None  # of the last view: no record has its digest
         reached, before = set[int](), ""
-        for number, other, kind, same, alike in self._records:
+        for number, other, kind, same, alike, differs in self._records:
             its, site = self.trace.record(number), self.site(number)
             read = (its.inputs[at : at + INPUT] for at in range(0, len(its.inputs), INPUT))
             known = [origin_of[each] for each in read if each in origin_of]
@@ -66,7 +66,7 @@ class Reach:
                 self.origins.append((number, other))
                 self.drawn.append(same and alike and draws_outside(site.op, site.module))
             is_last = self._has_steps or self._last[kind] == number
-            if is_last if site.module else self._is_result(site, before):
+            if is_last if site.module else differs and self._is_result(site, before):
                 reached.add(origin)
                 if not origin:
                     break
