@@ -1,10 +1,13 @@
 """A difference that reaches no loss and no parameter is said as that, and can be left out."""
 
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -101,6 +104,55 @@ def test_what_is_trained_with_reaches(tmp_path: Path, level: str) -> None:
     assert not verdict.same
     assert verdict.reaches
     assert reach(verdict) == ""
+
+
+WAYS_OUT: dict[str, Use] = {
+    "numpy": lambda drawn: drawn.numpy(),
+    "an array of numpy": np.asarray,
+    "a list": lambda drawn: drawn.tolist(),
+    "a number": lambda drawn: drawn[0].item(),
+    "a text": repr,
+    "a file": lambda drawn: torch.save(drawn, BytesIO()),
+    "a file of safetensors": lambda drawn: safetensors.torch.save({"drawn": drawn}),
+}
+
+
+@pytest.mark.parametrize("way_out", WAYS_OUT.values(), ids=WAYS_OUT)
+def test_random_numbers_that_leave_torch_differ(tmp_path: Path, way_out: Use) -> None:
+    """What the program may print, save, or compute outside of torch is read."""
+    verdict = _verdict(tmp_path, lambda _: way_out(torch.rand(3)))
+
+    assert not verdict.same
+    assert verdict.first is not None
+    assert verdict.first.op == "aten::rand"
+
+
+def test_random_numbers_that_nothing_reads_are_a_note(tmp_path: Path) -> None:
+    """They are named with their line, and the runs are the same."""
+    verdict = _verdict(tmp_path, lambda _: torch.rand(3).fill_(1).sum().item())  # drawn
+
+    assert verdict.same
+    assert verdict.propagated == verdict.independent == 0
+    assert not verdict.to_json()["map"]
+    assert f"random numbers drawn at {_line('# drawn')} (aten::rand)" in verdict.notes[-1]
+
+
+def test_a_parameter_that_stays_as_it_was_drawn_differs(tmp_path: Path) -> None:
+    """What a module holds at the end is compared, whatever read it."""
+
+    def program(_: float) -> nn.Module:
+        model = nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(1)
+            model.bias.fill_(1)
+            model(torch.ones(1, 2))
+            model.bias.uniform_()
+        return model
+
+    models = []
+    verdict = _verdict(tmp_path, lambda seconds: models.append(program(seconds)))
+
+    assert not verdict.same
 
 
 def test_runs_that_are_the_same_reach_nothing() -> None:

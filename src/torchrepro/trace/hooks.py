@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
 from importlib import import_module
 from itertools import islice
 from numbers import Number
@@ -33,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.callers import frames, package, program_place
 from torchrepro.imports import AfterImport
-from torchrepro.patching import patch, surround, wrap
+from torchrepro.patching import patch, surround
 from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
 from torchrepro.trace.format import BETWEEN, RETURNED, SAMPLE
 from torchrepro.trace.frames import is_of_program, place_at
@@ -239,32 +238,25 @@ def hidden_ops_noted(undo: ExitStack, note: Callable[[str], object]) -> None:
 
 
 def values_that_leave_noted(undo: ExitStack, note: Callable[[Any], object]) -> None:
-    """Call `note` with each tensor whose values go to numpy, Python, a file or another process.
+    """Call `note` with each tensor that becomes numpy's or Python's, or is printed or saved.
 
-    No op shows it. These methods are the public ways; the two functions read memory by its address.
+    No op shows that. These methods are the public ways; safetensors reads memory by its address.
     """
 
-    def noted(leave: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(leave)
-        def leaves(value: Any, *args: Any, **more: Any) -> Any:
+    def leaves(leave: Callable[..., Any], value: Any, *args: Any, **more: Any) -> Any:
+        for each in value.values() if isinstance(value, dict) else (value,):
             if not torch.compiler.is_compiling():
-                for each in value.values() if isinstance(value, dict) else (value,):
-                    note(each)
-            return leave(value, *args, **more)
-
-        return leaves
+                note(each)
+        return leave(value, *args, **more)
 
     def watch_saving(module: str) -> None:
         for name in _SAVING[module]:
-            wrap(undo, sys.modules[module], name, noted)
+            surround(undo, sys.modules[module], name, leaves)
 
     for name in _LEAVING:
-        before = getattr(torch.Tensor, name)
-        is_own = name in vars(torch.Tensor)
-        setattr(torch.Tensor, name, noted(before))
-        undo.callback(
-            *((setattr, torch.Tensor, name, before) if is_own else (delattr, torch.Tensor, name))
-        )
+        if name not in vars(torch.Tensor):  # inherited, and found there once this is undone
+            setattr(torch.Tensor, name, getattr(torch.Tensor, name))
+        surround(undo, torch.Tensor, name, leaves)
     _once_imported(undo, tuple(_SAVING), watch_saving)
 
 

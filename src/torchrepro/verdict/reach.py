@@ -41,7 +41,8 @@ class Reach:
 
     def add(self, left: Array, right: Array, differs: Array) -> None:
         """Add pairs of records, in their order, and which of them differ."""
-        self._last.update(zip(left["key"].tolist(), left["id"].tolist(), strict=True))
+        if not self._has_steps:
+            self._last.update(zip(left["key"].tolist(), left["id"].tolist(), strict=True))
         same = left["inputs"] == right["inputs"]
         alike = (left["argument"] == right["argument"]) & (left["shape"] == right["shape"])
         columns = left["id"], right["id"], left["key"], same, alike, differs
