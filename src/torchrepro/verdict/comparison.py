@@ -213,15 +213,21 @@ class PairComparison:
         origin = reach.first()
         if origin is None and False in reach.drawn:
             origin = reach.drawn.index(False)
-        left, right = (trace.meta.get("left") for trace in self.pair.traces)
+        metas = [trace.meta for trace in self.pair.traces]
         if origin:
             one, other = reach.origins[origin]
             if one > reach.until:
                 return first
             self.sort = INDEPENDENT
             return self.records.describe(FirstDifference(one, other, self.sort, one))
-        may_reach = origin == 0 or reach.until < math.inf or left != right
-        if may_reach or (self.pair.ended_steps and _reaches(self.pair)):
+        is_unread = (
+            origin is None
+            and reach.until == math.inf
+            and metas[0].get("left") == metas[1].get("left")
+            and not any(meta.get("hidden") for meta in metas)
+            and not (self.pair.ended_steps and _reaches(self.pair))
+        )
+        if not is_unread:
             return first
         self.sort, self.unread = "", [reach.site(one) for one, _ in reach.origins]
         for step in self.steps.values():
