@@ -1,11 +1,14 @@
 """Locks that a forked child finds free, whatever other threads of its parent were doing.
 
+Also which processes Python forks by its fork server, which are forked before they run the program.
+
 The package imports this module at once, so it imports nothing that is not loaded already.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from _thread import RLock
 from _weakref import ref
 
@@ -17,6 +20,18 @@ applying = RLock()  # held while a profile is put in force or taken back
 _SECONDS = 0.05  # how long a fork waits for the second of the two with the first one in hand
 
 _locks: set[ref[RLock]] = set()
+
+
+def comes_from_fork_server() -> bool:
+    """Whether this process is the fork server of multiprocessing, or was forked by it."""
+    return any("multiprocessing.forkserver" in word for word in sys.orig_argv)
+
+
+def is_fork_server() -> bool:
+    """Whether this process is the fork server: its children get another name as they begin."""
+    from multiprocessing import current_process
+
+    return comes_from_fork_server() and current_process().name == "MainProcess"
 
 
 def fork_safe_lock() -> RLock:

@@ -36,7 +36,7 @@ from torchrepro.trace.buffer import statistics
 from torchrepro.trace.fingerprint import fingerprint, unobserved
 from torchrepro.trace.fingerprint_cache import GeneratorStates
 from torchrepro.trace.frames import is_of_program
-from torchrepro.trace.hooks import watch_training, within_loaders_begun
+from torchrepro.trace.hooks import on_worker_begun, watch_training, within_loaders_begun
 from torchrepro.trace.op_facts import tensors_in
 from torchrepro.verification.file_notes import LEFT_OUT
 
@@ -64,6 +64,12 @@ class Notes:
             place = self._folder / f"{rank}-{self._process}.jsonl"
             self._file = place.open("a", encoding="utf-8", buffering=1)
         self._file.write(json.dumps(values) + "\n")
+
+    def discard(self) -> None:
+        """Remove what was noted, and note nothing more; a forked child changes nothing."""
+        if self._file is not None and os.getpid() == self._process:
+            Path(self._file.name).unlink()
+        self._process = 0
 
 
 class _Training:
@@ -99,8 +105,9 @@ def set_options(told: Mapping[str, Any]) -> None:
 
 def note_regions(told: Mapping[str, Any]) -> None:
     """Note regions; `only`, if it is told, is the child of a region that alone is compiled."""
-
-    regions = _Regions(Notes(told["folder"]), told.get("only"))
+    notes = Notes(told["folder"])
+    on_worker_begun(_lasting, notes.discard)
+    regions = _Regions(notes, told.get("only"))
     wrap(_lasting, torch, "compile", regions.watched_compile)
     _lasting.enter_context(on_modules_called(regions.module_returned))
     watch_training(_lasting, regions)
@@ -234,6 +241,7 @@ def note_state(told: Mapping[str, Any]) -> None:
     and batches as each backward pass begins, and buffers as the forward pass before it did.
     """
     notes = Notes(told["folder"])
+    on_worker_begun(_lasting, notes.discard)
     watched = {name: its for name, its in told.items() if name != "folder"}
     state = _State(notes, _Checkpoints(notes, **watched))
     state.checkpoints.when_read = state.follow

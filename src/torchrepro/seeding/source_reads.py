@@ -33,6 +33,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import address, call_text, frames, is_library, line, package
+from torchrepro.fork_safety import comes_from_fork_server
 from torchrepro.imports import AfterImport
 from torchrepro.patching import patch
 from torchrepro.seeding.call_listeners import Change, Listener, listen, put_by_name, stop_listening
@@ -112,14 +113,15 @@ def seed_of_generator(where: str, step: int, record: int, seed: str) -> SourceRe
 class ChildNotes:
     """A file in the folder of a recording that all children of this process append to.
 
-    They are forked, or spawned by multiprocessing, whose first program names its module. The file
+    They are forked, or started by multiprocessing, whose first program names its module. The file
     has one JSON line for each note, and exists from the first one until they are taken. Only the
     process that made this takes them.
     """
 
     def __init__(self, folder: str) -> None:
         # Whether this process began as a child of the one that is recorded.
-        self.is_spawned = any("multiprocessing.spawn" in each for each in sys.orig_argv)
+        spawned = any("multiprocessing.spawn" in each for each in sys.orig_argv)
+        self.is_spawned = spawned or comes_from_fork_server()
         self._process = os.getppid() if self.is_spawned else os.getpid()
         self._path = Path(folder) / f"told-{self._process}.jsonl"
 

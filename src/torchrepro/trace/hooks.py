@@ -131,6 +131,22 @@ def within_loaders_begun(
     _surround_once_imported(undo, _LOADERS, "__iter__", within)
 
 
+def on_worker_begun(undo: ExitStack, call: Callable[[], object]) -> None:
+    """Call `call` where this process turns out to be a worker of a loader, before it loads a batch.
+
+    A worker that is not forked has by then imported the program, whose class the dataset is of.
+    What torch tells a worker of itself is made there and nowhere else, torchdata's included.
+    """
+
+    def around(begin: Any, *args: Any, **kwargs: Any) -> None:
+        begin(*args, **kwargs)
+        call()
+
+    _surround_once_imported(
+        undo, {"torch.utils.data._utils.worker": "WorkerInfo"}, "__init__", around
+    )
+
+
 def _surround_once_imported(
     undo: ExitStack, classes: Mapping[str, str], method: str, around: Callable[..., Any]
 ) -> None:

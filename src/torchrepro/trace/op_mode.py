@@ -368,8 +368,6 @@ class RecordingMode(TorchDispatchMode):
         key = (facts, phase, place, *shapes)
         kind = self._kinds.get(key)
         if kind is None:
-            if torch.utils.data.get_worker_info() is not None:
-                self.now.stop()  # the batches of a worker are recorded where they are used
             kind = self._kinds[key] = RecordKind()
             kind.facts, kind.phase, kind.place, kind.shapes = facts, phase, place, shapes
             kind.site = self.buffer.sites.get(key) or self.buffer.new_site(

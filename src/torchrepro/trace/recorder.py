@@ -13,7 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, NoReturn
 
 from torchrepro.errors import TraceError
-from torchrepro.fork_safety import fork_safe_lock
+from torchrepro.fork_safety import fork_safe_lock, is_fork_server
 from torchrepro.trace.request import Request, bytes_of
 
 if TYPE_CHECKING:
@@ -85,8 +85,11 @@ def end_step() -> None:
 def record_process(request: Request, refuse: Callable[[TraceError], None]) -> None:
     """Record this process from now until it ends, as ``torchrepro run --record`` asks.
 
-    `refuse` ends the program where its trace cannot be written, unless it is to go on.
+    `refuse` ends the program where its trace cannot be written, unless it is to go on. The fork
+    server of multiprocessing is not recorded: it computes nothing that the program asks for.
     """
+    if is_fork_server():
+        return
     try:
         recording = _begin(request)
     except TraceError as error:

@@ -38,7 +38,12 @@ from torchrepro.trace.buffer import RecordingState, joined
 from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
 from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OUTPUT, StepRow
 from torchrepro.trace.frames import parameters_of, place_of_user, source_of
-from torchrepro.trace.hooks import SampleRecorder, watch_training, within_loaders_begun
+from torchrepro.trace.hooks import (
+    SampleRecorder,
+    on_worker_begun,
+    watch_training,
+    within_loaders_begun,
+)
 from torchrepro.trace.levels import LEVELS, StepLevel, arguments_of
 from torchrepro.trace.op_facts import PLAIN, value_text
 from torchrepro.trace.request import level_of_step
@@ -112,6 +117,7 @@ class Recording:
             undo.callback(register_module_parameter_registration_hook(self._model_is_built).remove)
             undo.callback(register_module_module_registration_hook(self._module_is_wrapped).remove)
             watch_training(undo, self)
+            on_worker_begun(undo, self._leave_to_main_process)
             self._full.begin(undo)
             if not self.request.loading:
                 within_loaders_begun(undo, lambda _: self._full.paused())
@@ -154,6 +160,14 @@ class Recording:
         """Take no more records and leave the store alone: it is another process's."""
         self._failed, self._store = True, None
         self._full.abandon()
+
+    def _leave_to_main_process(self) -> None:
+        """Record nothing of a loader's worker: its batches are recorded where they are used."""
+        store = self._store
+        self.abandon()
+        if store is not None:  # its own; a forked worker has left that of its parent alone
+            store.discard()
+            store.path.unlink(missing_ok=True)
 
     def spill(self) -> None:
         """Hand the records of a long step to the store before it ends."""

@@ -16,6 +16,7 @@ from functools import wraps
 from itertools import count
 from typing import Any
 
+from torchrepro.fork_safety import comes_from_fork_server, is_fork_server
 from torchrepro.imports import AfterImport, named
 
 VARIABLE = "TORCHREPRO_AT_START"
@@ -154,8 +155,10 @@ def _observe(kinds: Mapping[str, Any]) -> None:
     process = os.getpid()
 
     def begin(_module: str) -> None:
-        for path, value in kinds.items() if os.getpid() == process else ():  # no forked child does
-            named(path)(value)
+        # A forked child notes nothing, but those of a fork server begin as spawned ones do.
+        if not is_fork_server() if comes_from_fork_server() else os.getpid() == process:
+            for path, value in kinds.items():
+                named(path)(value)
 
     AfterImport(["torch"], begin).watch_all()
 
