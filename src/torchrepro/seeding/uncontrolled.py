@@ -30,6 +30,7 @@ IF_THERE = "a file if it is there"
 SET_ORDER = "the order of a set"
 HOST = "the name of the machine"
 UNWRITTEN = "memory that nothing had written"
+WORKER = "the worker that loads a sample"
 SUSPECTS = (
     *(ENTROPY, FORKED, CLOCK_AND_CARD, PROCESS, FILES, ADDRESS, HASH),
     *(SET_ORDER, CLOCK, THREADS),

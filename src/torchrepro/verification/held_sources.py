@@ -32,6 +32,7 @@ from torchrepro.seeding.uncontrolled import (
     PROCESS,
     THREADS,
     UNWRITTEN,
+    WORKER,
     Source,
 )
 from torchrepro.verification.at_start import Entries
@@ -130,7 +131,10 @@ _HOLD: Mapping[str, Callable[[Source, Arguments, Any], Any]] = {
     THREADS: _one_after_another,
     GIVEN_SEED: _given_seed,
     UNWRITTEN: _zeros,
+    WORKER: lambda row, arguments, done: _SEED if row.attribute == "initial_seed" else None,
 }
+
+TELL_OF_WORKER = (("torch.utils.data", "get_worker_info"), ("torch", "initial_seed"))
 
 _MORE = (
     Source(
@@ -142,11 +146,13 @@ _MORE = (
         for module in ("torch", "numpy")
         for like in ("", "_like")
     ),
+    *(Source(*each, WORKER, "") for each in TELL_OF_WORKER),
 )
 """What is heard only in order to hold it: listening to it all the time would cost something."""
 
-HELD_AT_ONCE = tuple(what for what in _HOLD if what != GIVEN_SEED)
-"""What is held in a process that holds everything: all but the seeds of the program."""
+HELD_AT_ONCE = tuple(what for what in _HOLD if what not in (GIVEN_SEED, WORKER))
+"""What is held in a process that holds everything: all but the seeds of the program, and what tells
+one worker of a loader from another."""
 
 
 class _Holding(Watch):
