@@ -1,134 +1,242 @@
 """A program computes the same with any number of loader workers, or the line that has a say is
-named."""
+named.
+
+Faults and clean programs are each a dataset and a call of `main`, for any way to start workers.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from torchrepro.launch import prepared_as_it_is
 from torchrepro.relations.relation import relate
+from torchrepro.trace.reader import read_run
+from torchrepro.trace.request import VARIABLE, Request
+from torchrepro.verification import runner
+from torchrepro.verification.at_start import OBSERVED
+from torchrepro.verification.perturbations import RunEnvironment
 
 pytestmark = pytest.mark.usefixtures("own_temporary")
 
-HEAD = """
+PROGRAM = """
 import os, random, time
 import numpy as np
+import numpy.random
 import torch
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-np.random.seed(0); random.seed(0); torch.manual_seed(0)
-"""
-TRAINING = """
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for epoch in range(2):
-    for batch in loader:
-        loss = model(batch).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-"""
-DATASET = """
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+scale = 1.0
 class Rows(Dataset):
+    gain = 1.0
     def __init__(self):
+        draw = np.random.RandomState(0)  # of no worker
+        self.rows = torch.from_numpy(draw.rand(8, 2)).float()
+        self.level, self.table = 1.0, [1.0]
         self.rng = np.random.default_rng(0)
     def __len__(self):
         return 8
-    def __getitem__(self, index):
-        row = torch.full((2,), float(index))
-        {}
-loader = DataLoader(Rows(), batch_size=2{})
-"""
-STREAM = """
+    def __getitem__(self, i):
+        row = self.rows[i] * scale * self.gain
+        {sample}
 class Stream(IterableDataset):
     def __iter__(self):
-        {}
+        {stream}
         for number in range(first, 8, step):
             yield torch.full((2,), float(number))
-loader = DataLoader(Stream(), batch_size=None)
+def seed_numpy(worker):
+    np.random.seed(torch.initial_seed() % 2**32)
+def raise_level(worker):  # init
+    get_worker_info().dataset.level = 3.0
+def main(dataset, change=lambda epoch: None, **options):
+    np.random.seed(0); random.seed(0); torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    how = dict(batch_size=4, num_workers={workers}, multiprocessing_context="{method}")
+    loader = DataLoader(dataset, **how | options)
+    for epoch in range(2):
+        change(epoch)
+        for batch in loader:
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+if __name__ == "__main__":
+    {run}
 """
-NO_LOADER = "loader = [torch.rand(2) for _ in range(2)]"
 BY_WORKER = (
     "info = get_worker_info(); first, step = (info.id, info.num_workers) if info else (0, 1)"
 )
+PLAIN = "return row"
+RUN = "main(Rows())  # run"
+CLEAN = {
+    "shuffled": (PLAIN, "main(Rows(), shuffle=True)"),
+    "workers that live on": (PLAIN, "main(Rows(), persistent_workers=True)"),
+    "batches that are all equal, in any order": (
+        "return torch.ones(2)",
+        "main(Rows(), in_order=False)",
+    ),
+    "numpy seeded for each sample": ("return row + np.random.default_rng(i).random()", RUN),
+    "torch seeded for each sample": (
+        "return row + torch.randn(2, generator=torch.Generator().manual_seed(i))",
+        RUN,
+    ),
+    "Python seeded for each sample": ("return row + random.Random(i).random()", RUN),
+    "a stream that splits itself": (PLAIN, "main(Stream(), batch_size=None)"),
+    "an attribute set before new workers": (
+        "return row * self.level",
+        "main(data := Rows(), lambda epoch: setattr(data, 'level', 1.0 + epoch))",
+    ),
+    "a subset, and workers that seed numpy": (
+        PLAIN,
+        "main(Subset(Rows(), [3, 1, 2, 0]), batch_size=2, worker_init_fn=seed_numpy)",
+    ),
+    "the clock and the process, to no effect": ("time.time(), os.getpid(); return row", RUN),
+}
+"""What does not depend on workers: a sample, and a call of `main`."""
+
 FAULTS = {
-    "global numpy": (DATASET, "return row + np.random.rand()  # here", "numpy.random.rand"),
-    "order by completion": (
-        DATASET.replace("{})", "{}, in_order=False)  # here"),
-        "time.sleep(0.5 * (index < 2)); return row",
-        "in_order=False",
+    "global numpy": ("return row + np.random.rand()", RUN, "numpy's global generator at", "sample"),
+    "global Python": ("return row + random.random()", RUN, "Python's global generator", "sample"),
+    "global torch": ("return row + torch.rand(())", RUN, "torch's global generator at", "sample"),
+    "a generator that is copied": ("return row + self.rng.random()", RUN, "rng of Rows", "sample"),
+    "numpy, which workers seed": (
+        *("return row + np.random.rand()", "main(Rows(), worker_init_fn=seed_numpy)"),
+        *("numpy's global generator at", "sample"),
     ),
-    "a generator shared by fork": (DATASET, "return row + self.rng.random()  # here", "self.rng"),
+    "an attribute set while workers live": (
+        "return row * self.level",
+        "data = Rows(); main(data, lambda epoch: setattr(data, 'level', 1.0 + epoch),"
+        " persistent_workers=True)",
+        *("after the persistent workers began", "run"),
+    ),
+    "a worker_init_fn that changes the data": (
+        *("return row * self.level", "main(Rows(), worker_init_fn=raise_level)"),
+        *("worker_init_fn of the loader: raise_level", "init"),
+    ),
     "the worker's number": (
-        DATASET,
-        "return row + (0 if get_worker_info() is None else get_worker_info().id)  # here",
-        "get_worker_info",
+        "return row + (0 if get_worker_info() is None else get_worker_info().id + 1)",
+        *(RUN, "torch.utils.data.get_worker_info at", "sample"),
     ),
-    "the order of files": (
-        DATASET,
-        """Path("seen").mkdir(exist_ok=True)
-        Path("seen", f"{os.getpid()}-{index}").touch()
-        mine = [name for name in os.listdir("seen") if name.startswith(str(os.getpid()))]  # here
-        return row + len(mine)""",
-        "os.listdir",
+    "a seed of each worker": (
+        *("return row + torch.initial_seed() % 7", RUN, "torch.initial_seed at", "sample"),
+    ),
+    "the process that loads": (
+        "return row + (os.getpid() == int(os.environ['MAIN']))",
+        *("os.environ['MAIN'] = str(os.getpid()); main(Rows())", "os.getpid at", "sample"),
     ),
     "not split by worker": (
-        STREAM.replace("(IterableDataset):", "(IterableDataset):  # here"),
-        "first, step = 0, 1",
-        "does not split itself by worker",
+        *(PLAIN, "main(Stream(), batch_size=None)", "does not split itself by worker", ""),
+    ),
+    "what each copy of the dataset keeps": (
+        *("self.table.append(1.0); return row * len(self.table)", RUN, "Not known.", ""),
     ),
 }
-CLEAN = {
-    "shuffled": (DATASET.format("return row", ", shuffle=True"), None),
-    "a generator for each sample": (
-        DATASET.format("return row + np.random.default_rng(index).random()", ", num_workers=1"),
-        "seed-only",
-        "dataloader.num_workers=1",
+"""What depends on workers: likewise, with words of its cause, and the line that is named."""
+
+NOT_FORKED = {
+    "a global of the main process": (
+        *("return row", "scale = 2.0; main(Rows())", "another value of scale than", "run"),
     ),
-    "a stream that splits itself": (STREAM.format(BY_WORKER), None),
-    "global numpy, seeded for each sample": (
-        DATASET.format("return row + np.random.rand()", ", shuffle=True"),
-        "seed-only",
+    "an attribute of the class": (
+        *("return row", "Rows.gain = 2.0; main(Rows())", "gain of Rows", "run"),
     ),
 }
 
+NO_LOADER = "torch.ones(2).sum()"
 
-def _program(text: str) -> list[str]:
-    Path("train.py").write_text(f"{HEAD}from pathlib import Path\n{text}{TRAINING}")
+START_METHODS = ("fork", "spawn", "forkserver")
+
+
+def _program(sample: str, run: str, method: str = "fork", stream: str = BY_WORKER) -> list[str]:
+    preload = "import multiprocessing; multiprocessing.set_forkserver_preload(['torch']); "
+    run = preload * (method == "forkserver") + run
+    workers = 2 if method == "fork" else 1  # others import torch, which takes seconds
+    text = PROGRAM.format(sample=sample, run=run, method=method, stream=stream, workers=workers)
+    Path("train.py").write_text(text, encoding="utf-8")
     return [sys.executable, "train.py"]
 
 
+def _line(of: str) -> str:
+    text = {"sample": "{sample}", "init": "# init", "run": "{run}"}[of]
+    lines = PROGRAM.splitlines()
+    return f"train.py:{next(at for at, each in enumerate(lines, 1) if text in each)}"
+
+
+def _by_start_method(rows: Iterable[str], few: Iterable[str]) -> list[Any]:
+    """Every row with forked workers, and a few with others."""
+    return [*((name, "fork") for name in rows), *product(few, START_METHODS[1:])]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("name", FAULTS)
-def test_what_the_workers_change_is_named_by_its_line(name: str) -> None:
-    """The line of the dataset, or of the loader, is named through which workers have a say."""
-    template, line, called = FAULTS[name]
-    command = _program(template.format(line, ""))
-    lines = Path("train.py").read_text().splitlines()
-    here = next(number for number, text in enumerate(lines, 1) if "# here" in text)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *_by_start_method(FAULTS, ["a generator that is copied"]),
+        *product(NOT_FORKED, START_METHODS[1:]),
+    ],
+)
+def test_what_the_workers_change_is_named_by_what_was_tried(name: str, method: str) -> None:
+    """The cause is what made runs agree, or what they show, with its line; or it is not known."""
+    sample, run, words, of = (FAULTS | NOT_FORKED)[name]
+    undivided = {"stream": "first, step = 0, 1"} if name == "not split by worker" else {}
 
-    found = relate("workers", None, command)
+    found = relate("workers", None, _program(sample, run, method, **undivided))
 
+    cause = found.verdict.advice.cause
     assert found.status == 1
-    assert found.verdict.first.source.endswith(f"train.py:{here}")
-    assert called in found.verdict.advice.cause
+    assert words in cause
+    if of:
+        assert re.search(rf"{_line(of)}\b", cause)
+        assert found.verdict.first.source.endswith(_line(of))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("name", CLEAN)
-def test_what_does_not_depend_on_workers_agrees(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"),
+    _by_start_method(CLEAN, ["workers that live on"]),
+)
+def test_what_does_not_depend_on_workers_agrees(name: str, method: str) -> None:
     """A program that computes the same with 0 and with 2 workers is no cause for alarm."""
-    text, profile, *overrides = CLEAN[name]
+    sample, run = CLEAN[name]
 
-    found = relate("workers", profile, _program(text), overrides=overrides)
+    found = relate("workers", None, _program(sample, run, method))
 
     assert (found.status, [side.name for side in found.sides]) == (0, ["0 workers", "2 workers"])
-    assert all(side.verdict.compared.steps >= 8 for side in found.sides)
+    assert all(side.verdict.compared.steps >= 4 for side in found.sides)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("options", ["", ", persistent_workers=True, in_order=False"])
+@pytest.mark.parametrize("method", START_METHODS)
+def test_the_workers_of_a_loader_are_no_processes_to_compare(method: str, options: str) -> None:
+    """A recording, and what relations note, is of the main process, however workers begin."""
+    command = _program("return torch.nn.Identity()(row)", f"main(Rows(){options})", method)
+    request = Request(str(Path("traces").absolute()))
+    folder = Path("noted").absolute()
+    folder.mkdir()
+    noted = {
+        "relations.observers:note_state": {"folder": str(folder), "tree": str(Path.cwd())},
+        "relations.observers:note_regions": {"folder": str(folder)},
+    }
+    program, variables = prepared_as_it_is(command)
+    environment = RunEnvironment(in_process={OBSERVED: noted})
+    variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
+
+    status = runner.run_to_end(program, command, variables, Path("log"), None)
+
+    assert status == 0, Path("log").read_text(encoding="utf-8")
+    assert [trace.meta["process"] for trace in read_run("traces")] == ["MainProcess"]
+    assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.usefixtures("forked")
@@ -137,14 +245,18 @@ def test_what_does_not_depend_on_workers_agrees(name: str) -> None:
     [
         ("workers", NO_LOADER, "iterates no loader"),
         ("compile", NO_LOADER, "compiles nothing"),
-        ("workers", f"{DATASET.format('return row', '')}torch.seed()", "not agree with itself"),
+        (
+            "workers",
+            "main(Rows(), lambda epoch: torch.seed(), shuffle=True)",
+            "not agree with itself",
+        ),
     ],
 )
 def test_where_nothing_can_be_said_the_status_is_4(
     command, relation: str, line: str, why: str
 ) -> None:
     """Without a loader, a compiled region, or a plain program that agrees with itself."""
-    words = ["verify", "--relation", relation, "--", *_program(line)]
+    words = ["verify", "--relation", relation, "--", *_program(PLAIN, line)]
 
     status, out, _ = command(*words)
     to_bisect, *_ = command(*words[:3], "--bisect", *words[3:])
@@ -158,14 +270,14 @@ def test_where_nothing_can_be_said_the_status_is_4(
 @pytest.mark.usefixtures("forked")
 def test_the_answer_is_one_json_document(command) -> None:
     """--json has the verdict that decides, the relation, and each side."""
-    program = _program(DATASET.format("return row + torch.initial_seed() % 7", ""))
+    program = _program("return row + torch.initial_seed() % 7", RUN)
 
     status, out, _ = command("verify", "--relation", "workers", "--json", "--", *program)
 
     found = json.loads(out)
     assert (status, found["same"], found["relation"]) == (1, False, "workers")
     assert found["first"]["phase"] == "data"
-    assert found["advice"]["cause"].startswith("torch.initial_seed at train.py:")
+    assert found["advice"]["cause"].endswith(f"torch.initial_seed at {_line('sample')}.")
     assert [side["same"] for side in found["sides"]][-1] is False
 
 

@@ -23,8 +23,8 @@ import xxhash
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
-from torchrepro.callers import address, is_library, line
-from torchrepro.patching import surround
+from torchrepro.callers import address, is_library, line, program_place
+from torchrepro.patching import patch, surround
 from torchrepro.relations.observers import Notes
 from torchrepro.seeding.generators import Slot, States, generator_kind, plain_state
 from torchrepro.seeding.streams import derive
@@ -57,6 +57,8 @@ class _Loading:
         if "start_method" in self._attributes:
             context = multiprocessing.get_context(self._attributes.pop("start_method"))
             self._attributes["_DataLoader__multiprocessing_context"] = context
+        self._set: dict[str, str] = {}  # attributes, and the lines that have set them last
+        self._watched: set[type] = set()
         self._begin_process()
 
     def _begin_process(self) -> None:
@@ -72,13 +74,27 @@ class _Loading:
         context = loader.multiprocessing_context or multiprocessing
         its = {"start_method": context.get_start_method(), "in_order": attributes.get("in_order")}
         its["persistent_workers"] = loader.persistent_workers
-        self._note(loader.dataset, loader=its, read=_digests(loader.dataset, loader.collate_fn))
+        read = _digests(loader.dataset, loader.collate_fn)
+        self._note(loader.dataset, loader=its, read=read, set=self._set)
+        self._watch_attributes(type(loader.dataset))
         before = {name: attributes[name] for name in self._attributes if name in attributes}
         attributes |= {name: self._attributes[name] for name in before}
         try:
             yield
         finally:
             attributes |= before
+
+    def _watch_attributes(self, kind: type) -> None:
+        original: Any = kind.__setattr__
+        if kind in self._watched or not _is_own(sys.modules.get(kind.__module__)):
+            return
+        self._watched.add(kind)
+
+        def assign(own: Any, name: str, value: Any) -> None:
+            original(own, name, value)
+            self._set[f"{name} of {type(own).__name__}"] = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+
+        patch(_lasting, kind, "__setattr__", assign, original)
 
     def around_fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
         if self._process != os.getpid():

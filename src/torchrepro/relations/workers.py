@@ -75,7 +75,7 @@ class _Way:
 class _Trial(NamedTuple):
     """One change of both ways, and the cause that is shown where they agree with it."""
 
-    change: str
+    change: str  # empty where records show the cause
     cause: str
     where: str = ""
     loader: Mapping[str, Any] = {}  # attributes of every loader
@@ -92,29 +92,28 @@ class _Trials:
         self._runs = 0
 
     def explained(self, verdict: Verdict) -> Verdict:
-        """Return the verdict with the cause that a record or a trial has shown, if any has."""
+        """Return the verdict with the cause that records or a trial have shown, if any has."""
         tried: list[str] = []
         for trial in self._trials():
+            if trial.change and self._runs + len(self._ways) > MOST:
+                break
             if not trial.change or self._agree(trial):
                 change = f"with {trial.change}, runs agree" if trial.change else ""
-                first = verdict.first and replace(
-                    verdict.first, source=trial.where or verdict.first.source
-                )
+                first = verdict.first
+                if first and trial.where:
+                    first = replace(first, source=trial.where)
                 advice = Advice(cause=trial.cause, tried=change)
                 return replace(verdict, first=first, advice=advice, reaches=True)
             tried.append(trial.change)
-        cause = f"Not known. Runs differ as before with {'; with '.join(tried)}."
-        return replace(verdict, advice=Advice(cause=cause if tried else "Not known."))
+        differ = f" Runs do not agree with {'; nor with '.join(tried)}." if tried else ""
+        return replace(verdict, advice=Advice(cause=f"Not known.{differ}"))
 
     def _agree(self, trial: _Trial) -> bool:
-        if self._runs + len(self._ways) > MOST:
-            return False
         runs = []
         for way in self._ways:
-            if not way.has_workers and trial.loader:
-                runs.append(way.run)
-                continue
-            runs.append(self._run(way, trial))
+            # A loader without workers has no use for its other attributes.
+            changes = way.has_workers or not trial.loader
+            runs.append(self._run(way, trial) if changes else way.run)
             if runs[-1].status != way.run.status or bool(runs[-1].steps) != bool(way.run.steps):
                 return False
         return self._relation.runner.compare(*runs).same
@@ -128,74 +127,75 @@ class _Trials:
         return self._relation.run(name, environment, told, way.resolved, runner)
 
     def _trials(self) -> Iterator[_Trial]:
-        """Yield what may be why: what takes no trial first, then the changes that take one run."""
+        """Yield what may be the cause, at first what takes no run or one."""
+        # What each process of both ways has noted.
         without, loaded = (
-            [*self._relation.noted(self._run(way, _Trial("", "")))] for way in self._ways
+            self._relation.noted(self._run(way, _Trial("", ""))) for way in self._ways
         )
         run = self._ways[1].run
-        files = _Text([str(file) for file in _meta(run, "modules")])
+        files = _meta(run, "modules")
         for name in _undivided(without, loaded):
-            where = files.last(lambda node, name=name: getattr(node, "name", "") == name)  # type: ignore[misc]
-            yield _Trial(
-                "",
+            where = _last_line(files, lambda node, name=name: getattr(node, "name", "") == name)  # type: ignore[misc]
+            cause = (
                 f"The IterableDataset {name} does not split itself by worker ({short(where)}), so "
-                "each worker yields all of it. Split it by torch.utils.data.get_worker_info().",
-                where,
+                "each worker yields all of it. Split it by torch.utils.data.get_worker_info()."
             )
-        begun = [note for notes in loaded for note in notes if "loader" in note]
+            yield _Trial("", cause, where)
+        begun = [note for note in chain(*loaded) if "loader" in note]
         if any(note["loader"]["in_order"] is False for note in begun):
-            where = files.last(
-                lambda node: isinstance(node, ast.keyword) and node.arg == "in_order"
-            )
+            where = _last_line(files, lambda node: getattr(node, "arg", "") == "in_order")
             what = "batches are handed over in the order in which workers finish them"
             cause = f"in_order=False{_at(where)}: {what}."
             yield _Trial("in_order=True", cause, where, {"in_order": True})
         if any(note["loader"]["persistent_workers"] for note in begun):
-            names = _changed(begun, begun) if _fetched(without) == _fetched(loaded) else []
-            where = files.assigned(names)
-            cause = (
-                "The workers live on (persistent_workers=True), and new ones give other results."
-            )
+            drawn_alike = _indices(without) == _indices(loaded)
+            names = _changed(begun, begun) if drawn_alike else []
+            where = next((begun[-1]["set"][name] for name in names if name in begun[-1]["set"]), "")
+            cause = "The workers live on (persistent_workers=True); new ones give other results."
             if names:
                 cause = (
-                    f"{' and '.join(names)} is set{_at(where)} after the persistent workers began."
+                    f"{' and '.join(names)}: set{_at(where)} after the persistent workers began."
                 )
             anew = {"persistent_workers": False}
             yield _Trial("new workers for each epoch", cause, where, anew)
         for init in dict.fromkeys(its["worker_init_fn"] for its in _meta(run, "loaders")):
+            name, _, where = (init or "").partition(" at ")
+            package = where.rpartition("-packages/")[2].partition("/")[0]
+            of = f" of {package}" if package != where.partition("/")[0] else ""
             if init:
-                name, _, where = init.partition(" at ")
-                _, _, path = where.rpartition("-packages/")
-                of = f" of {path.partition('/')[0]}" if path else ""
                 cause = f"The worker_init_fn of the loader: {name}{of}{_at(where)}."
                 yield _Trial("no worker_init_fn", cause, where, {"worker_init_fn": None})
         started = {note["loader"]["start_method"] for note in begun} - {"fork"}
         if started:
-            names = _changed(begun, [n for notes in loaded for n in notes if n["in_worker"]])
-            where, how = files.assigned(names), " and ".join(sorted(started))
-            lack = f"do not have {' and '.join(names)} as the main process has it{_at(where)}"
+            of_workers = [note for note in chain(*loaded) if note["in_worker"]]
+            names = _changed(begun, of_workers)
+            where = _line_that_sets(files, names)
+            lack = f"have another value of {' and '.join(names)} than the one set{_at(where)}"
+            how = " and ".join(sorted(started))
             cause = f"Workers that begin by {how} {lack if names else 'give other results'}."
             yield _Trial("workers that are forked", cause, where, {"start_method": "fork"})
         draws: dict[str, str] = {}
-        for note in chain(*without, *loaded):
-            draws = {**note.get("drew", {}), **draws}
-        for names in [[name] for name in draws] + [[*draws]] * (len(draws) > 1):
-            drawn = [f"{GLOBAL.get(name, name)}{_at(draws[name])}" for name in names]
-            cause = f"{' and '.join(drawn)}: each worker process has its own."
-            change = "each batch begun with the same state of it"
-            yield _Trial(change, f"Draws from {cause}", draws[names[0]], reset=names)
-        for name, what, where in self._sources(files):
-            change = f"{name}{_at(where)} held the same"
+        for note in chain(*loaded, *without):
+            draws |= note.get("drew", {})
+        for drawn in [[name] for name in draws] + [[*draws]] * (len(draws) > 1):
+            from_all = " and ".join(f"{GLOBAL.get(name, name)}{_at(draws[name])}" for name in drawn)
+            cause = f"Draws from {from_all}: each worker process has its own."
+            change = f"the same state of {' and '.join(drawn)} as each batch begins"
+            yield _Trial(change, cause, draws[drawn[0]], reset=drawn)
+        reads = [
+            (".".join(function), WORKER, where)
+            for function in TELL_OF_WORKER
+            for where in _lines(files, lambda node, own=function[1]: _calls(node, own))  # type: ignore[misc]
+        ]
+        reads += [
+            (read["name"], read["what"], read["where"])
+            for read in _meta(run, "sources")
+            if read["in_sample"] and read["what"] in HELD_AT_ONCE
+        ]
+        for name, what, where in reads:
+            cause = f"{what[:1].upper()}{what[1:]}: {name}{_at(where)}."
             held = {what: ["/".join(where.split("/")[-2:])]}
-            yield _Trial(change, f"{name}{_at(where)}: {what}.", where, held=held)
-
-    def _sources(self, files: _Text) -> Iterator[tuple[str, str, str]]:
-        for module, name in TELL_OF_WORKER:
-            for where in files.calls(name):
-                yield f"{module}.{name}", WORKER, where
-        for read in _meta(self._ways[1].run, "sources"):
-            if read["in_sample"] and read["what"] in HELD_AT_ONCE:
-                yield read["name"], read["what"], read["where"]
+            yield _Trial(f"{name}{_at(where)} held the same", cause, where, held=held)
 
 
 GLOBAL = {
@@ -205,93 +205,72 @@ GLOBAL = {
 }
 
 
-class _Text:
-    """The files of the program, in which lines are found of what is known to be there."""
-
-    def __init__(self, files: Sequence[str]) -> None:
-        self._modules = {file: module for file in files if (module := module_of(file))}
-
-    def every(self, fits: Callable[[Any], bool]) -> list[str]:
-        return [
-            f"{file}:{node.lineno}"
-            for file, module in self._modules.items()
-            for node in module.nodes
-            if fits(node)
-        ]
-
-    def last(self, fits: Callable[[Any], bool]) -> str:
-        return next(reversed(self.every(fits)), "")
-
-    def calls(self, name: str) -> list[str]:
-        return self.every(
-            lambda node: (
-                isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
-            )
-        )
-
-    def assigned(self, names: Sequence[str]) -> str:
-        """Return the last line that assigns one of these, other than where an object is made."""
-        nodes = [node for module in self._modules.values() for node in module.nodes]
-        made = {
-            inner
-            for node in nodes
-            if isinstance(node, ast.ClassDef | ast.FunctionDef)
-            for inner in (ast.walk(node) if node.name == "__init__" else node.body)
-            if isinstance(node, ast.ClassDef) or node.name == "__init__"
-        }
-        words = {name.partition(" of ")[0].partition("[")[0] for name in names}
-
-        def fits(node: Any) -> bool:
-            targets = getattr(node, "targets", [getattr(node, "target", None)])
-            return isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and any(
-                node not in made and getattr(each, "attr", getattr(each, "id", "")) in words
-                for each in targets
-            )
-
-        return self.last(fits)
-
-
 def _at(where: str) -> str:
     return f" at {short(where)}" if where else ""
+
+
+def _calls(node: Any, name: str) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
+
+
+def _lines(files: Sequence[str], fits: Callable[[Any], bool]) -> list[str]:
+    nodes = [(file, node) for file in files for node in getattr(module_of(file), "nodes", ())]
+    return [f"{file}:{node.lineno}" for file, node in nodes if fits(node)]
+
+
+def _last_line(files: Sequence[str], fits: Callable[[Any], bool]) -> str:
+    return next(reversed(_lines(files, fits)), "")
 
 
 def _meta(run: Run, key: str) -> list[Any]:
     """Return the entries of a list in the traces of a run."""
     traces = read_run(run.folder, records=False)
-    found = [each for trace in traces for each in trace.meta.get(key) or ()]
     for trace in traces:
         trace.close()
-    return found
+    return [each for trace in traces for each in trace.meta.get(key) or ()]
 
 
 def _changed(begun: Sequence[Any], later: Sequence[Any]) -> list[str]:
-    """Return what code of the program reads and has another value than a loader began with."""
-    first: dict[str, Mapping[str, str]] = {}
-    found: dict[str, None] = {}
-    for note in begun:
-        first.setdefault(note["dataset"], note["read"])
+    """Return the names of what has another value than as its loader first began."""
+    first = {note["dataset"]: note["read"] for note in reversed(begun)}
+    names: dict[str, None] = {}
     for note in later:
-        before, now = first.get(note["dataset"], {}), note.get("read")
-        for name in {} if now is None else {**before, **now}:
-            if before.get(name) != now.get(name):
-                found[name] = None
-    return [*found]
+        one, other = first.get(note["dataset"], {}), note.get("read", {})
+        unequal = (name for name in {**one, **other} if other and one.get(name) != other.get(name))
+        names |= dict.fromkeys(name for name in unequal if "[" not in name)
+    return [*names]
 
 
-def _fetched(notes: Sequence[Sequence[Any]]) -> list[str]:
+def _line_that_sets(files: Sequence[str], names: Sequence[str]) -> str:
+    """Return the last line of a module, outside of functions, that sets a global or class."""
+    texts = [".".join(reversed(name.split(" of "))) for name in names]
+    nodes = [node for file in files for node in getattr(module_of(file), "nodes", ())]
+    of_defined = {
+        inner
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        for inner in ast.walk(node)
+    }
+    return _last_line(
+        files,
+        lambda node: (
+            node not in of_defined
+            and isinstance(node, ast.Assign)
+            and any(ast.unparse(each) in texts for each in node.targets)
+        ),
+    )
+
+
+def _indices(notes: Sequence[Sequence[Any]]) -> list[str]:
     return sorted(note["fetched"] for note in chain(*notes) if "fetched" in note)
 
 
 def _undivided(without: Sequence[Sequence[Any]], loaded: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """Yield datasets of which every worker yields what a program without workers reads."""
+    """Yield datasets without indices of which every worker yields what is read without workers."""
 
     def batches(notes: Sequence[Any], name: str) -> list[str]:
-        is_item = ("None", "[None")
-        return [
-            note["value"]
-            for note in notes
-            if note["dataset"] == name and note.get("fetched", "").startswith(is_item)
-        ]
+        its = [note for note in notes if note["dataset"] == name and "fetched" in note]
+        return [note["value"] for note in its if note["fetched"].startswith(("None", "[None"))]
 
     for name in dict.fromkeys(note["dataset"] for note in chain(*loaded)):
         whole = batches([*chain(*without)], name)

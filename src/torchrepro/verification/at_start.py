@@ -154,13 +154,22 @@ def _load_with(workers: int) -> None:
 def _observe(kinds: Mapping[str, Any]) -> None:
     process = os.getpid()
 
-    def begin(_module: str) -> None:
-        # A forked child notes nothing, but those of a fork server begin as spawned ones do.
-        if not is_fork_server() if comes_from_fork_server() else os.getpid() == process:
-            for path, value in kinds.items():
-                named(path)(value)
+    def begin() -> None:
+        for path, value in kinds.items():
+            named(path)(value)
 
-    AfterImport(["torch"], begin).watch_all()
+    def begin_in_child() -> None:
+        if os.getppid() == process:
+            begin()
+
+    def begin_where_it_runs(_module: str) -> None:
+        # A forked child notes nothing, but those of a fork server begin as spawned ones do.
+        if is_fork_server():
+            os.register_at_fork(after_in_child=begin_in_child)
+        elif comes_from_fork_server() or os.getpid() == process:
+            begin()
+
+    AfterImport(["torch"], begin_where_it_runs).watch_all()
 
 
 OBSERVED = "observed"
