@@ -118,7 +118,7 @@ FAULTS = {
     ),
     "a worker_init_fn that changes the data": (
         *("return row * self.level", "main(Rows(), worker_init_fn=raise_level)"),
-        *("worker_init_fn of the loader: raise_level", "init"),
+        *("worker_init_fn: raise_level at", "init"),
     ),
     "the worker's number": (
         "return row + (0 if get_worker_info() is None else get_worker_info().id + 1)",

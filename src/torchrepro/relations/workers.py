@@ -150,21 +150,30 @@ class _Trials:
         if any(note["loader"]["persistent_workers"] for note in begun):
             drawn_alike = _indices(without) == _indices(loaded)
             names = _changed(begun, begun) if drawn_alike else []
-            where = next((begun[-1]["set"][name] for name in names if name in begun[-1]["set"]), "")
-            cause = "The workers live on (persistent_workers=True); new ones give other results."
-            if names:
+            lines = [begun[-1]["set"].get(name, "") for name in names]
+            where = next(filter(None, lines), "")
+            each = [f"{name}{_at(line)}" for name, line in zip(names, lines, strict=True)]
+            cause = f"{' and '.join(each)}: set after the persistent workers began."
+            if not names:
                 cause = (
-                    f"{' and '.join(names)}: set{_at(where)} after the persistent workers began."
+                    "The workers live on (persistent_workers=True); new ones give other results."
                 )
             anew = {"persistent_workers": False}
             yield _Trial("new workers for each epoch", cause, where, anew)
-        for init in dict.fromkeys(its["worker_init_fn"] for its in _meta(run, "loaders")):
-            name, _, where = (init or "").partition(" at ")
-            package = where.rpartition("-packages/")[2].partition("/")[0]
-            of = f" of {package}" if package != where.partition("/")[0] else ""
-            if init:
-                cause = f"The worker_init_fn of the loader: {name}{of}{_at(where)}."
-                yield _Trial("no worker_init_fn", cause, where, {"worker_init_fn": None})
+        inits = dict.fromkeys(
+            filter(None, (its["worker_init_fn"] for its in _meta(run, "loaders")))
+        )
+        if inits:
+            each = []
+            for name, _, line in (init.partition(" at ") for init in inits):
+                _, is_package, path = line.rpartition("-packages/")
+                of = f" of {path.partition('/')[0]}" if is_package else ""
+                each.append(f"{name}{of}{_at(line)}")
+            cause, where = (
+                f"worker_init_fn: {' and '.join(each)}.",
+                next(iter(inits)).partition(" at ")[2],
+            )
+            yield _Trial("no worker_init_fn", cause, where, {"worker_init_fn": None})
         started = {note["loader"]["start_method"] for note in begun} - {"fork"}
         if started:
             of_workers = [note for note in chain(*loaded) if note["in_worker"]]
