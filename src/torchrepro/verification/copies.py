@@ -50,6 +50,8 @@ def temporary_folder() -> Iterator[Path]:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         if (folder / _MARK).is_file() and (held := _locked(folder)) is not None:
             shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # what ran there may still be ending: a later call removes it
+                (folder / _MARK).touch()
             os.close(held)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
     held = _locked(folder)
