@@ -45,8 +45,9 @@ class Reach:
             self._last.update(zip(left["key"].tolist(), left["id"].tolist(), strict=True))
         same = left["inputs"] == right["inputs"]
         alike = (left["argument"] == right["argument"]) & (left["shape"] == right["shape"])
+        places = (differs | ~same).nonzero()[0][: MOST + 1 - len(self._records)]
         columns = left["id"], right["id"], left["key"], same, alike, differs
-        rows = (column[differs | ~same].tolist() for column in columns)
+        rows = (column[places].tolist() for column in columns)
         self._records += zip(*rows, strict=True)
         if len(self._records) > MOST:
             self.until = min(self.until, self._records[MOST][0])
