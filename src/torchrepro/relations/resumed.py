@@ -21,7 +21,7 @@ from torchrepro.relations.related import NotRestored, Relation, Side
 from torchrepro.verdict.comparison import compare_from
 from torchrepro.verdict.render import LINE, are, counted, short
 from torchrepro.verdict.value import Advice, Divergence, Kind
-from torchrepro.verification.copies import Copy, temporary_folder
+from torchrepro.verification.copies import MANY, Copy, temporary_folder
 from torchrepro.verification.file_notes import LEFT_OUT
 from torchrepro.verification.repository import (
     FAILED,
@@ -44,8 +44,6 @@ LARGE = 1 << 26  # bytes of a file above which it is linked, not copied
 MOST = 4 << 30  # bytes of all files that are copied above which nothing is
 
 BUDGET = 1 << 30  # bytes of ignored files that the first copy has as files of its own
-
-MANY = 20_000  # files of an ignored folder above which it is linked as one
 
 WEIGHTS = "weights "  # how the names begin of weights that nothing trains
 NAME_ONE = "name its files: --checkpoint GLOB"

@@ -39,13 +39,7 @@ from torchrepro.verdict.criteria import (
     criteria_for,
     mode_of,
 )
-from torchrepro.verdict.diagnosis import (
-    COARSE,
-    RESUMED,
-    advice,
-    evidence_of,
-    rule_of,
-)
+from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
 from torchrepro.verdict.first_difference import FirstDifference
 from torchrepro.verdict.reach import draws_outside
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison

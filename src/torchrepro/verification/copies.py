@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.verification import file_notes
-from torchrepro.verification.file_notes import LISTED, READ, TOO_MANY, WRITTEN, noted
+from torchrepro.verification.file_notes import LISTED, READ, TOO_MANY, WRITTEN, Use, noted
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 from torchrepro.verification.repository import (
     CopyError,
@@ -187,16 +187,21 @@ class Copy:
         """What a command is started in, so that it finds the copy's files and notes which."""
         return noting_files(self.root, self.log, self.tree, self.recordings)
 
+    @property
+    def uses(self) -> list[Use]:
+        """The files that runs in the copy have used, but for what is recorded of them."""
+        return [
+            use for use in noted(self.log) if not Path(use.path).is_relative_to(self.recordings)
+        ]
+
     def strayed(self) -> str:
         """Return a file of `root` that a run in the copy used, in words; empty if there is none.
 
         What is linked may be read there, and not be written.
         """
         linked = [self.root / name for name in self.linked]
-        for use in noted(self.log):
+        for use in self.uses:
             path = Path(use.path)
-            if path.is_relative_to(self.recordings):
-                continue
             if use.kind == TOO_MANY:
                 return f"it uses more than {file_notes.MOST:,} files"
             if path.is_relative_to(self.tree):

@@ -22,7 +22,7 @@ from torchrepro.trace.reader import read_run
 from torchrepro.verdict.render import counted, from_here, short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import Copy, FolderState, copy_of, temporary_folder
-from torchrepro.verification.file_notes import WRITTEN, noted
+from torchrepro.verification.file_notes import WRITTEN
 from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.repository import CopyError
 from torchrepro.verification.runner import last_lines, status_in_words
@@ -163,9 +163,8 @@ class Leftovers:
             runner = replace(runner, command=self.in_full(runner.command))
 
             def strayed() -> str:
-                uses = (Path(use.path) for use in noted(copy.log) if use.kind == WRITTEN)
-                own = (str(path) for path in uses if path.is_relative_to(copy.root))
-                return next(own, "")
+                written = (Path(use.path) for use in copy.uses if use.kind == WRITTEN)
+                return next((str(path) for path in written if path.is_relative_to(copy.root)), "")
 
             with copy.entered():
                 yield Place(runner, copy.environment, strayed)

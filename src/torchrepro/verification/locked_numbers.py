@@ -287,8 +287,8 @@ def check_numbers(
         runner = asked.runner(output, say, meanwhile)
         say("run ...")
         now = asked.run(replace(runner, beside=check_settings), resolved, "here")
-        todo = ""
-        if left := asked.left_before(now):
+        todo, has_failed = "", now.run.status or not now.run.recorded
+        if has_failed and (left := asked.left_before(now)):
             todo = f"check in a folder without what earlier runs have left, such as {left[0]}"
         runner.refuse_unrecorded(now.run, todo)
         settings = settings_here[0].result()
