@@ -568,6 +568,8 @@ pathlib.Path("told.json").write_text("{}")
 json.loads(pathlib.Path("told.json").read_text())
 open(pathlib.__file__).close(), open("/proc/self/stat").close()
 with open("log", "a") as log: log.write("x")
+open("log", "r+").close(), open("state.pt", "rb+").close()
+open("n", "x").close(), open("n", "r+").close()
 open(0, closefd=False).fileno()
 """
 
@@ -593,7 +595,8 @@ def test_files_are_noted_by_the_lines_that_ask_for_read_and_write_them(tmp_path:
         "made.npy": [8, 9, 7],
         "state.pt": [0, 11, 10],
         "told.json": [0, 13, 12],
-        "log": [0, 0, 15],
+        "log": [0, 16, 15],
+        "n": [0, 17, 17],
     }
     assert [(read.name, read.what, read.where) for read in reads] == [
         ("cache.npy", IF_THERE, f"{tmp_path}/p.py:6")

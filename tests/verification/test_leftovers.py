@@ -39,6 +39,16 @@ for step in range(2):
     model(torch.ones(8, 4) * scale[0]).square().mean().backward()
     optimizer.step()
 """
+COUNTS = (
+    """
+import torch
+with open("count", "r+") as count:
+    number = int(count.read())
+    count.seek(0)
+    count.write(str(number + 1))
+"""
+    + CACHES
+)
 REFUSES = """
 import os, torch
 {}
@@ -115,6 +125,29 @@ def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_
     else:
         alone = f"""'cd "$(mktemp -d)" && exec {sys.executable} {place}'"""
         assert advice.command.endswith(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("matters", [False, True])
+def test_a_created_file_is_the_cause_beside_an_overwritten_one_that_reaches_nothing(
+    matters, verified
+):
+    """Trials begin with what run 1 has overwritten as it is now: where it matters, none tells."""
+    Path("count").write_text("1")
+    text = COUNTS.replace("EXTRA", "3")
+    Path("train.py").write_text(text.replace("0.25", "0.25 * number") if matters else text)
+    found = verified([sys.executable, "train.py"])
+    advice, tried = found.verdict.advice, [trial for trial in found.tried if "left" in trial.what]
+
+    if matters:
+        assert {trial.answer for trial in tried} == {
+            "there before, and overwritten by run 1: count"
+        }
+        assert "A file that one run" not in advice.cause
+    else:
+        assert advice.cause.startswith("A file that one run leaves for the next: cache.pt, written")
+        assert advice.tried == "the same in 3 runs"
 
 
 @pytest.mark.slow

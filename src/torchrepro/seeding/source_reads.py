@@ -70,6 +70,7 @@ _POOLS = {  # functions that run the tasks of a pool, and the variable that hold
 }
 _LARGEST = 1 << 20  # bytes above which nothing more is told, and nothing is read
 _FEW_FILES = 50  # that are noted of one line for one use
+_TICK = 0.01  # seconds by which the time of a change may lie before the clock that a program reads
 
 _USING = (
     *(("builtins", "open"), ("io", "open")),
@@ -179,7 +180,7 @@ class FileUses:
     """
 
     def __init__(self, told: ChildNotes) -> None:
-        self.began = time.time()
+        self.began = time.time() - _TICK
         self._told = told
         self._files: dict[str, FileUse] = {}
         self._of_line: Counter[tuple[str, str]] = Counter()
@@ -217,8 +218,11 @@ class FileUses:
         elif name == "torch.save":
             self._note_use("written", given(1, "f"), frame)
         elif name.endswith(".open"):
-            writes = set("wax") & set(str(given(1, "mode") or "r"))
-            self._note_use("written" if writes else "read", given(0, "file"), frame)
+            mode = set(str(given(1, "mode") or "r"))
+            if not mode & set("wax"):
+                self._note_use("read", given(0, "file"), frame)
+            if mode & set("wax+"):
+                self._note_use("written", given(0, "file"), frame)
         else:
             self._note_use("asked", given(0, "path"), frame)
 

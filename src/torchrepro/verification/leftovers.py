@@ -125,9 +125,15 @@ class Leftovers:
         return sorted(from_here(str(self.before.root / name)) for name in names)
 
     @property
+    def overwritten(self) -> list[str]:
+        """The carried files that were there before the first run, as they are named from here."""
+        names = (from_here(each.path) for each in self.carried)
+        return [name for name in names if name not in self.created]
+
+    @property
     def cause(self) -> str:
-        """The first carried file, and the lines that wrote and read it, in words."""
-        one = self.carried[0]
+        """A carried file, rather one that was created, and the lines that use it, in words."""
+        one = min(self.carried, key=lambda each: from_here(each.path) in self.overwritten)
         name = from_here(one.path)
         note = "" if name in self.created else ", overwritten by run 1"
         wrote = f"written at {short(one.written)} and " if one.written else ""
@@ -140,20 +146,24 @@ class Leftovers:
     def copy_without_them(self, runner: Runner) -> Iterator[Place]:
         """Be in a copy of the folder as it was before the first run.
 
-        Raises `CopyError` where there can be none: for a carried file that was not created by the
-        first run or is elsewhere, a link that leads out of the folder, and too much to copy.
+        What the first run has overwritten is as it is now. Raises `CopyError` where there can be no
+        copy: for carried files of which the first run created none, or one that is elsewhere, a
+        link that leads out of the folder, and too much to copy.
         """
         for each in self.carried:
-            name = from_here(each.path)
             if not Path(each.path).is_relative_to(self.before.root):
-                raise CopyError(f"{name} is not in {self.before.root}")
-            if name not in self.created:
-                raise CopyError(f"{name} was there before, and run 1 has overwritten it")
+                raise CopyError(f"{from_here(each.path)} is not in {self.before.root}")
+        if len(self.overwritten) == len(self.carried):
+            raise CopyError(self.why_not_undone)
         with (
             copy_of(self.before, self.written, runner.folder) as copy,
             within(copy, runner) as place,
         ):
             yield place
+
+    @property
+    def why_not_undone(self) -> str:
+        return f"there before, and overwritten by run 1: {some(self.overwritten)}"
 
     @contextmanager
     def new_folder(self, runner: Runner) -> Iterator[Place]:

@@ -245,6 +245,11 @@ class Trials:
             change, place = RunEnvironment(), self.left.copy_without_them
             if self._agrees(what, command, resolved, change, place=place):
                 without = self._last
+                if self.left.overwritten and not self.runner.compare(self.between[0], without).same:
+                    # All of these runs found the same there: it may be what differs.
+                    why = self.left.why_not_undone
+                    self.done[-1] = replace(self.done[-1], same=False, answer=why)
+                    continue
                 what, words = f"each run in a new folder{under}", 'cd "$(mktemp -d)" && exec '
                 anew = self._command(profile, overrides, before=words, full=self.left.in_full)
                 is_same = self._agrees(
