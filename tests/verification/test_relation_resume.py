@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro.errors import TorchreproError
 from torchrepro.relations.relation import relate
 from torchrepro.verification.copies import temporary_folder
 
@@ -107,6 +108,19 @@ def test_where_nothing_can_be_said_it_says_what_to_do(line: str, why: str) -> No
 
     assert found.status == 4
     assert why in found.unknown
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("words", [["./missing"], ["{folder}/missing"], ["{python}", "missing"]])
+def test_a_mistyped_program_is_told_with_the_users_path(words: list[str]) -> None:
+    """What is not there is named in the user's folder, not in the copy in which it was started."""
+    names = {"folder": str(Path.cwd()), "python": sys.executable}
+
+    with pytest.raises(TorchreproError) as raised:
+        relate("resume", None, [word.format(**names) for word in words])
+
+    assert "torchrepro-copy" not in str(raised.value)
+    assert ("./missing" if words == ["./missing"] else f"{Path.cwd()}/missing") in str(raised.value)
 
 
 @pytest.mark.slow

@@ -142,10 +142,10 @@ FAULTS = {
 
 NOT_FORKED = {
     "a global of the main process": (
-        *("return row", "scale = 2.0; main(Rows())", "another value of scale than", "run"),
+        *("return row", "scale = 2.0; main(Rows())", "another value of scale than", ""),
     ),
     "an attribute of the class": (
-        *("return row", "Rows.gain = 2.0; main(Rows())", "gain of Rows", "run"),
+        *("return row", "Rows.gain = 2.0; main(Rows())", "gain of Rows", ""),
     ),
 }
 
@@ -225,8 +225,8 @@ def test_the_workers_of_a_loader_are_no_processes_to_compare(method: str, option
     folder = Path("noted").absolute()
     folder.mkdir()
     noted = {
-        "relations.observers:note_state": {"folder": str(folder), "tree": str(Path.cwd())},
-        "relations.observers:note_regions": {"folder": str(folder)},
+        "relations.state_observer:note_state": {"folder": str(folder), "tree": str(Path.cwd())},
+        "relations.region_observer:note_regions": {"folder": str(folder)},
     }
     program, variables = prepared_as_it_is(command)
     environment = RunEnvironment(in_process={OBSERVED: noted})

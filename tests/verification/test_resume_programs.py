@@ -97,3 +97,92 @@ def test_what_is_drawn_after_the_restoring_is_named_where_nothing_else_draws() -
     (lost,) = found.deciding.not_restored
     assert (lost.name, lost.restored) == ("torch", f"train.py:{restored}")
     assert lost.what == f"then drawn from at train.py:{drawn} before the first batch"
+
+
+def test_what_is_drawn_later_is_no_cause_of_what_differs_first() -> None:
+    """A generator that was lost as well, and is drawn from three steps later, is not named."""
+    momentum = "opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)"
+    drawn = "noise = random.random() if i == 9 else 0.0"
+    body = f"{drawn}; loss = (net(x[i]) + noise).square().mean()"
+    kept = EXACT["accumulation"].kept[:2]
+    program = EXACT["scheduler"]._replace(
+        setup=momentum, body=f"{body}; opt.zero_grad(); loss.backward(); opt.step()", kept=kept
+    )
+    Path("train.py").write_text(program.text("opt"), encoding="utf-8")
+
+    found = relate("resume", None, [sys.executable, "train.py"])
+
+    (lost,) = found.deciding.not_restored
+    assert str(lost) == "optimizer momentum_buffer: of weight, bias"
+
+
+SAMPLES = """
+import os, torch
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    level = 0.0
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        {sample}
+class Order(torch.utils.data.Sampler):
+    first = 0
+    def __iter__(self):
+        yield from [*range(8)][self.first :]
+    def __len__(self):
+        return 8
+torch.manual_seed(0)
+net, data, order = torch.nn.Linear(1, 1), Rows(), Order()
+opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+own = torch.Generator()
+options = dict(num_workers=1, sampler=order, generator=own, persistent_workers={lives_on})
+loader = DataLoader(data, 2, **options)
+i = 0
+if os.path.exists("c.pt"):
+    saved = torch.load("c.pt")
+    i = saved["i"]
+    net.load_state_dict(saved["net"])
+    {restore}
+for epoch in range(i // 4, 3):
+    order.first = i % 4 * 2
+    own.manual_seed(epoch)
+    {each_epoch}
+    for batch in loader:
+        loss = net(batch).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        i += 1
+        if i == {saved}:
+            torch.save(dict(i=i, net=net.state_dict(), opt=opt.state_dict()), "c.pt")
+"""
+DRAWN = "return torch.tensor([float(i)]) + torch.rand(1)"
+SET = "return torch.tensor([float(i)]) + self.level"
+OPTIMIZER = "opt.load_state_dict(saved['opt'])"
+BY_WORKERS = ["generator torch of the workers: drawn from at train.py:9"]
+BY_PERSISTENT = ["generator torch of the persistent workers: drawn from at train.py:9"]
+
+
+@pytest.mark.parametrize(
+    ("sample", "lives_on", "saved", "each_epoch", "restore", "named"),
+    [
+        (DRAWN, True, 4, "pass", OPTIMIZER, BY_PERSISTENT),
+        (DRAWN, False, 6, "pass", OPTIMIZER, BY_WORKERS),
+        (DRAWN, False, 6, "pass", "pass", BY_WORKERS),
+        (SET, False, 4, "data.level += 1.0", OPTIMIZER, []),
+        (SET, False, 6, "order.first = 0", OPTIMIZER, ["batch 3 of its epoch became batch 1"]),
+    ],
+    ids=["workers that live on", "within an epoch", "the optimizer as well", "an epoch", "a place"],
+)
+def test_what_a_batch_differs_by_is_named_and_nothing_else(
+    sample: str, lives_on: bool, saved: int, each_epoch: str, restore: str, named: list[str]
+) -> None:
+    """Other samples are the loader's place; other values of the same samples are what they draw."""
+    text = SAMPLES.format(
+        sample=sample, lives_on=lives_on, saved=saved, each_epoch=each_epoch, restore=restore
+    )
+    Path("train.py").write_text(text, encoding="utf-8")
+
+    found = relate("resume", None, [sys.executable, "train.py"])
+
+    lost = [str(each) for each in found.deciding.not_restored]
+    assert found.status == 1
+    assert [each.rpartition(": ")[2] if "epoch" in each else each for each in lost] == named

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     Tolerance = tuple[float, float]
 
-REGIONS = "relations.observers:note_regions"
-OPTIONS = "relations.observers:set_options"
+REGIONS = "relations.region_observer:note_regions"
+OPTIONS = "relations.region_observer:set_options"
 
 OFF = RunEnvironment({"TORCHDYNAMO_DISABLE": "1"})
 

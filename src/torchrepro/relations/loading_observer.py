@@ -6,33 +6,36 @@ the program can read then is noted as a loader begins and as a process begins to
 
 from __future__ import annotations
 
-import dis
 import multiprocessing
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType
 from typing import Any
 
-import torch
-import xxhash
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
-from torchrepro.callers import address, is_library, line, program_place
+from torchrepro.callers import line, program_place
 from torchrepro.patching import patch, surround
-from torchrepro.relations.observers import Notes
-from torchrepro.seeding.generators import Slot, States, generator_kind, plain_state
+from torchrepro.relations.notes import Notes
+from torchrepro.relations.reachable import (
+    batch_digest,
+    digest,
+    generators,
+    global_generators,
+    is_own,
+    reached,
+    text_digest,
+)
+from torchrepro.seeding.generators import Slot, States, plain_state
 from torchrepro.seeding.streams import derive
 from torchrepro.trace.fingerprint import unobserved
 from torchrepro.trace.frames import is_of_program
-from torchrepro.trace.hooks import parts_of, within_loaders_begun
+from torchrepro.trace.hooks import within_loaders_begun
 
-_MOST, _ITEMS = 2000, 100  # objects that are looked at in all, and of one
 _NOTED, _FOLLOWED = 1000, 64  # batches that a process notes, and those of which it notes draws
 _lasting = ExitStack()  # as long as the process
 
@@ -74,7 +77,7 @@ class _Loading:
         context = loader.multiprocessing_context or multiprocessing
         its = {"start_method": context.get_start_method(), "in_order": attributes.get("in_order")}
         its["persistent_workers"] = loader.persistent_workers
-        read = _digests(loader.dataset, loader.collate_fn)
+        read = _read_by(loader.dataset, loader.collate_fn)
         self._note(loader.dataset, loader=its, read=read, set=self._set)
         self._watch_attributes(type(loader.dataset))
         before = {name: attributes[name] for name in self._attributes if name in attributes}
@@ -86,7 +89,7 @@ class _Loading:
 
     def _watch_attributes(self, kind: type) -> None:
         original: Any = kind.__setattr__
-        if kind in self._watched or not _is_own(sys.modules.get(kind.__module__)):
+        if kind in self._watched or not is_own(sys.modules.get(kind.__module__)):
             return
         self._watched.add(kind)
 
@@ -102,25 +105,33 @@ class _Loading:
         # Under a profile the dataset may be within one of ours, which seeds its samples.
         dataset = getattr(fetcher.dataset, "_dataset", fetcher.dataset)
         if not self._fetched:
-            self._note(dataset, read=_digests(dataset, fetcher.collate_fn))
+            self._note(dataset, read=_read_by(dataset, fetcher.collate_fn))
         self._fetched += 1
-        generators = [*_generators(dataset, fetcher.collate_fn)]
-        held = [(slot, fixed) for name, slot, fixed in generators if name in self._reset]
-        before = States(slot for slot, _ in held)
-        for slot, fixed in held:
+        roots = [*global_generators().items(), ("", dataset), ("", fetcher.collate_fn)]
+        found = [*generators(roots)]
+        held = [(kind, kind.slot(value)) for name, value, kind in found if name in self._reset]
+        before = States(slot for _, slot in held)
+        for kind, slot in held:
+            fixed = getattr(derive("trial", 0), kind.name)()
             with suppress(ValueError):  # another bit generator than numpy's default
-                slot.write(fixed)
-        follows = self._fetched <= _FOLLOWED and not self._reset
-        draws = _Draws([(name, slot) for name, slot, _ in generators if follows])
+                slot.write(kind.slot(fixed).read())
+        is_noted = self._fetched <= _NOTED
+        reads = is_noted and not self._reset
+        draws = _Draws([(name, kind.slot(value)) for name, value, kind in found if reads])
         present = sys.gettrace()
+        follows = reads and self._fetched <= _FOLLOWED and present is None
         sys.settrace(draws.called if follows else present)
         try:
             batch = original(fetcher, index)
         finally:
             sys.settrace(present)
+            drawn = draws.drawn()
             before.put_back()
-        if self._fetched <= _NOTED:
-            self._note(dataset, fetched=repr(index), drew=draws.lines, value=_digest(batch))
+        if is_noted:
+            worker = get_worker_info()
+            its: dict[str, Any] = {"fetched": repr(index), "drew": draws.lines, "drawn": drawn}
+            its |= {"batch": batch_digest(batch), "seed": worker and worker.seed - worker.id}
+            self._note(dataset, **its)
         return batch
 
 
@@ -130,7 +141,12 @@ class _Draws:
     def __init__(self, slots: Sequence[tuple[str, Slot]]) -> None:
         self.lines: dict[str, str] = {}
         self._slots, self._where = slots, ""
-        self._states = self._read()
+        self._states = self._first = self._read()
+
+    def drawn(self) -> dict[str, str]:
+        """Return the generators that were drawn from, each with its state before."""
+        states = zip(self._slots, self._first, self._read(), strict=True)
+        return {name: text_digest(one) for (name, _), one, other in states if one != other}
 
     def _read(self) -> Sequence[Any]:
         with unobserved():
@@ -147,74 +163,7 @@ class _Draws:
         return self.called
 
 
-def _generators(*roots: Any) -> Iterator[tuple[str, Slot, Any]]:
-    """Yield the generators that code can reach, each with a state that is the same everywhere."""
-    of_all = {
-        "random": getattr(random.getstate, "__self__", None),
-        "numpy.random": getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None),
-        "torch": torch.default_generator,
-    }
-    seen = set[int]()
-    for name, value in [*of_all.items(), *_reached(*roots)]:
-        kind = None if isinstance(value, random.SystemRandom) else generator_kind(value)
-        if kind is not None and address(value) not in seen:
-            seen.add(address(value))
-            fixed = getattr(derive("trial", 0), kind.name)()
-            yield name, kind.slot(value), kind.slot(fixed).read()
-
-
-def _digests(*roots: Any) -> dict[str, str]:
-    found = [(name, _digest(value)) for name, value in _reached(*roots)]
-    return {name: digest for name, digest in reversed(found) if digest}
-
-
-def _digest(value: Any) -> str:
-    with unobserved():
-        parts = [(its, kind, mark.hex()) for its, kind, mark in parts_of(value)]
-    is_empty = isinstance(value, list | tuple | dict | None) and not value
-    return xxhash.xxh3_64_hexdigest(repr(parts).encode()) if parts or is_empty else ""
-
-
-def _reached(*roots: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what code can read that some objects have: attributes, and globals that it names."""
-    seen: set[int] = set()
-    todo = [("", root) for root in roots]
-    for name, value in todo:
-        if name:
-            yield name, value
-        if address(value) not in seen and len(todo) < _MOST:
-            seen.add(address(value))
-            todo += islice(_within(name, value), _ITEMS)
-
-
-def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, staticmethod | classmethod | MethodType):
-        value = value.__func__
-    if isinstance(value, FunctionType):
-        codes = [value.__code__] if is_of_program(value.__code__) else []
-        for code in codes:
-            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        read = [each for code in codes for each in dis.get_instructions(code)]
-        for each in {its.argval: None for its in read if its.opname == "LOAD_GLOBAL"}:
-            found = value.__globals__.get(each)
-            yield each, found
-            if isinstance(found, ModuleType) and _is_own(found):
-                names = [name for code in codes for name in code.co_names]
-                yield from ((name, vars(found)[name]) for name in names if name in vars(found))
-    elif isinstance(value, list | tuple):
-        yield from ((f"{name}[{at}]", each) for at, each in enumerate(value))
-    elif isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", each) for key, each in value.items())
-    elif not isinstance(value, ModuleType | torch.Tensor):
-        kind = value if isinstance(value, type) else type(value)
-        own = {} if value is kind else getattr(value, "__dict__", {})
-        classes = [vars(each) for each in kind.__mro__ if _is_own(sys.modules.get(each.__module__))]
-        for members in (own, *classes):
-            for its, each in members.items():
-                is_code = isinstance(each, FunctionType | staticmethod | classmethod)
-                if is_code or not its.startswith("__"):
-                    yield f"{its} of {kind.__name__}", each
-
-
-def _is_own(module: ModuleType | None) -> bool:
-    return not is_library(getattr(module, "__file__", None) or "")
+def _read_by(*roots: Any) -> dict[str, str]:
+    """Return a digest of each value that code of a loader can reach."""
+    found = [(name, digest(value)) for name, value in reached([("", root) for root in roots])]
+    return {name: value for name, value in reversed(found) if value}

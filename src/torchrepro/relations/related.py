@@ -88,7 +88,8 @@ class Relation:
                 value = value.replace(copy, own)
             return value
         if isinstance(value, tuple):
-            return tuple(map(self.in_own, value))
+            kind = getattr(type(value), "_make", tuple)
+            return kind(map(self.in_own, value))
         if is_dataclass(value) and not isinstance(value, type):
             names = [each.name for each in fields(value)]
             return replace(value, **{name: self.in_own(getattr(value, name)) for name in names})

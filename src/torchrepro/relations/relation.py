@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ProfileError
+from torchrepro.errors import ProfileError, TorchreproError
 from torchrepro.imports import named
 from torchrepro.messages import near, shown
 from torchrepro.profile.load import resolve
@@ -84,13 +84,17 @@ def relate(  # noqa: PLR0913 - each is an option of the command
     with output_directory(os.fspath(folder), say) as output, ExitStack() as stack:
         runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
         relation = kind(runner, resolved, stack, checkpoint, resume_command)
-        plain = [relation.plain("plain-1")]
-        runner.refuse_unrecorded(plain[0])
-        plain.append(relation.plain("plain-2"))
-        if not (relation.strayed and plain[0].recorded):
-            runner.refuse_failed(plain, relation.strayed)
-        agreed = runner.compare(*plain)
-        sides = tuple(relation.sides(plain[0])) if agreed.same else ()
+        try:
+            plain = [relation.plain("plain-1")]
+            runner.refuse_unrecorded(plain[0])
+            plain.append(relation.plain("plain-2"))
+            if not (relation.strayed and plain[0].recorded):
+                runner.refuse_failed(plain, relation.strayed)
+            agreed = runner.compare(*plain)
+            sides = tuple(relation.sides(plain[0])) if agreed.same else ()
+        except TorchreproError as error:
+            reduced: Any = error.__reduce__()  # its class, and what it was made of
+            raise reduced[0](*relation.in_own(reduced[1])) from None
         agreed, sides = relation.in_own((agreed, sides))
         line = command_line(profile, resolved, overrides, command)
         found = Related(name, kind.agreement, line, tuple(plain), agreed, sides, str(output))

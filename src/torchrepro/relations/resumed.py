@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,7 +60,9 @@ class State(NamedTuple):
     settled: Sequence[int]
     """The numbers of passes after which a checkpoint was written that has settled since."""
     killed: int  # after how many passes it was killed; 0 if it was not
-    read: frozenset[str]  # checkpoints that it opened before its first pass
+    opened: frozenset[str]  # checkpoints that it opened before its first pass
+    fetched: Mapping[str, Mapping[str, Any]]
+    """How a process has loaded each batch, by the digest of the batch."""
 
     @property
     def written(self) -> dict[str, int]:
@@ -170,7 +172,7 @@ class Resumed(Relation):
         if unknown:
             return Side(name, run, unknown=unknown)
         written = before.written
-        read = {path: number for path, number in written.items() if path in after.read}
+        read = {path: number for path, number in written.items() if path in after.opened}
         begins = _pass_restored(whole, after, {*(read or written).values()})
         files = ", ".join(sorted(written)[:4])
         if begins is None:
@@ -186,7 +188,7 @@ class Resumed(Relation):
             verdict = replace(verdict, same=False, first=first)
         if verdict.same or verdict.first is None:
             return Side(name, run, verdict, said=said)
-        lost = tuple(_not_restored(whole, after, begins, verdict.first.phase))
+        lost = tuple(_not_restored(whole, after, begins, verdict.first))
         if not lost:
             its = f": {_few([_became(each, *both) for each, both in own.items()])}" if own else ""
             kept = f"what differs is something that the program keeps itself{its}"
@@ -203,7 +205,8 @@ class Resumed(Relation):
             [note for note in rest if "saved" in note],
             [note["settled"] for note in rest if "settled" in note],
             max((note["killed"] for note in rest if "killed" in note), default=0),
-            frozenset(note["read"] for note in rest if "read" in note),
+            frozenset(note["opened"] for note in rest if "opened" in note),
+            {note["batch"]: note for note in rest if "fetched" in note},
         )
 
     def _run(
@@ -211,7 +214,10 @@ class Resumed(Relation):
     ) -> Run:
         told = {"tree": str(copy.tree), "pattern": self.checkpoint, "kill": kill}
         runner = replace(self.runner, command=copy.command(command or self.runner.command))
-        observed = {"relations.observers:note_state": told}
+        observed = {
+            "relations.state_observer:note_state": told,
+            "relations.loading_observer:observe_loading": {},
+        }
         with copy.entered():
             run = self.run(name, copy.environment, observed, runner=runner)
         now = self._users_files()
@@ -414,7 +420,18 @@ def _lost(
     return NotRestored(kind, name, f"{then}: {what}" if what else then, its[found[-1]][0])
 
 
-def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Sequence[NotRestored]:
+READ_LATER: Mapping[str, Collection[str]] = {
+    "data": ("gradient", "optimizer", "scheduler", "scaler"),
+    "forward": ("gradient", "optimizer", "scheduler"),
+    "backward": ("optimizer", "scheduler"),
+}
+"""Phase of the first step -> the state that nothing has read by then."""
+
+
+def _not_restored(
+    whole: State, resumed: State, begins: int, first: Divergence
+) -> Sequence[NotRestored]:
+    """Return the state that was lost; of several those that `first` can come from."""
     left, right = whole.passes[begins], resumed.passes[0]
     lost = [
         NotRestored(kind, name)
@@ -422,7 +439,7 @@ def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Sequ
         for name in _unequal(left[f"{kind}s"], right[f"{kind}s"])
     ]
     # Between two steps gradients may be left that the program sets to zero before it reads them.
-    if whole.passes[begins]["within"] or phase == "backward":
+    if left["within"] or first.phase == "backward":
         names = [n for n, its in left["gradients"].items() if its != right["gradients"].get(n)]
         lost += [NotRestored("gradient", f"of {_few(names)}")] if names else []
 
@@ -435,33 +452,74 @@ def _not_restored(whole: State, resumed: State, begins: int, phase: str) -> Sequ
             by_key.setdefault(key, []).append(of)
     lost += [NotRestored("optimizer", key, f"of {_few(its)}") for key, its in by_key.items()]
 
-    mine = [digest for *_, digest in left["batches"]]
-    its = right["batches"][-len(mine) :]
-    is_elsewhere = bool(mine) and mine != [digest for *_, digest in its]
-    for kind in ("scheduler", "scaler", *["sampler"] * is_elsewhere):
+    both = zip_longest(*(side["batches"][::-1] for side in (left, right)))
+    unlike = [
+        (batch, other)
+        for batch, other in [*both][: len(left["batches"])]
+        if not other or batch[3] != other[3]
+    ]
+    for kind in ("scheduler", "scaler", *["sampler"] * bool(unlike)):
         for name in _unequal(left[kind], right[kind]):
             was, now = left[kind][name], right[kind][name]
             fields = [_became(key, was[key], now[key]) for key in _unequal(was, now)]
             states = [each[kind].get(name) for each in whole.passes[begins - 1 : begins + 1]]
             lost.append(_lost(kind, name, states, right, ", ".join(fields[:3])))
 
-    unused = []  # generators from which the whole run draws no more
+    # By generator, the first step from there on that draws from it.
+    later = reversed(whole.passes[begins:])
+    draws = {name: each["step"] for each in later for name in each["drew"]}
+    # What a backward pass or an optimizer draws is noted with the pass that follows.
+    until = first.step + (first.phase in ("backward", "optimizer"))
+    unused: list[NotRestored] = []  # by what differs first
     for name, seen in left["generators"].items():
         has = right["generators"].get(name, [])
         if seen[-1:] != has[-1:]:
             found = _lost("generator", name, seen, right)
-            if any(name in each["drew"] for each in whole.passes[begins:]):
-                if found.restored or right["is_followed"] or set(seen).isdisjoint(has):
-                    lost.append(found)
-            elif found.restored:
-                unused.append(found)
+            # The order of an epoch was drawn before, and is drawn again as the run resumes.
+            is_drawn = draws.get(name, until + 1) <= until or name in right["drew"]
+            is_known = right["is_followed"] or set(seen).isdisjoint(has)
+            if found.restored or (name in draws and is_known):
+                (lost if name in draws and is_drawn else unused).append(found)
 
-    if is_elsewhere:
-        where, _, position, _ = left["batches"][-1]
-        _, _, other, digest = its[-1] if its else (0, 0, 0, "")
-        at = [each[2] for one in whole.passes for each in one["batches"] if each[3] == digest]
-        what = f"batch {position} of its epoch became batch {at[0] if at else other}"
-        known = {"sampler", "generator"} & {each.kind for each in lost}
-        if position != other or not known:
-            lost.append(NotRestored("loader", short(where), what if its else "it gave no batch"))
-    return lost or unused
+    for batch, other in reversed(unlike):
+        known = {each.kind for each in lost} & {"sampler", "generator"}
+        lost += _not_loaded(whole, resumed, batch, other, is_known=bool(known))
+    is_first_step = first.step == whole.step(begins)
+    unread = READ_LATER.get(first.phase, ()) if is_first_step else ()
+    return [each for each in lost if each.kind not in unread] or lost or unused
+
+
+def _not_loaded(
+    whole: State, resumed: State, batch: Any, other: Any, *, is_known: bool
+) -> Iterator[NotRestored]:
+    """Yield why a loader handed out another batch, where what orders it `is_known` or not."""
+    where, epoch, position, _ = batch
+    if other is None:
+        yield NotRestored("loader", short(where), "it gave no batch")
+        return
+    was, now = (
+        run.fetched.get(each[3], {"batch": each[3]})
+        for run, each in ((whole, batch), (resumed, other))
+    )
+    has_indices = "None" not in now.get("fetched", "None")
+    key = "fetched" if has_indices else "batch"  # one without indices is known by its values
+    its = [each for one in whole.passes for each in one["batches"] if each[0] == where]
+    loaded = [(each, whole.fetched.get(each[3], {"batch": each[3]})) for each in its]
+    same = [each[2] for each, how in loaded if each[1] == epoch and how.get(key) == now[key]]
+    if same and position not in same:
+        if other[2] != position or not is_known:
+            what = f"batch {position} of its epoch became batch {same[0]}"
+            yield NotRestored("loader", short(where), what)
+    elif has_indices and not same:
+        if not is_known:
+            what = f"batch {position} of its epoch has other samples"
+            yield NotRestored("loader", short(where), what)
+    elif was.get("in_worker"):
+        lives_on = any(each[1] < epoch and how.get("seed") == was["seed"] for each, how in loaded)
+        if is_known and not lives_on and was["seed"] != now["seed"]:
+            return  # these workers were seeded from what is known
+        for name, state in was["drawn"].items():
+            if now.get("drawn", {}).get(name, state) != state:
+                line = was["drew"].get(name) or now["drew"].get(name, "")
+                of = f"{name} of the {'persistent ' if lives_on else ''}workers"
+                yield NotRestored("generator", of, f"drawn from at {short(line)}" if line else "")

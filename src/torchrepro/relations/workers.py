@@ -178,11 +178,10 @@ class _Trials:
         if started:
             of_workers = [note for note in chain(*loaded) if note["in_worker"]]
             names = _changed(begun, of_workers)
-            where = _line_that_sets(files, names)
-            lack = f"have another value of {' and '.join(names)} than the one set{_at(where)}"
+            lack = f"have another value of {' and '.join(names)} than the main process"
             how = " and ".join(sorted(started))
             cause = f"Workers that begin by {how} {lack if names else 'give other results'}."
-            yield _Trial("workers that are forked", cause, where, {"start_method": "fork"})
+            yield _Trial("workers that are forked", cause, loader={"start_method": "fork"})
         draws: dict[str, str] = {}
         for note in chain(*loaded, *without):
             draws |= note.get("drew", {})
@@ -250,26 +249,6 @@ def _changed(begun: Sequence[Any], later: Sequence[Any]) -> list[str]:
     return [*names]
 
 
-def _line_that_sets(files: Sequence[str], names: Sequence[str]) -> str:
-    """Return the last line of a module, outside of functions, that sets a global or class."""
-    texts = [".".join(reversed(name.split(" of "))) for name in names]
-    nodes = [node for file in files for node in getattr(module_of(file), "nodes", ())]
-    of_defined = {
-        inner
-        for node in nodes
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        for inner in ast.walk(node)
-    }
-    return _last_line(
-        files,
-        lambda node: (
-            node not in of_defined
-            and isinstance(node, ast.Assign)
-            and any(ast.unparse(each) in texts for each in node.targets)
-        ),
-    )
-
-
 def _indices(notes: Sequence[Sequence[Any]]) -> list[str]:
     return sorted(note["fetched"] for note in chain(*notes) if "fetched" in note)
 
@@ -279,7 +258,7 @@ def _undivided(without: Sequence[Sequence[Any]], loaded: Sequence[Sequence[Any]]
 
     def batches(notes: Sequence[Any], name: str) -> list[str]:
         its = [note for note in notes if note["dataset"] == name and "fetched" in note]
-        return [note["value"] for note in its if note["fetched"].startswith(("None", "[None"))]
+        return [note["batch"] for note in its if note["fetched"].startswith(("None", "[None"))]
 
     for name in dict.fromkeys(note["dataset"] for note in chain(*loaded)):
         whole = batches([*chain(*without)], name)
