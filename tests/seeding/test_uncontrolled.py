@@ -4,12 +4,14 @@ import _thread
 import contextlib
 import inspect
 import json
+import linecache
 import os
 import pickle
 import random
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -175,6 +177,61 @@ def test_a_clean_program_reads_nothing() -> None:
     """Seeded draws, loaders with workers, temporary files, processes, logs, imports: no read."""
     with _watched((*UNSEEDED, *ENVIRONMENT)) as watch:
         _run(CLEAN, "clean.py")
+
+    assert watch.reads() == ()
+
+
+GENERATORS = {
+    "default_rng": "numpy.random.default_rng()",
+    "Random": "random.Random()",
+    "RandomState": "numpy.random.RandomState()",
+    "seeded with the clock": "random.Random(time.time())",
+}
+"""How a library makes a generator whose numbers differ in each run."""
+
+
+def _library(name: str, makes: str) -> dict[str, Any]:
+    text = f"""
+import random, time
+import numpy
+at_import = {makes}
+class Sampler:
+    def __init__(self, generator=None):
+        self.generator = generator or self._make()
+    def _make(self):
+        return {makes}
+    def __call__(self):
+        return self.generator.random()
+"""
+    file = f"{sysconfig.get_path('purelib')}/{name}.py"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(text, file, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("makes", GENERATORS.values(), ids=GENERATORS)
+def test_a_generator_that_a_library_makes_is_noted_at_the_line_that_called_it(makes: str) -> None:
+    """By the library's function; one without a seed only if it draws, and none of its import."""
+    is_seeded = "time" in makes
+    program = "lib['Sampler']()\nsampler = lib['Sampler']()\nsampler()\nlib['at_import'].random()"
+    with _watched((*UNSEEDED, *GIVEN_SEEDS)) as watch:
+        _names["lib"] = _library("some_library", makes)
+        _run(program)
+    reads = watch.reads()
+
+    assert [read.name for read in reads] == ["some_library.Sampler"] * (1 + is_seeded)
+    assert reads[-1].where == "program.py:2"
+    assert reads[-1].instead == "give some_library.Sampler a seed, as its documentation says"
+    assert all(bool(read.value) == is_seeded for read in reads)
+
+
+@pytest.mark.parametrize("makes", GENERATORS.values(), ids=GENERATORS)
+def test_what_a_library_draws_for_purposes_of_its_own_is_not_noted(makes: str) -> None:
+    """A package that names files, waits or shows progress may draw what it likes."""
+    with _watched((*UNSEEDED, *GIVEN_SEEDS)) as watch:
+        _names["lib"] = _library("tqdm", makes)
+        _run("lib['Sampler']()()")
 
     assert watch.reads() == ()
 

@@ -1,10 +1,11 @@
 """Who reads what no seed controls: lines of a program, its forked children, and files.
 
 A watch notes the first read of each source at each line of the program. A generator that is made
-without a seed is a read once it draws before it is seeded. Calls that a library makes for purposes
-of its own are not noted. One that `uuid` or `glob` makes for the program is, by the name of the
-function that the program called. Forked children tell what they read, and what they draw where
-chance decides which numbers they get.
+without a seed is a read once it draws before it is seeded. One that a library makes is noted at the
+line of the program that called the library, by the name of the library's function; not if it is
+made as the library is imported, or by a package that needs it for purposes of its own. Other calls
+of libraries are not noted, but for those that `uuid` or `glob` make for the program. Forked
+children tell what they read, and what they draw where chance decides which numbers they get.
 
 Not seen is what does not go through an attribute that can be replaced:
 
@@ -12,8 +13,8 @@ Not seen is what does not go through an attribute that can be replaced:
 - types written in C: ``datetime.now``, ``torch.Generator().seed()``; those of numpy, as
   ``SeedSequence()``, are known by the text of the line alone;
 - the order of a set, and the hash or address by which a container finds its entries;
-- what a library draws, what code that torch.compile has compiled does, and processes that are
-  neither forked nor recorded.
+- what a library draws from a global generator or from a copy of one without a seed, what code that
+  torch.compile has compiled does, and processes that are neither forked nor recorded.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from torchrepro.seeding.uncontrolled import (
     ENTROPY,
     EVERY_SOURCE,
     FILE_IF_THERE,
+    FOR_THEMSELVES,
     FORKED,
     FORKED_DRAWS,
     GIVEN_SEED,
@@ -362,11 +364,10 @@ class Watch:
         def randbits(size: int) -> Any:
             drawn = original(size)
             caller = next(each for each in frames() if each.f_globals["__name__"] != __name__)
-            if not _is_program(caller.f_code):
-                return drawn
             made = WITHOUT_SEED.fullmatch(call_text(caller))
             row = MADE_BY_NUMPY[made[1]] if made else None
-            change = row and self.heard(row, ((size,), {}), None, line(caller))
+            reader = row and _reader(row, caller)
+            change = row and reader and self.heard(row, ((size,), {}), *reader)
             return change(drawn) if change else drawn
 
         class OfRandomState(type):
@@ -399,22 +400,15 @@ class Watch:
                 self._seeded.add(generator)
             if name != function:
                 return None  # it has a row by another name
-            front, arguments = None, (args, kwargs)
+            arguments = args, kwargs
             if row.what == FORKED and not self._chance_decides(generator, frame, listener):
                 return None
-            for each in frames(frame):
-                if _is_program(each.f_code):
-                    if row.applies(arguments):
-                        if row.what == FORKED:
-                            stop_listening(listener)  # the first line says it, and draws are many
-                        return self.heard(row, arguments, front, line(each))
-                    return None
-                # Otherwise it may be code that calls the source for its own caller.
-                any_library = row.through == (ANY,) and package(each) not in OWN
-                if not (any_library or each.f_globals.get("__name__") in row.through):
-                    return None
-                front = each
-            return None
+            reader = _reader(row, frame)
+            if reader is None or not row.applies(arguments):
+                return None
+            if row.what == FORKED:
+                stop_listening(listener)  # the first line says it, and draws are many
+            return self.heard(row, arguments, *reader)
 
         return listener
 
@@ -527,6 +521,30 @@ def _is_program(code: CodeType) -> bool:
         known = _of_program[address(code)] = not (generated or is_library(file))
         _seen.append(code)
     return known
+
+
+def _reader(row: Source, frame: FrameType) -> tuple[FrameType | None, str] | None:
+    """Return the line of the program that reads a source, and the code through which it does.
+
+    None where code reads it for purposes of its own: the innermost that is not there to be called
+    through decides that.
+    """
+    front, in_library = None, False
+    for each in frames(frame):
+        if _is_program(each.f_code):
+            return front, line(each)
+        name = package(each)
+        if name not in FOR_THEMSELVES and row.by_libraries:
+            if each.f_code.co_name == "<module>":
+                return None  # as it is imported
+            in_library = True
+            if front is None or "<locals>" not in each.f_code.co_qualname:
+                front = each  # the outermost that is no decorator of the library
+        elif each.f_globals.get("__name__") in row.through:
+            front = each
+        elif not in_library and (row.through != (ANY,) or name in OWN):
+            return None
+    return None
 
 
 def _public_name(row: Source, front: FrameType | None) -> str:

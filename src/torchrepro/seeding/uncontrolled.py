@@ -7,6 +7,7 @@ are given a seed.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,6 +59,7 @@ class Source(NamedTuple):
     value: Callable[[Arguments], str | None] = lambda _: None  # the seed, by which runs compare
     known_as: str = ""  # the name to show, where it is not that of the function
     in_sample: str = ""  # `instead` while a sample is loaded, where one seed repeats its numbers
+    by_libraries: bool = False  # whether a call that a library makes counts, see FOR_THEMSELVES
 
     @property
     def name(self) -> str:
@@ -65,6 +67,9 @@ class Source(NamedTuple):
 
     def edit(self, called: str, *, in_sample: bool) -> str:
         """Return what to write instead of a call of the function that is known as `called`."""
+        homes = {each.partition(".")[0] for each in (self.module, *self.through)}
+        if self.by_libraries and called.partition(".")[0] not in homes:
+            return f"give {called} a seed, as its documentation says"
         text = (in_sample and self.in_sample) or self.instead
         return text.format(called)
 
@@ -103,6 +108,16 @@ def _given(module: str, attribute: str, position: int, **more: Any) -> Source:
     )
 
 
+FOR_THEMSELVES = sys.stdlib_module_names | {
+    *("numpy", "torch", "torchrepro", "hydra", "omegaconf", "hypothesis", "pytest", "accelerate"),
+    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "ray", "dask"),
+    *("aim", "clearml", "comet_ml", "mlflow", "neptune", "tensorboard", "tensorboardX", "wandb"),
+    *("rich", "tqdm", "joblib", "submitit", "distributed", "IPython", "tenacity", "sentry_sdk"),
+    *("aiohttp", "filelock", "fsspec", "httpx", "huggingface_hub", "requests", "urllib3"),
+    *("boto3", "botocore", "google", "grpc", "kubernetes"),
+}
+"""Packages whose generators name files, wait and retry, and give the program no numbers."""
+
 _SAMPLE = "draw from torchrepro.sample_rng()"
 _PYTHON = 'random.Random(1234), or torchrepro.stream("name").python()'
 _HANDS_ON = ("random", "secrets", "uuid")
@@ -119,11 +134,13 @@ UNSEEDED: tuple[Source, ...] = (
         *("numpy.random", "default_rng"),
         'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name").numpy()',
         applies=_without_seed(0),
+        by_libraries=True,
     ),
     _drawn(
         *("random", "Random.seed", f"pass a seed: {_PYTHON}", ("random",)),
         applies=_without_seed(1),
         known_as="random.Random",
+        by_libraries=True,
     ),
     *(
         _drawn(
@@ -152,12 +169,13 @@ UNSEEDED: tuple[Source, ...] = (
 """Draws that no seed decides. They are rare, so watching them costs nothing."""
 
 GIVEN_SEEDS: tuple[Source, ...] = (
-    _given("numpy.random", "default_rng", 0, in_sample=_SAMPLE),
+    _given("numpy.random", "default_rng", 0, in_sample=_SAMPLE, by_libraries=True),
     _given(
         *("random", "Random.seed", 1),
         through=("random",),
         known_as="random.Random",
         in_sample=_SAMPLE,
+        by_libraries=True,
     ),
     *(
         _given(module, attribute, 0, through=(ANY,))
@@ -239,7 +257,9 @@ FILE_IF_THERE = Source(
 
 MADE_BY_NUMPY = {
     name: _drawn(
-        "numpy.random", "randbits", "pass a seed: {}(1234)", known_as=f"numpy.random.{name}"
+        *("numpy.random", "randbits", "pass a seed: {}(1234)"),
+        known_as=f"numpy.random.{name}",
+        by_libraries=True,
     )
     for name in ["SeedSequence", "RandomState", "PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
 }

@@ -2,7 +2,8 @@
 
 A process holds them from its start to its end, so nothing is undone. They give what a run may get:
 a clock goes on, files are sorted, threads run one after another. Only calls that a line of the
-program made are held; a library that measures, waits or names something does so as before.
+program made are held, and generators that a library makes for it; a library that measures, waits or
+names something does so as before.
 """
 
 from __future__ import annotations
