@@ -1,0 +1,110 @@
+"""What known libraries leave open, and the edits that settle it: the table `libraries.yaml`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from torchrepro.verdict.program_text import Module, module_of
+from torchrepro.verdict.value import Edit
+
+Insertion: TypeAlias = tuple[ast.expr | ast.stmt, int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryRow:
+    """A function of a library whose result may differ between runs, and what makes it repeat."""
+
+    function: str  #: Patterns of `fnmatch` for ``package.Class.function``.
+    leaves_open: str  #: In words, as in ``the order of the groups``.
+    how: str  #: What `remedy` is: a ``keyword``, and the others that the table explains.
+    remedy: str
+    edited: str = ""  #: Patterns of the functions whose calls are edited; those of `function`.
+    documentation: str
+
+    @property
+    def package(self) -> str:
+        return self.function.partition(".")[0]
+
+    def edits(self, function: str) -> bool:
+        return _fits(function, self.edited or self.function.rpartition(".")[2])
+
+
+def _fits(name: str, patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split())
+
+
+_TEXT = Path(__file__).with_name("libraries.yaml").read_text(encoding="utf-8")
+_TABLE: Any = yaml.load(_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe
+LIBRARIES = tuple(LibraryRow(function=function, **row) for function, row in _TABLE.items())
+
+
+def library_row(called: str) -> LibraryRow | None:
+    """Return the first row for a function, as in ``polars.DataFrame.group_by``; None without one.
+
+    The name of an object that is called or iterated ends in ``__call__`` or ``__iter__``.
+    """
+    return next((row for row in LIBRARIES if _fits(called, row.function)), None)
+
+
+def edits_of(row: LibraryRow, where: str) -> Iterator[Edit]:
+    """Yield edits that make the call at ``file:line`` repeat, the likeliest first.
+
+    An edit may be of another line of the file, as the one that made what is called. Each leaves
+    valid Python. There is none where the file has no call that takes the remedy.
+    """
+    file, _, number = where.rpartition(":")
+    module = module_of(file) if number.isdecimal() else None
+    if module is None:
+        return
+    for node, start, text in _insertions(row, module, int(number)):
+        line, lines = node.end_lineno or node.lineno, module.lines
+        before = lines[line - 1]
+        code = before.encode()  # columns are counted in bytes
+        after = (code[:start] + text.encode() + code[node.end_col_offset :]).decode()
+        try:
+            ast.parse("\n".join([*lines[: line - 1], after, *lines[line:]]))
+        except SyntaxError:
+            continue
+        if after != before:
+            yield Edit(f"{file}:{line}", before.strip(), after.strip())
+
+
+def _insertions(row: LibraryRow, module: Module, at: int) -> Iterator[Insertion]:
+    """Yield nodes with the text that stands between a column and their end after an edit."""
+    for call in _edited_calls(row, module, at):
+        end = call.end_col_offset or 0
+        if row.how == "keyword":
+            name, _, value = row.remedy.partition("=")
+            given = [each.value for each in call.keywords if each.arg == name]
+            for old in given:
+                if old.lineno == old.end_lineno:
+                    yield old, old.col_offset, value
+            for comma in () if given else (", ", ""):  # one of the two is valid Python
+                yield call, end - 1, f"{comma}{row.remedy})"
+        elif row.how == "function" and isinstance(call.func, ast.Attribute):
+            yield call.func, (call.func.end_col_offset or 0) - len(call.func.attr), row.remedy
+        elif row.how == "after_making":
+            for node in module.nodes:
+                if isinstance(node, ast.Assign) and node.value is call:
+                    yield node, end, f"; {row.remedy.format(ast.unparse(node.targets[0]))}"
+    for node in module.nodes if row.how == "after_import" else ():
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported = ast.unparse(node).split()[1]  # of a line that imports several, the first
+            if imported.rstrip(",").partition(".")[0] == row.package:
+                yield node, node.end_col_offset or 0, f"; {row.remedy}"
+
+
+def _edited_calls(row: LibraryRow, module: Module, at: int) -> list[ast.Call]:
+    """Return the calls that `row` edits: that of the line `at`, then those above it, upwards."""
+    calls = [node for node in module.nodes if isinstance(node, ast.Call)]
+    return sorted(
+        (call for call in calls if row.edits(module.name(call.func).rpartition(".")[2])),
+        key=lambda call: (call.lineno > at, max(at - (call.end_lineno or 0), call.lineno - at, 0)),
+    )
