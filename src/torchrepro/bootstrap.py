@@ -159,6 +159,10 @@ def _watch_sources_if_asked() -> None:
         from torchrepro.seeding.source_reads import watch_from_the_start
 
         watch_from_the_start(request.folder, in_detail=request.detail)
+        if request.detail:
+            from torchrepro.trace.followed_lines import follow
+
+            follow(request.folder, request.steps, os.environ)
 
 
 def _record_if_asked() -> None:

@@ -394,7 +394,7 @@ def test_escalation_ends_at_the_top_and_never_comes_back_to_a_level(
 
     assert passed == [name for name in NAMES if name in passed]
     assert len(set(passed)) == len(passed)
-    on_cpu = NAMES[2:4] if profile != "npu-align" else NAMES[2:3]
+    on_cpu = NAMES[3:5] if profile != "npu-align" else NAMES[3:4]
     assert set(on_cpu) <= set(passed)
     assert ("the suspect module on the CPU" in passed) == bool(accelerator)
 
@@ -432,12 +432,13 @@ def test_the_model_as_a_whole_and_what_is_outside_of_modules_are_not_placed() ->
 def test_what_a_user_decided_op_by_op_counts_as_decided() -> None:
     """A policy per op is not replaced by one for all."""
     declared = values("debug-strict", "device.fallback={ops: {cumsum: native}}")
-    found = next(levels_above(declared, divergence("gradient")))
+    *_, top = levels_above(declared, divergence("gradient"))
 
-    assert found.overrides == ("dataloader.num_workers=0",)
+    assert not any("fallback" in each for each in top.overrides)
+    assert top.overrides[:2] == ("env.OMP_NUM_THREADS=1", "dataloader.num_workers=0")
 
 
-SEEDS, KERNELS, NO_WORKERS, NO_DROPOUT, HOST, ON_CPU = NAMES
+SEEDS, ONE_THREAD, KERNELS, NO_WORKERS, NO_DROPOUT, HOST, ON_CPU = NAMES
 
 
 @pytest.mark.parametrize(
@@ -445,9 +446,9 @@ SEEDS, KERNELS, NO_WORKERS, NO_DROPOUT, HOST, ON_CPU = NAMES
     [
         (divergence("aten::mm", module="net.0"), [KERNELS, ON_CPU]),
         (divergence("aten::native_dropout", module="net.0"), [SEEDS, NO_DROPOUT, HOST]),
-        (divergence("DataLoader", Kind.DATA, phase="data"), [SEEDS, NO_WORKERS]),
-        (divergence("new tensor", Kind.DATA), [SEEDS]),
-        (divergence("SGD.step()", Kind.ARGUMENT, phase="optimizer"), [SEEDS]),
+        (divergence("DataLoader", Kind.DATA, phase="data"), [SEEDS, ONE_THREAD, NO_WORKERS]),
+        (divergence("new tensor", Kind.DATA), [SEEDS, ONE_THREAD]),
+        (divergence("SGD.step()", Kind.ARGUMENT, phase="optimizer"), [SEEDS, ONE_THREAD]),
         (divergence("aten::mm", Kind.INPUT), []),
         (divergence("", Kind.RANDOM), [SEEDS, NO_WORKERS, NO_DROPOUT, HOST]),
     ],
@@ -464,11 +465,11 @@ def test_no_level_is_proposed_that_the_program_cannot_feel() -> None:
     nothing = list(levels_above({}, divergence("gradient"), Program(features=())))
     text = " ".join(nothing[-1].overrides)
 
-    assert [level.name for level in nothing] == [SEEDS, KERNELS]
+    assert [level.name for level in nothing] == [SEEDS, ONE_THREAD, KERNELS]
     assert not any(word in text for word in ("dataloader", "dropout", "cudnn", "CUBLAS", "HCCL"))
     for feature, name in ((WORKERS, NO_WORKERS), (DROPOUT, NO_DROPOUT)):
         found = levels_above({}, divergence("gradient"), Program(features=(feature, LOADER)))
-        assert [level.name for level in found] == [SEEDS, KERNELS, name]
+        assert [level.name for level in found] == [SEEDS, ONE_THREAD, KERNELS, name]
 
 
 @pytest.mark.parametrize("level", ["step", "module"])

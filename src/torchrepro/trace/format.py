@@ -77,15 +77,6 @@ PARTLY = b"part"
 """Begins the fingerprint of memory that ops had written in part. The rest of it is of what was
 written and where, not of the bytes."""
 
-RETURNED = "()"
-"""Ends the op of a record that says what a function of the program returned."""
-
-SAMPLE = "sample "
-"""Begins the argument of such a record where it is known which sample was loaded."""
-
-BETWEEN = "; "
-"""Stands between the sample and the numbers that the function was given."""
-
 NEW_TENSOR = "new tensor"
 """The op of a record of a tensor that the program made from values of Python or numpy."""
 

@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from itertools import islice
-from numbers import Number
 from pkgutil import iter_modules
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,14 +32,10 @@ from torchrepro.callers import frames, package, program_place
 from torchrepro.imports import AfterImport
 from torchrepro.patching import patch, surround
 from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
-from torchrepro.trace.format import BETWEEN, RETURNED, SAMPLE
-from torchrepro.trace.frames import is_of_program, place_at
-from torchrepro.trace.op_facts import shape_of, value_text
+from torchrepro.trace.op_facts import shape_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-    from torchrepro.trace.frames import Place
 
     Part = tuple[tuple[Any, ...], Any, Any]
 
@@ -76,7 +70,6 @@ _LONGEST = 100_000  # items of a list or a dict
 _DEEPEST = 4
 _LARGEST = 1 << 26  # bytes: a dataset that a function passes on is not read again and again
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
-_ASKS_FOR_A_SAMPLE = ("__getitem__", "__getitems__")
 _GENERATOR = 0x20  # the flag of a generator's code, see the documentation of `inspect`
 _digest = xxhash.xxh3_128_digest
 _left_out: list[bool] = []  # once is enough for a process
@@ -373,80 +366,3 @@ def _of_several(values: list[Any], depth: int) -> Iterator[Part]:
     elif depth < _DEEPEST:
         for each in values:
             yield from _parts(each, depth + 1)
-
-
-class SampleRecorder(threading.local):
-    """Reports what each function of the program returns between `begin` and `end`.
-
-    `take` is called with the place of the return, the function, the value and what is known of the
-    call. A generator's `yield` counts as a return.
-    """
-
-    def __init__(self, take: Callable[[Place, str, Any, str], None]) -> None:
-        self._take = take
-        self._loading = 0
-        self._before: Any = None
-        self._calls: list[tuple[FrameType, str, bool]] = []
-        self._sample = ""
-
-    def begin(self) -> None:
-        """Begin to watch the calls of this thread; a profile function that is set goes on."""
-        self._loading += 1
-        before = sys.getprofile()
-        if self._loading > 1 or (before is not None and not callable(before)):
-            return  # a loader within a loader; or a profiler written in C, which cannot be called
-        self._before = before
-        sys.setprofile(self._on_event)
-
-    def end(self) -> None:
-        """Stop watching; does nothing on a thread that has not begun."""
-        if not self._loading:
-            return
-        self._loading -= 1
-        if not self._loading:
-            if sys.getprofile() == self._on_event:
-                sys.setprofile(self._before)
-            self._before, self._sample = None, ""
-            self._calls.clear()
-
-    def _on_event(self, frame: FrameType, event: str, value: Any) -> None:
-        code = frame.f_code
-        if self._before is not None:
-            self._before(frame, event, value)
-        if event not in {"call", "return"} or not is_of_program(code):
-            return
-        if event == "return":
-            while self._calls:
-                called, text, is_sample = self._calls.pop()
-                if is_sample:
-                    self._sample = ""
-                if called is frame:
-                    name = code.co_qualname.replace("<locals>.", "")
-                    self._take(place_at("", code, frame.f_lasti), f"{name}{RETURNED}", value, text)
-                    return
-        elif not self._sample and code.co_name in _ASKS_FOR_A_SAMPLE and code.co_argcount > 1:
-            self._sample = f"{SAMPLE}{_index_text(frame.f_locals[code.co_varnames[1]])}"
-            self._calls.append((frame, self._sample, True))
-        else:
-            known = filter(None, (self._sample, _numbers_given(frame)))
-            self._calls.append((frame, BETWEEN.join(known), False))
-
-
-def _index_text(index: Any) -> str:
-    try:
-        return value_text(index.tolist() if hasattr(index, "tolist") else index)
-    except Exception:  # noqa: BLE001 - see `parts_of`
-        return type(index).__name__
-
-
-def _numbers_given(frame: FrameType) -> str:
-    code = frame.f_code
-    if code.co_flags & _GENERATOR:
-        return ""  # it may only go on, with other values in its arguments
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    given = ((name, frame.f_locals.get(name)) for name in names)
-    return ", ".join(
-        f"{name}={value_text(value.item() if hasattr(value, 'item') else value)}"
-        for name, value in given
-        if isinstance(value, Number)
-    )

@@ -138,15 +138,6 @@ class Level:
         if tensors:
             self._take_tensors(("data", place, "DataLoader"), tensors)
 
-    def take_returned(self, place: Place, function: str, value: Any, text: str) -> None:
-        """Take a record of what a function of the program returned while it loaded a batch."""
-        with self.paused():
-            parts = hooks.parts_of(value)
-        if parts:
-            shapes = [(shape, kind) for shape, kind, _ in parts]
-            digests = [digest for _, _, digest in parts]
-            self._take(("data", place, function), shapes, digests, self._argument(text))
-
     def _take_tensors(
         self, origin: Origin, tensors: Sequence[Any], argument: int = 0
     ) -> Sequence[Digest]:

@@ -36,10 +36,10 @@ from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.streams import world
 from torchrepro.trace.buffer import RecordingState, joined
 from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
+from torchrepro.trace.followed_lines import step_ended
 from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OUTPUT, StepRow
 from torchrepro.trace.frames import parameters_of, place_of_user, source_of
 from torchrepro.trace.hooks import (
-    SampleRecorder,
     on_worker_begun,
     watch_training,
     within_loaders_begun,
@@ -98,7 +98,6 @@ class Recording:
         self._files = program_files()  # that of the main module is no longer known at the end
         self._loaders: dict[Hashable, Mapping[str, Any]] = {}
         self._built: int | None = None  # how many records came before the first model
-        self._samples = SampleRecorder(self._full.take_returned)
         self._failed = False
         self._handing_over = False
         self._left_out = False
@@ -191,6 +190,7 @@ class Recording:
             )
         with self.state.lock, self._full.paused(), self._in_one_piece():
             self._write_step(parameters, finished=True)
+            step_ended(self.state.step)
             self.state.step += 1
             self.state.cache.end_step(on_main=not self._thread())
             if self._level is self._full:
@@ -248,12 +248,8 @@ class Recording:
     def batch_begins(self, iterator: Any) -> None:
         # What workers compute is not recorded.
         self._full.batch_begins(_workers_of(iterator) or int(not self.request.loading))
-        if self._records_samples_of(iterator):
-            self._samples.begin()
 
     def batch_ends(self, iterator: Any, batch: Any) -> None:
-        if self._records_samples_of(iterator):
-            self._samples.end()
         place = place_of_user()
         with suppress(Exception):  # a class of the program's may raise what it likes
             dataset = getattr(iterator, "_dataset", None)
@@ -266,9 +262,6 @@ class Recording:
             }
             self._loaders[tuple(its.values())] = its
         self._full.batch_ends(batch, place)
-
-    def _records_samples_of(self, iterator: Any) -> bool:
-        return self.request.samples and not _workers_of(iterator) and self.state.wants_step
 
     def _facts(self) -> dict[str, Any]:
         own_seeds = (seed_of_generator(at, *seed) for at, seed in self.state.seeds.items())

@@ -52,8 +52,6 @@ class Request:
     """Whether every input is read again, so that changes from outside torch are seen at once."""
     on_unwritable: str = "stop"
     """Whether a program stops, or goes on unrecorded, where its trace cannot be written."""
-    samples: bool = False
-    """Whether it is recorded what the program's functions return while they load a batch."""
     every: int = 1
     """Steps whose number is a multiple of it are recorded at `level`, all others at ``step``."""
     max_size: int | None = None

@@ -41,6 +41,7 @@ from torchrepro.verdict.criteria import (
 )
 from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
 from torchrepro.verdict.first_difference import FirstDifference
+from torchrepro.verdict.first_line import BROUGHT_IN, Origins
 from torchrepro.verdict.reach import draws_outside
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
 from torchrepro.verdict.render import are, counted, short
@@ -377,6 +378,14 @@ def _verdict(
         more = counted(tally[ALONE], "more op")
         of_pairs.append(f"{more} {are(tally[ALONE])} in one of the runs only")
     is_known = earliest is not None and compared.in_order
+    origin = None
+    if first is not None and first.source and first.kind in BROUGHT_IN:
+        origins = Origins(*runs, first.rank)
+        origin = origins.of(first)
+        if origin and origin.where == first.source and not origin.is_sure and not origin.called:
+            origin = None  # the op and its inputs tell more of what a model computed
+        if all(trace.meta.get("detail") for trace in shown):
+            said += origins.notes
     verdict = Verdict(
         same=first is None,
         left=runs[0],
@@ -403,6 +412,7 @@ def _verdict(
             for sentence in recordings.unequal_replicas(name, list(side.values()))
         ),
         notes=(*said, *dict.fromkeys(of_pairs)),
+        origin=origin,
     )
     return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
 

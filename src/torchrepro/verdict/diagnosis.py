@@ -17,6 +17,7 @@ import yaml
 
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.messages import some
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.profile.resolved import flatten
 from torchrepro.seeding.uncontrolled import GIVEN_SEED, SUSPECTS, THREADS
@@ -25,9 +26,9 @@ from torchrepro.trace.format import (
     NEW_TENSOR,
     OPTIMIZER_STEP,
     PARTLY,
-    RETURNED,
     UNINITIALISED,
 )
+from torchrepro.verdict.libraries import library_row
 from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torchrepro.trace.format import Site
     from torchrepro.verdict.value import (
         Divergence,
+        LineOfOrigin,
         Loader,
         Program,
         SeedSource,
@@ -194,6 +196,7 @@ class Evidence:
     meta: Mapping[str, Any] = field(default_factory=dict)  # of one of the traces
     tolerance: bool = False  # whether statistics were compared rather than bits
     program: Program = UNKNOWN_PROGRAM
+    origin: LineOfOrigin | None = None
 
     @property
     def op(self) -> str:
@@ -227,9 +230,19 @@ class Evidence:
 
     @property
     def suspects(self) -> list[UncontrolledRead]:
-        """What the program had read that no seed decides: what it reads at the line first."""
+        """What the program had read that no seed decides: what it reads at the line first.
+
+        Where the line is known at which the difference began, only what that line has read, and
+        those that passed it on: what differs there need not be what makes the runs differ.
+        """
         lines = {short(side.source) for side in self.sides}
         found = [each for each in self.earlier_reads if each.what in SUSPECTS]
+        if self.origin is not None:
+            if self.origin.is_sure:
+                path = (*self.origin.path, *self.origin.within)
+                found = [each for each in found if each.where in path]
+                return sorted(found, key=lambda each: path.index(each.where))
+            lines = {short(each) for each in self.origin.lines}
         return sorted(
             found, key=lambda each: (short(each.where) not in lines, SUSPECTS.index(each.what))
         )
@@ -304,9 +317,7 @@ PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
     # What record it is.
     "is_coarse": lambda its: its.first.op in COARSE or its.first.is_at_the_latest,
     "is_batch": lambda its: its.first.op == DATALOADER,
-    "is_made_outside": lambda its: (
-        its.first.op in (DATALOADER, NEW_TENSOR) or its.first.op.endswith(RETURNED)
-    ),
+    "is_made_outside": lambda its: its.first.op in (DATALOADER, NEW_TENSOR),
     "is_optimizer_step": lambda its: (
         its.first.phase == "optimizer" and its.first.op.endswith(OPTIMIZER_STEP)
     ),
@@ -362,9 +373,8 @@ PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
         its.first.phase == "collective"
         or (its.first.kind is Kind.OUTPUTS and not its.holds("is_random"))
     ),
-    "is_of_program": lambda its: (
-        its.first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE) or its.holds("is_random")
-    ),
+    "is_brought_in": lambda its: its.first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE),
+    "is_of_program": lambda its: its.holds("is_brought_in") or its.holds("is_random"),
     "is_of_loader": lambda its: its.first.op == DATALOADER or its.first.kind is Kind.RANDOM,
 }
 """What `fits` and `helps` of the table name."""
@@ -403,7 +413,7 @@ def advice(
         cause = cause_of(suspect, evidence.other_seeds[:1])
         edit = edit_of(suspect.what, suspect.name, suspect.where, is_seed=is_seed)
         return Advice(cause=cause, edit=edit, closer=closer)
-    cause = cause_by_rule(evidence)
+    cause = cause_by_line(verdict.origin) if verdict.origin else cause_by_rule(evidence)
     if may_hide_a_change:
         cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
     started = next((each for each in evidence.earlier_reads if each.what == THREADS), None)
@@ -436,6 +446,26 @@ def cause_of(read: Suspect, seeds: Sequence[UncontrolledRead] = ()) -> str:
     return f"{sentence}."
 
 
+def cause_by_line(origin: LineOfOrigin) -> str:
+    """Return as a sentence what a line has done at which a difference began."""
+    out_of = [
+        f"{each.name}{f', made at {short(each.made)}' if each.made else ''}"
+        f"{f', changed at {short(each.changed)}' if each.changed else ''}"
+        for each in origin.opaque
+    ]
+    given = "for the same arguments" if origin.same else "from what is no argument of it"
+    if origin.took_another_path:
+        sentence = "The runs went on with other lines after this one, which had read the same"
+    elif origin.came_in:
+        sentence = f"{origin.changed[0]} is other as this line reads it, and no line that was "
+        sentence += "followed has changed it"
+    else:
+        row = library_row(origin.called)
+        sentence = f"{origin.called or 'This line'} gave another result {given}"
+        sentence += f": {row.leaves_open}" if row else ""
+    return f"{sentence}{f'; out of {some(out_of)}' if out_of else ''}."
+
+
 def open_fixes(evidence: Evidence) -> list[Fix]:
     """Return the settings that may help by the rule that fits, the likeliest first."""
     fixes = (fix for fix in rule_of(evidence).fixes if uses(evidence.program, fix.needs))
@@ -448,7 +478,7 @@ def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
         raise ValueError("the runs do not diverge")
     settings = (replace(its, name=SET_BY.get(its.name, its.name)) for its in verdict.settings)
     within = verdict.tolerance is not None
-    return Evidence(verdict.first, tuple(settings), meta, within, verdict.program)
+    return Evidence(verdict.first, tuple(settings), meta, within, verdict.program, verdict.origin)
 
 
 def cause_by_rule(evidence: Evidence) -> str:

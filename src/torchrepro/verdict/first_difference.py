@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from torchrepro.trace.format import (
-    BETWEEN,
     INPUT,
     MAIN,
     NEW_TENSOR,
     OPTIMIZER_STEP,
     OUTPUT,
-    RETURNED,
-    SAMPLE,
     UNINITIALISED,
 )
 from torchrepro.verdict.criteria import NAMES, Pair
@@ -199,8 +196,6 @@ def _explain(
     # First, what the program gave them.
     if left.is_optimizer_step:
         return Explanation(Kind.ARGUMENT, _unequal_options(left, right))
-    if op.endswith(RETURNED):
-        return Explanation(Kind.DATA, _explain_returned(op, left.argument, right.argument))
     if left.argument != right.argument:
         what = f"{left.argument or 'none'} and {right.argument or 'none'}"
         return Explanation(Kind.ARGUMENT, what)
@@ -220,21 +215,6 @@ def _explain(
     places = [str(at) for at, value in enumerate(left.inputs) if value == UNINITIALISED]
     what = f"input {', '.join(places)} is memory that nothing had written" if places else ""
     return Explanation(Kind.OUTPUTS, what)
-
-
-def _explain_returned(op: str, left: str, right: str) -> str:
-    (sample, numbers), (other, others) = (
-        argument.removeprefix(SAMPLE).partition(BETWEEN)[::2]
-        if argument.startswith(SAMPLE)
-        else ("", argument)
-        for argument in (left, right)
-    )
-    if sample != other:
-        return f"another sample: index {sample or 'unknown'} and {other or 'unknown'}"
-    same = f" for the same sample {sample}" if sample else ""
-    if numbers != others:
-        return f"{op} was given other numbers{same}: {numbers or 'none'} and {others or 'none'}"
-    return f"{op} returned other values{same}"
 
 
 def _unequal_options(left: RecordView, right: RecordView) -> str:

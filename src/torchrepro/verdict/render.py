@@ -9,9 +9,9 @@ from linecache import getline
 from typing import TYPE_CHECKING
 
 from torchrepro.console import Line, Part, Verbosity, listing, verbosity
-from torchrepro.messages import printable, shortened, shown, size
+from torchrepro.messages import printable, shortened, shown, size, some
 from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Kind, Verdict
+from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Kind, LineOfOrigin, Verdict
 
 if TYPE_CHECKING:
     Rows = list[tuple[str, str]]
@@ -44,7 +44,7 @@ def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
     if verbosity() is Verbosity.VERBOSE:
         return _in_full(verdict)
     rows = [("reaches", text)] if (text := reach(verdict)) else []
-    rows += _where_in_short(verdict.first) if verdict.first else []
+    rows += _where_in_short(verdict.first, verdict.origin) if verdict.first else []
     rows += _agreed(verdict)
     found = verdict.advice
     commands: list[Part] = []
@@ -65,18 +65,33 @@ def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
     return (headline(verdict), *_table(rows), *commands, *_table(_about(verdict, many, notes)))
 
 
-def _where_in_short(first: Divergence) -> Rows:
+def _where_in_short(first: Divergence, origin: LineOfOrigin | None) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return _ending(first)
     what = f"{first.op}: {first.kind}" if first.op else str(first.kind)
+    if origin is not None:
+        at = f"{what} at {short(first.source)}"
+        return [*_beginning(origin), ("shows", shortened(at, LINE))]
     if first.what and first.what != arguments(first):
         what = f"{what}; {first.what}"
     rows = [("what", shortened(what, LINE))]
     if first.source:
-        where = f"{from_here(first.source)}   "
-        code = shortened(source_line(first.source), max(LINE - len(where), _LEAST))
-        rows.insert(0, ("where", where + code))
+        rows.insert(0, ("where", _with_code(first.source)))
     return rows
+
+
+def _beginning(origin: LineOfOrigin) -> Rows:
+    """Return the line at which a divergence began, what it changed, and what was the same."""
+    rows = [("where", _with_code(origin.where))]
+    same = f"the same before it: {some(origin.same)}" if origin.same else ""
+    changed = f"not the same after it: {some(origin.changed)}" if origin.changed else ""
+    values = "; ".join(filter(None, (same, changed)))
+    return [*rows, ("values", shortened(values, LINE))] if values else rows
+
+
+def _with_code(where: str) -> str:
+    line = f"{from_here(where)}   "
+    return line + shortened(source_line(where), max(LINE - len(line), _LEAST))
 
 
 def _ending(first: Divergence) -> Rows:
@@ -95,7 +110,8 @@ def from_here(where: str) -> str:
 
 def _in_full(verdict: Verdict) -> tuple[Part, ...]:
     first, found = verdict.first, verdict.advice
-    where = [*(_where(first) if first else []), *_agreed(verdict)]
+    origin = _beginning(verdict.origin) if verdict.origin else []
+    where = [*origin, *(_where(first) if first else []), *_agreed(verdict)]
     # Without ops that were compared nothing is known of what differs later.
     if first and verdict.compared.ops and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
         names = f"; by module: {modules(verdict)}" if verdict.by_module else ""

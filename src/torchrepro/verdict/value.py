@@ -287,6 +287,43 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class OpaqueValue:
+    """A value of which nobody can tell whether it is the same in two processes."""
+
+    name: str
+    made: str  #: ``file:line`` of what made it; empty if that is not known.
+    changed: str  #: ``file:line`` of what may have changed it since; empty if nothing has.
+
+
+@dataclass(frozen=True, slots=True)
+class LineOfOrigin:
+    """The line of the program at which a difference began."""
+
+    where: str  #: ``file:line``.
+    changed: tuple[str, ...]  #: What it changed to another value, as in ``self.index``.
+    same: tuple[str, ...]  #: What it read that was the same in both runs.
+    called: str = ""  #: What of a library it called, as in ``polars.DataFrame.group_by``.
+    opaque: tuple[OpaqueValue, ...] = ()  #: What it read that may be the same or not.
+    is_set: bool = False  #: Whether it made a set, whose order is a part of its value.
+    came_in: bool = False  #: Whether it was given what differs by what no line of the program is.
+    took_another_path: bool = False  #: Whether the runs went on with other lines after it.
+    path: tuple[str, ...] = ()
+    """The lines that passed the difference on, from this one to that where it shows."""
+    within: tuple[str, ...] = ()  #: The lines of what it called.
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether all that the line read is known to have been the same."""
+        return not (self.came_in or self.opaque)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The line, and those that made or changed what it read and nobody can compare."""
+        of_opaque = (where for each in self.opaque for where in (each.changed, each.made))
+        return (self.where, *filter(None, of_opaque))
+
+
+@dataclass(frozen=True, slots=True)
 class Edit:
     """A line of the program as it is, and as it should be."""
 
@@ -342,6 +379,8 @@ class Verdict(Displayed):
     notes: tuple[str, ...] = ()
     """What a reader has to know of the comparison itself, one sentence each."""
     advice: Advice | None = None
+    origin: LineOfOrigin | None = None
+    """The line at which the divergence began, where both runs have followed their lines."""
     program: Program = UNKNOWN_PROGRAM  #: What the program has, as far as the recordings tell.
     about: tuple[RunFacts, ...] = ()
     """The facts of the left run and of the right one; none where a run was not recorded."""

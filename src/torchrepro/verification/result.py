@@ -189,7 +189,9 @@ def _rows(found: Verification) -> Iterator[tuple[str, str]]:
     elif any(trial.what == UNCHANGED and trial.same for trial in found.tried):
         yield "tried", "most runs of it are the same: it differs too seldom to show what helps"
     elif any(trial.command for trial in found.tried) and not found.verdict.repeats:
-        yield "tried", "no setting that was tried makes it repeatable (--verbose: which)"
+        settings = [trial.what for trial in found.tried if trial.command]
+        number = counted(len(settings), "setting")
+        yield "tried", f"{number}, and none makes it repeatable: {some(settings)}"
     if found.folder:
         yield "recordings", found.folder
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +33,7 @@ from torchrepro.seeding.uncontrolled import (
 )
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict.diagnosis import (
+    cause_by_line,
     cause_by_rule,
     cause_of,
     evidence_of,
@@ -39,6 +41,7 @@ from torchrepro.verdict.diagnosis import (
     open_fixes,
     prime_suspect,
 )
+from torchrepro.verdict.libraries import edits_of, library_row
 from torchrepro.verdict.program_text import (
     TIES,
     edit_of,
@@ -47,8 +50,8 @@ from torchrepro.verdict.program_text import (
     scan,
     varying_seeds,
 )
-from torchrepro.verdict.render import from_here, headline, short
-from torchrepro.verdict.value import Advice, Kind, SeedSource
+from torchrepro.verdict.render import from_here, headline, short, source_line
+from torchrepro.verdict.value import Advice, Kind, LineOfOrigin, SeedSource
 from torchrepro.verification.copies import edited_copy
 from torchrepro.verification.held_sources import HELD_AT_ONCE
 from torchrepro.verification.leftovers import Leftovers, Place, own_folder, traces_of, within
@@ -77,6 +80,11 @@ _AGREED = f"the same in {ENOUGH} runs"
 _TRIED = f"edited so, {ENOUGH_HELD} runs agree"
 _SETTINGS, _ALONE, _LINES = 2, 4, 3  # settings, sources and lines that are tried one by one
 _PATIENCE, _AT_LEAST = 5.0, 10.0  # times either run, and seconds, that a trial may take
+
+_DRAWING = ("random", "numpy", "torch", "torchvision")
+"""Packages that draw from generators which a profile seeds."""
+
+_MAKES_UNWRITTEN = re.compile(r"\bempty(_like)?\(|\bndarray\(")
 
 _UNHEARD = {
     ADDRESS: "the order of a set or dict of objects, which are found by their addresses",
@@ -126,6 +134,9 @@ class Trials:
                 held = read.what in {*HELD_AT_ONCE, GIVEN_SEED}
                 if held and self._holds(read.what, [read], self.resolved):
                     return self._explained(suspect.what, [suspect], its)
+        origin = its.origin
+        if origin and not its.other_seeds and (origin.is_sure or not (origin.came_in or suspect)):
+            return self._from_line(its, origin)
         if not (its.other_seeds or its.holds("own_generator")):
             for profile, overrides in list(self._settings(its))[:_SETTINGS]:
                 if self._setting(profile, overrides):
@@ -142,6 +153,62 @@ class Trials:
             if self._holds(what, [], base):
                 return self._explained(what, self._alone(what, reads, base), its)
         return self._with(edit=None)  # several of them together
+
+    def _from_line(self, its: Evidence, origin: LineOfOrigin) -> Verdict:
+        """Return the verdict with what trials show of the line at which the difference began.
+
+        Nothing is tried of what other lines have read: these read and made the same.
+        """
+        base = self.resolved
+        if base is None and not self.own_profile:
+            base = resolve("seed-only")
+        heard: dict[str, list[UncontrolledRead]] = {}
+        for read in its.suspects:
+            if read.what in HELD_AT_ONCE:
+                heard.setdefault(read.what, []).append(read)
+        row = library_row(origin.called)
+        cause = cause_of(its.suspects[0]) if heard else cause_by_line(origin)
+        for edit in islice(edits_of(row, origin.where), _LINES) if row else ():
+            if self._repeats_with(edit, self.resolved):
+                return self._with(cause=cause, edit=edit, tried=_TRIED)
+        can_be_seeded = self.resolved is None and not self.own_profile
+        if can_be_seeded and HASH in heard and self._setting("seed-only", ()):
+            command = self.done[-1].command
+            return self._with(
+                cause=cause_of(heard[HASH][0]), command=command, tried=_AGREED, edit=None
+            )
+        for what, reads in heard.items():
+            if self._holds(what, reads, base):
+                if origin.where not in {each.where for each in reads}:
+                    found = LineOfOrigin(where=reads[0].where, changed=(), same=())
+                    self.verdict = replace(self.verdict, origin=found)
+                return self._explained(what, reads, its)
+        lines = (*origin.path, *origin.within)
+        leaves_unwritten = any(_MAKES_UNWRITTEN.search(source_line(each)) for each in lines)
+        if (leaves_unwritten or self.verdict.program.unwritten) and self._holds(
+            UNWRITTEN, [], self.resolved
+        ):
+            return self._explained(UNWRITTEN, [], its)
+        of_order = {each.where for each in self._lines(ADDRESS)}
+        reads_order = origin.is_set or not of_order.isdisjoint(origin.path)
+        if reads_order and self._holds(ADDRESS, [], base):
+            return self._explained(ADDRESS, [], its)
+        may_draw = reads_order or origin.called.partition(".")[0] in _DRAWING
+        if can_be_seeded and may_draw and self._setting("seed-only", ()):
+            return self._with_command(its)
+        if reads_order and not can_be_seeded and self._holds(HASH, [], base):
+            return self._explained(HASH, [], its)
+        if origin.called and not (heard or self.own_profile):
+            one = (*self.overrides, "env.OMP_NUM_THREADS=1")
+            if self._setting(self.profile or "seed-only", one):
+                command = self.done[-1].command
+                return self._with(cause=cause, command=command, tried=_AGREED, edit=None)
+        if its.suspects:
+            return self._by_what_cannot_be_held(its)
+        threads = [each for each in self.verdict.program.reads if each.what == THREADS]
+        if threads and self._holds(THREADS, [], base):
+            return self._explained(THREADS, threads[:1], its)
+        return self._with(cause=cause, edit=None)
 
     def with_one_hash_seed(self) -> Verdict:
         """Return the verdict of runs that another hash seed makes differ, with what fixes it."""
@@ -273,15 +340,20 @@ class Trials:
         files, steps = self.verdict.program.files, min(run.steps for run in self.between)
         edits += edits_elsewhere(what, files, steps)
         for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
-            what = f"{short(edit.where)} edited"
-            try:
-                with edited_copy(edit, self.left.written, self.runner.folder) as copy:
-                    place, change = partial(within, copy), RunEnvironment()
-                    if self._agrees(what, "", self.resolved, change, runs=ENOUGH_HELD, place=place):
-                        return edit
-            except CopyError as refused:
-                self.done.append(Trial(what, "", same=False, runs=0, answer=str(refused)))
+            if self._repeats_with(edit, self.resolved):
+                return edit
         return None
+
+    def _repeats_with(self, edit: Edit, resolved: ResolvedProfile | None) -> bool:
+        """Whether runs of a copy with an edit agree."""
+        what, change = f"{short(edit.where)} edited", RunEnvironment()
+        try:
+            with edited_copy(edit, self.left.written, self.runner.folder) as copy:
+                place = partial(within, copy)
+                return self._agrees(what, "", resolved, change, runs=ENOUGH_HELD, place=place)
+        except CopyError as refused:
+            self.done.append(Trial(what, "", same=False, runs=0, answer=str(refused)))
+        return False
 
     def _agrees(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,10 @@ from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import Request, bytes_of
 from torchrepro.verdict.comparison import refuse_no_line, refuse_unknown_lines, tolerance_of
 from torchrepro.verdict.criteria import ALIGNED
-from torchrepro.verdict.diagnosis import cause_of, worker_init_sentence
+from torchrepro.verdict.diagnosis import cause_of
 from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import moment, place
-from torchrepro.verdict.value import Advice, Kind
-from torchrepro.verification.at_start import WORKERS
+from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import FolderState
 from torchrepro.verification.leftovers import Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
@@ -36,7 +35,7 @@ from torchrepro.verification.trials import MOST, Trials
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.verdict.value import Divergence, Verdict
+    from torchrepro.verdict.value import Verdict
     from torchrepro.verification.runner import Setup
 
 FEWEST = 2  # runs that it takes to compare anything
@@ -162,6 +161,8 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                 )
                 if escalate:
                     verdict = trials.escalated()
+                    if not trials.done:
+                        verdict = _with_note(verdict, "no stricter setting is known that may help")
                 else:
                     verdict = trials.with_one_hash_seed() if culprits else trials.advised()
                 tried = trials.tried
@@ -224,8 +225,6 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
     first = verdict.first
     if first is None or not first.op:
         return verdict  # it has no op
-    if first.phase == "data" and first.kind is Kind.DATA:
-        return _follow_into_dataset(runner, verdict, first, setups)
     # Where other threads end steps, which of them is step 3 is an accident.
     steps = (max(first.step - 1, 0), first.step + 1) if verdict.compared.in_order else None
     keep = (*runner.request.keep, first.module)
@@ -237,7 +236,7 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
         closer = runner.compare(*runs)
         verdict = replace(verdict, program=closer.program)
         if closer.first is not None and _SPOT(closer.first) == _SPOT(first):
-            verdict = replace(verdict, first=closer.first)
+            verdict = replace(verdict, first=closer.first, origin=closer.origin)
             note = "the divergence is shown as two more runs recorded it, in detail"
         else:
             what = f"diverge {place(closer.first)}" if closer.first else "were the same there"
@@ -261,61 +260,6 @@ def _looked_closer(verdict: Verdict) -> Verdict:
 
 def _with_note(verdict: Verdict, note: str) -> Verdict:
     return replace(verdict, notes=(note, *verdict.notes))
-
-
-def _follow_into_dataset(
-    runner: Runner, verdict: Verdict, first: Divergence, setups: Sequence[Setup]
-) -> Verdict:
-    """Return the verdict of two runs that record the loading, if they diverge in the data.
-
-    They record what every function of the program returns while a batch is loaded. Worker processes
-    are not recorded, so these runs load in the main process.
-    """
-    metas = [its.meta for its in read_run(verdict.left, records=False) if its.rank == first.rank]
-    loaders = (each for meta in metas for each in meta.get("loaders") or ())
-    with_workers = (each for each in loaders if each.get("workers"))
-    # That in whose batch the runs diverge, if workers loaded it.
-    loader: Mapping[str, Any] = next(
-        (each for each in with_workers if each.get("where") == first.source), {}
-    )
-    steps = None if loader.get("iterable") else (0, first.step + 1)
-    request = replace(runner.request, steps=steps, samples=True, detail=True, every=1)
-    request = replace(request, statistics=False, max_size=None)
-    recorder = replace(runner, request=request, tolerance=None)
-    progress = "what the dataset returns"
-    if loader:
-        progress = "loading in the main process"
-        in_main = RunEnvironment(in_process={WORKERS: 0})
-        setups = [(resolved, environment | in_main) for resolved, environment in setups]
-    runs = _run_each(recorder, progress, setups)
-    found = recorder.compare(*runs) if all(run.recorded for run in runs) else None
-    if found is not None and found.first is not None:
-        if found.first.phase != "data":
-            return _with_note(verdict, f"{progress}: two more runs diverge {place(found.first)}")
-        note = "two more runs recorded what the dataset returned"
-        if loader:
-            where = f"the workers' batches diverge {place(first)}"
-            note = f"{where}; loading in the main process shows where"
-        return _with_note(_looked_closer(found), note)
-    failed = next((run for run in runs if run.status or not run.recorded), None)
-    if failed is not None:
-        note = f"a closer look showed nothing: the program failed, see {failed.log}"
-        return _with_note(verdict, note)
-    if not loader:
-        note = "two more runs were the same there: it varies from run to run"
-        return _with_note(verdict, note)
-    init, knobs = loader.get("worker_init_fn"), metas[0].get("knobs") or {}
-    why = (
-        worker_init_sentence(init, seeded=knobs.get("dataloader.seeding") == "auto")
-        if init
-        else "Something depends on the worker: its id, its pid, or which of them finishes first."
-    )
-    advice = Advice(
-        cause="The batches differ when worker processes load them, and did not in two runs that "
-        f"loaded in the main process. {why}",
-    )
-    note = "two more runs, which loaded in the main process, were the same"
-    return _with_note(replace(verdict, advice=advice), note)
 
 
 def _culprits(

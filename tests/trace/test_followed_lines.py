@@ -1,0 +1,393 @@
+"""Lines are followed without a change of the program, and lead to where a difference began."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from torchrepro.trace.followed_lines import PREFIX
+from torchrepro.verdict.first_line import Origins, threads_of
+from torchrepro.verdict.value import Divergence, Kind
+
+FOLLOWS = """
+import os, runpy, sys
+from torchrepro.trace.followed_lines import follow
+follow(sys.argv[1], None, os.environ)
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+# Each is a program whose last line shows the difference, with the line at which it begins, and
+# what of a library this line calls. No source is one that a recording hears by its name.
+BEGINS = {
+    "a value that a function of another file of the program returns": """
+        import hashlib, ssl
+        def key():
+            noise = ssl.RAND_bytes(8)  # here
+            return hashlib.sha256(noise).digest()
+        rows = sorted(range(9), key=lambda row: row)
+        order = [key()[0], *rows]
+        shown = order[0]
+        """,
+    "a table that another program sorts": """
+        import subprocess, time
+        began = time.perf_counter()
+        text = subprocess.run(["sh", "-c", "od -An -N8 -tx1 /dev/urandom"],
+                              capture_output=True).stdout  # before
+        words = text.split()
+        shown = words[0]
+        """,
+    "rows in the order of a query": """
+        import sqlite3, time
+        base = sqlite3.connect(":memory:")
+        base.execute("create table t (x)")
+        base.executemany("insert into t values (?)", [(n,) for n in range(50)])
+        log = [time.time_ns()]
+        rows = base.execute("select x from t order by random()").fetchall()  # here
+        log.append(time.time_ns())
+        first = [x for (x,) in rows]
+        shown = first[:3]
+        """,
+    "an attribute that a method sets": """
+        import ctypes, time
+        class Index:
+            def __init__(self, size):
+                self.made = time.time_ns()
+                self.size = size
+            def build(self):
+                memory = (ctypes.c_char * 8)()
+                ctypes.CDLL(None).getrandom(memory, 8, 0)
+                self.order = memory.raw  # here
+        index = Index(3)
+        index.build()
+        def use(index):
+            return index.order[0]
+        shown = use(index)
+        """,
+    "a value that is handed to a thread": """
+        import queue, ssl, threading, time
+        put = queue.Queue()
+        def make():
+            stamp = time.time_ns()
+            noise = ssl.RAND_bytes(4)  # here
+            put.put(noise)
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        shown = put.get()
+        """,
+    "a branch": """
+        import ssl
+        total = 0
+        for step in range(64):
+            if ssl.RAND_bytes(1)[0] > 127:  # here
+                total = total * 3 + step
+        shown = total
+        """,
+    "what a generator yields": """
+        import ssl, time
+        def rows(many):
+            for number in range(many):
+                stamp = time.time_ns()
+                yield number, ssl.RAND_bytes(2)  # here
+        made = dict(rows(4))
+        shown = made[3]
+        """,
+    "a sum of ten thousand rows": """
+        import ssl
+        def add(total, row):
+            return total + row
+        total = ssl.RAND_bytes(4)[0] * 1000 + ssl.RAND_bytes(4)[1]  # here
+        for row in range(5000):
+            total = total + row
+            total = add(total, row)
+        shown = total
+        """,
+    "many threads, one after the other": """
+        import ssl, threading
+        made = []
+        def make():
+            made.append(ssl.RAND_bytes(4))  # here
+        for number in range(20):
+            thread = threading.Thread(target=make)
+            thread.start()
+            thread.join()
+        shown = made[3][0:3]
+        """,
+    "one of two stamps of time": """
+        import time
+        began = time.time_ns()
+        sizes = [1, 2, 3]
+        other = time.time_ns()  # here
+        log = (began, sizes)
+        shown = other + sum(sizes)
+        """,
+}
+
+
+def _followed(folder: Path, text: str) -> tuple[Path, str]:
+    program = folder / "train.py"
+    program.write_text(textwrap.dedent(text))
+    for run in ("a", "b"):
+        (folder / run).mkdir()
+        words = [sys.executable, "-c", FOLLOWS, str(folder / run), str(program)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    return program, done.stdout
+
+
+def _origin(folder: Path, program: Path, line: int):
+    first = Divergence(0, 0, "forward", "", "aten::mul", f"{program}:{line}", kind=Kind.DATA)
+    return Origins(str(folder / "a"), str(folder / "b"), 0).of(first)
+
+
+@pytest.mark.parametrize("text", BEGINS.values(), ids=BEGINS)
+def test_the_line_at_which_a_difference_began_is_named(text, tmp_path):
+    """Whatever it called, where it shows lines later; what differs and is not read is not named."""
+    program, _ = _followed(tmp_path, text)
+    lines = program.read_text().splitlines()
+    found = _origin(tmp_path, program, len(lines))
+    here = next(
+        number for number, line in enumerate(lines, 1) if "# here" in line or "# before" in line
+    )
+    here -= "# before" in lines[here - 1]
+
+    assert found is not None
+    assert found.where == f"{program}:{here}"
+
+
+CLOSURE = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+lock = threading.Lock()
+def counter():
+    count = 0
+    def add():
+        nonlocal count
+        with lock:
+            count += 1
+    def read():
+        return count
+    return add, read
+add, read = counter()
+def work():
+    for _ in range(3000):
+        add()
+threads = [threading.Thread(target=work) for _ in range(4)]
+for each in threads: each.start()
+for each in threads: each.join()
+print(read())
+"""
+INTERRUPTED = """
+import signal, time
+def stop(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, stop)
+caught = 0
+for _ in range(20):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
+        while True:
+            x = [1, 2, 3]
+    except KeyboardInterrupt:
+        caught += 1
+print(caught)
+"""
+DIES = """
+import weakref
+class Big: pass
+def use():
+    big = Big()
+    seen = weakref.ref(big)
+    big = None
+    one = 1
+    return seen() is None
+def lives():
+    kept = Big()
+    return weakref.ref(kept)
+print(use(), lives()() is None)
+"""
+ASKS = """
+def own():
+    x = 1
+    seen = locals()
+    y = 2
+    return sorted(seen)
+print(own())
+"""
+TRACED = """
+import sys
+seen = []
+def trace(frame, event, value):
+    seen.append(event)
+    return trace
+def call():
+    return 1
+sys.settrace(trace)
+call()
+sys.settrace(None)
+print(seen)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        (CLOSURE, "12000"),
+        (INTERRUPTED, "20"),
+        (DIES, "True True"),
+        (ASKS, "['x']"),
+        (TRACED, "['call', 'line', 'return']"),
+    ],
+    ids=["a closure", "a signal", "a life", "locals()", "a tracer"],
+)
+def test_a_program_that_is_followed_does_what_it_does_alone(text, printed, tmp_path):
+    """Writes of threads stay, signals raise, values die, and a tracer of its own gets all."""
+    _, said = _followed(tmp_path, text)
+
+    assert said.strip() == printed
+
+
+def test_a_tracer_that_is_there_already_stays(tmp_path):
+    """Nothing is then followed."""
+    text = FOLLOWS.replace("follow(", "sys.settrace(lambda *_: None); follow(")
+    program = tmp_path / "train.py"
+    program.write_text("import sys; print(sys.gettrace() is None)")
+    words = [sys.executable, "-c", text, str(tmp_path), str(program)]
+
+    assert subprocess.check_output(words, text=True).strip() == "False"
+    assert not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+def test_what_is_followed_of_one_step_is_bounded(tmp_path):
+    """A program with a loop of a million lines goes on, and the recording says where it ended."""
+    _followed(tmp_path, "for number in range(1_000_000):\n    x = 1\n")
+    (thread,) = threads_of(str(tmp_path / "a")).values()
+
+    assert "200,000 lines" in thread.stopped
+    assert len(thread.executions) <= 200_001
+
+
+REBINDS = """
+import resource, sys
+import numpy as np
+def use():
+    for number in range(6):
+        kept = np.ones(12_500_000)
+        kept += number
+    return kept.sum()
+print(use())
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+print(peak, file=open(sys.argv[2] + ".peak", "w"))
+"""
+
+
+@pytest.mark.slow
+def test_a_local_of_100_megabytes_that_is_rebound_has_the_peak_of_two(tmp_path):
+    """What a frame holds is read, and kept no longer than up to the next line."""
+    program, _ = _followed(tmp_path, REBINDS)
+    followed = int(Path(f"{program}.peak").read_text())
+    subprocess.run([sys.executable, "-c", "import runpy, sys; runpy.run_path(sys.argv[2])",
+                    "", str(program)], check=True, capture_output=True)  # fmt: skip
+    plain = int(Path(f"{program}.peak").read_text())
+
+    print(f"peak {plain} MB alone, {followed} MB followed")
+    assert followed < plain + 110
+
+
+TRAINS = """
+import torch
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+compiled = torch.compile(model, backend="aot_eager")
+optimizer = torch.optim.Adam(model.parameters())
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.randn(8) + index
+def train():
+    for batch in torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=2, shuffle=True):
+        loss = compiled(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item().hex()
+print(*train(), torch.random.get_rng_state().sum().item())
+"""
+
+
+@pytest.mark.slow
+def test_results_are_those_of_the_program_alone_bit_for_bit(tmp_path):
+    """With workers, a compiled model and random numbers."""
+    program, followed = _followed(tmp_path, TRAINS)
+    alone = subprocess.check_output([sys.executable, str(program)], text=True)
+
+    assert followed == alone
+    assert {process for _, process, _ in threads_of(str(tmp_path / "a"))} >= {
+        "MainProcess",
+        "Process-1",
+        "Process-2",
+    }
+
+
+def test_what_a_line_calls_of_a_library_is_named_as_users_write_it(tmp_path):
+    """A function, a method, a class and an object that is called; a name of the program is none."""
+    text = """
+        import random, statistics
+        import numpy as np
+        rng = np.random.default_rng(0)
+        def own(x): return x
+        rng.normal()
+        statistics.mean([1])
+        np.random.default_rng(1)
+        own(1)
+        """
+    _followed(tmp_path, text)
+    (thread,) = threads_of(str(tmp_path / "a")).values()
+    called = {line.number: its for line, its in thread.called.items()}
+
+    assert called[6] == ["numpy.Generator.normal"]
+    assert called[7] == ["statistics.mean"]
+    assert called[8] == ["numpy.default_rng"]
+    assert called[9] == []
+
+
+def test_memory_that_is_allocated_and_then_filled_is_named_where_it_is_filled(tmp_path):
+    """What it held before is no argument of the line that fills it."""
+    text = """
+        import ctypes
+        import numpy as np
+        seen = np.empty(64, dtype=np.uint8)
+        seen[:] = 3
+        mask = np.empty(4096, dtype=np.uint8)
+        ctypes.CDLL(None).getrandom(mask.ctypes.data_as(ctypes.c_void_p), 64, 0)
+        shown = int(mask[:64].sum()) + int(mask[0]) * 7
+        """
+    program, _ = _followed(tmp_path, text)
+
+    assert _origin(tmp_path, program, 8).where == f"{program}:7"
+
+
+def test_an_element_that_nobody_can_compare_makes_no_list_the_same(tmp_path):
+    """The line that made such a list is named beside the one that reads it."""
+    text = """
+        import ssl
+        class Hidden:
+            __slots__ = ("own",)
+            def __getattribute__(self, name):
+                return ssl.RAND_bytes(4)
+        hits = [(1.0, iter([0])), (2.0, iter([1]))]
+        names = [ssl.RAND_bytes(8) for _, hit in hits]
+        shown = names[0]
+        """
+    program, _ = _followed(tmp_path, text)
+    found = _origin(tmp_path, program, 9)
+
+    assert found.where == f"{program}:8"
+    assert [(each.name, each.made) for each in found.opaque] == [("hits", f"{program}:7")]
+    assert "hits" not in found.same
