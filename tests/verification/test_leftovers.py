@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro.messages import printable
+from torchrepro.verdict.render import reach
 from torchrepro.verification.runner import LARGEST_LOG, run_to_end
 from torchrepro.verification.verifier import verify
 
@@ -49,6 +50,18 @@ with open("count", "r+") as count:
 """
     + CACHES
 )
+PREPARES = """
+import os, torch
+torch.manual_seed(0)
+if not os.path.exists("mean.pt"):
+    torch.save(torch.arange(8.).mean(), "mean.pt")
+mean = torch.load("mean.pt")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(2):
+    model(torch.ones(8, 4) * mean).square().mean().backward()
+    optimizer.step()
+"""
 REFUSES = """
 import os, torch
 {}
@@ -125,6 +138,21 @@ def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_
     else:
         alone = f"""'cd "$(mktemp -d)" && exec {sys.executable} {place}'"""
         assert advice.command.endswith(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_a_cache_that_the_first_run_fills_is_named_where_the_numbers_are_the_same(verified):
+    """What it reaches stands beside it: nothing."""
+    Path("train.py").write_text(PREPARES)
+    found = verified([sys.executable, "train.py"])
+
+    assert not found.same
+    assert not found.verdict.reaches
+    assert found.verdict.advice.cause.startswith(
+        "A file that one run leaves for the next: mean.pt, written at train.py:5 and read at"
+    )
+    assert "losses and parameters of all 2 steps are the same" in reach(found.verdict)
 
 
 @pytest.mark.slow

@@ -117,10 +117,10 @@ class Trials:
         """
         its = evidence_of(self.verdict, self.meta)
         is_fault = its.holds("reads_unwritten_memory") or its.holds("is_race")
-        if not (self.verdict.reaches or is_fault):
-            return self._left_out(its)
         if self.left.carried and self._is_left_behind():
             return self.verdict
+        if not (self.verdict.reaches or is_fault):
+            return self._left_out(its)
         suspect = prime_suspect(its)
         if its.holds("reads_unwritten_memory"):
             if self._holds(UNWRITTEN, [], self.resolved):
