@@ -8,7 +8,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+import torchrepro
 from torchrepro.trace.followed_lines import PREFIX
 from torchrepro.verdict.first_line import Origins, threads_of
 from torchrepro.verdict.value import Divergence, Kind
@@ -391,3 +393,14 @@ def test_an_element_that_nobody_can_compare_makes_no_list_the_same(tmp_path):
     assert found.where == f"{program}:8"
     assert [(each.name, each.made) for each in found.opaque] == [("hits", f"{program}:7")]
     assert "hits" not in found.same
+
+
+def test_a_recording_that_a_program_makes_itself_blames_no_other_tool(tmp_path):
+    """It begins too late to follow lines, which is no sign of a debugger."""
+    for run in ("a", "b"):
+        with torchrepro.record(tmp_path / run, detail=True):
+            torch.tensor([float(run == "a")]).exp()
+    found = torchrepro.compare(tmp_path / "a", tmp_path / "b")
+
+    assert not found.same
+    assert not any("debugger" in note for note in found.notes)

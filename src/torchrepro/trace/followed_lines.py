@@ -64,6 +64,9 @@ _YIELDS = frozenset(dis.opmap[name] for name in ("YIELD_VALUE", "SEND") if name 
 Names = Sequence[tuple[str, ...]]
 """Values as code names them: a variable, and the attributes that lead on from it."""
 
+Scope = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""The local and the global variables of a frame."""
+
 
 @dataclass(slots=True)
 class _Code:
@@ -225,9 +228,9 @@ class _Thread:
         self._ended(its, touched, now)
         if (code.number, number) not in self._written:
             self._written.add((code.number, number))
-            methods = code.methods.get(number, ())
+            methods, scope = code.methods.get(number, ()), (frame.f_locals, frame.f_globals)
             alone = [name for name in reads if name not in {each[:-1] for each in methods}]
-            called = [_called(frame, name) for name in (*alone, *methods)]
+            called = [_called(scope, name) for name in (*alone, *methods)]
             called += [ITERATES] if number in code.iterates else []
             names = " ".join(".".join(name) for name in reads)
             self.note("n", code.number, number, names, " ".join(filter(None, called)))
@@ -286,13 +289,14 @@ class _Thread:
 
     def _digests(self, frame: FrameType, names: Names) -> dict[tuple[str, ...], bytes]:
         found = dict[tuple[str, ...], bytes]()
+        scope = frame.f_locals, frame.f_globals  # Python makes the first anew each time
         for name in names:
             if name in found:
                 continue
             key, began = (address(frame.f_code), name), time.perf_counter()
             spent = self._spent.get(key, 0.0)
-            value = _value(frame, name)
-            if value is MISSING or _is_ours(value) or _is_of_library(frame, name):
+            value = _value(scope, name)
+            if value is MISSING or _is_ours(value) or _is_of_library(scope, name):
                 found[name] = NOTHING
             else:
                 found[name] = OPAQUE if spent > LONGEST_OF_ONE else _digest(value)
@@ -335,11 +339,11 @@ def _digest(value: Any) -> bytes:
     return digest + SET if is_set else digest
 
 
-def _value(frame: FrameType, name: tuple[str, ...]) -> Any:
+def _value(scope: Scope, name: tuple[str, ...]) -> Any:
     """Return the value that a name stands for, or the object whose property it is."""
     first, *rest = name
-    known = frame.f_locals
-    value = known[first] if first in known else frame.f_globals.get(first, MISSING)
+    known, everywhere = scope
+    value = known[first] if first in known else everywhere.get(first, MISSING)
     for each in rest:
         its = field_of(value, each)
         if its is MISSING:
@@ -348,9 +352,9 @@ def _value(frame: FrameType, name: tuple[str, ...]) -> Any:
     return value
 
 
-def _called(frame: FrameType, name: tuple[str, ...]) -> str:
+def _called(scope: Scope, name: tuple[str, ...]) -> str:
     """Return what of a library a name stands for, as in ``polars.DataFrame.group_by``."""
-    value, holder = _value(frame, name), _value(frame, name[:-1]) if name[1:] else MISSING
+    value, holder = _value(scope, name), _value(scope, name[:-1]) if name[1:] else MISSING
     kind = type(value)
     if value is MISSING or kind is ModuleType or kind in _PLAIN:
         return ""
@@ -384,11 +388,11 @@ def _in_call(kind: type) -> Iterator[str]:
         yield from (f".{name}" for name in ("__call__", "__iter__") if name in own)
 
 
-def _is_of_library(frame: FrameType, name: tuple[str, ...]) -> bool:
+def _is_of_library(scope: Scope, name: tuple[str, ...]) -> bool:
     """Whether a name leads on from a module of a library, as ``np.pi`` does."""
     if not name[1:]:
         return False
-    module = _value(frame, name[:1])
+    module = _value(scope, name[:1])
     return type(module) is ModuleType and is_library(_file_of(module.__name__))
 
 

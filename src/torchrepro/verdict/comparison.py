@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
 from torchrepro.messages import printable, some
-from torchrepro.trace.format import OPTIMIZER_STEP
+from torchrepro.trace.format import BY_PROGRAM, OPTIMIZER_STEP
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict import recordings
@@ -380,11 +380,13 @@ def _verdict(
     is_known = earliest is not None and compared.in_order
     origin = None
     if first is not None and first.source and first.kind in BROUGHT_IN:
+        metas = [trace.meta for trace in shown]
         origins = Origins(*runs, first.rank)
         origin = origins.of(first)
         if origin and origin.where == first.source and not origin.is_sure and not origin.called:
             origin = None  # the op and its inputs tell more of what a model computed
-        if all(trace.meta.get("detail") for trace in shown):
+        # A recording that the program makes itself begins too late to follow its lines.
+        if all(its.get("detail") and its.get("recorded_by") != BY_PROGRAM for its in metas):
             said += origins.notes
     verdict = Verdict(
         same=first is None,

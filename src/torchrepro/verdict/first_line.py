@@ -142,6 +142,10 @@ class _SideBySide:
         i, j = self.pairs[number]
         return self.threads[0].executions[i], self.threads[1].executions[j]
 
+    def frames(self, number: int) -> tuple[int, int]:
+        left, right = self.both(number)
+        return left.frame, right.frame
+
     def caller(self, number: int) -> int:
         """Return the pair that called the frames of a pair; -1 if none did."""
         left, right = self.both(number)
@@ -177,11 +181,11 @@ class _SideBySide:
 
     def sets(self, name: str, before: int) -> int | None:
         """Return the pair that last gave a name of the same frames its values, before another."""
-        frames = tuple(each.frame for each in self.both(before))
+        frames = self.frames(before)
         wanted = tuple(each.reads.get(name) for each in self.both(before))
         for number in range(before - 1, -1, -1):
             both = self.both(number)
-            if tuple(each.frame for each in both) == frames:
+            if self.frames(number) == frames:
                 if tuple(each.changes.get(name) for each in both) == wanted:
                     return number
                 if any(name in each.changes for each in both):
@@ -244,6 +248,7 @@ class Origins:
 
     def __init__(self, left: str, right: str, rank: int) -> None:
         both = threads_of(left), threads_of(right)
+        self._is_followed = all(both)
         self._sides = {
             key[1:]: _SideBySide(its, both[1][key])
             for key, its in both[0].items()
@@ -255,7 +260,7 @@ class Origins:
     @property
     def notes(self) -> Iterator[str]:
         """Yield what a reader has to know of what was not followed."""
-        if _MAIN not in self._sides:
+        if not self._is_followed:
             yield (
                 "the lines of the program were not followed in both runs: a debugger, a profiler "
                 "or a coverage tool that traces them already stays"
@@ -285,15 +290,11 @@ class Origins:
                     return self._read_at(side, number)
         if first.kind is not Kind.ONLY_ONE:
             return None
-        return self._parting(side, lambda each, _: str(each.line) == source and each.step == step)
+        parting = side.parting(lambda each, _: str(each.line) == source and each.step == step)
+        return None if parting is None else self._parted_at(side, parting)
 
-    def _parting(
-        self, side: _SideBySide, is_after: Callable[[Execution, int], bool]
-    ) -> LineOfOrigin | None:
-        """Return the line after which one run alone went on to such an execution."""
-        number = side.parting(is_after)
-        if number is None:
-            return None
+    def _parted_at(self, side: _SideBySide, number: int) -> LineOfOrigin | None:
+        """Return where the difference began by which the runs went on with other lines."""
         if side.read_otherwise(number):
             return self._read_at(side, number)
         within = self._within(side, number, len(side.pairs))
@@ -333,24 +334,24 @@ class Origins:
 
     def _out_of(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
         """Return where the object began of which a line read an attribute otherwise."""
-        frames = [each.frame for each in side.both(number)]
+        frames = side.frames(number)
         parts = name.split(".")
         holders = {".".join(parts[:end]) for end in range(1, len(parts))}
         for at in range(number - 1, -1, -1):
-            both = side.both(at)
-            if [each.frame for each in both] == frames and holders & both[0].changes.keys():
+            left, _ = side.both(at)
+            if side.frames(at) == frames and holders & left.changes.keys():
                 return self._changed_at(side, at)
         return None
 
     def _where_paths_part(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
         """Return the line after which one run alone set a name that both then read otherwise."""
-        frames = [each.frame for each in side.both(number)]
+        frames = side.frames(number)
 
         def sets(its: Execution, which: int) -> bool:
             return its.frame == frames[which] and name in its.changes
 
-        before = side.parting(sets)
-        return self._parting(side, sets) if before is not None and before < number else None
+        parting = side.parting(sets)
+        return self._parted_at(side, parting) if parting is not None and parting < number else None
 
     def _handed_over(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
         """Return where what a call was given came from: what its line read, or called before."""
@@ -381,26 +382,24 @@ class Origins:
 
         What was in that memory is no argument of it.
         """
-        left, right = side.both(number)
+        left, _ = side.both(number)
         called = side.threads[0].called.get(left.line, ())
         if not any(each.rpartition(".")[2] in ("empty", "empty_like") for each in called):
             return None
         for at in range(number + 1, len(side.pairs)):
-            both = side.both(at)
-            is_here = [each.frame for each in both] == [left.frame, right.frame]
-            names = side.changed_otherwise(at)
-            if is_here and any(_is_within(name, its) for name in names for its in left.changes):
+            names = side.changed_otherwise(at) if side.frames(at) == side.frames(number) else ()
+            if any(_is_within(name, its) for name in names for its in left.changes):
                 return at
         return None
 
     def _into_opaque(self, side: _SideBySide, number: int) -> LineOfOrigin | None:
         """Return where what differs began that was put into an object which nobody can compare."""
-        this, other = side.both(number)
+        this, _ = side.both(number)
         opaque = [name for name, value in this.reads.items() if value == _UNKNOWN]
         of_opaque: set[int] = set()  # pairs that made or used one of these, and what they called
         for at in range(number):
-            left, right = side.both(at)
-            is_here = (left.frame, right.frame) == (this.frame, other.frame)
+            left, _ = side.both(at)
+            is_here = side.frames(at) == side.frames(number)
             names = left.reads.keys() | left.changes.keys()
             uses = is_here and any(_is_within(name, each) for name in opaque for each in names)
             if uses or side.caller(at) in of_opaque:

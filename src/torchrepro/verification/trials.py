@@ -141,9 +141,7 @@ class Trials:
             for profile, overrides in list(self._settings(its))[:_SETTINGS]:
                 if self._setting(profile, overrides):
                     return self._with_command(its)
-        base = self.resolved
-        if base is None and not self.own_profile:
-            base = resolve("seed-only")
+        base = self._base
         (likeliest, its_reads), *others = self._sources(its).items()
         if self._holds(likeliest, [], base):
             return self._explained(likeliest, self._alone(likeliest, its_reads, base), its)
@@ -159,9 +157,7 @@ class Trials:
 
         Nothing is tried of what other lines have read: these read and made the same.
         """
-        base = self.resolved
-        if base is None and not self.own_profile:
-            base = resolve("seed-only")
+        base = self._base
         heard: dict[str, list[UncontrolledRead]] = {}
         for read in its.suspects:
             if read.what in HELD_AT_ONCE:
@@ -459,6 +455,13 @@ class Trials:
     @property
     def _limit(self) -> float:
         return max(*(run.seconds * _PATIENCE for run in self.between), _AT_LEAST)
+
+    @property
+    def _base(self) -> ResolvedProfile | None:
+        """The profile in which sources are held: one that seeds, where the command has none."""
+        if self.resolved is None and not self.own_profile:
+            return resolve("seed-only")
+        return self.resolved
 
     @property
     def own_profile(self) -> bool:
