@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,57 @@ def test_a_fault_is_found_and_what_was_lost_is_named(name: str) -> None:
     advice = found.verdict.advice
     assert found.status == 1
     assert words in (lost[0] if lost else advice.cause)
+
+
+KEPT = {
+    "a list of losses": ("memory = []", "memory.append(loss.item())  # here", "sum(memory[-3:])"),
+    "a counter": ("seen = 0", "seen += 1  # here", "seen"),
+    "an attribute": ("its = Its()", "its.seen = its.seen + 1  # here", "its.seen"),
+    "what a function returns": ("seen = [0]", "value = counted(seen)  # here", "value"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_line_is_named_that_goes_on_with_what_the_program_keeps_itself(name: str) -> None:
+    """Where all known state was restored, it is the line that reads another value of its own."""
+    begins, changes, scale = KEPT[name]
+    text = f"""
+        import os
+        import torch
+        class Its:
+            seen = 0
+        def counted(numbers):
+            numbers[0] += 1
+            return numbers[0]
+        torch.manual_seed(0)
+        data = torch.randn(8, 8, 4)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        {begins}
+        first = 0
+        if os.path.exists("state.pt"):
+            first, weights = torch.load("state.pt")
+            model.load_state_dict(weights)
+        for step in range(8):
+            if step < first:
+                continue
+            loss = model(data[step]).square().mean()
+            {changes}
+            optimizer.zero_grad()
+            (loss * ({scale})).backward()
+            optimizer.step()
+            if step == 3:
+                torch.save((step + 1, model.state_dict()), "state.pt")
+        """
+    lines = textwrap.dedent(text).splitlines()
+    Path("train.py").write_text("\n".join(lines), encoding="utf-8")
+    here = next(number for number, line in enumerate(lines, 1) if "# here" in line)
+
+    found = relate("resume", None, [sys.executable, "train.py"])
+
+    assert "something that the program keeps itself" in found.verdict.advice.cause
+    assert found.verdict.origin.where == f"{Path.cwd()}/train.py:{here}"
+    assert f"train.py:{here} " in str(found)
 
 
 def test_a_newer_checkpoint_that_was_passed_over_is_named() -> None:

@@ -19,6 +19,7 @@ from torchrepro.messages import shortened
 from torchrepro.messages import size as in_units
 from torchrepro.relations.related import NotRestored, Relation, Side
 from torchrepro.verdict.comparison import compare_from
+from torchrepro.verdict.first_line import Origins
 from torchrepro.verdict.render import LINE, are, counted, short
 from torchrepro.verdict.value import Advice, Divergence, Kind
 from torchrepro.verification.copies import MANY, Copy, temporary_folder
@@ -37,6 +38,7 @@ from torchrepro.verification.repository import (
 )
 
 if TYPE_CHECKING:
+    from torchrepro.verdict.value import LineOfOrigin
     from torchrepro.verification.result import Run
 
 LARGE = 1 << 26  # bytes of a file above which it is linked, not copied
@@ -193,8 +195,30 @@ class Resumed(Relation):
             its = f": {_few([_became(each, *both) for each, both in own.items()])}" if own else ""
             kept = f"what differs is something that the program keeps itself{its}"
             cause = f"All state that is known was restored: {kept}."
-            verdict = replace(verdict, advice=Advice(cause=cause))
+            origin = self._line(whole, number, begins, saved, verdict.first)
+            verdict = replace(verdict, advice=Advice(cause=cause), origin=origin)
         return Side(name, run, verdict, not_restored=lost, said=said)
+
+    def _line(
+        self, whole: State, number: int, begins: int, saved: int, first: Divergence
+    ) -> LineOfOrigin | None:
+        """Return the line that first reads what the program keeps itself, as followed runs show it.
+
+        Where a run goes on within a step, lines cannot be laid side by side.
+        """
+        step = whole.step(begins)
+        if not first.source or whole.passes[begins]["within"]:
+            return None
+        last, copy = first.step + 1, self._copy()
+        source = self.in_own(first.source).replace(str(self._root), str(copy.tree), 1)
+        plain = self._run(f"followed-{number}", copy, follow=(max(step - 1, 0), last))
+        copy = self._copy()
+        killed = self._state(self._run(f"killed-to-follow-{number}", copy, kill=saved))
+        command = self._resume_command(copy, killed) if killed.killed else []
+        name = f"resumed-and-followed-{number}"
+        resumed = self._run(name, copy, command=command, follow=(0, max(last - step, 0)))
+        origins = Origins(plain.folder, resumed.folder, first.rank, step)
+        return origins.of(replace(first, source=source))
 
     def _state(self, run: Run) -> State:
         every = self.noted(run)
@@ -210,14 +234,23 @@ class Resumed(Relation):
         )
 
     def _run(
-        self, name: str, copy: Copy, kill: int | None = None, command: Sequence[str] = ()
+        self,
+        name: str,
+        copy: Copy,
+        kill: int | None = None,
+        command: Sequence[str] = (),
+        follow: tuple[int, int] | None = None,  # steps of which lines are followed
     ) -> Run:
         told = {"tree": str(copy.tree), "pattern": self.checkpoint, "kill": kill}
-        runner = replace(self.runner, command=copy.command(command or self.runner.command))
-        observed = {
+        observed: dict[str, Any] | None = {
             "relations.state_observer:note_state": told,
             "relations.loading_observer:observe_loading": {},
         }
+        request = self.runner.request
+        if follow is not None:
+            request, observed = replace(request, steps=follow, detail=True), None
+        words = copy.command(command or self.runner.command)
+        runner = replace(self.runner, command=words, request=request)
         with copy.entered():
             run = self.run(name, copy.environment, observed, runner=runner)
         now = self._users_files()

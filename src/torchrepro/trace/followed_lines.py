@@ -19,8 +19,8 @@ A value is named as the code names it, as in ``self.index``. Only digests are ke
 
 from __future__ import annotations
 
-import ctypes
 import dis
+import inspect
 import os
 import sys
 import threading
@@ -39,9 +39,10 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from torchrepro.callers import address, is_library
+from torchrepro.trace.line_events import is_taken, tell
 from torchrepro.trace.value_digest import MISSING, NOTHING, OPAQUE, digest_of, field_of
 
 PREFIX = "lines-"
@@ -50,16 +51,11 @@ SET = b"s"  # ends the digest of a set, of which the order is a part
 MOST, LONGEST = 200_000, 30.0  # lines, and seconds in digests, of what a thread does in one step
 LONGEST_OF_ONE = 1.0  # seconds in digests of one name of one function in a step; it is then opaque
 
-_CALL, _LINE, _RETURN = 0, 2, 3  # https://docs.python.org/3/c-api/init.html#c.Py_tracefunc
-_TRACE = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p
-)
 _SEES_LOCALS = frozenset(("locals", "vars", "dir", "eval", "exec"))
 _ITERATING = ("FOR_ITER", "SEND")
 _WHOLE = ("<module>", "<lambda>")
 _HAS_NAMES = ("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _SETS_NAMES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
-_YIELDS = frozenset(dis.opmap[name] for name in ("YIELD_VALUE", "SEND") if name in dis.opmap)
 
 Names = Sequence[tuple[str, ...]]
 """Values as code names them: a variable, and the attributes that lead on from it."""
@@ -96,8 +92,6 @@ class FollowedLines:
 
     def __init__(self, folder: str, rank: int, steps: tuple[int, int] | None) -> None:
         self._folder, self._rank, self._steps = folder, rank, steps
-        # Held for as long as C calls it.
-        self._function = _TRACE(self._on_event)
         self._codes: dict[int, tuple[CodeType, _Code | None]] = {}
         self._step = 0
         self._threads = _Threads(self)
@@ -105,22 +99,14 @@ class FollowedLines:
 
     def begin(self) -> bool:
         """Begin to follow this thread and all that come; return whether nobody else does."""
-        if sys.gettrace() is not None or threading.gettrace() is not None:
+        if is_taken():
             return False
-        self._follow_thread()
-        threading.settrace(lambda *_: self._follow_thread())
+        tell(self)
         os.register_at_fork(after_in_child=self._begin_in_child)
         return True
 
     def _begin_in_child(self) -> None:
         self._step, self._threads = 0, _Threads(self)
-
-    def _follow_thread(self) -> None:
-        # A function in C: around one of Python's, Python 3.11 writes the variables of every
-        # closure that is called back into it, and with them what another thread had set before.
-        set_trace = ctypes.pythonapi.PyEval_SetTrace
-        set_trace.argtypes, set_trace.restype = [_TRACE, ctypes.py_object], None
-        set_trace(self._function, None)
 
     def step_ended(self, number: int) -> None:
         """Note that a step has ended, on the thread that ended it."""
@@ -132,40 +118,32 @@ class FollowedLines:
         first, last = self._steps or (0, self._step)
         return self._step == 0 or first <= self._step <= last
 
-    def _on_event(self, _: Any, frame: FrameType, event: int, value: int | None) -> int:
-        try:
-            if event == _CALL:
-                code = self._code(frame.f_code)
-                if code is None:
-                    frame.f_trace_lines = False
-                else:
-                    self._threads.own.called(frame, code)
-            elif event in (_LINE, _RETURN):
-                known = self._codes.get(address(frame.f_code))
-                if known is None or known[1] is None:
-                    return 0
-                own = self._threads.own
-                if event == _LINE:
-                    own.line_begins(frame, known[1])
-                elif value:
-                    returned = ctypes.cast(value, ctypes.py_object).value
-                    own.returns(frame, known[1], returned)
-                    del returned
-                else:
-                    own.left_by_exception(frame)
-        except Exception as error:  # noqa: BLE001 - the program goes on, unfollowed
-            sys.settrace(None)
-            with suppress(Exception):
-                self._threads.own.note("x", f"{type(error).__name__}: {error}".splitlines()[0])
-        except BaseException as error:  # noqa: BLE001 - of a signal; nothing passes through C
-            raised = error
+    # As a `Listener`.
 
-            def pass_on(*_: Any) -> NoReturn:
-                raise raised
+    def begins(self, frame: FrameType) -> bool:
+        code = self._code(frame.f_code)
+        if code is not None:
+            self._threads.own.called(frame, code)
+        return code is not None
 
-            frame.f_trace_lines, frame.f_trace = True, pass_on
-            sys.settrace(pass_on)
-        return 0
+    def line_begins(self, frame: FrameType) -> None:
+        if (code := self._code(frame.f_code)) is not None:
+            self._threads.own.line_begins(frame, code)
+
+    def returns(self, frame: FrameType, value: Any) -> None:
+        if (code := self._code(frame.f_code)) is not None:
+            self._threads.own.returns(frame, code, value)
+
+    def yields(self, frame: FrameType, value: Any) -> None:
+        if (code := self._code(frame.f_code)) is not None:
+            self._threads.own.yields(frame, code, value)
+
+    def is_left(self, frame: FrameType) -> None:
+        self._threads.own.is_left(frame)
+
+    def failed(self, error: Exception) -> None:
+        with suppress(Exception):
+            self._threads.own.note("x", f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _code(self, code: CodeType) -> _Code | None:
         """Return what is known of code of the program; None for any other."""
@@ -238,6 +216,10 @@ class _Thread:
         its.line = number
 
     def returns(self, frame: FrameType, code: _Code, value: Any) -> None:
+        self.yields(frame, code, value)
+        self._frames.pop(id(frame), None)
+
+    def yields(self, frame: FrameType, code: _Code, value: Any) -> None:
         if self._is_resting():
             return
         its = self._frame(frame, code)
@@ -248,12 +230,10 @@ class _Thread:
         digest = _digest(value)
         self._seconds += time.perf_counter() - began
         self.note("r", its.number, frame.f_lineno, f"{RETURNED}={digest.hex()}")
-        if frame.f_code.co_code[frame.f_lasti] in _YIELDS:
-            its.line = 0
-        else:
-            del self._frames[id(frame)]
+        if not frame.f_code.co_flags & inspect.CO_COROUTINE:
+            its.line = 0  # a line that awaits goes on afterwards
 
-    def left_by_exception(self, frame: FrameType) -> None:
+    def is_left(self, frame: FrameType) -> None:
         its = self._frames.pop(id(frame), None)
         if its is not None:
             self.note("r", its.number, frame.f_lineno)
@@ -449,9 +429,14 @@ def _lines_that_iterate(code: CodeType) -> frozenset[int]:
 def _operations(code: CodeType) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the name and the kind of what code does with names, in its order."""
     line = code.co_firstlineno
+    own = set[tuple[int, str]]()  # variables of a comprehension that has no frame, by its lines
     for each in dis.get_instructions(code):
         line = (each.positions.lineno if each.positions else None) or line
-        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        given = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        if each.opname == "LOAD_FAST_AND_CLEAR":
+            end = (each.positions and each.positions.end_lineno) or line
+            own.update((number, each.argval) for number in range(line, end + 1))
+        names = [name for name in given if (line, name) not in own]
         if each.opname.startswith(_HAS_NAMES):
             yield from ((line, name, "load") for name in names)
         elif each.opname.startswith(_SETS_NAMES):

@@ -413,7 +413,7 @@ def advice(
         cause = cause_of(suspect, evidence.other_seeds[:1])
         edit = edit_of(suspect.what, suspect.name, suspect.where, is_seed=is_seed)
         return Advice(cause=cause, edit=edit, closer=closer)
-    cause = cause_by_line(verdict.origin) if verdict.origin else cause_by_rule(evidence)
+    cause = cause_by_evidence(evidence)
     if may_hide_a_change:
         cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
     started = next((each for each in evidence.earlier_reads if each.what == THREADS), None)
@@ -481,7 +481,12 @@ def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
     return Evidence(verdict.first, tuple(settings), meta, within, verdict.program, verdict.origin)
 
 
-def cause_by_rule(evidence: Evidence) -> str:
+def cause_by_evidence(evidence: Evidence) -> str:
+    """Return as a sentence what the line did where it began, or else the cause of the rule."""
+    return cause_by_line(evidence.origin) if evidence.origin else _cause_by_rule(evidence)
+
+
+def _cause_by_rule(evidence: Evidence) -> str:
     """Return the cause that the table knows for such a divergence, as a sentence."""
     rule = rule_of(evidence)
     known, first = row_of(evidence.op), evidence.first

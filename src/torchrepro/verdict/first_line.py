@@ -7,12 +7,13 @@ that set it, until one has read the same in both runs and made another value of 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.trace.followed_lines import ITERATES, PREFIX, RETURNED, SET
 from torchrepro.trace.value_digest import OPAQUE, PARTLY
@@ -37,11 +38,17 @@ class Line(NamedTuple):
     """A line of the program as a recording knows it."""
 
     file: str
+    name: str  # of the file, without its folder
     function: str
     number: int
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number}"
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What the line is in any run: the same program may run in another folder."""
+        return self[1:]
 
 
 @dataclass(slots=True)
@@ -82,7 +89,7 @@ def threads_of(folder: str) -> dict[Key, Thread]:
 
 def _read(records: Iterator[list[str]]) -> Thread:
     thread, step = Thread(), 0
-    codes: dict[str, tuple[str, str]] = {}
+    codes: dict[str, tuple[str, str, str]] = {}
     code_of: dict[int, str] = {}
     names: dict[tuple[str, str], Sequence[str]] = {}  # that a line reads, by code and line
     known: dict[int, dict[str, str]] = {}
@@ -91,7 +98,7 @@ def _read(records: Iterator[list[str]]) -> Thread:
     caller: dict[int, int] = {}
     for kind, *its in records:
         if kind == "C":
-            codes[its[0]] = its[2], its[1]
+            codes[its[0]] = its[2], PurePath(its[2]).name, its[1]
         elif kind == "n":
             code, number, named, called = its
             names[code, number] = named.split()
@@ -128,11 +135,24 @@ def _read(records: Iterator[list[str]]) -> Thread:
 
 
 class _SideBySide:
-    """What one thread did in two runs; executions of both are paired by their order."""
+    """What one thread did in two runs; executions of both are paired by their order.
 
-    def __init__(self, left: Thread, right: Thread) -> None:
+    Where `right` goes on with step `begins` of `left`, that step is paired from its end: a resumed
+    run first makes what the other one has already.
+    """
+
+    def __init__(self, left: Thread, right: Thread, begins: int = 0) -> None:
         self.threads = left, right
-        self.pairs = list(_paired(left.executions, right.executions))
+        its, other = left.executions, right.executions
+        if not begins:
+            self.pairs = list(_paired(its, other))
+        else:
+            steps = [each.step for each in its]
+            start, end = bisect_left(steps, begins), bisect_right(steps, begins)
+            stop = bisect_right([each.step for each in other], 0)
+            first = _paired(its[start:end][::-1], other[:stop][::-1])
+            self.pairs = [(end - 1 - i, stop - 1 - j) for i, j in first][::-1]
+            self.pairs += [(end + i, stop + j) for i, j in _paired(its[end:], other[stop:])]
         self._number = {i: n for n, (i, _) in enumerate(self.pairs)}
         self._children: dict[int, list[int]] = defaultdict(list)
         for number in range(len(self.pairs)):
@@ -214,16 +234,16 @@ def _paired(left: Sequence[Execution], right: Sequence[Execution]) -> Iterator[t
     """Yield which executions belong together; some may be in one run alone."""
     i = j = 0
     while i < len(left) and j < len(right):
-        if left[i].line == right[j].line:
+        if left[i].line.alike == right[j].line.alike:
             yield i, j
             i, j = i + 1, j + 1
             continue
-        places: dict[tuple[Line, ...], int] = {}
+        places: dict[tuple[Any, ...], int] = {}
         for at in range(min(len(right), j + _WINDOW) - 1, j - 1, -1):
-            places[tuple(each.line for each in right[at : at + _ALIKE])] = at
+            places[tuple(each.line.alike for each in right[at : at + _ALIKE])] = at
         nearest: tuple[int, int, int] | None = None
         for at in range(i, min(len(left), i + _WINDOW)):
-            other = places.get(tuple(each.line for each in left[at : at + _ALIKE]))
+            other = places.get(tuple(each.line.alike for each in left[at : at + _ALIKE]))
             if other is not None and (nearest is None or at + other < nearest[0]):
                 nearest = at + other, at, other
             if nearest is not None and at + j > nearest[0]:
@@ -244,13 +264,16 @@ def _is_opaque(value: str) -> bool:
 
 
 class Origins:
-    """Searches the origin of what differs in the threads of one rank of two runs."""
+    """Searches the origin of what differs in the threads of one rank of two runs.
 
-    def __init__(self, left: str, right: str, rank: int) -> None:
+    The run `right` may have been resumed, and goes on with step `begins` of `left`.
+    """
+
+    def __init__(self, left: str, right: str, rank: int, begins: int = 0) -> None:
         both = threads_of(left), threads_of(right)
         self._is_followed = all(both)
         self._sides = {
-            key[1:]: _SideBySide(its, both[1][key])
+            key[1:]: _SideBySide(its, both[1][key], begins)
             for key, its in both[0].items()
             if key in both[1] and key[0] == str(rank)
         }
@@ -277,10 +300,24 @@ class Origins:
             return None
 
     def _of(self, first: Divergence) -> LineOfOrigin | None:
+        main = self._sides.get(_MAIN)
+        own = self._sides.get((_MAIN[0], first.thread or _MAIN[1]))
+        found = self._from_op(own, first) if own is not None else None
+        if main is None or (found is not None and (own is main or not found.came_in)):
+            return found
+        # Which of several threads is given what may be an accident: it shows where they meet again.
+        for number in range(len(main.pairs)):
+            left, _ = main.both(number)
+            calls = main.threads[0].called[left.line]
+            if left.step > first.step:
+                break
+            if any(each.startswith("torch.") for each in calls) and main.read_otherwise(number):
+                return self._read_at(main, number)
+        return found
+
+    def _from_op(self, side: _SideBySide, first: Divergence) -> LineOfOrigin | None:
+        """Return where the difference began that an op of this thread has shown."""
         source, step = first.source, first.step
-        side = self._sides.get(_MAIN)
-        if side is None:
-            return None
         for number in range(len(side.pairs)):
             left, _ = side.both(number)
             if str(left.line) == source and left.step == step:
@@ -371,11 +408,20 @@ class Origins:
         self._seen.add((id(side), number, "changed"))
         self._path.append(str(side.both(number)[0].line))
         within = self._within(side, number, len(side.pairs))
-        if within is None and (filled := self._where_filled(side, number)) is not None:
+        if within is not None:
+            return within
+        if (filled := self._where_filled(side, number)) is not None:
             return self._found(side, filled)
-        if within is None and side.read_otherwise(number):
+        if side.read_otherwise(number):
             return self._read_at(side, number)
-        return within or self._into_opaque(side, number) or self._found(side, number)
+        left, _ = side.both(number)
+        if ITERATES in side.threads[0].called[left.line]:
+            # The next value is another one where one run has taken more of them before.
+            frames = side.frames(number)
+            parting = side.parting(lambda each, which: each.frame == frames[which])
+            if parting is not None and parting < number:
+                return self._parted_at(side, parting)
+        return self._into_opaque(side, number) or self._found(side, number)
 
     def _where_filled(self, side: _SideBySide, number: int) -> int | None:
         """Return the pair that fills memory which a pair has only allocated; None for any other.

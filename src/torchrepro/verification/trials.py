@@ -33,8 +33,8 @@ from torchrepro.seeding.uncontrolled import (
 )
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict.diagnosis import (
+    cause_by_evidence,
     cause_by_line,
-    cause_by_rule,
     cause_of,
     evidence_of,
     levels_above,
@@ -175,9 +175,6 @@ class Trials:
             )
         for what, reads in heard.items():
             if self._holds(what, reads, base):
-                if origin.where not in {each.where for each in reads}:
-                    found = LineOfOrigin(where=reads[0].where, changed=(), same=())
-                    self.verdict = replace(self.verdict, origin=found)
                 return self._explained(what, reads, its)
         lines = (*origin.path, *origin.within)
         leaves_unwritten = any(_MAKES_UNWRITTEN.search(source_line(each)) for each in lines)
@@ -189,8 +186,9 @@ class Trials:
         reads_order = origin.is_set or not of_order.isdisjoint(origin.path)
         if reads_order and self._holds(ADDRESS, [], base):
             return self._explained(ADDRESS, [], its)
-        may_draw = reads_order or origin.called.partition(".")[0] in _DRAWING
-        if can_be_seeded and may_draw and self._setting("seed-only", ()):
+        # What no recording hears may be drawn, or go by the hashes of texts.
+        is_unheard = bool(origin.opaque) or origin.called.partition(".")[0] in _DRAWING
+        if can_be_seeded and (reads_order or is_unheard) and self._setting("seed-only", ()):
             return self._with_command(its)
         if reads_order and not can_be_seeded and self._holds(HASH, [], base):
             return self._explained(HASH, [], its)
@@ -503,7 +501,7 @@ class Trials:
         seeds = varying_seeds(scan(program.files, program.began), program.reads)
         left += [source for _, source in seeds]
         left += [each for each in its.suspects if each.what == THREADS]
-        cause = cause_of(left[0]) if left else cause_by_rule(its)
+        cause = cause_of(left[0]) if left else cause_by_evidence(its)
         what = left[0].what if left else ""
         edit = self._edit_that_works(what, left[:1]) if what in (FORKED, THREADS) else None
         if edit and what == THREADS and self._agrees_unchanged():
@@ -516,6 +514,10 @@ class Trials:
         words = what if reads else _UNHEARD.get(what, what)
         reads = reads or self._lines(what)
         cause, edit = f"{words[:1].upper()}{words[1:]}.", None
+        shown = self.verdict.origin.where if self.verdict.origin else its.first.source
+        if reads and reads[0].where and shown not in {each.where for each in reads}:
+            begins = LineOfOrigin(where=reads[0].where, changed=(), same=())
+            self.verdict = replace(self.verdict, origin=begins)
         if len(reads) == 1:
             cause = cause_of(replace(reads[0], what=words), seeds)
             if what != THREADS:

@@ -239,6 +239,8 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
             verdict = replace(verdict, first=closer.first, origin=closer.origin)
             note = "the divergence is shown as two more runs recorded it, in detail"
         else:
+            if closer.first is not None and closer.first.source == first.source:
+                verdict = replace(verdict, origin=closer.origin)
             what = f"diverge {place(closer.first)}" if closer.first else "were the same there"
             note = f"two more runs, recorded in detail, {what}: it varies from run to run"
         verdict = runner.advised(verdict, runs[0])
