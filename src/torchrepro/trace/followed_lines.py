@@ -4,7 +4,8 @@ A process that is recorded in detail does so from its start, in each of its thre
 processes that it forks. Each thread has a file of its own in the folder of the recording:
 
     H  rank, process, thread
-    C  number, function, file       code of the program that runs for the first time
+    C  number, function, file, kind
+                                    code of the program that runs for the first time
     n  code, line, reads, calls     what a line that runs for the first time names; ``iter``, where
                                     it takes the next value of what it does not name
     c  frame, code                  a call of it, which makes a frame
@@ -42,11 +43,11 @@ from types import (
 from typing import IO, Any
 
 from torchrepro.callers import address, is_library
-from torchrepro.trace.line_events import is_taken, tell
+from torchrepro.trace.line_events import report_lines
 from torchrepro.trace.value_digest import MISSING, NOTHING, OPAQUE, digest_of, field_of
 
 PREFIX = "lines-"
-RETURNED, ITERATES = "return value", "iter"
+RETURNED, ITERATES, COROUTINE = "return value", "iter", "coroutine"
 SET = b"s"  # ends the digest of a set, of which the order is a part
 MOST, LONGEST = 200_000, 30.0  # lines, and seconds in digests, of what a thread does in one step
 LONGEST_OF_ONE = 1.0  # seconds in digests of one name of one function in a step; it is then opaque
@@ -99,9 +100,8 @@ class FollowedLines:
 
     def begin(self) -> bool:
         """Begin to follow this thread and all that come; return whether nobody else does."""
-        if is_taken():
+        if not report_lines(self):
             return False
-        tell(self)
         os.register_at_fork(after_in_child=self._begin_in_child)
         return True
 
@@ -193,7 +193,8 @@ class _Thread:
         if code.number not in self._written:
             self._written.add(code.number)
             its = frame.f_code
-            self.note("C", code.number, its.co_qualname, its.co_filename)
+            kind = COROUTINE if its.co_flags & inspect.CO_COROUTINE else ""
+            self.note("C", code.number, its.co_qualname, its.co_filename, kind)
         self.note("c", self._calls, code.number)
 
     def line_begins(self, frame: FrameType, code: _Code) -> None:

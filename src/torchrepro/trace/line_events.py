@@ -1,8 +1,8 @@
-"""Tells one listener which lines run in this process, in each of its threads.
+"""Reports each line that Python runs to a listener, in every thread of the process.
 
-Python 3.11 does so by a trace function, which is in C, and from 3.12 on by `sys.monitoring`
-(https://docs.python.org/3/library/sys.monitoring.html), which leaves code at full speed of which
-nobody wants to know the lines.
+Python 3.11 reports lines to a trace function, which is in C here. Later versions have
+`sys.monitoring` (https://docs.python.org/3/library/sys.monitoring.html), which does not slow down
+code whose lines the listener does not ask for.
 """
 
 from __future__ import annotations
@@ -16,77 +16,89 @@ from typing import Any, NoReturn, Protocol
 
 
 class Listener(Protocol):
-    """What is told of the frames of a process, on the thread in which they run."""
+    """Receives the events of frames, on the thread that runs them."""
 
     def begins(self, frame: FrameType) -> bool:
-        """Hear of a call, or of a generator that goes on; return whether to hear of its lines."""
+        """Receive a call, or a generator that resumes; return whether to report its lines."""
 
     def line_begins(self, frame: FrameType) -> None:
-        """Hear of the line that the frame is about to run."""
+        """Receive the line that the frame is about to run."""
 
     def returns(self, frame: FrameType, value: Any) -> None:
-        """Hear of the value that the frame returns."""
+        """Receive the value that the frame returns."""
 
     def yields(self, frame: FrameType, value: Any) -> None:
-        """Hear of a value that the frame yields, or by which it awaits another one."""
+        """Receive a value that the frame yields, or the awaitable that it waits for."""
 
     def is_left(self, frame: FrameType) -> None:
-        """Hear of an exception that leaves the frame."""
+        """Receive a frame that an exception leaves."""
 
     def failed(self, error: Exception) -> None:
-        """Hear of what one of these has raised: nothing more is told, and the program goes on."""
+        """Receive an error of another method; no events follow, and the program continues."""
 
 
-def is_taken() -> bool:
-    """Whether a debugger, a coverage tool or a profiler hears of lines in this process already."""
+def _is_traced() -> bool:
     return sys.gettrace() is not None or threading.gettrace() is not None
 
 
 if sys.version_info >= (3, 12):
 
-    def tell(listener: Listener) -> None:
-        """Tell it of all that runs from now on, and in the processes that this one forks."""
+    def report_lines(listener: Listener) -> bool:
+        """Report to `listener` from now on, also in processes that this one forks.
+
+        Returns whether it does: not where a debugger, a coverage tool or a profiler traces the
+        process already.
+        """
         monitoring, on = sys.monitoring, sys.monitoring.events
         # Other numbers are those of debuggers, coverage tools, profilers and optimizers.
-        tool = next(each for each in (3, 4) if monitoring.get_tool(each) is None)
+        tool = next((each for each in (3, 4) if monitoring.get_tool(each) is None), None)
+        if tool is None or _is_traced():
+            return False
         monitoring.use_tool_id(tool, "torchrepro")
         inside = on.LINE | on.PY_RETURN | on.PY_YIELD
 
-        def hears(what: Any, *args: Any) -> Any:
+        def call(method: Any, *args: Any) -> Any:
             try:
-                return what(sys._getframe(2), *args)  # noqa: SLF001 - no other way to the frame
-            except Exception as error:  # noqa: BLE001 - the program goes on
-                for event in told:
+                return method(sys._getframe(2), *args)  # noqa: SLF001 - no other way to the frame
+            except Exception as error:  # noqa: BLE001 - the program continues
+                for event in callbacks:
                     monitoring.register_callback(tool, event, None)
                 listener.failed(error)
 
         def begins(code: CodeType, _: int) -> Any:
-            if not hears(listener.begins):
+            if not call(listener.begins):
                 return monitoring.DISABLE
             return monitoring.set_local_events(tool, code, inside)
 
-        told = {
+        callbacks = {
             on.PY_START: begins,
             on.PY_RESUME: begins,
-            on.LINE: lambda code, number: hears(listener.line_begins),
-            on.PY_RETURN: lambda code, offset, value: hears(listener.returns, value),
-            on.PY_YIELD: lambda code, offset, value: hears(listener.yields, value),
-            on.PY_UNWIND: lambda code, offset, error: hears(listener.is_left),
+            on.LINE: lambda code, number: call(listener.line_begins),
+            on.PY_RETURN: lambda code, offset, value: call(listener.returns, value),
+            on.PY_YIELD: lambda code, offset, value: call(listener.yields, value),
+            on.PY_UNWIND: lambda code, offset, error: call(listener.is_left),
         }
-        for event, function in told.items():
+        for event, function in callbacks.items():
             monitoring.register_callback(tool, event, function)
         monitoring.set_events(tool, on.PY_START | on.PY_RESUME | on.PY_UNWIND)
+        return True
 
 else:
 
-    def tell(listener: Listener) -> None:
-        """Tell it of all that runs from now on, and in the processes that this one forks."""
-        call, line, returned = 0, 2, 3  # https://docs.python.org/3/c-api/init.html#c.Py_tracefunc
+    def report_lines(listener: Listener) -> bool:
+        """Report to `listener` from now on, also in processes that this one forks.
+
+        Returns whether it does: not where a debugger, a coverage tool or a profiler traces the
+        process already.
+        """
+        if _is_traced():
+            return False
+        called, line, returned = 0, 2, 3  # https://docs.python.org/3/c-api/init.html#c.Py_tracefunc
         yields = dis.opmap["YIELD_VALUE"], dis.opmap["SEND"]
 
         def on_event(_: Any, frame: FrameType, event: int, value: int | None) -> int:
             try:
-                if event == call:
+                if event == called:
                     frame.f_trace_lines = listener.begins(frame)
                 elif event == line:
                     listener.line_begins(frame)
@@ -94,9 +106,9 @@ else:
                     listener.is_left(frame)
                 elif event == returned and value is not None:
                     is_last = frame.f_code.co_code[frame.f_lasti] not in yields
-                    hears = listener.returns if is_last else listener.yields
-                    hears(frame, ctypes.cast(value, ctypes.py_object).value)
-            except Exception as error:  # noqa: BLE001 - the program goes on
+                    method = listener.returns if is_last else listener.yields
+                    method(frame, ctypes.cast(value, ctypes.py_object).value)
+            except Exception as error:  # noqa: BLE001 - the program continues
                 sys.settrace(None)
                 listener.failed(error)
             except BaseException as error:  # noqa: BLE001 - of a signal; nothing passes through C
@@ -113,7 +125,7 @@ else:
             ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p
         )
         function = traced(on_event)
-        # C calls it to the end, when the modules that hold it are gone.
+        # C calls it to the end of the process, after the modules that refer to it are gone.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
 
         def trace_thread(*_: Any) -> None:
@@ -125,3 +137,4 @@ else:
 
         trace_thread()
         threading.settrace(trace_thread)
+        return True

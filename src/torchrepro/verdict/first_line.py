@@ -8,14 +8,14 @@ that set it, until one has read the same in both runs and made another value of 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.trace.followed_lines import ITERATES, PREFIX, RETURNED, SET
+from torchrepro.trace.followed_lines import COROUTINE, ITERATES, PREFIX, RETURNED, SET
 from torchrepro.trace.value_digest import OPAQUE, PARTLY
 from torchrepro.verdict.libraries import library_row
 from torchrepro.verdict.value import Kind, LineOfOrigin, OpaqueValue
@@ -57,6 +57,7 @@ class Execution:
 
     line: Line
     frame: int
+    task: tuple[Any, ...]  # the coroutine that it is of; empty outside of any
     step: int
     caller: int  # the number of the execution that called the frame; -1 where no line is known to
     reads: dict[str, str]  # digests as it began
@@ -96,9 +97,13 @@ def _read(records: Iterator[list[str]]) -> Thread:
     running: list[int] = []  # frames, the innermost last
     last: dict[int, int] = {}  # by frame, the number of its last execution
     caller: dict[int, int] = {}
+    coroutines = Counter[str]()  # how many of each code have begun
+    task: dict[int, tuple[Any, ...]] = {}  # by frame
     for kind, *its in records:
         if kind == "C":
             codes[its[0]] = its[2], PurePath(its[2]).name, its[1]
+            if its[3] == COROUTINE:
+                coroutines[its[0]] = 0
         elif kind == "n":
             code, number, named, called = its
             names[code, number] = named.split()
@@ -110,6 +115,9 @@ def _read(records: Iterator[list[str]]) -> Thread:
         elif kind == "c":
             frame = int(its[0])
             code_of[frame], known[frame] = its[1], {}
+            if its[1] in coroutines:
+                coroutines[its[1]] += 1
+                task[frame] = (*codes[its[1]][1:], coroutines[its[1]])
         else:
             frame, number = int(its[0]), its[1]
             values = dict(each.rpartition("=")[::2] for each in its[2:])
@@ -124,7 +132,8 @@ def _read(records: Iterator[list[str]]) -> Thread:
                 read = names.get((code_of[frame], number), ())
                 reads = {name: known[frame][name] for name in read if name in known[frame]}
                 last[frame] = len(thread.executions)
-                thread.executions.append(Execution(line, frame, step, caller[frame], reads))
+                of = task.get(frame, ())
+                thread.executions.append(Execution(line, frame, of, step, caller[frame], reads))
             elif frame in last:
                 thread.executions[last[frame]].changes.update(values)
             if kind == "r":
@@ -145,7 +154,7 @@ class _SideBySide:
         self.threads = left, right
         its, other = left.executions, right.executions
         if not begins:
-            self.pairs = list(_paired(its, other))
+            self.pairs = _paired(its, other)
         else:
             steps = [each.step for each in its]
             start, end = bisect_left(steps, begins), bisect_right(steps, begins)
@@ -230,8 +239,24 @@ def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _paired(left: Sequence[Execution], right: Sequence[Execution]) -> Iterator[tuple[int, int]]:
-    """Yield which executions belong together; some may be in one run alone."""
+def _paired(left: Sequence[Execution], right: Sequence[Execution]) -> list[tuple[int, int]]:
+    """Return which executions belong together; some may be in one run alone.
+
+    Those of a coroutine are paired by themselves: which of several goes on is an accident.
+    """
+    by_task: list[dict[tuple[Any, ...], list[int]]] = [{}, {}]
+    for numbers, executions in zip(by_task, (left, right), strict=True):
+        for number, each in enumerate(executions):
+            numbers.setdefault(each.task, []).append(number)
+    return sorted(
+        (ours[i], theirs[j])
+        for task, ours in by_task[0].items()
+        for theirs in [by_task[1].get(task, [])]
+        for i, j in _in_order([left[n] for n in ours], [right[n] for n in theirs])
+    )
+
+
+def _in_order(left: Sequence[Execution], right: Sequence[Execution]) -> Iterator[tuple[int, int]]:
     i = j = 0
     while i < len(left) and j < len(right):
         if left[i].line.alike == right[j].line.alike:
