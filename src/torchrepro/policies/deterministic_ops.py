@@ -18,6 +18,7 @@ from another package may not ask it, and a Triton kernel cannot. `unseen_kernels
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -267,7 +268,12 @@ TORCHS_OWN = frozenset(
         *("static_runtime", "streams", "symm_mem", "torch_attn", "triton", "xnnpack"),
     }
 )
-"""Namespaces of the ops that come with torch itself, in whichever of its modules."""
+"""Namespaces of ops that come with torch, for a torch that does not record where it defines them.
+
+Torch 2.6 does not, for what it defines in Python.
+"""
+
+_REGISTERED_AT = re.compile(r"^[\w\[\]]+: registered at (.+?):\d+", re.MULTILINE)
 
 _TRITON_KINDS = (("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner"))
 _FEW = 3  # ops of one package that are named one by one
@@ -287,13 +293,32 @@ def _custom_ops() -> Iterator[str]:
     ops: dict[str, set[str]] = defaultdict(set)
     for name in op_names():
         namespace, _, rest = name.partition("::")
-        if namespace not in TORCHS_OWN:
+        if namespace not in TORCHS_OWN and not _comes_with_torch(name):
             ops[namespace].add(rest.partition(".")[0])
     for namespace, names in ops.items():
         if len(names) > _FEW:
             yield f"{namespace}: {len(names)} custom ops"
         else:
             yield from (f"{namespace}::{name}" for name in names)
+
+
+def _comes_with_torch(op: str) -> bool:
+    """Whether a module of torch registers an op, or the C++ source that torch is built from.
+
+    Private (`_dispatch_dump`, and the definitions of `torch._library.custom_ops`): torch offers no
+    public record of who registers an op. Where it is gone, the op counts as one of another package.
+    """
+    torch = sys.modules["torch"]
+    definitions = getattr(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
+    function = getattr(definitions.get(op.partition(".")[0]), "_init_fn", None)
+    if function is not None:
+        return str(function.__module__).partition(".")[0] == "torch"
+    dump = getattr(torch._C, "_dispatch_dump", lambda _: "")  # noqa: SLF001 - see above
+    place, of_torch = (_REGISTERED_AT.search(dump(name)) for name in (op, "aten::add.Tensor"))
+    if place is None or of_torch is None:
+        return False
+    sources = of_torch[1].partition("/aten/")[0].removesuffix("/build")
+    return place[1].startswith((f"{sources}/", *(f"{folder}/" for folder in torch.__path__)))
 
 
 def _triton_kernels() -> Iterator[str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -304,6 +305,8 @@ class Origins:
         }
         self._seen: set[tuple[int, int, str]] = set()
         self._path: list[str] = []  # the lines that were looked at
+        # Values that those lines read otherwise, besides the one that was followed.
+        self._others: list[tuple[_SideBySide, int, str]] = []
 
     @property
     def notes(self) -> Iterator[str]:
@@ -318,11 +321,17 @@ class Origins:
                 yield f"the lines of {thread} in {process} were not all followed: {why}"
 
     def of(self, first: Divergence) -> LineOfOrigin | None:
-        """Return the line at which a divergence began; None where no line shows that."""
-        try:
-            return self._of(first)
-        except RecursionError:  # through very many calls
-            return None
+        """Return the line at which a divergence began; None where no line shows that.
+
+        Its path has the lines as well from which the rest came that a line between read otherwise.
+        """
+        found = None
+        with suppress(RecursionError):  # through very many calls
+            found = self._of(first)
+            for other in self._others if found is not None else ():
+                self._set_at(*other)
+        path = dict.fromkeys((*found.path, *self._path)) if found is not None else ()
+        return found and replace(found, path=tuple(path))
 
     def _of(self, first: Divergence) -> LineOfOrigin | None:
         main = self._sides.get(_MAIN)
@@ -368,31 +377,36 @@ class Origins:
             return None
         self._seen.add((id(side), number, "read"))
         self._path.append(str(side.both(number)[0].line))
-        for name in side.read_otherwise(number):
-            left, right = side.both(number)
-            values = left.reads[name], right.reads[name]
-            by = side.sets(name, number)
-            while by is not None and name in side.read_otherwise(by):  # as in ``total += rows``
-                self._path.append(str(side.both(by)[0].line))
-                earlier = side.sets(name, by)
-                if earlier is None:
-                    break
-                by = earlier
-            if by is None:
-                by = side.makes(values, number)
-            if by is not None:
-                found = self._changed_at(side, by)
-            else:
-                found = (
-                    self._in_another_thread(side, values)
-                    or self._out_of(side, number, name)
-                    or self._where_paths_part(side, number, name)
-                    or self._handed_over(side, number, name)
-                    or self._found(side, number, names=[name], came_in=True)
-                )
+        names = side.read_otherwise(number)
+        for place, name in enumerate(names, start=1):
+            found = self._set_at(side, number, name)
             if found is not None:
+                self._others += [(side, number, other) for other in names[place:]]
                 return found
         return None
+
+    def _set_at(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
+        """Return where one value came from that a line read otherwise."""
+        left, right = side.both(number)
+        values = left.reads[name], right.reads[name]
+        by = side.sets(name, number)
+        while by is not None and name in side.read_otherwise(by):  # as in ``total += rows``
+            self._path.append(str(side.both(by)[0].line))
+            earlier = side.sets(name, by)
+            if earlier is None:
+                break
+            by = earlier
+        if by is None:
+            by = side.makes(values, number)
+        if by is not None:
+            return self._changed_at(side, by)
+        return (
+            self._in_another_thread(side, values)
+            or self._out_of(side, number, name)
+            or self._where_paths_part(side, number, name)
+            or self._handed_over(side, number, name)
+            or self._found(side, number, names=[name], came_in=True)
+        )
 
     def _out_of(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
         """Return where the object began of which a line read an attribute otherwise."""
