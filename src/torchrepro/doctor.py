@@ -15,7 +15,7 @@ from torchrepro.knobs.torch_state import cann_too_old, compiled_ops_blocked
 from torchrepro.knobs.variables import ORDER_OF_SUMS, WITHOUT_EFFECT
 from torchrepro.outcomes import Outcome
 from torchrepro.planner import Plan, make_plan
-from torchrepro.process_state import closed_doors
+from torchrepro.process_state import closed_doors, untested_torch
 from torchrepro.profile.resolved import ResolvedProfile, flatten
 from torchrepro.report import absent_lines
 
@@ -93,6 +93,8 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
     elif find_spec("hydra_plugins.torchrepro") is None:
         what = "Hydra cannot find torchrepro's plugin: `+repro=` would set a plain string"
         yield Finding(what, "install torchrepro again")
+    if untested := untested_torch():
+        yield Finding(untested, "torchrepro selftest tries each setting of it", serious=False)
     if wanted.get("seed") is None:
         yield Finding("no seed: every run draws other random numbers", "set `seed`")
     for name, why in WITHOUT_EFFECT.items():

@@ -19,6 +19,7 @@ from typing import Any
 
 from torchrepro.callers import frames, package
 from torchrepro.errors import ApplyError, SeedingError
+from torchrepro.imports import installed_version
 from torchrepro.knobs.torch_state import npu_with_devices
 from torchrepro.knobs.variables import openmp_of_torch
 from torchrepro.messages import shown, some
@@ -38,6 +39,23 @@ try:
 except OSError:  # it is gone
     FOLDER = ""
 """The folder in which the program was started, unless it left it before it used torchrepro."""
+
+
+TESTED_TORCH = "2.6", "2.15"
+"""The oldest and the newest release of torch with which the tests of torchrepro pass."""
+
+
+def untested_torch() -> str:
+    """Return a sentence where torch is newer than any release that was tested; else an empty one.
+
+    The version is that of the imported torch, or of the installed one. Changes nothing.
+    """
+    version = getattr(sys.modules.get("torch"), "__version__", "") or installed_version("torch")
+    release = str(version).split(".")[:2]
+    newest = [int(part) for part in TESTED_TORCH[1].split(".")]
+    if not all(part.isdecimal() for part in release) or [*map(int, release)] <= newest:
+        return ""
+    return f"torch {version} is newer than {TESTED_TORCH[1]}, the newest that was tested"
 
 
 def _loaded(module: str) -> bool:

@@ -39,7 +39,7 @@ from torchrepro.outcomes import (
     Writer,
     judge,
 )
-from torchrepro.process_state import HARDWARE
+from torchrepro.process_state import HARDWARE, untested_torch
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
@@ -213,6 +213,8 @@ def start_up_parts(report: Report) -> tuple[Part, ...]:
         if needs_attention and row.knob not in in_summary:
             moved = "" if row.before == row.after else f" {_change(row.before, row.after)}"
             rows.append((Styled(f"  {row.standing}", style), f"{row.knob}{moved}: {row.why}"))
+    if untested := untested_torch():
+        rows.append((Styled("  untested", STANDINGS["lowered"][0]), untested))
     return headline_parts(report, *rows)
 
 

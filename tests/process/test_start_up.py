@@ -3,9 +3,13 @@
 import os
 
 import pytest
+import torch
 
+import torchrepro
 from torchrepro import launch
+from torchrepro.doctor import examine
 from torchrepro.process_state import absent_hardware
+from torchrepro.profile.load import resolve
 
 HELD = "torchrepro: debug-strict (repeatable) is in force: "
 LOWERED = "except the kernels of compiled code"
@@ -85,3 +89,21 @@ def test_an_option_wins_over_the_variables(options, command, monkeypatch):
     assert (status, err) == (0, "")
     assert seen == [GIVEN[options]]
     assert tuple(map(os.getenv, NAMES)) == ("1", "1")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_newer"),
+    [("2.6.0", 0), ("2.15.1+cu132", 0), ("2.16.0.dev20261128", 1), ("3.0.0", 1), ("a", 0)],
+)
+def test_a_torch_that_is_newer_than_those_tested_is_said_in_one_line(
+    version, is_newer, monkeypatch
+):
+    """The report and `doctor` say so, and nothing stops."""
+    monkeypatch.setattr(torch, "__version__", version)
+    with torchrepro.apply("seed-only") as applied:
+        said = str(applied.report)
+    words = f"torch {version} is newer than 2.15, the newest that was tested"
+    found = [each for each in examine(resolve("seed-only")) if each.what == words]
+
+    assert said.count(words) == len(found) == is_newer
+    assert not any(each.serious for each in found)
