@@ -100,6 +100,8 @@ else:
             try:
                 if event == called:
                     frame.f_trace_lines = listener.begins(frame)
+                elif not frame.f_trace_lines:
+                    pass  # most events: the listener asked for no line of this frame
                 elif event == line:
                     listener.line_begins(frame)
                 elif event == returned and value is None:
