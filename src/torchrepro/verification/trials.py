@@ -512,12 +512,12 @@ class Trials:
         """Return the verdict with a cause that a trial has shown, and its line if that is known."""
         seeds = its.other_seeds[:1]
         words = what if reads else _UNHEARD.get(what, what)
-        reads = reads or self._lines(what)
-        cause, edit = f"{words[:1].upper()}{words[1:]}.", None
         shown = self.verdict.origin.where if self.verdict.origin else its.first.source
         if reads and reads[0].where and shown not in {each.where for each in reads}:
             begins = LineOfOrigin(where=reads[0].where, changed=(), same=())
             self.verdict = replace(self.verdict, origin=begins)
+        reads = reads or self._lines(what)
+        cause, edit = f"{words[:1].upper()}{words[1:]}.", None
         if len(reads) == 1:
             cause = cause_of(replace(reads[0], what=words), seeds)
             if what != THREADS:
