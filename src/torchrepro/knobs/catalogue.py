@@ -185,6 +185,14 @@ CUDA = (
         source=f"{NUMERICS}#full-fp16-accmumulation-in-fp16-gemms",
         since="2.7",
     ),
+    _flag(
+        _cuda,
+        "cuda.prefer_cublaslt_grouped_gemm",
+        Attribute("torch.backends.cuda:matmul", "prefer_cublaslt_grouped_gemm"),
+        summary="Grouped matrix products are computed by cuBLASLt where it has them.",
+        cost="on: other kernels than those of torch, which may round otherwise",
+        since="2.14",
+    ),
     *(
         _cuda(
             name=f"backends.cuda.{kernel}_sdp",
