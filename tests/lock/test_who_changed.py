@@ -35,12 +35,13 @@ OF_EACH_KIND = ("an order of layers", "a seed", "a renamed variable")
 """Numbers change at a line, numbers change before any op, and numbers stay."""
 
 ENVIRONMENTS = {
-    "as it is": ({}, False),
-    "other kernels": ({"ATEN_CPU_CAPABILITY": "default"}, True),
-    "another number of threads": ({"OMP_NUM_THREADS": "1"}, True),
-    "another library": ({"PYTHONPATH": "{outside}/other"}, True),
-    "a variable that changes nothing": ({"OMP_PROC_BIND": "false"}, False),
+    "as it is": ({}, None),
+    "other kernels": ({"ATEN_CPU_CAPABILITY": "default"}, "environment"),
+    "another number of threads": ({"OMP_NUM_THREADS": "1"}, "environment"),
+    "another folder of modules": ({"PYTHONPATH": "{outside}/other"}, "unknown"),
+    "a variable that changes nothing": ({"OMP_PROC_BIND": "false"}, None),
 }
+"""Variables, and who changed the numbers of the same code; a folder of modules is in no lock."""
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
@@ -49,7 +50,7 @@ def test_changes_of_code_and_environment_are_told_apart(training, monkeypatch, e
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     training.lock()
     training.commit({"README.md": ""})
-    variables, changes_numbers = ENVIRONMENTS[environment]
+    variables, changed_by = ENVIRONMENTS[environment]
     for name, value in variables.items():
         monkeypatch.setenv(name, value.replace("{outside}", str(training.folder.parent)))
     found, expected, places = {}, {}, {}
@@ -60,9 +61,9 @@ def test_changes_of_code_and_environment_are_told_apart(training, monkeypatch, e
         status, said = training.check()
         training.git("reset", "-q", "--hard", "HEAD~1")
         found[name] = status, said["same"], said.get("who")
-        who = "both" if line is not None else "environment"
-        if not changes_numbers:
-            who = "code" if line is not None else None
+        who = changed_by
+        if line is not None:
+            who = {None: "code", "environment": "both"}.get(changed_by, changed_by)
         expected[name] = 1 if who else 0, who is None, who
         if line:
             places[name] = line, said["where"]["source"]

@@ -2,16 +2,18 @@
 
 Who did is found out by experiment. The code of the lock runs in today's environment, in a copy of
 its commit. Where it has the numbers of the lock, the change is in the code: old and new code, both
-recorded today, show where. Where it has today's numbers, the change is in the environment. All else
-is both, or nobody can tell.
+recorded today, show where. Where it has other numbers, something besides the code has changed. That
+is the environment only where what the lock holds of it differs, and nothing else that the run
+depended on is known to differ; otherwise nobody can tell.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import chdir, suppress
 from dataclasses import dataclass, field, replace
@@ -42,8 +44,9 @@ from torchrepro.manifest.contents import (
     secrets_here,
 )
 from torchrepro.manifest.environment import kind_of_machine
-from torchrepro.messages import printable, some
+from torchrepro.messages import printable, shown, some
 from torchrepro.profile.load import resolve
+from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.redaction import HIDDEN, shareable, without_secrets
 from torchrepro.trace.request import LEVELS, Request, is_range
 from torchrepro.verdict.comparison import compare_within
@@ -57,7 +60,9 @@ from torchrepro.verification.repository import (
     CopyError,
     FilesRead,
     blobs_of,
+    changed_since,
     commit_with,
+    commits_of_lock,
     files_now,
     files_read,
     names_by_git,
@@ -77,6 +82,7 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Divergence, Verdict
     from torchrepro.verification.result import Run
 
+_BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of SHA-1 and SHA-256
 _QUOTED = re.compile("'([^']+)'")
 _LOCK_THEM = "torchrepro lock PROFILE -o FILE -- COMMAND"
 
@@ -277,6 +283,7 @@ def check_numbers(
     _, contents = read_complete(path)
     asked = _request_of(path, contents, command)
     numbers = Numbers.from_json(contents.get("numbers"), str(path))
+    refuse_damaged_files(path, contents)
     resolved = resolve(*named_in(path, contents), typed=False)
     with output_directory("", say) as output, ThreadPoolExecutor(1) as aside:
         settings_here: list[Future[CheckResult]] = []
@@ -305,6 +312,19 @@ def check_numbers(
                 who = Who(UNKNOWN, str(error))
         shutil.rmtree(output, ignore_errors=True)
     return NumbersCheck(settings, kind_of_machine(), torch, len(here.steps), first, who)
+
+
+def refuse_damaged_files(path: Path, contents: Mapping[str, Any]) -> None:
+    """Raise `ProfileError` for files of a lock that are none of its repository."""
+    files = contents.get("files", {})
+    pairs = files.items() if isinstance(files, dict) else [("", files)]
+    for name, blob in pairs:
+        inside = not {"", ".", "..", ".git"} & {*name.split("/")} and "\0" not in name
+        if not (inside and isinstance(blob, str) and _BLOB.fullmatch(blob)):
+            legal = "a path inside of the repository, with 40 hexadecimal digits"
+            found = f"{name!r}: {shown(blob)}"
+            what, todo = "damaged: no file of a repository", f"lock again: {_LOCK_THEM}"
+            raise ProfileError.about(what, str(path), "files", found, legal=legal, todo=todo)
 
 
 def _request_of(path: Path, contents: Mapping[str, Any], command: Sequence[str]) -> LockedCommand:
@@ -369,6 +389,13 @@ WORDS: Mapping[str, str] = {
     BOTH: "both: the code of the lock gives other numbers here, and yours gives others again",
     UNKNOWN: "cannot tell",
 }
+_OF_PROFILE = ("profile", "asked", "guarantee", "packs", "knobs")
+"""Sections that differ where a profile does, and the code of the lock had its own."""
+
+_NOT_HELD = (
+    "the lock does not hold all files outside of git, nor the values of variables that are not of "
+    "a library that computes"
+)
 _TRIES = 3  # commits that are run
 _LARGEST = 2 * 10**9  # bytes of a recording op by op
 
@@ -384,10 +411,11 @@ class Who:
     @property
     def rows(self) -> Iterator[tuple[str, str]]:
         yield "who", f"{WORDS[self.who]}: {self.why}" if self.why else WORDS[self.who]
-        if self.who in (ENVIRONMENT, BOTH):
-            first, *others = [*map(change, self.suspects)] or [""]
+        if self.suspects:
+            first, *others = map(change, self.suspects)
             then = f" (then: {some(others)})" if others else ""
-            yield "", f"{first} is the likeliest{then}" if first else "nothing in the lock differs"
+            is_known = self.who != UNKNOWN
+            yield "", f"{first} is the likeliest{then}" if is_known else f"{first} differs{then}"
         if self.where is not None:
             its = self.where
             what = "  ".join(filter(None, (from_here(its.source), its.module, its.op)))
@@ -426,18 +454,20 @@ class _Experiment:
         """
         if self.asked.root is None or self.settings.resolved is None:
             raise CopyError("git finds no repository here")
+        if self.contents["seal"] != self.contents["true_seal"]:
+            raise CopyError("the lock was edited by hand, so its numbers may be those of no run")
         self.root, files = self.asked.root, self.contents.get("files")
-        if not isinstance(files, dict):
+        if files is None:
             why = self.contents.get("no_files", "")
             raise CopyError(f"the lock does not name its files: {why}")
         today = self.asked.files_of(self.now, self.settings.resolved)
         self.ignored = today.ignored
+        present = blobs_of(self.root, [*files])
+        changed = {name for name, blob in files.items() if present.get(name) != blob}
+        changed |= today.code.keys() - files.keys()
         absent: set[str] = set()
         for number in range(_TRIES):
-            commit = ""
-            unchanged = blobs_of(self.root, [*files]) == files and today.code.keys() <= files.keys()
-            if absent or not unchanged:
-                commit = commit_with(self.root, files, absent)
+            commit = self._commit(files, absent, changed)
             old, extra = self._old_numbers(commit, files, f"old-{number + 1}")
             if first_difference(self.locked, old) is None:
                 return Who(CODE, where=self._where(commit, old))
@@ -446,11 +476,32 @@ class _Experiment:
             absent |= extra  # it is a later commit, which reads more
         else:
             raise CopyError(f"the code of the lock did not read {some(sorted(absent))}")
-        found = self.settings.comparison.having(*ENFORCED)
-        suspects = tuple(each for each in found if not each.key.startswith("seal"))
-        if first_difference(self.here, old) is None:
-            return Who(ENVIRONMENT, suspects=suspects)
-        return Who(BOTH, suspects=suspects, where=self._where(commit, old))
+        suspects = self.settings.comparison.having(*ENFORCED)
+        if any(name.endswith(SUFFIXES) for name in changed):
+            suspects = tuple(each for each in suspects if each.section not in _OF_PROFILE)
+        where, who = None, ENVIRONMENT
+        if first_difference(self.here, old) is not None:
+            where, who = self._where(commit, old), BOTH
+        if suspects:
+            return Who(who, suspects=suspects, where=where)
+        again = ", and yours gives others again" if who == BOTH else ""
+        why = (
+            f"the code of the lock gives other numbers here too{again}, and nothing differs of the"
+        )
+        return Who(UNKNOWN, f"{why} environment that the lock holds; {_NOT_HELD}", where=where)
+
+    def _commit(self, files: Mapping[str, str], absent: Set[str], changed: Set[str]) -> str:
+        """Return the commit of the lock; empty where the files here are those of it."""
+        held = self.contents["repository"].get("commit")
+        try:
+            written = commits_of_lock(self.root, self.path, self.contents["seal"], held)
+            commit = commit_with(self.root, files, absent, written)
+        except CopyError:
+            if changed or absent:
+                raise
+            return ""  # they were never committed, and are as they were
+        since = changed_since(self.root, commit) - {os.path.relpath(self.path, self.root)}
+        return commit if changed or absent or since else ""
 
     def _run(
         self, commit: str, temporary: Path, name: str, whose: str, runner: Runner
@@ -504,7 +555,8 @@ class _Experiment:
         if first is None:
             return None
         steps = self.asked.steps
-        if first.what not in ("steps", "end"):
+        is_whole = first.what in ("steps", "end")
+        if not is_whole:
             begin = max(first.step - 1, steps[0] if steps else 0)
             steps = (begin, first.step)
         request = replace(self.runner.request, level=LEVELS[-1], steps=steps, max_size=_LARGEST)
@@ -516,7 +568,8 @@ class _Experiment:
             with temporary_folder() as temporary:
                 copy, run, its = self._run(source, temporary, f"op-by-op-{number}", whose, runner)
             folders.append((run.folder, str(copy.tree)))
-            if any(each != expected.steps.get(step) for step, each in its.steps.items()):
+            differs = any(each != expected.steps.get(step) for step, each in its.steps.items())
+            if differs or (is_whole and first_difference(expected, its)):
                 left = self.asked.left_before(self.now)
                 such = f" ({some(left)})" if left else ""
                 raise CopyError(

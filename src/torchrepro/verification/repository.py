@@ -11,13 +11,14 @@ the locked run read has to have the blob that the lock names.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchrepro.manifest.environment import git
 from torchrepro.verification.file_notes import LEFT_OUT, LISTED, READ, TOO_MANY, WRITTEN, Use, noted
@@ -26,6 +27,7 @@ FAILED = (OSError, SubprocessError)  # what `git` raises
 
 _SUBMODULE = "160000"  # the mode of its entry
 _ABSENT = ""  # the blob of a file that is not there
+_COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # the name of one
 _BLOCK = 64  # commits that git is asked about at once
 
 
@@ -134,7 +136,9 @@ def write_commit(root: Path, commit: str, tree: Path) -> None:
         _make_repository(root, commit, tree)
         index = {"GIT_INDEX_FILE": str(tree / ".git" / "index")}
         git(root, "read-tree", commit, timeout=None, variables=index)
-        git(root, "checkout-index", "--all", f"--prefix={tree}/", timeout=None, variables=index)
+        # Its attributes are those of the commit, too: `tree` has none yet, so the index tells.
+        words = ("--work-tree", str(tree), "checkout-index", "--all")
+        git(root, *words, timeout=None, variables=index)
         submodules = _submodules(root, commit)
     except FAILED as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
@@ -292,29 +296,64 @@ def blobs_of(root: Path, names: Iterable[str]) -> dict[str, str]:
 
     Raises `CopyError` where git cannot.
     """
-    there = [name for name in sorted(names) if (root / name).is_file() and "\n" not in name]
+    paths = {name: root / name for name in sorted(names)}
+    there = [name for name, path in paths.items() if path.is_file() or path.is_symlink()]
     found: dict[str, str] = {}
     try:
         for part, its in _by_repository(root, there).items():
-            own = (str((root / name).relative_to(part)) for name in its)
-            given = b"\n".join(map(os.fsencode, own))
+            links = {name for name in its if paths[name].is_symlink()}
+            plain = [name for name in its if "\n" not in name and name not in links]
+            given = b"\n".join(os.fsencode(paths[name].relative_to(part)) for name in plain)
             # By their paths, so that what git stores is known where a filter changes it.
             blobs = git(part, "hash-object", "--stdin-paths", timeout=None, given=given)
-            found |= zip(its, blobs.decode().split(), strict=True)
+            found |= zip(plain, blobs.decode().split(), strict=True)
+            for name in {*its}.difference(plain):
+                words, given = ["--", str(paths[name].relative_to(part))], b""
+                if name in links:  # git stores where it leads
+                    words, given = ["--stdin"], os.fsencode(paths[name].readlink())
+                found[name] = git(part, "hash-object", *words, given=given).decode().strip()
     except FAILED:
         raise CopyError("git cannot read the files of the program") from None
     return {name: found[name] for name in there}
 
 
-def commit_with(root: Path, files: Mapping[str, str], absent: Iterable[str] = ()) -> str:
+def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[str]:
+    """Return which commit brought a seal into the file of a lock, and at which it was written."""
+    found: list[str] = []
+    with suppress(*FAILED, ValueError):  # a lock outside of the repository
+        name = lock.resolve().relative_to(root)
+        words = ("log", "--format=%H", "--no-show-signature", f"-S{seal}", "--")
+        found = _said(root, *words, f":(top,literal){name}").split()[:1]
+    is_commit = isinstance(written_at, str) and _COMMIT.fullmatch(written_at)
+    return [*found, written_at] if is_commit else found
+
+
+def changed_since(root: Path, commit: str) -> set[str]:
+    """Return the files that differ from a commit, as git compares them; raises `CopyError`."""
+    try:
+        words = ("diff", "--no-ext-diff", "--no-renames", "--name-only", "-z", commit, "--")
+        return {*names_by_git(root, *words)}
+    except FAILED:
+        raise CopyError(f"git cannot compare the files with commit {commit[:12]}") from None
+
+
+def commit_with(
+    root: Path,
+    files: Mapping[str, str],
+    absent: Iterable[str] = (),
+    likely: Sequence[str] = (),
+) -> str:
     """Return the newest commit in which `files` have these blobs and `absent` ones are not there.
 
-    First the history of HEAD is searched, then all other branches. Raises `CopyError` with the
-    reason, and what would help, where there is none.
+    First come `likely` ones, then the history of HEAD, then all other branches. Raises `CopyError`
+    with the reason, and what would help, where there is none.
     """
     wanted = {**dict.fromkeys(absent, _ABSENT), **files}
+    with suppress(*FAILED):
+        for commit in _having(root, likely, wanted):
+            return commit
     own, inner = _by_submodule(root, wanted)
-    paths = ["--", *(f":(top,literal){name}" for name in (*own, *inner))]
+    paths = ["--", *(f":(top,literal){name}" for name in (*own, *inner) if "\n" not in name)]
     given = "\n".join([*paths, ""]).encode(errors="surrogateescape")
     for which in ("HEAD", "--all"):
         words = "rev-list", "--full-history", "--date-order", which, "--stdin"
@@ -353,7 +392,9 @@ def _by_submodule(
 
 def _having(root: Path, commits: Sequence[str], wanted: Mapping[str, str]) -> Iterator[str]:
     """Yield those of some commits whose files have the wanted blobs."""
-    own, inner = _by_submodule(root, wanted)
+    every, inner = _by_submodule(root, wanted)
+    own = {name: blob for name, blob in every.items() if "\n" not in name}
+    alone = every.items() - own.items()  # git's list of objects is one of lines
     for start in range(0, len(commits), _BLOCK):
         block = commits[start : start + _BLOCK]
         asked = "".join(f"{commit}:{name}\n" for commit in block for name in own)
@@ -365,12 +406,21 @@ def _having(root: Path, commits: Sequence[str], wanted: Mapping[str, str]) -> It
             if all(
                 it == blob.encode() if blob else it.endswith(b" missing") for it, blob in found
             ) and all(_has_inside(root, commit, *each) for each in inner.items()):
-                yield commit
+                objects = ((_object(root, commit, name), blob) for name, blob in alone)
+                if all(it == blob for it, blob in objects):
+                    yield commit
+
+
+def _object(root: Path, commit: str, name: str) -> str:
+    try:
+        return _said(root, "rev-parse", "--verify", "-q", f"{commit}:{name}")
+    except FAILED:
+        return _ABSENT
 
 
 def _has_inside(root: Path, commit: str, folder: str, wanted: Mapping[str, str]) -> bool:
+    inner = _object(root, commit, folder)
     try:
-        inner = _said(root, "rev-parse", "--verify", "-q", f"{commit}:{folder}")
-        return any(_having(root / folder, [inner], wanted))
+        return bool(inner) and any(_having(root / folder, [inner], wanted))
     except FAILED:  # it was no submodule yet, or is not there
         return False
