@@ -6,7 +6,6 @@ Each calls one function of the package and prints its answer.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from torchrepro.cli.app import (
     print_json,
     resolved_profile,
 )
-from torchrepro.console import Verbosity, parts, say, show, show_aside, verbosity
+from torchrepro.console import Verbosity, parts, say, show_aside, verbosity
 from torchrepro.errors import ProfileError, TorchreproError, TraceError
 from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_folder
 from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
@@ -98,7 +97,7 @@ Side = "A profile, a manifest, a lock, or the folder of a run."
 
 
 @command("lock")
-def lock_profile(
+def lock_profile(  # noqa: PLR0913, PLR0917 - options of the command line
     context: typer.Context,
     profile: ProfileName,
     overrides: Overrides = None,
@@ -110,6 +109,7 @@ def lock_profile(
     every: Annotated[
         str, typer.Option(metavar="N", help="Hold the numbers of steps 0, N, 2N, ... only.")
     ] = "",
+    as_json: Json = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Write a lock: what a run of the profile is here, for later runs to be checked against.
@@ -126,12 +126,14 @@ def lock_profile(
             raise ProfileError.about("steps, and no command that has any", todo=todo)
         with doing(IMPORTING):
             report = write_lock(Path(output), profile, overrides or ())
-        sys.stdout.write(
-            f"{output} locks {report.profile} ({report.guarantee}) as it is on this machine\n"
-            f"  {report.digest}\n"
-            f"  torchrepro check {output}\n"
-            f"  torchrepro run --lock {output} -- COMMAND\n"
+        its = {"lock": output, "written": True, "digest": report.digest}
+        lines = (
+            f"{output} locks {report.profile} ({report.guarantee}) as it is on this machine",
+            f"  {report.digest}",
+            f"  torchrepro check {output}",
+            f"  torchrepro run --lock {output} -- COMMAND",
         )
+        answer(its, lines, as_json=as_json)
         return
     from torchrepro.verification.locked_numbers import LockedCommand, lock_numbers
 
@@ -142,7 +144,7 @@ def lock_profile(
     asked = LockedCommand.here(context.obj, _steps(steps), each)
     with _progress() as options:
         found = lock_numbers(Path(output), profile, overrides or (), asked, **options)
-    show(*parts(found))
+    answer(found.to_json(), parts(found), as_json=as_json)
     raise typer.Exit(int(found.numbers is None))
 
 

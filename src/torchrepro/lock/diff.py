@@ -188,8 +188,17 @@ SECTIONS: Mapping[str, _SectionRow] = {
 }
 
 
+OF_A_RUN: Mapping[str, _SectionRow] = {
+    "data": _SectionRow("data", prefix="file ", absent="not there"),
+    "listed": _SectionRow("listed", prefix="names in ", absent="not listed"),
+    "variables": _SectionRow("variables", prefix="variable ", absent="not read"),
+}
+"""What a run depended on besides: compared where its numbers differ."""
+
+
 def _row_of(name: str) -> _SectionRow:
-    return SECTIONS.get(name, _SectionRow(""))  # of another name are those of a recording
+    # Of another name are those of a recording.
+    return SECTIONS.get(name) or OF_A_RUN.get(name, _SectionRow(""))
 
 
 def _of_folder(name: str, folder: Path) -> Snapshot:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.verification import file_notes
-from torchrepro.verification.file_notes import LISTED, READ, TOO_MANY, WRITTEN, Use, noted
+from torchrepro.verification.file_notes import LISTED, READ, SEARCHED, TOO_MANY, WRITTEN, Use, noted
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 from torchrepro.verification.repository import (
     CopyError,
@@ -151,6 +151,21 @@ class Copy:
                 here.symlink_to(self.root / name)
                 self.linked[name] = file_state(self.root / name, follow=True)
 
+    def link_beside(self, uses: Iterable[Use]) -> None:
+        """Link what lies beside `root` and was used, so that relative paths lead there.
+
+        What was written to stays apart.
+        """
+        beside: dict[str, set[str]] = {}
+        for use in uses:
+            path = Path(use.path)
+            if self.root.parent in path.parents and self.root not in path.parents:
+                name = path.relative_to(self.root.parent).parts[0]
+                beside.setdefault(name, set()).add(use.kind)
+        for name in (each for each, kinds in beside.items() if WRITTEN not in kinds):
+            with suppress(FileExistsError):
+                (self.tree.parent / name).symlink_to(self.root.parent / name)
+
     def command(self, words: Sequence[str]) -> list[str]:
         """Return the words of a command as they are in the copy.
 
@@ -208,7 +223,7 @@ class Copy:
                 if use.kind == WRITTEN and not path.resolve().is_relative_to(self.tree):
                     what = f"it would have written {path.relative_to(self.tree)}"
                     return f"{what}, which is linked to your own"
-            elif use.kind != LISTED and not is_of_environment(path, self.root):
+            elif use.kind not in (LISTED, SEARCHED) and not is_of_environment(path, self.root):
                 is_linked = any(path.is_relative_to(each) for each in linked)
                 if use.kind != READ or not is_linked:
                     verb = "would have written" if use.kind == WRITTEN else "read"

@@ -1,13 +1,15 @@
 """What a process of a run notes of its files, and how it finds those of a copy in place of its own.
 
 Python's audit events tell of every file that Python opens, of the code that it imports, and of the
-folders that are listed. What a library opens in C is not heard, but for `torch.save` and SQLite.
+folders that are listed, and of the words of other programs that it starts. Of what a library opens
+in C, `torch.save` and SQLite are heard; the rest is what is open or mapped as a step ends.
 Every Python below the command does both, those that never import torch included: this module
 imports next to nothing.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import os
@@ -16,14 +18,21 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.callers import frames, is_library, package
 from torchrepro.imports import AfterImport
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import FrameType
 
 MOST = 100_000  # uses of files that one process notes
 
+MOST_OUTSIDE = 5_000  # of them outside of the repository
+
 READ, WRITTEN, LISTED, TOO_MANY = "read", "written", "listed", "too many"
+SEARCHED = "searched"  # listed by Python's imports
+VARIABLE = "variable"  # one that a line of the program has read; its size is 1 where it was set
+TYPED = "typed"  # the program came by `python -c` or by standard input
 CHANGED = "changed"  # otherwise than by writing, which is not noted
 _WRITING = os.O_WRONLY | os.O_RDWR
 LEFT_OUT = ("__pycache__", ".git")  # folders of a repository that hold no file of the program
@@ -57,12 +66,18 @@ def begin(asked: Mapping[str, str]) -> None:
 
     With `tree`, a copy of `root`, this process finds what is in the copy before what is in `root`,
     which changes `sys.path`. A call that would write below `root`, or through a link of the copy to
-    elsewhere, then raises `OSError`; what lies below `ours` may be written.
+    elsewhere, then raises `OSError`; what lies below `ours` may be written. Without, files outside
+    of `root` that the program, or a library that loads data, has opened are noted, too, and the
+    variables that the program reads.
     """
     notes = _Notes(**asked)
     if asked["tree"]:
         _find_in_copy(asked["root"], asked["tree"])
         AfterImport(["torch"], notes.guard_save).watch_all()
+    else:
+        notes.hear_variables()
+    AfterImport(["torch.optim.optimizer"], notes.look_after_steps).watch_all()
+    atexit.register(notes.look)
     sys.addaudithook(notes.hear)
 
 
@@ -89,17 +104,65 @@ class _Notes:
         self._in_tree = tree + os.sep if tree else ""
         self._log = log
         self._ours = tuple(each + os.sep for each in (ours, sys.prefix) if each)
+        self._not_data = (*self._ours, f"{sys.base_prefix}{os.sep}", *_OF_THE_SYSTEM)
         self._seen: set[tuple[str, str]] = set()
+        self._outside: set[tuple[str, str]] = set()  # seen outside of the repository
+        self._steps = 0
+
+    def look_after_steps(self, module: str) -> None:
+        sys.modules[module].register_optimizer_step_post_hook(self.look)
+
+    def look(self, *_: Any) -> None:
+        """Note the files that are open or mapped: C code may have opened them."""
+        self._steps += 1
+        if self._steps & (self._steps - 1):  # not at 1, 2, 4, 8, ...
+            return
+        # What would list the folder of descriptors may be perturbed, or be heard.
+        found = {os.path.realpath(f"/proc/self/fd/{number}") for number in range(3, _DESCRIPTORS)}
+        with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123 - above
+            found |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line}
+        for path in found:
+            if os.path.isfile(path) and ".so" not in os.path.basename(path):  # noqa: PTH113, PTH119
+                self._note(READ, path)
+
+    def hear_variables(self) -> None:
+        """Note which variables a line of the program reads one by one."""
+        kind: Any = type(os.environ)
+        read, names = kind.__getitem__, kind.keys
+        copying: set[Any] = set()  # where all of them are read, and so none by its name
+
+        def noted_names(environ: Any) -> Any:
+            caller = sys._getframe(1)  # noqa: SLF001 - documented
+            copying.add((caller.f_code, caller.f_lasti))
+            return names(environ)
+
+        def noted_read(environ: Any, name: Any) -> Any:
+            caller: Any = sys._getframe(1)  # noqa: SLF001 - documented
+            is_one = (caller.f_code, caller.f_lasti) not in copying
+            while caller.f_code.co_name in _READERS and is_library(caller.f_code.co_filename):
+                caller = caller.f_back
+            key = VARIABLE, name
+            if is_one and key not in self._seen and not is_library(caller.f_code.co_filename):
+                self._seen.add(key)
+                self._write(*key, 0, int(name in set(names(environ))))
+            return read(environ, name)
+
+        kind.keys, kind.__getitem__ = noted_names, noted_read
 
     def hear(self, event: str, args: tuple[Any, ...]) -> None:
         told, refused = _EVENTS.get(event), ""
         if told is None:
             return
+        caller = sys._getframe().f_back  # noqa: SLF001 - documented
         try:
             for kind, path, *folder in told(*args):
                 place = _within(path, *folder)
-                if kind != CHANGED:
-                    self._note(kind, place)
+                if kind == TYPED:
+                    self._write(kind, "", 0, 0)
+                elif kind == LISTED and _is_import(caller):
+                    self._note(SEARCHED, place, caller)
+                elif kind != CHANGED:
+                    self._note(kind, place, caller)
                 if self._in_tree and kind in (WRITTEN, CHANGED):
                     parent, name = os.path.split(place)
                     real = os.path.join(os.path.realpath(parent), name)  # noqa: PTH118 - texts
@@ -129,43 +192,95 @@ class _Notes:
         is_own = real.startswith(self._inside) and not real.startswith(self._ours)
         return not real.startswith(self._in_tree) and (is_own or place.startswith(self._in_tree))
 
-    def _note(self, kind: str, whole: str) -> None:
+    def _note(self, kind: str, whole: str, caller: FrameType | None = None) -> None:
         key = kind, whole
         if key in self._seen or len(self._seen) > MOST or whole == self._log:
             return
-        if not (self._in_tree and whole.startswith(self._in_tree)):
-            if not whole.startswith(self._inside):
-                folder, name = os.path.split(whole)
-                whole = f"{_real(folder)}{os.sep}{name}"
-                if not whole.startswith(self._inside):
-                    return
-            whole = self._up_to_link(whole)
-        if any(f"{os.sep}{folder}{os.sep}" in whole for folder in LEFT_OUT):
+        base = self._in_tree if self._in_tree and whole.startswith(self._in_tree) else self._inside
+        if not whole.startswith(base):
+            folder, name = os.path.split(whole)
+            whole = os.path.join(_real(folder), name)  # noqa: PTH118 - texts
+            if not whole.startswith(base):
+                self._note_outside(kind, whole, caller)
+                return
+        real, whole = os.path.realpath(whole), _up_to_link(whole, base)
+        if is_of_cache(os.path.dirname(whole)):  # noqa: PTH120 - texts
             return
         if len(self._seen) == MOST:
             kind, whole = TOO_MANY, ""
         self._seen.add(key)
+        self._note_state(kind, whole)
+        if real != whole and kind != WRITTEN:  # where a link leads
+            self._note(kind, real, caller)
+
+    def _note_outside(self, kind: str, path: str, caller: FrameType | None) -> None:
+        """Note what is not in the repository, if it may be data, and the program has used it."""
+        never = f"{path}/".startswith(self._not_data) or is_library(path)
+        if self._in_tree or never or kind == SEARCHED:
+            return
+        key = kind, os.path.realpath(path)
+        if key in self._outside or len(self._outside) == MOST_OUTSIDE:
+            return
+        if caller is None or _is_of_program(caller):
+            self._outside.add(key)
+            self._note_state(*key)
+
+    def _note_state(self, kind: str, path: str) -> None:
         try:
-            its = os.stat(whole)  # noqa: PTH116 - a text
-            use = Use(kind, whole, its.st_mtime_ns, its.st_size)
+            its = os.stat(path)  # noqa: PTH116 - a text
+            self._write(kind, path, its.st_mtime_ns, its.st_size)
         except OSError:
-            if kind not in (WRITTEN, TOO_MANY):
-                return  # it asked for what is not there
-            use = Use(kind, whole, 0, 0)
+            if kind in (WRITTEN, TOO_MANY):  # else it asked for what is not there
+                self._write(kind, path, 0, 0)
+
+    def _write(self, *use: str | int) -> None:
         file = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(file, json.dumps(use).encode() + b"\n")
         finally:
             os.close(file)
 
-    def _up_to_link(self, path: str) -> str:
-        """Return the first part of a path that is a link in the repository, or all of it."""
-        at = len(self._inside)
-        while (at := path.find(os.sep, at + 1)) > 0:
-            if os.path.islink(path[:at]):  # noqa: PTH114 - a text
-                return path[:at]
-        return path
 
+def is_of_cache(path: str) -> bool:
+    """Whether a path leads through a folder that holds no file of the program."""
+    return any(f"{os.sep}{folder}{os.sep}" in f"{os.sep}{path}{os.sep}" for folder in LEFT_OUT)
+
+
+def _up_to_link(path: str, base: str) -> str:
+    """Return the first part of a path below `base` that is a link, or all of it."""
+    at = len(base)
+    while (at := path.find(os.sep, at + 1)) > 0:
+        if os.path.islink(path[:at]):  # noqa: PTH114 - a text
+            return path[:at]
+    return path
+
+
+def _is_import(caller: FrameType | None) -> bool:
+    names = map(package, frames(caller))
+    return next((name for name in names if name != "torchrepro"), "") in _IMPORTS
+
+
+def _is_of_program(caller: FrameType) -> bool:
+    """Whether a line of the program has called, or a library that loads data."""
+    for frame in frames(caller):
+        name = package(frame)
+        if name not in sys.stdlib_module_names and name != "torchrepro":
+            return name in _LOADERS or not is_library(frame.f_code.co_filename)
+    return False
+
+
+_LOADERS = (
+    *("torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "polars", "pyarrow", "PIL"),
+    *("h5py", "zarr", "lmdb", "joblib", "sklearn", "cv2", "imageio", "soundfile", "librosa"),
+    *("webdataset", "fsspec", "yaml", "safetensors", "datasets", "transformers", "tokenizers"),
+    *("sentencepiece", "diffusers", "timm", "lightning", "pytorch_lightning", "omegaconf", "hydra"),
+)
+"""Packages that open data for a program."""
+
+_OF_THE_SYSTEM = ("/dev/", "/proc/", "/sys/", "/etc/", "/usr/", "/lib", "/bin/", "/sbin/", "/run/")
+_IMPORTS = ("importlib", "_frozen_importlib_external")
+_READERS = ("get", "getenv", "__contains__", "setdefault")  # of Python, each reads one variable
+_DESCRIPTORS = 256  # that are looked at
 
 _real = lru_cache(maxsize=1024)(os.path.realpath)
 
@@ -175,6 +290,15 @@ def _opened(path: Any, mode: Any, flags: int) -> Iterator[tuple[str, Any]]:
         yield READ, path
     if flags & _WRITING:
         yield WRITTEN, path
+
+
+def _in_words(words: Any, folder: Any) -> Iterator[tuple[str, str]]:
+    """Yield the files that the words of another program name."""
+    for word in [words] if isinstance(words, str | bytes | os.PathLike) else words:
+        for text in os.fsdecode(word).split():  # a word may be a line for a shell
+            path = os.path.join(os.fsdecode(folder or ""), text.rpartition("=")[2])  # noqa: PTH118
+            if os.path.isfile(path):  # noqa: PTH113 - texts
+                yield READ, path
 
 
 def _within(path: Any, folder: int = -1) -> str:
@@ -194,6 +318,12 @@ _EVENTS: Mapping[str, Any] = {
     "exec": lambda code: [] if code.co_filename.startswith("<") else [(READ, code.co_filename)],
     "import": lambda module, filename, *_: [(READ, filename)] if filename else [],
     "cpython.run_file": lambda path: [(READ, path)],
+    "cpython.run_command": lambda code: (
+        [] if code.startswith("from multiprocessing.") else [(TYPED, "")]
+    ),
+    "cpython.run_stdin": lambda *_: [(TYPED, "")],
+    "subprocess.Popen": lambda program, words, folder, variables: _in_words(words, folder),
+    "os.system": lambda line: _in_words(line, None),
     "os.listdir": lambda path: [(LISTED, path)],
     "os.scandir": lambda path: [(LISTED, path)],
     "os.rename": lambda old, new, of_old, of_new: [

@@ -52,7 +52,8 @@ from torchrepro.trace.request import LEVELS, Request, is_range
 from torchrepro.verdict.comparison import compare_within
 from torchrepro.verdict.render import counted, from_here, moment
 from torchrepro.verification.copies import Copy, FolderState, temporary_folder
-from torchrepro.verification.file_notes import READ, WRITTEN, noted
+from torchrepro.verification.dependencies import Dependencies
+from torchrepro.verification.file_notes import READ, WRITTEN, is_of_cache, noted
 from torchrepro.verification.leftovers import Leftovers
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 from torchrepro.verification.repository import (
@@ -60,7 +61,6 @@ from torchrepro.verification.repository import (
     CopyError,
     FilesRead,
     blobs_of,
-    changed_since,
     commit_with,
     commits_of_lock,
     files_now,
@@ -128,7 +128,9 @@ class LockedCommand:
     def run(self, runner: Runner, resolved: ResolvedProfile, name: str) -> _Recorded:
         """Run it once; raises what `Runner.run` does."""
         files, began = runner.folder / f"{name}.files", time.time()
-        noting = noting_files(self.root, files) if self.root else RunEnvironment()
+        noting = RunEnvironment()
+        if self.root is not None:
+            noting = noting_files(self.root, files, ours=runner.folder)
         run = runner.run(resolved, name, noting)
         return _Recorded(run, files, began)
 
@@ -137,7 +139,9 @@ class LockedCommand:
 
         Earlier runs may have left them. The newest comes first.
         """
-        found = [(use.changed, Path(use.path)) for use in noted(its.files) if use.kind == READ]
+        read = [use for use in noted(its.files) if use.kind == READ]
+        found = [(use.changed, Path(use.path)) for use in read]
+        found = [each for each in found if self.root in each[1].parents]
         if its.run.status:
             named = map(Path, _QUOTED.findall("".join(last_lines(its.run, 1))))
             found = [(path.stat().st_mtime_ns, path) for path in named if path.exists()]
@@ -147,6 +151,14 @@ class LockedCommand:
                 tracked = {self.root / name for name in names_by_git(self.root, "ls-files", "-z")}
         old = {each for each in found if each[0] / 1e9 < its.began and each[1] not in tracked}
         return [from_here(str(path)) for _, path in sorted(old, reverse=True)]
+
+    def besides(
+        self, its: _Recorded, files: Set[str], held: Dependencies | None = None
+    ) -> Dependencies:
+        """Return what a run depended on besides `files`, and how what is `held` is now."""
+        if self.root is None:
+            return Dependencies()
+        return Dependencies.of(self.root, its.files, its.began, files, held)
 
     def files_of(self, its: _Recorded, resolved: ResolvedProfile) -> FilesRead:
         """Return the files that a run read; raises `CopyError` where that cannot be known."""
@@ -165,12 +177,15 @@ class LockedRun(Displayed):
     numbers: Numbers | None  # None where two runs did not agree, so that nothing was written
     verdict: Verdict
     machine: str
+    besides: Dependencies
 
     def to_json(self) -> dict[str, Any]:
         steps = None if self.numbers is None else len(self.numbers.steps)
         its = {"lock": self.lock, "written": self.numbers is not None, "steps": steps}
         its |= {"machine": self.machine, "digest": self.report.digest}
-        return its if self.numbers is not None else {**its, "verdict": self.verdict.to_json()}
+        if self.numbers is None:
+            return {**its, "verdict": self.verdict.to_json()}
+        return its | self.besides.to_json()
 
 
 def lock_numbers(
@@ -206,13 +221,15 @@ def lock_numbers(
         verdict = left.explained(runner.compare(*runs))
         machine = kind_of_machine()
         if not verdict.same or any(run.status for run in runs):
-            return LockedRun(str(path), report, None, verdict, machine)
+            return LockedRun(str(path), report, None, verdict, machine, Dependencies())
         numbers = numbers_of(runs[0].folder, asked.every)
         held: dict[str, Any] = {"numbers": numbers.to_json()}
         try:
             held["files"] = dict(asked.files_of(done[0], resolved).code)
         except CopyError as error:
             held["no_files"] = str(error)
+        besides = asked.besides(done[0], held.get("files", {}).keys())
+        held |= besides.to_json()
         shutil.rmtree(output, ignore_errors=True)
     if reason:
         held["reason"] = reason
@@ -234,7 +251,7 @@ def lock_numbers(
     section["seal"] = seal_of({**shared, **section})
     its = {**shared, MACHINES: {**machines, machine: section}}
     write_in_place(path, as_text(its))
-    return LockedRun(str(path), report, numbers, verdict, machine)
+    return LockedRun(str(path), report, numbers, verdict, machine, besides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +301,7 @@ def check_numbers(
     asked = _request_of(path, contents, command)
     numbers = Numbers.from_json(contents.get("numbers"), str(path))
     refuse_damaged_files(path, contents)
+    Dependencies.from_json(contents, str(path))
     resolved = resolve(*named_in(path, contents), typed=False)
     with output_directory("", say) as output, ThreadPoolExecutor(1) as aside:
         settings_here: list[Future[CheckResult]] = []
@@ -446,6 +464,7 @@ class _Experiment:
     runner: Runner
     root: Path = field(init=False)
     ignored: tuple[str, ...] = ()  # files that git ignores and that a run needs
+    untracked: tuple[str, ...] = ()  # those that the copy of a commit has as well
 
     def who_changed(self) -> Who:
         """Return who changed the numbers between the lock and now.
@@ -476,32 +495,73 @@ class _Experiment:
             absent |= extra  # it is a later commit, which reads more
         else:
             raise CopyError(f"the code of the lock did not read {some(sorted(absent))}")
+        if commit:  # files that git does not know may be new, or as old as the lock
+            words = ("ls-files", "-o", "--exclude-standard", "-z")
+            found = names_by_git(self.root, *words)
+            self.untracked = tuple(name for name in found if not is_of_cache(name))
+        if self.untracked:
+            old, _ = self._old_numbers(commit, files, "old-untracked")
+            if first_difference(self.locked, old) is None:
+                return Who(CODE, where=self._where(commit, old))
         suspects = self.settings.comparison.having(*ENFORCED)
         if any(name.endswith(SUFFIXES) for name in changed):
             suspects = tuple(each for each in suspects if each.section not in _OF_PROFILE)
         where, who = None, ENVIRONMENT
         if first_difference(self.here, old) is not None:
             where, who = self._where(commit, old), BOTH
-        if suspects:
+        held = Dependencies.from_json(self.contents, str(self.path))
+        now = self.asked.besides(self.now, files.keys(), held)
+        besides = tuple(held.differing(now, self.root))
+        if suspects and not besides and self._comes_from(suspects, commit, files):
             return Who(who, suspects=suspects, where=where)
         again = ", and yours gives others again" if who == BOTH else ""
-        why = (
-            f"the code of the lock gives other numbers here too{again}, and nothing differs of the"
-        )
-        return Who(UNKNOWN, f"{why} environment that the lock holds; {_NOT_HELD}", where=where)
+        why = f"the code of the lock gives other numbers here too{again}"
+        if not besides:
+            what = (
+                "also with the lock's own variables" if suspects else "and nothing differs of the"
+            )
+            what = what if suspects else f"{what} environment that the lock holds"
+            why = f"{why}, {what}; {_NOT_HELD}"
+            if held.variables:
+                why = f"{why} (the program reads {some(held.variables)})"
+        return Who(UNKNOWN, why, (*besides, *suspects), where)
+
+    def _comes_from(
+        self, suspects: Sequence[Difference], commit: str, files: Mapping[str, str]
+    ) -> bool:
+        """Whether the code of the lock has its numbers again without what differs.
+
+        Where that is more than variables, which can be put back, nobody can try.
+        """
+        for each in suspects:
+            is_gone = each.section == "other variables" and each.left is None
+            if each.section != "environment" and not is_gone:
+                return True
+        before = dict(os.environ)
+        try:
+            for each in suspects:
+                os.environ.pop(each.key, None)
+                if each.left is not None:
+                    os.environ[each.key] = each.left
+            old, _ = self._old_numbers(commit, files, "old-variables")
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return first_difference(self.locked, old) is None
 
     def _commit(self, files: Mapping[str, str], absent: Set[str], changed: Set[str]) -> str:
-        """Return the commit of the lock; empty where the files here are those of it."""
-        held = self.contents["repository"].get("commit")
+        """Return the commit of the lock; empty where its files were never committed, and are here.
+
+        Raises `CopyError` where there is none of both.
+        """
+        at = self.contents["repository"].get("commit")
+        likely = commits_of_lock(self.root, self.path, self.contents["seal"], at)
         try:
-            written = commits_of_lock(self.root, self.path, self.contents["seal"], held)
-            commit = commit_with(self.root, files, absent, written)
+            return commit_with(self.root, files, absent, likely)
         except CopyError:
             if changed or absent:
                 raise
-            return ""  # they were never committed, and are as they were
-        since = changed_since(self.root, commit) - {os.path.relpath(self.path, self.root)}
-        return commit if changed or absent or since else ""
+            return ""
 
     def _run(
         self, commit: str, temporary: Path, name: str, whose: str, runner: Runner
@@ -510,9 +570,9 @@ class _Experiment:
         copy = Copy.of(self.root, self.asked.folder, temporary, self.runner.folder)
         if commit:
             write_commit(self.root, commit, copy.tree)
-        else:
-            write_files(self.root, files_now(self.root), copy.tree)
+        write_files(self.root, self.untracked if commit else files_now(self.root), copy.tree)
         copy.link(self.ignored)
+        copy.link_beside(noted(self.now.files))
         resolved = self.settings.resolved
         named = self.contents["named"]
         place = (self.path.parent / named["profile"]).absolute()

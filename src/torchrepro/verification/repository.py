@@ -21,7 +21,17 @@ from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
 from torchrepro.manifest.environment import git
-from torchrepro.verification.file_notes import LEFT_OUT, LISTED, READ, TOO_MANY, WRITTEN, Use, noted
+from torchrepro.verification.file_notes import (
+    LEFT_OUT,
+    LISTED,
+    READ,
+    SEARCHED,
+    TOO_MANY,
+    TYPED,
+    WRITTEN,
+    Use,
+    noted,
+)
 
 FAILED = (OSError, SubprocessError)  # what `git` raises
 
@@ -214,6 +224,9 @@ def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) 
     uses = noted(log)
     if any(use.kind == TOO_MANY for use in uses):
         raise CopyError("the run uses more files of its repository than are noted")
+    if any(use.kind == TYPED for use in uses):
+        what = "the program comes by `python -c` or standard input"
+        raise CopyError(f"{what}: its code is in no file that could be found again")
     for each in named:
         whole = Path(os.path.abspath(each))  # noqa: PTH100 - links stay as they are named
         if whole.is_file():
@@ -251,7 +264,7 @@ def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) 
     needed = {
         name
         for name in ignored - written
-        if kinds[name].keys() & {READ, LISTED} and Path(name).name != "__pycache__"
+        if kinds[name].keys() & {READ, LISTED, SEARCHED} and Path(name).name != "__pycache__"
     }
     outermost = (n for n in sorted(needed) if not any(str(p) in needed for p in Path(n).parents))
     linked = (each for name in outermost for each in _without(root, name, written))
@@ -326,15 +339,6 @@ def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[
         found = _said(root, *words, f":(top,literal){name}").split()[:1]
     is_commit = isinstance(written_at, str) and _COMMIT.fullmatch(written_at)
     return [*found, written_at] if is_commit else found
-
-
-def changed_since(root: Path, commit: str) -> set[str]:
-    """Return the files that differ from a commit, as git compares them; raises `CopyError`."""
-    try:
-        words = ("diff", "--no-ext-diff", "--no-renames", "--name-only", "-z", commit, "--")
-        return {*names_by_git(root, *words)}
-    except FAILED:
-        raise CopyError(f"git cannot compare the files with commit {commit[:12]}") from None
 
 
 def commit_with(
