@@ -17,6 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from torchrepro.manifest.contents import seal_of
+from torchrepro.verification import dependencies
+
 from ..verification.repositories import commit, write
 from .training import Training
 
@@ -50,6 +53,8 @@ total += os.path.exists("there.log") + os.path.exists("../outside/there") + gene
 total += float(os.environ.get("MODE", "0")) + float(os.getenv("LEVEL", "0")) + sibling.VALUE
 total += "SWITCH" in os.environ
 
+text(".env"), text("../outside/api_key.txt"), os.environ.get("MY_PASSWORD"), dict(os.environ)
+
 torch.manual_seed(model.SEED)
 net = model.Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=model.LR)
@@ -82,7 +87,7 @@ FILES = {
     "train.py": TRAIN,
     "model.py": MODEL,
     "plain.yaml": "name: plain\nseed: 1\n",
-    ".gitignore": "*.log\nignored.*\ngenerated.py\nscratch/\n",
+    ".gitignore": "*.log\nignored.*\ngenerated.py\nscratch/\n.env\n",
     "README.md": "",
     "data.txt": "1",
     "child.txt": "1",
@@ -104,6 +109,8 @@ NOT_IN_GIT = {
     "../outside/data.txt": "1",
     "../outside/child.txt": "1",
     "../outside/d/x.txt": "1",
+    ".env": "1",
+    "../outside/api_key.txt": "1",
     "../sibling/sibling.py": "VALUE = 1\n",
     "../other/sibling.py": "VALUE = 2\n",
 }
@@ -148,8 +155,9 @@ def program(locked, forked, command, monkeypatch):
     monkeypatch.chdir(folder)
     its = Training(folder, command)
     if not as_locked.exists():
-        said = its.lock()
+        said = its.lock("--json")
         assert said[0] == 0, said
+        (folder / "../said.json").write_text(said[1])
         its.git("add", "repro.lock")
         its.git("commit", "-qm", "lock")
         shutil.copytree(folder.parent, as_locked, symlinks=True)
@@ -369,3 +377,94 @@ def test_nobody_is_blamed_falsely(program, monkeypatch, change):
     assert said["who"] in TRUE[truth] | {"unknown"}
     assert said["who"] == expected
     assert named in json.dumps(said)
+
+
+def test_a_lock_holds_digests_and_names_and_no_secret(program):
+    """Files outside of git, folders and variables that the program used, none that sounds secret;
+    `lock --json` has shown the same."""
+    (section,) = program.contents["machines"].values()
+    text = (program.folder / "repro.lock").read_text()
+    said = json.loads((program.folder / "../said.json").read_text())
+    outside = ("child.txt", "d/x.txt", "data.txt", "raw.bin")
+    inside = ("generated.py", "ignored.bin", "ignored.log")
+
+    assert {*section["data"]} == {*inside, *(f"~/outside/{name}" for name in outside)} | {
+        "~/sibling/sibling.py"
+    }
+    assert {*section["listed"]} == {"listed", "scratch"}
+    assert section["variables"] == {"LEVEL": "not set", "MODE": "set", "SWITCH": "not set"}
+    assert [word for word in (SECRET, "MY_PASSWORD", ".env", "api_key") if word in text] == []
+    assert all(said[key] == section[key] for key in ("data", "listed", "variables"))
+
+
+BOUNDS = {"MOST_FILES": (2, "2 files"), "MOST_BYTES": (2, "0 GB"), "MOST_SECONDS": (-1, "-1 s")}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_bound_that_is_reached_is_said(program, monkeypatch, bound):
+    """In the answer and in the lock; what is new is then no longer known to be."""
+    value, words = BOUNDS[bound]
+    monkeypatch.setattr(dependencies, bound, value)
+    status, out, _ = program.lock()
+    (section,) = program.contents["machines"].values()
+
+    assert status == 0
+    assert words in section["left_out"]
+    assert f"no more files after {section['left_out']}" in out
+
+
+ZEROS = "0" * 40
+DAMAGED = {
+    "an absolute path": ("files", {"/etc/hostname": ZEROS}),
+    "a path that leads out": ("files", {"a/../../b": ZEROS}),
+    "an empty path": ("files", {"": ZEROS}),
+    "a blob that is no text": ("files", {"model.py": 5}),
+    "a blob of other characters": ("files", {"model.py": "--help"}),
+    "files that are no names": ("files", ["model.py"]),
+    "data that is no digest": ("data", {"model.py": 5}),
+    "variables that are a list": ("variables", ["MODE"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_files_are_refused_before_anything_runs(program, damage):
+    """With status 2, the key, and no traceback of ours."""
+    contents, (key, value) = program.contents, DAMAGED[damage]
+    (section,) = contents["machines"].values()
+    section[key] = value
+    section["seal"] = seal_of({k: its for k, its in contents.items() if k != "machines"} | section)
+    program.write({"repro.lock": json.dumps(contents), "train.py": "raise SystemExit(7)"})
+    status, out, err = program.run("check", "repro.lock", "--", *COMMAND)
+
+    assert (status, out) == (2, "")
+    assert "damaged" in err
+    assert key in err
+    assert len(err) < 600
+    assert "Traceback" not in err
+
+
+TYPED = """
+import torch
+net = torch.nn.Linear(2, 1)
+torch.nn.init.constant_(net.weight, 0.5)
+net(torch.ones(1, 2)).sum().backward()
+torch.optim.SGD([net.weight], lr=0.1).step()
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "standard input"])
+def test_typed_code_is_in_no_lock(tmp_path, monkeypatch, command, how):
+    """What comes by -c or by standard input cannot be found again, and nobody is blamed."""
+    python = f"{sys.executable} -"
+    words = (sys.executable, "-c") if how == "-c" else ("sh", "-c", f"{python} < other.txt")
+    commit(tmp_path, {"plain.yaml": "name: plain\nseed: 1\n", "other.txt": TYPED})
+    monkeypatch.chdir(tmp_path)
+    its = Training(tmp_path, command)
+    its.lock(command=(*words, TYPED)[:3])
+    its.git("add", "-A")
+    its.git("commit", "-qm", "lock")
+    its.write({"other.txt": TYPED.replace("lr=0.1", "lr=0.2")})
+    status, said = its.check("--quiet", command=(*words, TYPED.replace("lr=0.1", "lr=0.2"))[:3])
+
+    assert (status, said["who"]) == (1, "unknown")
+    assert "`python -c` or standard input" in said["why"]

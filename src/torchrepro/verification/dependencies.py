@@ -20,6 +20,7 @@ from torchrepro.errors import ProfileError
 from torchrepro.lock.diff import OF_A_RUN, Difference
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.redaction import cleaner, sounds_secret
+from torchrepro.verdict.render import counted
 from torchrepro.verification.file_notes import (
     LEFT_OUT,
     LISTED,
@@ -105,6 +106,15 @@ class Dependencies(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         return {key: its for key, its in self._asdict().items() if its or key != "left_out"}
+
+    @property
+    def lines(self) -> Iterator[str]:
+        amounts = counted(len(self.data), "file"), counted(len(self.listed), "folder")
+        amount = f"{', '.join(amounts)}, {counted(len(self.variables), 'variable')}"
+        if self.data or self.listed or self.variables:
+            yield f"  it also depends on {amount}, whose names it holds (lock --json shows them)"
+        if self.left_out:
+            yield f"  no more files after {self.left_out} outside of git: these are not held"
 
     def differing(self, now: Dependencies, root: Path) -> Iterator[Difference]:
         """Yield what is known to differ now, and what `now` alone depends on."""

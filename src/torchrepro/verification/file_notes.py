@@ -157,11 +157,11 @@ class _Notes:
         try:
             for kind, path, *folder in told(*args):
                 place = _within(path, *folder)
-                if kind == TYPED:
+                if kind == TYPED and not self._in_tree:
                     self._write(kind, "", 0, 0)
                 elif kind == LISTED and _is_import(caller):
                     self._note(SEARCHED, place, caller)
-                elif kind != CHANGED:
+                elif kind not in (CHANGED, TYPED):
                     self._note(kind, place, caller)
                 if self._in_tree and kind in (WRITTEN, CHANGED):
                     parent, name = os.path.split(place)

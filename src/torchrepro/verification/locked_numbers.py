@@ -654,6 +654,7 @@ def _locked_parts(found: LockedRun) -> tuple[Part, ...]:
         f"with the numbers of {steps}",
         f"  {report.digest}",
         f"  torchrepro check {found.lock} -- COMMAND",
+        *found.besides.lines,
     )
 
 
