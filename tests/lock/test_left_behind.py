@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchrepro.errors import TraceError
-from torchrepro.verification.locked_numbers import LockedCommand, check_numbers, lock_numbers
+from torchrepro.verification.locked_numbers import check_numbers, lock_numbers
+from torchrepro.verification.who_changed import LockedCommand
 
 from ..verification.repositories import commit
 

@@ -135,7 +135,8 @@ def lock_profile(  # noqa: PLR0913, PLR0917 - options of the command line
         )
         answer(its, lines, as_json=as_json)
         return
-    from torchrepro.verification.locked_numbers import LockedCommand, lock_numbers
+    from torchrepro.verification.locked_numbers import lock_numbers
+    from torchrepro.verification.who_changed import LockedCommand
 
     each = _number(every) if every else 1
     if not isinstance(each, int) or each < 1:

@@ -16,21 +16,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from torchrepro.errors import ProfileError
 from torchrepro.lock.diff import OF_A_RUN, Difference
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.redaction import cleaner, sounds_secret
-from torchrepro.verdict.render import counted
-from torchrepro.verification.file_notes import (
-    LEFT_OUT,
-    LISTED,
-    READ,
-    VARIABLE,
-    WRITTEN,
-    Use,
-    is_of_cache,
-    noted,
-)
+from torchrepro.verification import file_notes
+from torchrepro.verification.file_notes import LISTED, READ, VARIABLE, WRITTEN, Use
 from torchrepro.verification.repository import is_of_environment
 
 MOST_FILES, MOST_BYTES, MOST_SECONDS = 1_000, 20 * 10**9, 10.0  # that are read for digests
@@ -52,69 +42,48 @@ class Dependencies(NamedTuple):
 
         It is without the files in `without`, what the run wrote, and what sounds secret.
         """
+        before = {READ: held.data, LISTED: held.listed} if held else {}
+        past = [
+            Use(kind, str(path_of(name, root)), 0, 0) for kind in before for name in before[kind]
+        ]
         kinds: dict[str, dict[str, Use]] = {}
-        for name, kind in (
-            *((name, READ) for name in (held.data if held else ())),
-            *((name, LISTED) for name in (held.listed if held else ())),
-        ):
-            path = str(path_of(name, root))
-            kinds.setdefault(path, {})[kind] = Use(kind, path, 0, 0)
-        for use in noted(log):
+        for use in (*past, *file_notes.noted(log)):
             kinds.setdefault(use.path, {}).setdefault(use.kind, use)
         written = {path for path, its in kinds.items() if WRITTEN in its}
         around = {str(parent) for path in written for parent in Path(path).parents}
+        names: dict[str, str] = {}
+        variables: dict[str, str] = {}
         clean = cleaner(secrets_here())
-        names, variables = dict[str, str](), dict[str, str]()
         for path, its in sorted(kinds.items()):
-            name, place = _name(path, root), Path(path)
-            hidden = any(part[0] == "." != part and part != ".cache" for part in place.parts)
-            if VARIABLE in its and not sounds_secret(path) and clean(path) == path:
+            name = path if VARIABLE in its else _name(path, root)
+            parts = Path(name).parts
+            if any(map(sounds_secret, parts)) or clean(name) != name:
+                continue
+            if VARIABLE in its:
                 variables[path] = "set" if its[VARIABLE].size else "not set"
-            elif not (
-                hidden
-                or name in without
-                or any(map(sounds_secret, Path(name).parts))
-                or clean(name) != name
-                or is_of_cache(path)
-                or is_of_environment(place, root)
+            elif (
+                name not in without
+                and not any(part.startswith(".") and part != ".cache" for part in parts)
+                and not file_notes.is_of_cache(path)
+                and not is_of_environment(Path(path), root)
             ):
                 names[path] = name
-        data, left_out = _digests(
-            path
-            for path in names
-            if READ in kinds[path]
-            and path not in written
-            and kinds[path][READ].changed / 1e9 < began
+        read = (path for path in names if READ in kinds[path] and path not in written)
+        data, left_out = _digests(p for p in read if kinds[p][READ].changed / 1e9 < began)
+        listed = (path for path in names if LISTED in kinds[path] and path not in around)
+        return cls(
+            {names[path]: its for path, its in data.items()},
+            {names[path]: _digest_of_names(path) for path in listed if Path(path).is_dir()},
+            variables if len(variables) <= _MOST_VARIABLES else {},
+            left_out,
         )
-        listed = {
-            names[path]: _digest_of_names(path)
-            for path in names
-            if LISTED in kinds[path] and path not in around and Path(path).is_dir()
-        }
-        if len(variables) > _MOST_VARIABLES:
-            variables = {}
-        return cls({names[path]: its for path, its in data.items()}, listed, variables, left_out)
 
     @classmethod
-    def from_json(cls, contents: Mapping[str, Any], where: str) -> Dependencies:
-        """Return those that a lock holds; raises `ProfileError` for damaged ones."""
-        sections: dict[str, Any] = {key: contents.get(key, {}) for key in OF_A_RUN}
-        for key, its in sections.items():
-            if not isinstance(its, dict) or not all(isinstance(e, str) for e in its.values()):
-                raise ProfileError.about("damaged: no names with their states", where, key)
-        return cls(**sections, left_out=str(contents.get("left_out", "")))
+    def held_by(cls, contents: Mapping[str, Any]) -> Dependencies:
+        return cls(**{key: contents[key] for key in cls._fields if key in contents})
 
     def to_json(self) -> dict[str, Any]:
         return {key: its for key, its in self._asdict().items() if its or key != "left_out"}
-
-    @property
-    def lines(self) -> Iterator[str]:
-        amounts = counted(len(self.data), "file"), counted(len(self.listed), "folder")
-        amount = f"{', '.join(amounts)}, {counted(len(self.variables), 'variable')}"
-        if self.data or self.listed or self.variables:
-            yield f"  it also depends on {amount}, whose names it holds (lock --json shows them)"
-        if self.left_out:
-            yield f"  no more files after {self.left_out} outside of git: these are not held"
 
     def differing(self, now: Dependencies, root: Path) -> Iterator[Difference]:
         """Yield what is known to differ now, and what `now` alone depends on."""
@@ -132,7 +101,7 @@ def _digests(paths: Iterable[str]) -> tuple[dict[str, str], str]:
     """Return a digest of each file, and the bound that was reached before the end of them."""
     found, size, until = dict[str, str](), 0, time.monotonic() + MOST_SECONDS
     for path in paths:
-        digest = xxhash.xxh3_128()
+        digest = xxhash.xxh3_64()
         with suppress(OSError), open(path, "rb") as file:  # noqa: PTH123 - a text
             size += os.fstat(file.fileno()).st_size
             if len(found) == MOST_FILES:
@@ -148,8 +117,8 @@ def _digests(paths: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def _digest_of_names(folder: str) -> str:
-    names = sorted(name for name in os.listdir(folder) if name not in LEFT_OUT)  # noqa: PTH208
-    return xxhash.xxh3_128(repr(names).encode()).hexdigest()
+    names = sorted({*os.listdir(folder)} - {*file_notes.LEFT_OUT})  # noqa: PTH208 - names
+    return xxhash.xxh3_64(repr(names).encode()).hexdigest()
 
 
 def _name(path: str, root: Path) -> str:

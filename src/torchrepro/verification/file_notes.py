@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,18 +113,22 @@ class _Notes:
     def look_after_steps(self, module: str) -> None:
         sys.modules[module].register_optimizer_step_post_hook(self.look)
 
-    def look(self, *_: Any) -> None:
-        """Note the files that are open or mapped: C code may have opened them."""
-        self._steps += 1
-        if self._steps & (self._steps - 1):  # not at 1, 2, 4, 8, ...
+    def look(self, *step: Any) -> None:
+        """Note the files that are open or mapped: C code may have opened them.
+
+        It does so after a `step` of an optimizer if that is number 1, 2, 4, 8, ..., or without one.
+        """
+        self._steps += bool(step)
+        if step and self._steps & (self._steps - 1):
             return
         # What would list the folder of descriptors may be perturbed, or be heard.
         found = {os.path.realpath(f"/proc/self/fd/{number}") for number in range(3, _DESCRIPTORS)}
-        with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123 - above
-            found |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line}
-        for path in found:
-            if os.path.isfile(path) and ".so" not in os.path.basename(path):  # noqa: PTH113, PTH119
-                self._note(READ, path)
+        with suppress(OSError):  # this is a call of the program
+            with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123 - above
+                found |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line}
+            for path in filter(os.path.isfile, found):
+                if ".so" not in os.path.basename(path):  # noqa: PTH119 - a text
+                    self._note(READ, path)
 
     def hear_variables(self) -> None:
         """Note which variables a line of the program reads one by one."""
@@ -144,7 +149,8 @@ class _Notes:
             key = VARIABLE, name
             if is_one and key not in self._seen and not is_library(caller.f_code.co_filename):
                 self._seen.add(key)
-                self._write(*key, 0, int(name in set(names(environ))))
+                with suppress(OSError):
+                    self._write(*key, 0, int(name in set(names(environ))))
             return read(environ, name)
 
         kind.keys, kind.__getitem__ = noted_names, noted_read
