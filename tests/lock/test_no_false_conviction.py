@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -224,6 +224,26 @@ def _renamed(its: Training, _: object) -> None:
     its.git("add", "-A")
 
 
+def _version(library: str) -> Callable[..., None]:
+    """The lock is of another version of a library."""
+
+    def change(its: Training, _: object) -> None:
+        contents = its.contents
+        (section,) = contents["machines"].values()
+        section["versions"][library] = "0.1"
+        its.write({"repro.lock": json.dumps(_sealed(contents))})
+        its.git("commit", "-qam", "lock")
+
+    return change
+
+
+def _sealed(contents: dict[str, Any]) -> dict[str, Any]:
+    (section,) = contents["machines"].values()
+    shared = {key: its for key, its in contents.items() if key != "machines"}
+    section["seal"] = seal_of(shared | section)
+    return contents
+
+
 KERNELS = _variable(ATEN_CPU_CAPABILITY="default")
 ONE_THREAD = _variable(OMP_NUM_THREADS="1")
 NOT_IN_EFFECT = _variable(OMP_PROC_BIND="false")
@@ -320,6 +340,22 @@ CHANGES: Mapping[str, tuple[Callable[..., object], str, str, str]] = {
     "an untracked file that nothing reads, and kernels": (
         _all(_text("notes.txt"), KERNELS),
         *(ENVIRONMENT, "environment", "ATEN_CPU_CAPABILITY"),
+    ),
+    "the value of a variable, and another version": (
+        _all(_version("numpy"), _variable(MODE="2")),
+        *(OUTSIDE, "unknown", "LEVEL, MODE, SWITCH"),
+    ),
+    "outside data, and another version of torch": (
+        _all(_version("torch"), _text("../outside/data.txt")),
+        *(OUTSIDE, "unknown", "~/outside/data.txt"),
+    ),
+    "another version of torch, and kernels": (
+        _all(_version("torch"), KERNELS),
+        *(ENVIRONMENT, "environment", "torch"),
+    ),
+    "code, and another version of torch": (
+        _all(_version("torch"), _code("model.py", ".tanh()", ".relu()")),
+        *(CODE, "code", "model.py:15"),
     ),
     "a file through a link, and another link": (
         _all(_link("d", "../outside/e"), _text("../outside/e/x.txt")),
@@ -432,8 +468,7 @@ def test_damaged_files_are_refused_before_anything_runs(program, damage):
     contents, (key, value) = program.contents, DAMAGED[damage]
     (section,) = contents["machines"].values()
     section[key] = value
-    section["seal"] = seal_of({k: its for k, its in contents.items() if k != "machines"} | section)
-    program.write({"repro.lock": json.dumps(contents), "train.py": "raise SystemExit(7)"})
+    program.write({"repro.lock": json.dumps(_sealed(contents)), "train.py": "raise SystemExit(7)"})
     status, out, err = program.run("check", "repro.lock", "--", *COMMAND)
 
     assert (status, out) == (2, "")
@@ -468,3 +503,29 @@ def test_typed_code_is_in_no_lock(tmp_path, monkeypatch, command, how):
 
     assert (status, said["who"]) == (1, "unknown")
     assert "`python -c` or standard input" in said["why"]
+
+
+COUNTS = """
+import os, torch
+n = int(open("n.log").read()) if os.path.exists("n.log") else 0
+open("n.log", "w").write(str(n + 1))
+net = torch.nn.Linear(2, 1)
+torch.nn.init.constant_(net.weight, 1 + (n > 3))
+net(torch.ones(1, 2)).square().sum().backward()
+torch.optim.SGD([net.weight], lr=0.1).step()
+"""
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_what_runs_leave_behind_is_no_change_of_code(training, edited):
+    """A counter in an ignored file makes other numbers, and nobody is blamed for it alone."""
+    training.commit({"train.py": COUNTS})
+    assert training.lock()[0] == 0
+    training.commit()
+    training.write({"n.log": "7"})
+    if edited:
+        training.change("train.py", "lr=0.1", "lr=0.2")
+    status, said = training.check()
+
+    assert (status, said["who"]) == (1, "unknown")
+    assert "n.log" in json.dumps(said)

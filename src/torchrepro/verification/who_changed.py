@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.launch import is_python
-from torchrepro.lock.diff import ENFORCED, change
+from torchrepro.lock.diff import ENFORCED, Impact, change
 from torchrepro.lock.lock_file import (
     CheckResult,
     is_relative_path,
@@ -258,30 +258,36 @@ class Experiment:
         held = Dependencies.held_by(self.contents)
         now = self.asked.besides(self.now, files.keys(), held)
         besides = tuple(held.differing(now, self.root))
-        if suspects and not besides and self._comes_from(suspects, commit, files):
+        if suspects and not besides and self._comes_from(suspects, commit, files, held):
             return Who(who, suspects=suspects, where=where)
         why = "the code of the lock gives other numbers here too"
         if who == BOTH:
             why = f"{why}, and yours gives others again"
         if not besides:
-            what = (
-                "also with its variables" if suspects else "and nothing that the lock holds differs"
-            )
+            what = "nothing that the lock holds differs"
+            if suspects:
+                what = "what differs of the environment need not be why"
             reads = f"; the program reads {some(held.variables)}" if held.variables else ""
-            why = f"{why}, {what}; {_NOT_HELD}{reads}"
+            why = f"{why}, and {what}; {_NOT_HELD}{reads}"
         return Who(UNKNOWN, why, (*besides, *suspects), where)
 
     def _comes_from(
-        self, suspects: Sequence[Difference], commit: str, files: Mapping[str, str]
+        self,
+        suspects: Sequence[Difference],
+        commit: str,
+        files: Mapping[str, str],
+        held: Dependencies,
     ) -> bool:
         """Whether the code of the lock has its numbers again once variables are put back.
 
-        Where more than those differs, nobody can try.
+        Where more than those differs nobody can try: it is what changes numbers, or, where the
+        program reads no variable of its own, what may change them.
         """
         values = [each.left if each.section == "environment" else None for each in suspects]
         of_variables = {"environment", "other variables"}.issuperset(e.section for e in suspects)
         if not of_variables or values != [each.left for each in suspects]:
-            return True  # a version, or a value of which the lock holds a digest
+            changes = any(each.impact is Impact.CHANGES for each in suspects)
+            return changes or "set" not in held.variables.values()
         before = dict(os.environ)
         try:
             for each in suspects:
