@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.verification import file_notes
-from torchrepro.verification.file_notes import LISTED, READ, SEARCHED, TOO_MANY, WRITTEN, Use, noted
+from torchrepro.verification.file_notes import LISTED, READ, TOO_MANY, WRITTEN, Use, noted
 from torchrepro.verification.perturbations import RunEnvironment, noting_files
 from torchrepro.verification.repository import (
     CopyError,
@@ -223,7 +223,7 @@ class Copy:
                 if use.kind == WRITTEN and not path.resolve().is_relative_to(self.tree):
                     what = f"it would have written {path.relative_to(self.tree)}"
                     return f"{what}, which is linked to your own"
-            elif use.kind not in (LISTED, SEARCHED) and not is_of_environment(path, self.root):
+            elif use.kind != LISTED and not is_of_environment(path, self.root):
                 is_linked = any(path.is_relative_to(each) for each in linked)
                 if use.kind != READ or not is_linked:
                     verb = "would have written" if use.kind == WRITTEN else "read"

@@ -31,7 +31,6 @@ MOST = 100_000  # uses of files that one process notes
 MOST_OUTSIDE = 5_000  # of them outside of the repository
 
 READ, WRITTEN, LISTED, TOO_MANY = "read", "written", "listed", "too many"
-SEARCHED = "searched"  # listed by Python's imports
 VARIABLE = "variable"  # one that a line of the program has read; its size is 1 where it was set
 TYPED = "typed"  # the program came by `python -c` or by standard input
 CHANGED = "changed"  # otherwise than by writing, which is not noted
@@ -165,9 +164,7 @@ class _Notes:
                 place = _within(path, *folder)
                 if kind == TYPED and not self._in_tree:
                     self._write(kind, "", 0, 0)
-                elif kind == LISTED and _is_import(caller):
-                    self._note(SEARCHED, place, caller)
-                elif kind not in (CHANGED, TYPED):
+                elif kind not in (CHANGED, TYPED) and not (kind == LISTED and _is_import(caller)):
                     self._note(kind, place, caller)
                 if self._in_tree and kind in (WRITTEN, CHANGED):
                     parent, name = os.path.split(place)
@@ -221,8 +218,7 @@ class _Notes:
 
     def _note_outside(self, kind: str, path: str, caller: FrameType | None) -> None:
         """Note what is not in the repository, if it may be data, and the program has used it."""
-        never = f"{path}/".startswith(self._not_data) or is_library(path)
-        if self._in_tree or never or kind == SEARCHED:
+        if self._in_tree or f"{path}/".startswith(self._not_data) or is_library(path):
             return
         key = kind, os.path.realpath(path)
         if key in self._outside or len(self._outside) == MOST_OUTSIDE:

@@ -25,7 +25,6 @@ from torchrepro.verification.file_notes import (
     LEFT_OUT,
     LISTED,
     READ,
-    SEARCHED,
     TOO_MANY,
     TYPED,
     WRITTEN,
@@ -36,7 +35,6 @@ from torchrepro.verification.file_notes import (
 FAILED = (OSError, SubprocessError)  # what `git` raises
 
 _SUBMODULE = "160000"  # the mode of its entry
-_ABSENT = ""  # the blob of a file that is not there
 _COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # the name of one
 _BLOCK = 64  # commits that git is asked about at once
 
@@ -264,7 +262,7 @@ def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) 
     needed = {
         name
         for name in ignored - written
-        if kinds[name].keys() & {READ, LISTED, SEARCHED} and Path(name).name != "__pycache__"
+        if kinds[name].keys() & {READ, LISTED} and Path(name).name != "__pycache__"
     }
     outermost = (n for n in sorted(needed) if not any(str(p) in needed for p in Path(n).parents))
     linked = (each for name in outermost for each in _without(root, name, written))
@@ -341,22 +339,16 @@ def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[
     return [*found, written_at] if is_commit else found
 
 
-def commit_with(
-    root: Path,
-    files: Mapping[str, str],
-    absent: Iterable[str] = (),
-    likely: Sequence[str] = (),
-) -> str:
-    """Return the newest commit in which `files` have these blobs and `absent` ones are not there.
+def commit_with(root: Path, files: Mapping[str, str], likely: Sequence[str] = ()) -> str:
+    """Return the newest commit in which `files` have these blobs.
 
     First come `likely` ones, then the history of HEAD, then all other branches. Raises `CopyError`
     with the reason, and what would help, where there is none.
     """
-    wanted = {**dict.fromkeys(absent, _ABSENT), **files}
     with suppress(*FAILED):
-        for commit in _having(root, likely, wanted):
+        for commit in _having(root, likely, files):
             return commit
-    own, inner = _by_submodule(root, wanted)
+    own, inner = _by_submodule(root, files)
     paths = ["--", *(f":(top,literal){name}" for name in (*own, *inner) if "\n" not in name)]
     given = "\n".join([*paths, ""]).encode(errors="surrogateescape")
     for which in ("HEAD", "--all"):
@@ -365,7 +357,7 @@ def commit_with(
             commits = git(root, *words, timeout=None, given=given).decode().split()
         except FAILED:
             continue  # a repository without a commit has no HEAD
-        for commit in _having(root, commits, wanted):
+        for commit in _having(root, commits, files):
             return commit
     gone = [folder for folder in inner if not _is_checked_out(root / folder)]
     if gone:
@@ -407,9 +399,9 @@ def _having(root: Path, commits: Sequence[str], wanted: Mapping[str, str]) -> It
         answers = iter(git(root, *words, timeout=None, given=given).splitlines())
         for commit in block:
             found = [(next(answers), blob) for blob in own.values()]
-            if all(
-                it == blob.encode() if blob else it.endswith(b" missing") for it, blob in found
-            ) and all(_has_inside(root, commit, *each) for each in inner.items()):
+            if all(it == blob.encode() for it, blob in found) and all(
+                _has_inside(root, commit, *each) for each in inner.items()
+            ):
                 objects = ((_object(root, commit, name), blob) for name, blob in alone)
                 if all(it == blob for it, blob in objects):
                     yield commit
@@ -419,7 +411,7 @@ def _object(root: Path, commit: str, name: str) -> str:
     try:
         return _said(root, "rev-parse", "--verify", "-q", f"{commit}:{name}")
     except FAILED:
-        return _ABSENT
+        return ""
 
 
 def _has_inside(root: Path, commit: str, folder: str, wanted: Mapping[str, str]) -> bool:

@@ -132,9 +132,7 @@ class LockedCommand:
         self, its: Recorded, files: Set[str], held: Dependencies | None = None
     ) -> Dependencies:
         """Return what a run depended on besides `files`, and how what is `held` is now."""
-        if self.root is None:
-            return Dependencies()
-        return Dependencies.of(self.root, its.files, its.began, files, held)
+        return Dependencies.of(self.root or Path(), its.files, its.began, files, held)
 
     def files_of(self, its: Recorded, resolved: ResolvedProfile) -> FilesRead:
         """Return the files that a run read; raises `CopyError` where that cannot be known."""
@@ -160,7 +158,6 @@ _NOT_HELD = (
     "the lock does not hold all files outside of git, nor the values of variables that are not of "
     "a library that computes"
 )
-_TRIES = 3  # commits that are run
 _LARGEST = 2 * 10**9  # bytes of a recording op by op
 
 
@@ -230,17 +227,12 @@ class Experiment:
         present = blobs_of(self.root, [*files])
         changed = {name for name, blob in files.items() if present.get(name) != blob}
         changed |= today.code.keys() - files.keys()
-        absent: set[str] = set()
-        for number in range(_TRIES):
-            commit = self._commit(files, absent, changed)
-            old, extra = self._old_numbers(commit, files, f"old-{number + 1}")
-            if first_difference(self.locked, old) is None:
-                return Who(CODE, where=self._where(commit, old))
-            if not extra:
-                break
-            absent |= extra  # it is a later commit, which reads more
-        else:
-            raise CopyError(f"the code of the lock did not read {some(sorted(absent))}")
+        commit = self._commit(files, is_unchanged=not changed)
+        old, extra = self._old_numbers(commit, files, "old")
+        if first_difference(self.locked, old) is None:
+            return Who(CODE, where=self._where(commit, old))
+        if extra:  # it is a later commit, which reads more
+            raise CopyError(f"the code of the lock did not read {some(sorted(extra))}")
         if commit:  # files that git does not know may be new, or as old as the lock
             with suppress(*FAILED):
                 found = names_by_git(self.root, "ls-files", "-o", "--exclude-standard", "-z")
@@ -300,7 +292,7 @@ class Experiment:
             os.environ.update(before)
         return first_difference(self.locked, old) is None
 
-    def _commit(self, files: Mapping[str, str], absent: Set[str], changed: Set[str]) -> str:
+    def _commit(self, files: Mapping[str, str], *, is_unchanged: bool) -> str:
         """Return the commit of the lock; empty where its files were never committed, and are here.
 
         Raises `CopyError` where there is none of both.
@@ -308,11 +300,11 @@ class Experiment:
         at = self.contents["repository"].get("commit")
         likely = commits_of_lock(self.root, self.path, self.contents["seal"], at)
         try:
-            return commit_with(self.root, files, absent, likely)
+            return commit_with(self.root, files, likely)
         except CopyError:
-            if changed or absent:
-                raise
-            return ""
+            if is_unchanged:
+                return ""
+            raise
 
     def _run(
         self, commit: str, temporary: Path, name: str, whose: str, runner: Runner
