@@ -315,6 +315,6 @@ def test_check_takes_at_most_a_second_beyond_importing_torch(lock, tmp_path):
     whole = partial(took, [SCRIPT, "check", str(lock)])
     seen = compare(bare, whole, 1.0, by=operator.sub)
     print(f"\nimport torch: {seen.plain:.2f} s, torchrepro check: {seen.other:.2f} s")
-    print(": ".join(seen.cells("added", 1.0, unit=" s")))
+    print(": ".join(seen.cells("added, in s", 1.0)))
 
     require(not seen.refutes(1.0), "1 s beyond importing torch")

@@ -286,6 +286,6 @@ def test_a_check_costs_one_run_and_a_second(tmp_path):
     checked = partial(took, "check", "repro.lock", "--", *COMMAND)
     seen = compare(recorded, checked, 1.0, by=operator.sub)
     print(f"\na recorded run: {seen.plain:.2f} s, torchrepro check: {seen.other:.2f} s")
-    print(": ".join(seen.cells("added", 1.0, unit=" s")))
+    print(": ".join(seen.cells("added, in s", 1.0)))
 
     require(not seen.refutes(1.0), "1 s beyond a recorded run")

@@ -144,6 +144,8 @@ class _Notes:
             caller: Any = sys._getframe(1)  # noqa: SLF001 - documented
             is_one = (caller.f_code, caller.f_lasti) not in copying
             while caller.f_code.co_name in _READERS and is_library(caller.f_code.co_filename):
+                if caller.f_back is None:  # C code has called it
+                    break
                 caller = caller.f_back
             key = VARIABLE, name
             if is_one and key not in self._seen and not is_library(caller.f_code.co_filename):
