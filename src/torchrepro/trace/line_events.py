@@ -89,7 +89,7 @@ else:
         """Report to `listener` from now on, also in processes that this one forks.
 
         Returns whether it does: not where a debugger, a coverage tool or a profiler traces the
-        process already.
+        process already. Sets `sys.unraisablehook`, which receives exceptions of signals.
         """
         if _is_traced():
             return False
@@ -114,14 +114,26 @@ else:
                 sys.settrace(None)
                 listener.failed(error)
             except BaseException as error:  # noqa: BLE001 - of a signal; nothing passes through C
-                raised = error
-
-                def pass_on(*_: Any) -> NoReturn:
-                    raise raised
-
-                frame.f_trace_lines, frame.f_trace = True, pass_on
-                sys.settrace(pass_on)
+                raise_in(frame, error)
             return 0
+
+        def raise_in(frame: FrameType, error: BaseException) -> None:
+            def pass_on(*_: Any) -> NoReturn:
+                raise error
+
+            frame.f_trace_lines, frame.f_trace = True, pass_on
+            sys.settrace(pass_on)
+
+        present = sys.unraisablehook
+
+        def hook(lost: Any) -> None:
+            # A signal that is handled as `on_event` begins raises before its first statement.
+            if lost.object is on_event:
+                raise_in(sys._getframe(1), lost.exc_value)  # noqa: SLF001 - documented
+            else:
+                present(lost)
+
+        sys.unraisablehook = hook
 
         traced = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p
