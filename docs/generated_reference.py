@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 import reference_answers
+import reference_borrowed
 import reference_commands
 import reference_ops
 import reference_python
@@ -27,6 +28,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": reference_commands.commands,
     "exit-statuses": reference_commands.exit_statuses,
     "answers": reference_answers.answers,
+    "borrowed": reference_borrowed.borrowed,
     "public-names": reference_python.public_names,
     "parts-of-answers": reference_python.parts_of_answers,
     "profile-keys": reference_rows.profile_keys,

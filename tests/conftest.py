@@ -40,7 +40,7 @@ OF_THE_USER = ("TORCHREPRO_", "CUBLAS_", "HYDRA_", "FORCE_COLOR")
 HERE = Path(__file__).parent
 TOUCHES_TORCH = {
     *("devices", "distributed", "guard", "knobs", "policies", "seeding", "selftest", "trace"),
-    *("test_cudnn_benchmark.py", "test_in_effect.py", "test_seeding_calls.py"),
+    *("test_borrowed.py", "test_cudnn_benchmark.py", "test_in_effect.py", "test_seeding_calls.py"),
 }
 OF_FILES = {"test_damage.py", "test_store.py"}
 """The folders and files of tests that another torch can break: what they try calls its internals.

@@ -100,6 +100,9 @@ def run(words):
         else:
             runpy.run_path(str(Path(words[0]).resolve()), run_name="__main__")
     except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+            return 1
         return left.code or 0
     except BaseException:  # noqa: BLE001 - as the interpreter does
         traceback.print_exc()

@@ -60,7 +60,9 @@ class _WrongRequestError(TorchreproError, ValueError):
 
     exit_status = 2
 
-    def __init__(self, problems: Problem | Sequence[Problem]) -> None:
+    def __init__(self, problems: Problem | str | Sequence[Problem]) -> None:
+        if isinstance(problems, str):  # what torch's loader makes of one that a worker has raised
+            problems = Problem(problems)
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         lines = [str(problem) for problem in self.problems[:MANY]]
         rest = len(self.problems) - MANY

@@ -500,7 +500,9 @@ def setters() -> Iterator[tuple[Any, str]]:
         # A flag calls the function that it was made with, whatever torch._C holds later.
         flags = (value for value in vars(type(module)).values() if isinstance(value, flag))
         yield from ((value, "setter") for value in flags)
-    settings = getattr(import_module("torch.utils._config_module"), "ConfigModule", None)
+    with suppress(ImportError):  # an older torch has not loaded it yet
+        import_module("torch.utils._config_module")
+    settings = getattr(sys.modules.get("torch.utils._config_module"), "ConfigModule", None)
     if settings is not None and "__setattr__" in vars(settings):
         yield settings, "__setattr__"
     # What every change of `os.environ` comes down to, `pop`, `update` and `clear` included.

@@ -2,8 +2,10 @@
 
 import re
 from html import unescape
+from pathlib import Path
 
 import pytest
+import yaml
 
 import torchrepro
 from torchrepro.cli.app import ROWS
@@ -13,6 +15,7 @@ from torchrepro.knobs.variables import allowed
 from torchrepro.outcomes import Outcome
 from torchrepro.policies.deterministic_ops import OPS
 
+BORROWED = Path(__file__).parent.parent / "borrowed.yaml"
 WITHOUT_JSON = ("run", "schema", "lock")
 """Commands that start another one, or that write JSON as it is."""
 
@@ -25,6 +28,7 @@ EXPECTED = {
     "outcomes": [str(outcome) for outcome in Outcome],
     "variables": list(allowed()),
     "nondeterministic-ops": [row.name for row in OPS],
+    "borrowed": [row["title"] for row in yaml.safe_load(BORROWED.read_text(encoding="utf-8"))],
 }
 """What has an entry of its own on each page."""
 

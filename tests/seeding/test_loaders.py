@@ -359,3 +359,19 @@ def test_forced_workers_load_the_same_in_the_main_process(
             assert here == bool(forced)
             assert before == {k: v for k, v in vars(loader).items() if k != "_iterator"}
     assert found[0] == found[1]
+
+
+class _Refusing:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        raise torchrepro.SeedingError.about("these numbers cannot be drawn")
+
+
+def test_an_error_that_a_worker_raises_keeps_its_words() -> None:
+    """What torchrepro says in a worker is said in the main process, in the same words."""
+    loader = DataLoader(_Refusing(), num_workers=1)
+
+    with pytest.raises(torchrepro.SeedingError, match="these numbers cannot be drawn"):
+        next(iter(loader))

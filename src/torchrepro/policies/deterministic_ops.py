@@ -290,8 +290,13 @@ def unseen_kernels() -> tuple[str, ...]:
 def _custom_ops() -> Iterator[str]:
     if "torch" not in sys.modules:
         return
+    try:
+        present = op_names()
+    except AttributeError:
+        yield "custom ops, which this torch does not list"
+        return
     ops: dict[str, set[str]] = defaultdict(set)
-    for name in op_names():
+    for name in present:
         namespace, _, rest = name.partition("::")
         if namespace not in TORCHS_OWN and not _comes_with_torch(name):
             ops[namespace].add(rest.partition(".")[0])

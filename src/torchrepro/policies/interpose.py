@@ -206,7 +206,8 @@ def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
     public functions import torch._dynamo, which takes a second. Where they are gone, Dynamo may
     warn that it cannot trace the kernel at the end.
     """
-    frames = import_module("torch")._C._dynamo.eval_frame  # noqa: SLF001 - see above
+    compiler = getattr(import_module("torch")._C, "_dynamo", None)  # noqa: SLF001 - see above
+    frames: Any = getattr(compiler, "eval_frame", None)
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP  # noqa: SLF001 - see above
         with_its_calls = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - see above

@@ -129,7 +129,8 @@ class _State:
             loader, counts=bool(loader.num_workers) or hasattr(loader.sampler, "generator")
         )
         if loader.persistent_workers:  # the iterator is the one of the epoch before
-            self._positions.pop(loader._iterator, None)  # noqa: SLF001 - no public place has it
+            # No public place has it. Without it, positions go on counting through the epochs.
+            self._positions.pop(getattr(loader, "_iterator", loader), None)
         self._objects = _objects_of_interest()
 
     def batch_begins(self, iterator: Any) -> None:

@@ -252,17 +252,26 @@ class _SeededBatches(_SeededSamples):
         return self._dataset.__getitems__(indices)
 
 
-def put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Have ``make(reads samples by index, original)`` make torch's readers; return the undo.
+def reader_maker() -> Any:
+    """Return the class of torch whose `create_fetcher` makes the readers of datasets.
 
-    Private (``torch.utils.data._DatasetKind.create_fetcher``), because torch has no public place
-    between a sampler and a dataset. Where it is gone, seeding a loader raises.
+    Private (``torch.utils.data._DatasetKind``), because torch has no public place between a sampler
+    and a dataset. Where it is gone, seeding a loader raises `SeedingError`.
     """
     from torch.utils import data
 
     maker: Any = getattr(data, "_DatasetKind", None)
     if not hasattr(maker, "create_fetcher"):
-        raise SeedingError.about("this torch reads datasets in a way that torchrepro does not know")
+        raise SeedingError.about(
+            "this torch reads datasets in a way that torchrepro does not know",
+            found="no torch.utils.data._DatasetKind.create_fetcher",
+        )
+    return maker
+
+
+def put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Have ``make(reads samples by index, original)`` make torch's readers; return the undo."""
+    maker = reader_maker()
     original = maker.create_fetcher
     maker.create_fetcher = staticmethod(
         lambda kind, *rest: make(kind == maker.Map, partial(original, kind, *rest))

@@ -34,6 +34,7 @@ from torchrepro.seeding.loader import (
     in_loader,
     isolated_draws,
     loaders,
+    reader_maker,
     seed_readers,
     start_from,
     worker_stream,
@@ -212,7 +213,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         "dataloader.seeding: auto"
     )
     named_now = loading is None and loaders.automatic and is_kept(loader) and not has_own
-    if named_now and loader._iterator is None:  # noqa: SLF001 - torch keeps it nowhere else
+    if named_now and _borrowed(loader, "_iterator") is None:
         # One that nobody named is called after its dataset.
         loading = NamedLoading(kind_of_dataset(loader.dataset))
         loaders.register.loadings[loader] = loading
@@ -268,6 +269,19 @@ def _wrap(module: str) -> None:
                 ) from missing
 
 
+def _borrowed(owner: Any, name: str) -> Any:
+    """Return what a loader or its iterator keeps in a private attribute, and nowhere else.
+
+    Raises `SeedingError` where torch, or torchdata, has it no longer.
+    """
+    if not hasattr(owner, name):
+        raise SeedingError.about(
+            "this torch iterates loaders in a way that torchrepro does not know",
+            found=f"no {type(owner).__name__}.{name}",
+        )
+    return getattr(owner, name)
+
+
 def _wrapped_iter(original: Any, loader: Any) -> Any:
     if any(start.loader is loader for start in _being_started):
         return original(loader)  # a wrapper of an earlier profile, inside somebody's own
@@ -300,14 +314,14 @@ def _unbegun_iterator(loader: Any) -> Any:
         return None
     workers = _forced[-1] if _forced else loader.num_workers
     lives_on = bool(loader.persistent_workers and workers)
-    if lives_on and loader._iterator is not None:  # noqa: SLF001 - it is kept nowhere else
-        return loader._iterator  # noqa: SLF001 - see above
+    if lives_on and _borrowed(loader, "_iterator") is not None:
+        return _borrowed(loader, "_iterator")
     name = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
     kind: Any = getattr(dataloader, name)
     unbegun = kind.__new__(kind)
     unbegun._shutdown = True  # noqa: SLF001 - it has no workers to end until it begins
     if lives_on:
-        loader._iterator = unbegun  # noqa: SLF001 - see above
+        loader._iterator = unbegun  # noqa: SLF001 - see `_borrowed`
     return unbegun
 
 
@@ -340,21 +354,21 @@ def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
     # torchdata has begun the iteration where a state was asked for before the first batch. It does
     # not go on with one that was loaded at its end.
     is_begun = getattr(loader, "_initial_iter_for_state_dict", False)
-    if not is_begun or loader._iterator._finished:  # noqa: SLF001 - it is kept nowhere else
+    if not is_begun or _borrowed(_borrowed(loader, "_iterator"), "_finished"):
         return _start(original, loader, delivery)
     if delivery is not None:
         delivery.loading = loaders.register.loadings.get(loader)
-        delivery.of_iterator(loader._iterator)  # noqa: SLF001 - see above
+        delivery.of_iterator(_borrowed(loader, "_iterator"))
     return original(loader)
 
 
 def _wrapped_state_dict(original: Any, loader: Any) -> Any:
-    started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
+    started = _borrowed(loader, "_iterator") is not None  # it starts an iteration otherwise
     state = original(loader) if started else _start(original, loader, None)
     loading = loaders.register.loadings.get(loader) or named_loading_of(loader)
     if loading is None:
         return state
-    finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
+    finished = _borrowed(_borrowed(loader, "_iterator"), "_finished")
     own: dict[str, Any] = {}
     if isinstance(loading, NamedLoading):
         own = {
@@ -439,14 +453,10 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
     if not _is_of_torch(iterator):
         return begun  # the class of the loader reads its dataset itself
     if loading is not None and loading.stream is None:
-        # Private, because torch shows the number that it has drawn to workers alone.
-        if not hasattr(iterator, "_base_seed"):
-            raise SeedingError.about(
-                "this torch draws the base seed of a loader in a way torchrepro does not know"
-            )
-        loading.stream = epoch_stream(int(iterator._base_seed))  # noqa: SLF001 - see above
+        # Torch shows the number that it has drawn to workers alone.
+        loading.stream = epoch_stream(int(_borrowed(iterator, "_base_seed")))
     attributes = vars(iterator)  # of which the program sees its own sampler and function
-    if isinstance(attributes["_index_sampler"], SeededSampler):
+    if isinstance(attributes.get("_index_sampler"), SeededSampler):
         attributes["_index_sampler"] = attributes["_index_sampler"].sampler
     if isinstance(attributes.get("_worker_init_fn"), Loading | _PreparedWorker):
         attributes["_worker_init_fn"] = loader.worker_init_fn
@@ -548,9 +558,10 @@ def _seed_iteration(
     sampler = SeededSampler(getattr(loader, holder), loading, generator, yields)
     loading.in_workers = bool(loader.num_workers)
     undo.enter_context(_with(loader, worker_init_fn=loading, **{holder: sampler}))
-    living_on = loader._iterator if loader.persistent_workers else None  # noqa: SLF001 - see above
+    living_on = _borrowed(loader, "_iterator") if loader.persistent_workers else None
     if _is_of_torch(living_on) and "_index_sampler" in vars(living_on):
         undo.enter_context(_with(living_on, _index_sampler=sampler))
+    reader_maker()  # a worker that found none would raise in the middle of the epoch
     if not loader.num_workers:  # a worker that is forked here must find torch's own readers
         is_noted = named is None and delivery is not None
         note = partial(setattr, delivery, "samples_draw") if is_noted else None

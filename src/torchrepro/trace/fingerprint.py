@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -38,18 +38,22 @@ class Memory:
     parts: tuple[Any, ...]  # strided tensors, as contiguous as they can be without a copy
 
 
+_UNOBSERVED: tuple[Callable[[], Any], ...] = (
+    *(torch.no_grad, torch._C.DisableTorchFunction),  # noqa: SLF001
+    *(torch._C._DisableFuncTorch, torch._C._DisableTorchDispatch),  # noqa: SLF001
+)
+"""Private, because nothing public turns them off; where one is gone recording is refused."""
+
+
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Keep autograd, subclasses, modes and `torch.func` from seeing operations in the block.
 
-    They may record, count or change what is asked of a tensor. Nothing public turns all of them
-    off. Where this fails, no tensor that is not plain is read (see `not_read`).
+    They may record, count or change what is asked of a tensor.
     """
-    names = ("DisableTorchFunction", "_DisableFuncTorch", "_DisableTorchDispatch")
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for name in names:
-            stack.enter_context(getattr(torch._C, name)())  # noqa: SLF001
+        for off in _UNOBSERVED:
+            stack.enter_context(off())
         yield
 
 

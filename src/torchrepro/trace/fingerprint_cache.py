@@ -87,6 +87,9 @@ Tensors of the same memory share the list, which is empty once one of them was r
 
 _Kept = TypeVar("_Kept", Entry, NewTensor)
 
+BORROWED = torch.UntypedStorage._cdata, torch.Tensor._nnz, torch.Tensor._is_zerotensor  # noqa: SLF001
+"""Asked for as a recording begins, which a torch without one of them refuses before any op."""
+
 _digest = xxhash.xxh3_128_digest
 _short_digest = xxhash.xxh3_64_digest
 

@@ -70,7 +70,7 @@ def place_at(module: str, code: CodeType | None, instruction: int) -> Place:
 
 
 NOWHERE = place_at("", None, 0)
-_CALLS_A_MODULE = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame of every call of a module; were it gone, modules would have no names
+_CALLS_A_MODULE = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame of every call of a module; were it gone, recording would be refused
 _kinds: dict[int, int] = {address(_CALLS_A_MODULE): _MODULE}
 _seen: list[CodeType] = []  # keeps alive what `_kinds` is about, so that no id has two meanings
 
@@ -266,7 +266,7 @@ def place_of_user() -> Place:
 
 
 # Which node of autograd's graph runs, and the number of its next one. There is no public way to
-# either; without them backward ops would have no module.
+# either; without them recording is refused.
 _current_node: Callable[[], Any] = torch._C._current_autograd_node  # noqa: SLF001 - see above
 _next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - see above
 _AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad", None)  # noqa: SLF001 - the node that writes `.grad`

@@ -218,7 +218,7 @@ def higher_order_ops_run(undo: ExitStack, mode: type[TorchDispatchMode]) -> None
         return lambda own, *args, **kwargs: own.__torch_dispatch__(op, (), args, kwargs)
 
     def give_rules(_module: str) -> None:
-        for op in getattr(torch._ops, "_higher_order_ops", {}).values():  # noqa: SLF001 - see above
+        for op in getattr(getattr(torch, "_ops", None), "_higher_order_ops", {}).values():
             if mode not in op.python_key_table:
                 op.py_impl(mode)(rule(op))
 
@@ -296,8 +296,8 @@ def left_out_of_compilation(undo: ExitStack, mode: type[TorchDispatchMode]) -> N
         if _left_out:
             return
         _left_out.append(True)
-        rules = import_module("torch._dynamo.trace_rules")
-        if not hasattr(rules, "add"):
+        rules = sys.modules.get("torch._dynamo.trace_rules")
+        if rules is None or not hasattr(rules, "add"):
             dispatch: Any = mode.__torch_dispatch__
             mode.__torch_dispatch__ = torch.compiler.disable(dispatch)  # type: ignore[method-assign, no-untyped-call]
             return

@@ -116,7 +116,12 @@ def record_process(request: Request, refuse: Callable[[TraceError], None]) -> No
 
 
 def _begin(request: Request) -> Recording:
-    from torchrepro.trace.recording import Recording
+    try:  # what recording borrows from torch is asked for as its modules are imported
+        from torchrepro.trace.recording import Recording
+    except (ImportError, AttributeError) as missing:
+        raise TraceError.about(
+            "recording needs what is not in this Python or torch", found=str(missing)
+        ) from missing
     from torchrepro.trace.store import check_share
 
     check_share(request)

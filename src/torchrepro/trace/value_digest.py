@@ -361,7 +361,7 @@ CODE: tuple[Any, ...] = (
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType),
     *(types.CodeType, types.GenericAlias, types.UnionType, types.EllipsisType, property),
     *(types.NotImplementedType, staticmethod, classmethod, functools.partial),
-    functools._lru_cache_wrapper,  # noqa: SLF001 - its type has no other name
+    type(functools.cache(print)),
 )
 OPAQUE_PACKAGES = {
     *("threading", "queue", "multiprocessing", "concurrent", "asyncio", "subprocess", "socket"),

@@ -156,7 +156,10 @@ def _observe(kinds: Mapping[str, Any]) -> None:
 
     def begin() -> None:
         for path, value in kinds.items():
-            named(path)(value)
+            try:
+                named(path)(value)
+            except (ImportError, AttributeError) as missing:  # private names of torch's loader
+                sys.exit(f"torchrepro: {missing}: the relation needs what is not in this torch")
 
     def begin_in_child() -> None:
         if os.getppid() == process:
