@@ -29,6 +29,8 @@ from torchrepro.policies.deterministic_ops import TORCHS_OWN
 from torchrepro.seeding import unseeded_generators
 from torchrepro.trace import fingerprint_cache
 
+from .policies.known_layers import let_torchvision_be_imported
+
 HERE = Path(__file__).parent
 PACKAGE = Path(torchrepro.__file__).parent
 ROWS = {row["title"]: row for row in yaml.safe_load((HERE / "borrowed.yaml").read_text())}
@@ -571,6 +573,7 @@ def row(request):
     """Return a row, with its library imported: some set variables of the environment."""
     row = ROWS[request.param]
     library = row["library"]
+    let_torchvision_be_imported()  # by other libraries
     if library != "Python":
         pytest.importorskip(library, reason=f"{library} is not installed")
     if "untried" not in row:
