@@ -266,8 +266,9 @@ def place_of_user() -> Place:
 
 
 # Which node of autograd's graph runs, and the number of its next one. There is no public way to
-# either; without them recording is refused.
+# either; without them, or the number of a node, recording is refused.
 _current_node: Callable[[], Any] = torch._C._current_autograd_node  # noqa: SLF001 - see above
+_number_of_node = torch._C._FunctionBase._sequence_nr  # noqa: SLF001 - each kind has its own
 _next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - see above
 _AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad", None)  # noqa: SLF001 - the node that writes `.grad`
 
