@@ -23,7 +23,10 @@ from reference_markdown import attribute_docs, code, prose
 import torchrepro
 from torchrepro.cli import main
 from torchrepro.cli.app import ROWS
+from torchrepro.lock.numbers import numbers_of_training
 from torchrepro.selftest import PROMISES, Result, Row, SelfTest, machine_facts
+from torchrepro.verification.dependencies import Dependencies
+from torchrepro.verification.locked_numbers import LockedRun
 from torchrepro.verification.result import (
     Run,
     StressResult,
@@ -75,6 +78,8 @@ _DATA = (
     "promises",
     "software",
     "variables",
+    "data",
+    "listed",
     "values",
     "origins",
     "backends",
@@ -155,6 +160,7 @@ def _documents(folder: Path) -> dict[str, list[Any]]:
         _asked("compare", [left, same]),
         _asked("compare", [left, loose, "--rtol", "1", "--atol", "1"]),
     ]
+    found["lock"] = _locks(folder)
     found["verify"] = [_verification(folder, bare=True), _verification(folder, bare=False)]
     tried = (Row(PROMISES[0].name, "cpu", "", Result.HELD),)
     tested = SelfTest("", "", machine_facts(), tried, 1.0)
@@ -198,6 +204,18 @@ def _log_run(folder: Path) -> None:
     command = ["python", "-c", "0"]
     contents["started"] |= {"folder": str(folder), "command": command, "launcher": ""}
     path.write_text(json.dumps(contents), encoding="utf-8")
+
+
+def _locks(folder: Path) -> list[Any]:
+    """Return the answers of locks without a command, of numbers, and of numbers that differed."""
+    asked = _asked("lock", ["seed-only", "-o", str(folder / "seeded.lock")])
+    with torchrepro.isolated_rng(), torchrepro.apply("seed-only") as applied:
+        report = applied.report
+    verdict = torchrepro.compare(folder / RUNS[0], folder / RUNS[1])
+    depends = Dependencies({"a": "b"}, {"a": "b"}, {"A": "set"}, "1,000 files")
+    made = LockedRun(LOCK, report, numbers_of_training([1.0]), verdict, "cpu", depends)
+    both = (made.to_json(), replace(made, numbers=None).to_json())
+    return [asked, *(json.loads(json.dumps(each)) for each in both)]
 
 
 def _verification(folder: Path, *, bare: bool) -> Any:
