@@ -213,7 +213,7 @@ def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
         with_its_calls = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - see above
         frames.set_code_exec_strategy(kernel.func.__code__, with_its_calls)
         return kernel
-    if not hasattr(frames, "skip_code"):
+    if not (hasattr(frames, "skip_code") and hasattr(frames, "set_eval_frame")):
         return kernel
 
     def alone(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
