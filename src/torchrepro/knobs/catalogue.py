@@ -265,6 +265,15 @@ CUDNN = (
     ),
     _flag(
         _cudnn,
+        "cudnn.depthwise_kernel",
+        Attribute("torch.backends.cudnn", "depthwise_kernel"),
+        legal=OneOf(("auto", "cudnn", "native")),
+        summary="Which kernel computes depthwise convolutions; auto lets torch choose by shape.",
+        cost="the other kernel may be slower, and rounds otherwise",
+        since="2.15",
+    ),
+    _flag(
+        _cudnn,
         "cudnn.deterministic",
         Attribute("torch.backends.cudnn", "deterministic"),
         summary="cuDNN takes only deterministic algorithms.",
