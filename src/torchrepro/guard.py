@@ -377,7 +377,7 @@ def _say(found: Iterable[tuple[Guard, Change]]) -> None:
 # Who writes.
 
 _SETTERS = (
-    "_set_cublas_*",
+    "_set_cublas*",
     "_set_cudnn_*",
     "_cuda_set_cudnn_*",
     "_set_mkldnn_*",

@@ -194,6 +194,23 @@ CUDA = (
         since="2.14",
     ),
     *(
+        _flag(
+            _cuda,
+            f"cuda.python_native_{language}",
+            Attribute(f"torch.backends.python_native:{language}", "enabled"),
+            summary=f"Ops may run kernels of torch that are written in {words}.",
+            cost="off: other kernels, which may be slower and round otherwise",
+            source=f"{DOCS}/backends.html#torch-backends-python-native",
+            since=since,
+        )
+        for language, words, since in (
+            ("triton", "Triton", "2.14"),
+            ("cutedsl", "CuTe DSL", "2.14"),
+            ("flydsl", "FlyDSL", "2.15"),
+            ("helion", "Helion", "2.14"),
+        )
+    ),
+    *(
         _cuda(
             name=f"backends.cuda.{kernel}_sdp",
             legal=Switch(),
