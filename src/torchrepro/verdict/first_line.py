@@ -329,7 +329,7 @@ class Origins:
         with suppress(RecursionError):  # through very many calls
             found = self._of(first)
             for other in self._others if found is not None else ():
-                self._set_at(*other)
+                self._source_of(*other)
         path = dict.fromkeys((*found.path, *self._path)) if found is not None else ()
         return found and replace(found, path=tuple(path))
 
@@ -379,13 +379,13 @@ class Origins:
         self._path.append(str(side.both(number)[0].line))
         names = side.read_otherwise(number)
         for place, name in enumerate(names, start=1):
-            found = self._set_at(side, number, name)
+            found = self._source_of(side, number, name)
             if found is not None:
                 self._others += [(side, number, other) for other in names[place:]]
                 return found
         return None
 
-    def _set_at(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
+    def _source_of(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
         """Return where one value came from that a line read otherwise."""
         left, right = side.both(number)
         values = left.reads[name], right.reads[name]
