@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ BROUGHT_IN = (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE, Kind.INPUT)
 
 _UNKNOWN, _PARTLY, _PARTLY_SET = (text.hex() for text in (OPAQUE, PARTLY, PARTLY + SET))
 _WINDOW, _ALIKE = 2000, 3  # lines that are searched for as many in a row that both runs have
+_OTHERS = 50  # further values that are followed back
 _MAIN = ("MainProcess", "MainThread")
 
 Key = tuple[str, str, str]
@@ -328,7 +329,7 @@ class Origins:
         found = None
         with suppress(RecursionError):  # through very many calls
             found = self._of(first)
-            for other in self._others if found is not None else ():
+            for other in islice(self._others, _OTHERS if found is not None else 0):
                 self._source_of(*other)
         path = dict.fromkeys((*found.path, *self._path)) if found is not None else ()
         return found and replace(found, path=tuple(path))
