@@ -57,18 +57,17 @@ def test_a_copy_goes_with_the_check_that_made_it(training, tmp_path, number):
 
     The lock and the user's folder stay as they were.
     """
+    # The code of the lock waits, where a file is named for a sign that it runs.
+    wait = (
+        "import os, time\n"
+        "if 'SIGNS' in os.environ: open(os.environ['SIGNS'], 'w'); time.sleep(15)\n"
+    )
+    training.change("model.py", "LR = 0.1", f"{wait}LR = 0.1")
     training.lock()
     training.commit()
+    training.change("model.py", f"{wait}LR = 0.1", "LR = 0.2")
     began, place = tmp_path / "began", tmp_path / "temporary"
     place.mkdir()
-    # The code of the lock is changed to one that waits, as if that had been locked.
-    wait = "import os, time; open(os.environ['SIGNS'], 'w'); time.sleep(15)\n"
-    training.change("model.py", "LR = 0.1", f"{wait}LR = 0.1")
-    (section,) = training.contents["machines"].values()
-    blob = training.git("hash-object", "model.py")
-    training.change("repro.lock", section["files"]["model.py"], blob)
-    training.commit()
-    training.change("model.py", f"{wait}LR = 0.1", "LR = 0.2")
     before = {path: path.read_bytes() for path in training.folder.rglob("*") if path.is_file()}
     with subprocess.Popen(
         [sys.executable, "-m", "torchrepro", "check", "repro.lock", "--", *COMMAND],
