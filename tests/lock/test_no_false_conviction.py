@@ -21,7 +21,7 @@ from torchrepro.manifest.contents import seal_of
 from torchrepro.verification import dependencies
 
 from ..verification.repositories import commit, write
-from .training import Training
+from .training import COMMAND, MODEL, Training
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,24 +65,6 @@ for step in range(2):
     loss.backward()
     optimizer.step()
 """
-MODEL = """
-import torch
-
-SEED = 3
-LR = 0.1
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(1024, 8)
-        self.second = torch.nn.Linear(8, 1)
-
-    def forward(self, batch):
-        score = self.second(self.first(batch).tanh())
-        flat = batch.flatten()
-        return score.square().mean() * (1 + flat @ flat.roll(1) / 64)
-"""
 FILES = {
     "train.py": TRAIN,
     "model.py": MODEL,
@@ -114,7 +96,6 @@ NOT_IN_GIT = {
     "../sibling/sibling.py": "VALUE = 1\n",
     "../other/sibling.py": "VALUE = 2\n",
 }
-COMMAND = (sys.executable, "train.py")
 SECRET = "swordfishes-11"
 VARIABLES = {"OMP_NUM_THREADS": "2", "MODE": "1", "MY_PASSWORD": SECRET}
 

@@ -22,6 +22,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -318,12 +319,21 @@ def _comes_with_torch(op: str) -> bool:
     function = getattr(definitions.get(op.partition(".")[0]), "_init_fn", None)
     if function is not None:
         return str(function.__module__).partition(".")[0] == "torch"
-    dump = getattr(torch._C, "_dispatch_dump", lambda _: "")  # noqa: SLF001 - see above
-    place, of_torch = (_REGISTERED_AT.search(dump(name)) for name in (op, "aten::add.Tensor"))
-    if place is None or of_torch is None:
-        return False
-    sources = of_torch[1].partition("/aten/")[0].removesuffix("/build")
-    return place[1].startswith((f"{sources}/", *(f"{folder}/" for folder in torch.__path__)))
+    folders = filter(None, (_sources(), *torch.__path__))
+    return _registered_at(op).startswith(tuple(f"{folder}/" for folder in folders))
+
+
+@cache
+def _sources() -> str:
+    """Return the folder of the C++ source that torch was built from; empty where unknown."""
+    return _registered_at("aten::add.Tensor").partition("/aten/")[0].removesuffix("/build")
+
+
+def _registered_at(op: str) -> str:
+    """Return the file that registers an op; empty where torch does not record it."""
+    dump = getattr(sys.modules["torch"]._C, "_dispatch_dump", lambda _: "")  # noqa: SLF001 - see above
+    found = _REGISTERED_AT.search(dump(op))
+    return found[1] if found else ""
 
 
 def _triton_kernels() -> Iterator[str]:
