@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import struct
 import time
+import traceback
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +41,8 @@ def _killed(folder: Path, delay: float, *, after: int) -> None:
         try:
             with torchrepro.record(folder):
                 trained(perceptron(), steps=10**9, after_step=lambda _: os.write(ended, b"."))
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     os.close(ended)

@@ -360,6 +360,21 @@ def test_results_are_those_of_the_program_alone_bit_for_bit(tmp_path):
     }
 
 
+def test_an_object_that_is_deleted_with_the_modules_runs_as_alone(tmp_path):
+    """Lines are followed until a process begins to delete its modules."""
+    text = """
+        import os, sys
+        class Last:
+            def __del__(self, write=os.write):
+                total = 0
+                for row in [1, 2]:
+                    total = total + row
+                write(1, b"%d" % total)
+        sys.last = Last()
+        """
+    assert _followed(tmp_path, text)[1] == "3"
+
+
 def test_what_a_line_calls_of_a_library_is_named_as_users_write_it(tmp_path):
     """A function, a method, a class and an object that is called; a name of the program is none."""
     text = """

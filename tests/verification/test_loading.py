@@ -115,7 +115,7 @@ def test_the_line_in_the_dataset_is_named(verified, case):
     assert found.verdict.advice.closer == ""
     if CLOCK in parts:
         assert f"time.time_ns at train.py:{line}" in found.verdict.advice.cause
-    assert len(found.runs) + sum(trial.runs for trial in found.tried) + 2 <= 8
+    assert len(found.runs) + sum(trial.runs for trial in found.tried) + 2 <= 8, found.tried
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ code whose lines the listener does not ask for.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dis
 import sys
@@ -61,9 +62,12 @@ if sys.version_info >= (3, 12):
             try:
                 return method(sys._getframe(2), *args)  # noqa: SLF001 - no other way to the frame
             except Exception as error:  # noqa: BLE001 - the program continues
-                for event in callbacks:
-                    monitoring.register_callback(tool, event, None)
+                stop()
                 listener.failed(error)
+
+        def stop() -> None:
+            for event in callbacks:
+                monitoring.register_callback(tool, event, None)
 
         def begins(code: CodeType, _: int) -> Any:
             if not call(listener.begins):
@@ -81,6 +85,7 @@ if sys.version_info >= (3, 12):
         for event, function in callbacks.items():
             monitoring.register_callback(tool, event, function)
         monitoring.set_events(tool, on.PY_START | on.PY_RESUME | on.PY_UNWIND)
+        atexit.register(stop)  # then modules lose what the listener uses
         return True
 
 else:
@@ -151,4 +156,5 @@ else:
 
         trace_thread()
         threading.settrace(trace_thread)
+        atexit.register(sys.settrace, None)  # then modules lose what the listener uses
         return True
