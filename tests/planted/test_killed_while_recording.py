@@ -41,7 +41,7 @@ def _killed(folder: Path, delay: float, *, after: int) -> None:
         try:
             with torchrepro.record(folder):
                 trained(perceptron(), steps=10**9, after_step=lambda _: os.write(ended, b"."))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - what ends this process is shown
             traceback.print_exc()
         finally:
             os._exit(1)
