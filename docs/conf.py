@@ -36,7 +36,7 @@ nitpick_ignore = [
         *("collections.abc.Sequence", "os.PathLike", "Path", "torchrepro.knobs.knob.Knob"),
         *("random.Random", "torch.Generator", "np.random.Generator", "np.random.RandomState"),
         *("Destination", "Knob", "ProcessFacts", "Recording", "ResolvedProfile"),
-        *("torchrepro.errors._WrongRequestError", "torchrepro.seeding.streams.Mesh"),
+        *("torchrepro.ground.errors._WrongRequestError", "torchrepro.seeding.streams.Mesh"),
         "torchrepro.seeding.generators.Generator",
     )
 ]

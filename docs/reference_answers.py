@@ -21,16 +21,16 @@ from reference_commands import registered_commands
 from reference_markdown import attribute_docs, code, prose
 
 import torchrepro
+from torchrepro.checking.check_runs import LockedRun
+from torchrepro.checking.dependencies import Dependencies
 from torchrepro.cli import main
 from torchrepro.cli.app import ROWS
-from torchrepro.lock.numbers import numbers_of_training
+from torchrepro.lock.locked_results import numbers_of_training
 from torchrepro.selftest import PROMISES, Result, Row, SelfTest, machine_facts
-from torchrepro.verification.dependencies import Dependencies
-from torchrepro.verification.locked_numbers import LockedRun
 from torchrepro.verification.result import (
+    ControlledRun,
     Run,
     StressResult,
-    Trial,
     Verification,
     verification_json,
 )
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 
 _KINDS = {str: "text", bool: "true or false", int: "number", float: "number", type(None): "null"}
 _REPORT = {
-    "": "torchrepro.report:Report",
-    "guarantee": "torchrepro.outcomes:Guarantee",
-    "guarantee.lowered[]": "torchrepro.outcomes:Lowered",
-    "knobs[]": "torchrepro.outcomes:Row",
-    "drift[]": "torchrepro.outcomes:Change",
-    "as_good[]": "torchrepro.outcomes:Change",
-    "switches[]": "torchrepro.outcomes:Writer",
+    "": "torchrepro.reporting.report:Report",
+    "guarantee": "torchrepro.reporting.outcomes:Guarantee",
+    "guarantee.lowered[]": "torchrepro.reporting.outcomes:Lowered",
+    "knobs[]": "torchrepro.reporting.outcomes:KnobRow",
+    "drift[]": "torchrepro.reporting.outcomes:KnobChange",
+    "as_good[]": "torchrepro.reporting.outcomes:KnobChange",
+    "switches[]": "torchrepro.reporting.outcomes:Writer",
 }
 _VERDICT = {
     "": "torchrepro.verdict.value:Verdict",
     "first": "torchrepro.verdict.value:Divergence",
-    "first.left": "torchrepro.verdict.value:Side",
-    "first.right": "torchrepro.verdict.value:Side",
+    "first.left": "torchrepro.verdict.value:RunAtDivergence",
+    "first.right": "torchrepro.verdict.value:RunAtDivergence",
     "first.elements[]": "torchrepro.verdict.value:Element",
     "first.distances[]": "torchrepro.verdict.value:Distance",
 }
 _CLASSES: Mapping[str, Mapping[str, str]] = {
     "list": {"[]": "torchrepro.profile.load:ProfileEntry"},
     "plan": _REPORT,
-    "rerun": {"": "torchrepro.rerun:Rerun"},
+    "rerun": {"": "torchrepro.start.rerun:Rerun"},
     "compare": _VERDICT,
     "selftest": {
         "": "torchrepro.selftest:SelfTest",
@@ -229,7 +229,9 @@ def _verification(folder: Path, *, bare: bool) -> Any:
             own_profile="debug-strict",
             folder=str(folder),
             stressed=StressResult(("time",), (("threads", "a reason"),), ("time",), "a sentence"),
-            tried=(Trial("seed-only", "torchrepro", same=True, runs=3, answer="a sentence"),),
+            tried=(
+                ControlledRun("seed-only", "torchrepro", same=True, runs=3, answer="a sentence"),
+            ),
         )
     return json.loads(json.dumps(verification_json(made)))
 

@@ -13,7 +13,7 @@ from reference_markdown import code, prose, records
 import torchrepro
 from torchrepro import cli
 from torchrepro.cli.app import ROWS, app
-from torchrepro.errors import EXIT_STATUSES, TorchreproError
+from torchrepro.ground.errors import EXIT_STATUSES, TorchreproError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

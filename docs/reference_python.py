@@ -17,16 +17,16 @@ ANSWERS = ("verdict.value", "verification.result")
 """Modules whose public classes are all found in answers."""
 
 PARTS = (
-    "outcomes.Row",
-    "outcomes.Guarantee",
-    "outcomes.Lowered",
-    "outcomes.Change",
-    "outcomes.Writer",
-    "policies.policy.Effect",
-    "seeding.source_reads.SourceRead",
+    "reporting.outcomes.KnobRow",
+    "reporting.outcomes.Guarantee",
+    "reporting.outcomes.Lowered",
+    "reporting.outcomes.KnobChange",
+    "reporting.outcomes.Writer",
+    "policies.policy.PolicyEffect",
+    "seeding.nondeterministic_reads.SourceRead",
     "seeding.seeding_calls.SeedingCall",
-    "planner.Step",
-    "messages.Problem",
+    "application.planner.Step",
+    "ground.messages.Problem",
 )
 """Other classes whose values are found in answers, and which nobody makes or imports by name."""
 

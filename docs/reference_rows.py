@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from reference_markdown import attribute_docs, code, linked, prose, records
 
+from torchrepro.application.launch import IMPOSSIBLE, IN_DOUBT
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
 from torchrepro.knobs.knob import PHASES
 from torchrepro.knobs.variables import WITHOUT_EFFECT, allowed
-from torchrepro.launch import IMPOSSIBLE, IN_DOUBT
-from torchrepro.outcomes import STOPPING, Outcome
 from torchrepro.profile.load import resolve
 from torchrepro.profile.needs import NEEDS, WEAKER
 from torchrepro.profile.resolved import EXTRA, flatten
 from torchrepro.profile.schema import json_schema
-from torchrepro.profile.search_path import SHIPPED, Folder
+from torchrepro.profile.search_path import SHIPPED, ProfileFolder
+from torchrepro.reporting.outcomes import STOPPING, Outcome
 from torchrepro.trace.format import FORMAT, SCHEMA
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _LABELS = (
 
 def shipped() -> dict[str, dict[str, Any]]:
     """Return the values that each shipped profile sets, by dotted key, without its pieces."""
-    names = [name for name in Folder(SHIPPED, "").names() if "/" not in name]
+    names = [name for name in ProfileFolder(SHIPPED, "").names() if "/" not in name]
     return {name: flatten(resolve(name).values) for name in names}
 
 
@@ -184,7 +184,7 @@ def _need(need: Need) -> str:
 
 def outcomes() -> str:
     """Return every outcome of a knob."""
-    docs = attribute_docs("torchrepro.outcomes")
+    docs = attribute_docs("torchrepro.reporting.outcomes")
     return "\n".join(
         f"- **`{outcome}`**: {prose(docs['Outcome', outcome.name])}"
         + (" A strict profile stops." if outcome in STOPPING else "")

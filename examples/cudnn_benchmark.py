@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import torchrepro
-from torchrepro.console import show, table
+from torchrepro.ground.console import show, table
 
 IMAGES = 2  # in every pass
 MOST_PASSES = 50  # in a cell, unless more are asked for

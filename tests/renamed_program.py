@@ -17,8 +17,12 @@ import torch
 
 NAMES, MODULES, LIBRARY = json.loads(sys.argv[1])
 OBSERVERS = {
-    "relations.loading_observer:observe_loading": {"loader": {"start_method": "fork"}},
-    "relations.state_observer:note_state": {"tree": ".", "pattern": "*.pt", "kill": None},
+    "verification.relations.loading_observer:observe_loading": {"loader": {"start_method": "fork"}},
+    "verification.relations.state_observer:note_state": {
+        "tree": ".",
+        "pattern": "*.pt",
+        "kill": None,
+    },
 }
 """What begins the notes of a relation in the processes that it starts, and what it is told."""
 
@@ -186,7 +190,7 @@ def main():
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Finder())
-    from torchrepro.errors import TorchreproError
+    from torchrepro.ground.errors import TorchreproError
 
     try:
         main()

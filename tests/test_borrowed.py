@@ -46,10 +46,13 @@ DOCUMENTED = {"_asdict", "_make", "_replace", "_fields", "_exit"}
 """Names that begin with an underscore and are public: of named tuples, and `os._exit`."""
 
 OF_OURS = {
-    ("relations.loading_observer", "_dataset"),  # an attribute of our own wrapper of a dataset
-    ("seeding.uncontrolled", "_ns"),  # ends of the names of public functions
-    ("verification.held_sources", "_ns"),
-    ("verification.held_sources", "_like"),
+    (
+        "verification.relations.loading_observer",
+        "_dataset",
+    ),  # of our own wrapper of a dataset
+    ("seeding.nondeterministic_calls", "_ns"),  # ends of the names of public functions
+    ("verification.pinned_sources", "_ns"),
+    ("verification.pinned_sources", "_like"),
 }
 """Module and name that the scan takes for a foreign one."""
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchrepro.console import say, show_aside, table
+from torchrepro.ground.console import say, show_aside, table
 
 
 def test_a_process_without_standard_error_is_told_nothing(monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchrepro
-from torchrepro.imports import named
+from torchrepro.ground.imports import named
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import LazyAccess
 
@@ -26,12 +26,16 @@ MODULES = {
 }
 PAGE = Path(__file__).parent.parent / "ARCHITECTURE.md"
 BANNED = {"utils", "util", "core", "common", "helpers", "misc", "base", "manager"}
-ENTRANCES = ("torchrepro.__main__", "torchrepro.boot")
+ENTRANCES = ("torchrepro.__main__", "torchrepro.start.boot")
 """Modules that hand over to others, and that nothing in the package imports."""
 
 
-def _part(module):
-    return module.split(".")[1]
+def _layer_of(module, layers):
+    """Return the layer of the longest name in the table that the module's name begins with."""
+    name = module.removeprefix("torchrepro.")
+    while name not in layers:
+        name = name.rpartition(".")[0]
+    return layers[name]
 
 
 def _module(name):
@@ -75,19 +79,21 @@ def _layers():
     lines = (
         PAGE.read_text(encoding="utf-8").partition("## Layers")[2].partition("\n## ")[0].split("\n")
     )
-    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in lines if line.startswith("| `")]
+    rows = [
+        re.findall(r"`([\w.]+)`", line.split("|")[1]) for line in lines if line.startswith("| `")
+    ]
     return {part: level for level, parts in enumerate(reversed(rows)) for part in parts}
 
 
 def test_imports_run_one_way():
     """A module imports only from its own layer or one below it, as ARCHITECTURE.md draws them."""
-    layer = _layers()
+    layers = _layers()
 
     upward = [
         f"{module} -> {used}"
         for module, imports in _graph(*STATEMENTS).items()
         for used in imports
-        if layer[_part(used)] > layer[_part(module)]
+        if _layer_of(used, layers) > _layer_of(module, layers)
     ]
 
     assert upward == []
@@ -128,7 +134,7 @@ def test_importing_the_package_imports_nothing_heavy():
 def test_what_few_runs_need_is_loaded_for_them_alone():
     """A profile that requires no package loads no `packaging`, an end without effects no `rich`."""
     plan = "import torchrepro; planned = torchrepro.plan({})"
-    end = "from torchrepro.report import announce_effects as end; end(planned.report)"
+    end = "from torchrepro.reporting.report import announce_effects as end; end(planned.report)"
     nothing = _loaded(f"{plan.format({})}; {end}")
 
     assert {"packaging", "rich"} & nothing == set()

@@ -6,33 +6,33 @@ first used, so that a profile can still set what is fixed while torch loads.
 PYTEST_DONT_REWRITE: under `torchrepro run` it is there before pytest, which would warn about that.
 """
 
-from torchrepro.fork_safety import loading as _loading
+from torchrepro.ground.fork_safety import loading as _loading
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
 if TYPE_CHECKING:
     from torchrepro import hf as hf
-    from torchrepro.applier import Applied as Applied
-    from torchrepro.applier import apply as apply
-    from torchrepro.errors import ApplyError as ApplyError
-    from torchrepro.errors import DriftError as DriftError
-    from torchrepro.errors import LateError as LateError
-    from torchrepro.errors import ProfileError as ProfileError
-    from torchrepro.errors import SeedingError as SeedingError
-    from torchrepro.errors import TorchreproError as TorchreproError
-    from torchrepro.errors import TraceError as TraceError
+    from torchrepro.application.applier import Applied as Applied
+    from torchrepro.application.applier import apply as apply
+    from torchrepro.application.planner import Plan as Plan
+    from torchrepro.application.planner import plan as plan
     from torchrepro.frameworks.huggingface import attach as attach
+    from torchrepro.ground.errors import ApplyError as ApplyError
+    from torchrepro.ground.errors import DriftError as DriftError
+    from torchrepro.ground.errors import LateError as LateError
+    from torchrepro.ground.errors import ProfileError as ProfileError
+    from torchrepro.ground.errors import SeedingError as SeedingError
+    from torchrepro.ground.errors import TorchreproError as TorchreproError
+    from torchrepro.ground.errors import TraceError as TraceError
     from torchrepro.integrations.logging_profile import Logged as Logged
     from torchrepro.integrations.logging_profile import log_to as log_to
-    from torchrepro.outcomes import Outcome as Outcome
-    from torchrepro.planner import Plan as Plan
-    from torchrepro.planner import plan as plan
     from torchrepro.policies.fallback import register_replacement as register_replacement
     from torchrepro.policies.fallback import unregister_replacement as unregister_replacement
     from torchrepro.policies.placement import place_modules as place_modules
     from torchrepro.profile.load import load as load
     from torchrepro.profile.schema import Profile as Profile
-    from torchrepro.report import Report as Report
+    from torchrepro.reporting.outcomes import Outcome as Outcome
+    from torchrepro.reporting.report import Report as Report
     from torchrepro.seeding.checkpoint import Checkpoint as Checkpoint
     from torchrepro.seeding.generators import isolated_rng as isolated_rng
     from torchrepro.seeding.generators import register_generator as register_generator
@@ -56,20 +56,20 @@ if TYPE_CHECKING:
     from torchrepro.verification.verifier import verify as verify
 
 _PUBLIC = {
-    "applier": ("Applied", "apply"),
-    "errors": (
+    "application.applier": ("Applied", "apply"),
+    "ground.errors": (
         *("ApplyError", "DriftError", "LateError", "ProfileError", "SeedingError"),
         *("TorchreproError", "TraceError"),
     ),
     "frameworks.huggingface": ("attach",),
     "integrations.logging_profile": ("Logged", "log_to"),
-    "planner": ("Plan", "plan"),
+    "application.planner": ("Plan", "plan"),
     "policies.fallback": ("register_replacement", "unregister_replacement"),
     "policies.placement": ("place_modules",),
     "profile.load": ("load",),
     "profile.schema": ("Profile",),
-    "outcomes": ("Outcome",),
-    "report": ("Report",),
+    "reporting.outcomes": ("Outcome",),
+    "reporting.report": ("Report",),
     "seeding.checkpoint": ("Checkpoint",),
     "seeding.generators": ("isolated_rng", "register_generator", "seeded", "unregister_generator"),
     "seeding.global_seeds": ("register_seeder", "use_mesh"),

@@ -10,14 +10,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from torchrepro.application.planner import Plan, make_plan
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.torch_state import cann_too_old, compiled_ops_blocked
 from torchrepro.knobs.variables import ORDER_OF_SUMS, WITHOUT_EFFECT
-from torchrepro.outcomes import Outcome
-from torchrepro.planner import Plan, make_plan
-from torchrepro.process_state import closed_doors, untested_torch
 from torchrepro.profile.resolved import ResolvedProfile, flatten
-from torchrepro.report import absent_lines
+from torchrepro.reporting.outcomes import Outcome
+from torchrepro.reporting.process_state import closed_doors, untested_torch
+from torchrepro.reporting.report import absent_lines
 
 
 @dataclass(frozen=True, slots=True)

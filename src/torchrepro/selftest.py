@@ -24,19 +24,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torchrepro
-from torchrepro.applier import apply
-from torchrepro.console import Displayed, Part, Styled, parts, table
-from torchrepro.errors import ApplyError
+from torchrepro.application.applier import apply
+from torchrepro.application.launch import prepared
+from torchrepro.ground.console import Displayed, Part, Styled, parts, table
+from torchrepro.ground.errors import ApplyError
+from torchrepro.ground.messages import printable, shown, some
+from torchrepro.ground.redaction import without_secrets
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import Knob, MissingState
-from torchrepro.launch import prepared
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.manifest.environment import hardware, software
-from torchrepro.messages import printable, shown, some
-from torchrepro.outcomes import Outcome
-from torchrepro.process_state import HARDWARE, absent_hardware
 from torchrepro.profile.load import resolve
-from torchrepro.redaction import without_secrets
+from torchrepro.reporting.outcomes import Outcome
+from torchrepro.reporting.process_state import HARDWARE, absent_hardware
 from torchrepro.verdict.render import counted
 from torchrepro.verification.runner import end_group, signals_raised, status_in_words
 
@@ -401,7 +401,7 @@ class Result(StrEnum):
 _STYLES = {Result.HELD: "green", Result.FAILED: "bold red", Result.NOT_HERE: "dim"}
 
 
-class Trial(NamedTuple):
+class PromiseTrial(NamedTuple):
     """A promise on a device, or for one knob of it."""
 
     promise: Promise
@@ -511,13 +511,13 @@ def _subjects(rows: Sequence[Row]) -> str:
     return ", ".join(filter(None, words))
 
 
-def trials() -> Iterator[Trial]:
+def trials() -> Iterator[PromiseTrial]:
     """Yield what is to be tried, whatever this machine has."""
     for promise in PROMISES:
         for device in promise.devices:
-            yield Trial(promise, device)
+            yield PromiseTrial(promise, device)
         for knob in () if promise.devices else CATALOGUE:
-            yield Trial(promise, HARDWARE.get(knob.hardware, CPU), knob.name)
+            yield PromiseTrial(promise, HARDWARE.get(knob.hardware, CPU), knob.name)
 
 
 def selftest(meanwhile: Callable[[str], object] = print) -> SelfTest:
@@ -564,7 +564,7 @@ def selftest(meanwhile: Callable[[str], object] = print) -> SelfTest:
     return SelfTest(str(torchrepro.__version__), stamp, machine, tuple(rows), seconds)
 
 
-def _row(trial: Trial, became: Mapping[str, Any]) -> Row:
+def _row(trial: PromiseTrial, became: Mapping[str, Any]) -> Row:
     result = Result(became["result"])
     if result is Result.FAILED:
         became = {"expected": trial.promise.sentence, **became}
@@ -580,7 +580,7 @@ def _shareable(text: str) -> str:
 
 @contextmanager
 def _child(
-    asked: Sequence[Trial], folder: Path
+    asked: Sequence[PromiseTrial], folder: Path
 ) -> Iterator[Callable[[float], tuple[dict[str, Any] | None, str]]]:
     # Yields what waits so many seconds for the next answer: that, or None and why there is none.
     own = Path(tempfile.mkdtemp(dir=folder))

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, dataloader
 
 import torchrepro
-from torchrepro.seeding import loader_places
+from torchrepro.seeding import loader_positions
 
 ALONE = dataloader._SingleProcessDataLoaderIter
 OF_WORKERS = dataloader._MultiProcessingDataLoaderIter
@@ -26,7 +26,7 @@ def late(request):
     """Return a loader, and its iterator, whose epoch begins with the first batch."""
     with torchrepro.apply("seed-only"):
         loader = DataLoader(range(4), batch_size=2, **request.param)
-        loader_places.begin_late(lambda: torch.manual_seed(7), together=1)
+        loader_positions.begin_late(lambda: torch.manual_seed(7), together=1)
         yield loader, iter(loader)
 
 
@@ -55,7 +55,7 @@ def test_it_begins_once_its_first_batch_is_asked_for(late):
 def test_it_is_torchs_own_once_the_profile_is_undone(late):
     """It begins at the undo, and is then read as without a profile."""
     _, iterator = late
-    loader_places.forget_places()
+    loader_positions.forget_places()
 
     assert [each.tolist() for each in iterator] == [[0, 1], [2, 3]]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from torchrepro.console import as_text, table
+from torchrepro.ground.console import as_text, table
 
 FIRST_LOOK = 8
 """Pairs before the first look at them; there are twice as many at each later one."""

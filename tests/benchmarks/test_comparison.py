@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from torchrepro.console import as_text, table
+from torchrepro.ground.console import as_text, table
 from torchrepro.trace import store as store_module
 from torchrepro.trace.format import FORMAT, StepRow
 from torchrepro.trace.reader import Trace

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro import guard
+from torchrepro.application import guard
 
 from .paired import Comparison, hold
 from .workloads import Step, convolutional, transformer

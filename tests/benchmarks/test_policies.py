@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchrepro
-from torchrepro.policies.on_cpu import on_cpu
+from torchrepro.policies.run_on_cpu import on_cpu
 
 from .paired import NEVER, hold, show
 from .workloads import training

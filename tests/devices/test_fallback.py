@@ -18,8 +18,8 @@ from torch.nn import functional
 import torchrepro
 from torchrepro.policies.deterministic_ops import OPS
 from torchrepro.policies.interpose import interposed, ops_named
-from torchrepro.policies.on_cpu import on_cpu
 from torchrepro.policies.policy import effects
+from torchrepro.policies.run_on_cpu import on_cpu
 
 OnNpu = Callable[..., Any]
 REFUSED = "does not have a deterministic implementation"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torchrepro
-from torchrepro.console import as_text, table
+from torchrepro.ground.console import as_text, table
 
 pytestmark = pytest.mark.benchmark
 

@@ -5,7 +5,7 @@ They compare again where a second profile, or a second process group, comes in f
 
 import pytest
 
-from torchrepro.rank_agreement import name_what_is_not_pinned
+from torchrepro.application.rank_agreement import name_what_is_not_pinned
 
 HEAD = """
 import os, time, torch, torchrepro
@@ -76,7 +76,7 @@ def test_ranks_that_differ_stop_and_name_only_what_differs(
 
 def test_a_rank_without_a_profile_is_named(on_two_ranks):
     """A rank that has no profile in force does not answer, and the others say which it is."""
-    quick = "import torchrepro.rank_agreement as a; from datetime import timedelta\n"
+    quick = "import torchrepro.application.rank_agreement as a; from datetime import timedelta\n"
     quick += "a.TIMEOUT = timedelta(seconds=3)\n"
     start = quick + "applied = rank == 0 and torchrepro.apply('seed-only')\n"
     start += 'dist.init_process_group("gloo")\n'

@@ -9,11 +9,11 @@ import yaml
 
 import torchrepro
 from torchrepro.cli.app import ROWS
-from torchrepro.errors import EXIT_STATUSES, TorchreproError
+from torchrepro.ground.errors import EXIT_STATUSES, TorchreproError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.variables import allowed
-from torchrepro.outcomes import Outcome
 from torchrepro.policies.deterministic_ops import OPS
+from torchrepro.reporting.outcomes import Outcome
 
 BORROWED = Path(__file__).parent.parent / "borrowed.yaml"
 WITHOUT_JSON = ("run", "schema", "lock")

@@ -105,7 +105,7 @@ def _main():
     import torch._dynamo  # noqa: F401
 
     import torchrepro
-    import torchrepro.applier
+    import torchrepro.application.applier
     from torchrepro.seeding import global_seeds
 
     for profile in {plan.profile for plan in plans} - {None}:

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchrepro
-from torchrepro import console
 from torchrepro.frameworks.hooking import give_loaders_state
+from torchrepro.ground import console
 
 from .training import Augmented
 

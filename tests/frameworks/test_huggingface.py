@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import torchrepro
-from torchrepro.console import say_once
 from torchrepro.frameworks import huggingface
-from torchrepro.patching import variables_put_back
+from torchrepro.ground.console import say_once
+from torchrepro.ground.patching import variables_put_back
 from torchrepro.seeding.streams import World
 
 sys.path.append(str(Path(__file__).parent))

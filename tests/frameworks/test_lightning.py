@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.seeding.uncontrolled import CLOCK
+from torchrepro.seeding.nondeterministic_calls import CLOCK
 from torchrepro.trace.reader import read_run
 
 from .training import START

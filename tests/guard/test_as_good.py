@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro import process_state
+from torchrepro.application.planner import plan
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.lock.diff import differences_of
 from torchrepro.manifest.contents import manifest, write_manifest
-from torchrepro.outcomes import Outcome
-from torchrepro.planner import plan
 from torchrepro.profile.needs import NEEDS
+from torchrepro.reporting import process_state
+from torchrepro.reporting.outcomes import Outcome
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 GOOD = {  # variables that nothing in this process reads: what is asked for, and what is equivalent

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import torchrepro
-from torchrepro.guard import PER_THREAD
+from torchrepro.application.guard import PER_THREAD
 from torchrepro.knobs.catalogue import CATALOGUE
 
 OTHERS: dict[str, tuple[Any, Any]] = {  # values of rows whose legal values are mappings

@@ -34,7 +34,7 @@ torch.optim.SGD(torch.nn.Linear(2, 1).parameters()).step()
 """
 END = """
 import json, os
-from torchrepro.applier import in_force
+from torchrepro.application.applier import in_force
 (applied,) = in_force()
 print(json.dumps(applied.report.to_json()))
 print(os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["HCCL_DETERMINISTIC"])

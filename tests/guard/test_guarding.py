@@ -15,7 +15,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import torchrepro
-from torchrepro import guard
+from torchrepro.application import guard
 
 BENCHMARK = "backends.cudnn.benchmark"
 NCCL = "env.NCCL_ALGO"
@@ -193,7 +193,7 @@ def test_only_a_guard_wraps_what_writes(mode, step):
     before = _doors()
     with suppress(torchrepro.DriftError), guarded(mode), guarded(mode):
         during, hooks = _doors(), optimizers._global_optimizer_pre_hooks.values()
-        added = [hook for hook in hooks if hook.__module__ == "torchrepro.guard"]
+        added = [hook for hook in hooks if hook.__module__ == "torchrepro.application.guard"]
         flip()
         step()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchrepro.integrations.pytest_plugin import header_lines
-from torchrepro.outcomes import Guarantee, Lowered, Outcome, Row
-from torchrepro.report import Report
+from torchrepro.reporting.outcomes import Guarantee, KnobRow, Lowered, Outcome
+from torchrepro.reporting.report import Report
 
 pytest_plugins = ("pytester",)
 
@@ -207,7 +207,7 @@ def test_a_seed_that_a_module_gives_as_it_is_imported_has_no_effect_and_is_named
 def test_the_header_says_all_that_a_run_starts_with(monkeypatch):
     """Conflicts and every reason are in it; the digest is for those who ask for more."""
     lowered = tuple(Lowered(f"knob.{i}", f"what {i} does", f"reason {i}") for i in range(5))
-    rows = (Row("env.OMP_DYNAMIC", Outcome.CONFLICT, "true", "false", "exported"),)
+    rows = (KnobRow("env.OMP_DYNAMIC", Outcome.CONFLICT, "true", "false", "exported"),)
 
     def said(*lowered, verbosity=""):
         with monkeypatch.context() as patch:
@@ -300,5 +300,5 @@ def test_without_a_profile_the_plugin_imports_nothing(pytester):
     result = pytester.run(sys.executable, "-c", code, timeout=TIMEOUT)
 
     plugin = "torchrepro.integrations torchrepro.integrations.pytest_plugin"
-    loaded = f"torchrepro torchrepro.fork_safety {plugin}"
+    loaded = f"torchrepro torchrepro.ground torchrepro.ground.fork_safety {plugin}"
     assert result.outlines == [f"loaded {loaded}"]

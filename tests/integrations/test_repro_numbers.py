@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch._dynamo  # noqa: F401 - it can be imported once, and each run below would
 
-from torchrepro.lock.numbers import hold_test, numbers_of_training
+from torchrepro.lock.locked_results import hold_test, numbers_of_training
 from torchrepro.manifest.environment import kind_of_machine
 
 pytest_plugins = ("pytester",)

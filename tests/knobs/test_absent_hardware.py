@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import torchrepro
-from torchrepro import process_state
-from torchrepro.console import as_text, parts
+from torchrepro.ground.console import as_text, parts
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.lock.lock_file import check, write_lock
-from torchrepro.outcomes import Outcome
-from torchrepro.process_state import _ABSENCES, HARDWARE, NOT_HERE, absent_hardware
-from torchrepro.report import absent_lines
+from torchrepro.reporting import process_state
+from torchrepro.reporting.outcomes import Outcome
+from torchrepro.reporting.process_state import _ABSENCES, HARDWARE, NOT_HERE, absent_hardware
+from torchrepro.reporting.report import absent_lines
 
 World = Callable[[], dict[str, Any]]
 PROFILES = ("debug-strict", "npu-align", "train-fast", "seed-only")

@@ -11,10 +11,10 @@ import torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import PHASES, Knob, MissingState
 from torchrepro.knobs.variables import refusal
-from torchrepro.outcomes import Outcome
-from torchrepro.process_state import DOORS
 from torchrepro.profile.resolved import OPAQUE, knobs_for_key
 from torchrepro.profile.schema import Profile
+from torchrepro.reporting.outcomes import Outcome
+from torchrepro.reporting.process_state import DOORS
 from torchrepro.seeding.global_seeds import SeedQueue
 
 ROWS = [pytest.param(knob, id=knob.name) for knob in CATALOGUE]

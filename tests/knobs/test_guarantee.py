@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import torchrepro
+from torchrepro.application.planner import make_plan
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.outcomes import Guarantee, Lowered, Outcome, ProcessFacts, Row, judge
-from torchrepro.planner import make_plan
 from torchrepro.profile.needs import NEEDS, WEAKER, folded
-from torchrepro.report import Report
+from torchrepro.reporting.outcomes import Guarantee, KnobRow, Lowered, Outcome, ProcessFacts, judge
+from torchrepro.reporting.report import Report
 
 HASH_SEED = "env.PYTHONHASHSEED"
 ALGORITHMS = "backends.torch.deterministic_algorithms"
@@ -36,7 +36,9 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 @pytest.fixture(autouse=True)
 def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have these laws told of the CPU alone; what devices add is told to `judge` below."""
-    monkeypatch.setattr("torchrepro.outcomes.present_kinds", lambda: frozenset({"numpy", "onednn"}))
+    monkeypatch.setattr(
+        "torchrepro.reporting.outcomes.present_kinds", lambda: frozenset({"numpy", "onednn"})
+    )
 
 
 def in_time(profile: Any, *overrides: str) -> Any:
@@ -99,7 +101,7 @@ def test_what_nobody_can_verify_lowers_a_guarantee_in_name() -> None:
     kinds = frozenset(("cuda", "several"))
     for need in (need for need in NEEDS if need.met_by and need.knob.startswith("env.")):
         value = next(v for v in ("0", "1", ":4096:8", "Ring", "true") if need.met_by(v))
-        row = Row(need.knob, Outcome.UNCHANGED, after=value, why="latched")
+        row = KnobRow(need.knob, Outcome.UNCHANGED, after=value, why="latched")
         for guarantee in need.guarantees:
             facts = ProcessFacts(kinds | set(need.kinds), seeded=True)
             told = judge(guarantee, [row], (), facts)
@@ -186,7 +188,7 @@ def test_a_need_counts_where_its_kinds_of_device_are_present(need: Any) -> None:
     assert not any(need.met_by and need.met_by(folded(value)) for value in need.broken_by)
     if need.met_by is None:
         return
-    late = [Row(need.knob, Outcome.TOO_LATE)]
+    late = [KnobRow(need.knob, Outcome.TOO_LATE)]
     kinds = frozenset(need.kinds)
     for guarantee in need.guarantees:
         here = judge(guarantee, late, (), ProcessFacts(kinds, seeded=True))
@@ -201,7 +203,7 @@ def test_a_need_counts_where_its_kinds_of_device_are_present(need: Any) -> None:
 def test_a_lowered_guarantee_fits_its_line(count: int) -> None:
     """However much is left open, it is said in 100 columns, and why in lines of their own."""
     lowered = tuple(Lowered(need.knob, need.left_open, "late") for need in NEEDS[:count])
-    rows = tuple(Row(need.knob, Outcome.TOO_LATE) for need in NEEDS)
+    rows = tuple(KnobRow(need.knob, Outcome.TOO_LATE) for need in NEEDS)
     report = Report(
         "debug-strict", Guarantee("repeatable", "none", lowered), "", rows, planned=True
     )
@@ -215,6 +217,8 @@ def test_what_a_profile_sets_well_meets_its_need() -> None:
     every = ProcessFacts(frozenset(kind for need in NEEDS for kind in need.kinds))
     for name in ("debug-strict", "npu-align"):
         resolved = torchrepro.load(name).resolved
-        rows = [Row(knob.name, Outcome.APPLIED, after=value) for knob, value in resolved.settings()]
+        rows = [
+            KnobRow(knob.name, Outcome.APPLIED, after=value) for knob, value in resolved.settings()
+        ]
 
         assert judge(resolved.guarantee, rows, (), every).lowered == ()

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro import process_state
 from torchrepro.knobs.knob import Attribute, Knob
-from torchrepro.outcomes import STANDINGS, Outcome
-from torchrepro.process_state import NOT_HERE
+from torchrepro.reporting import process_state
+from torchrepro.reporting.outcomes import STANDINGS, Outcome
+from torchrepro.reporting.process_state import NOT_HERE
 
 FLAG = {"backends": {"cudnn": {"deterministic": True}}}
 NAME = "backends.cudnn.deterministic"

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.applier import in_force
-from torchrepro.errors import ProfileError
+from torchrepro.application.applier import in_force
+from torchrepro.ground.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Attribute
 

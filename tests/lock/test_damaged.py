@@ -11,8 +11,8 @@ import torch._inductor.config as compiler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.console import as_text, parts
-from torchrepro.errors import TorchreproError
+from torchrepro.ground.console import as_text, parts
+from torchrepro.ground.errors import TorchreproError
 from torchrepro.knobs.variables import RECORDED
 from torchrepro.lock.diff import Snapshot, compare, snapshot_of
 from torchrepro.lock.lock_file import check, write_lock

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro import console
+from torchrepro.application.planner import plan
+from torchrepro.ground import console
+from torchrepro.ground.messages import shown
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import MissingState
 from torchrepro.lock.diff import Impact, compare, effective, of_contents, of_profile, snapshot_of
 from torchrepro.manifest.contents import as_text, manifest
 from torchrepro.manifest.environment import software
-from torchrepro.messages import shown
-from torchrepro.planner import plan
-from torchrepro.process_state import HARDWARE, NOT_HERE, absent_hardware
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import DEFAULTS
+from torchrepro.reporting.process_state import HARDWARE, NOT_HERE, absent_hardware
 from torchrepro.trace import store
 
 KINDS = ("seed-only", "repro.lock", "out/.hydra/repro.json", "out", "recorded")

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
+from torchrepro.ground.writing import write_in_place
 from torchrepro.verification.copies import PREFIX, temporary_folder
-from torchrepro.writing import write_in_place
 
 from .training import COMMAND
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.errors import TraceError
-from torchrepro.verification.locked_numbers import check_numbers, lock_numbers
-from torchrepro.verification.who_changed import LockedCommand
+from torchrepro.checking.attribution import LockedCommand
+from torchrepro.checking.check_runs import check_numbers, lock_numbers
+from torchrepro.ground.errors import TraceError
 
 from ..verification.repositories import commit
 

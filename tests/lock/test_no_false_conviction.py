@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from torchrepro.checking import dependencies
 from torchrepro.manifest.contents import seal_of
-from torchrepro.verification import dependencies
 
 from ..verification.repositories import commit, write
 from .training import COMMAND, MODEL, Training

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.imports import installed_version
-from torchrepro.lock.numbers import Numbers, first_difference, numbers_of
+from torchrepro.ground.imports import installed_version
+from torchrepro.lock.locked_results import Numbers, first_difference, numbers_of
 from torchrepro.manifest.environment import kind_of_machine
 
 from ..benchmarks.paired import compare, require

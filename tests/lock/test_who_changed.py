@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from torchrepro.verification.repository import commit_with
+from torchrepro.lock.repository import commit_with
 
 from ..verification.repositories import git
 from .training import COMMAND

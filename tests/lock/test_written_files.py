@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.errors import ProfileError
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.writing import write_in_place
 from torchrepro.seeding.state import save_rng_state, set_rng_state
-from torchrepro.writing import write_in_place
 
 NEW = "the new lock\n"
 
@@ -77,7 +77,7 @@ def test_a_lock_that_is_a_link_within_its_repository_stays_one(user):
 
 def test_a_lock_goes_to_standard_output_wherever_that_leads(user, execute, tmp_path):
     """To a pipe, and to a file that a shell has opened."""
-    write = "from pathlib import Path; from torchrepro.writing import write_in_place; "
+    write = "from pathlib import Path; from torchrepro.ground.writing import write_in_place; "
     write += f"write_in_place(Path('/dev/stdout'), {NEW!r})"
     piped = execute(sys.executable, "-c", write)
     shell = 'exec "$0" -c "$1" > out.lock'

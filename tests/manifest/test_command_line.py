@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.redaction import HIDDEN, secret_values, shareable, sounds_secret, without_secrets
+from torchrepro.ground.redaction import (
+    HIDDEN,
+    secret_values,
+    shareable,
+    sounds_secret,
+    without_secrets,
+)
 
 SHOWN = (
     ["python", "train.py", "--lr", "0.1", "--epochs=10", "--model", "resnet50"],

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from torchrepro.ground.redaction import sounds_secret
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.variables import RECORDED, ROWS
 from torchrepro.manifest import environment as module
@@ -20,7 +21,6 @@ from torchrepro.manifest.environment import (
     repository,
     software,
 )
-from torchrepro.redaction import sounds_secret
 
 from ..benchmarks.paired import ERROR, FIRST_LOOK, interval, require
 from ..verification.repositories import commit, git

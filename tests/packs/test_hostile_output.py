@@ -7,7 +7,7 @@ import time
 import pytest
 
 import torchrepro
-from torchrepro.console import as_html, as_text, table
+from torchrepro.ground.console import as_html, as_text, table
 from torchrepro.profile.load import listed
 from torchrepro.profile.search_path import MANY
 

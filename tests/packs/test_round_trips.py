@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.cli import main
-from torchrepro.process_state import PROFILE, outer_run
 from torchrepro.profile.resolved import flatten
 from torchrepro.profile.schema import PROFILE_NAME
+from torchrepro.reporting.process_state import PROFILE, outer_run
 
 TEXT = st.text(
     st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cf", "Zl", "Zp")), max_size=30

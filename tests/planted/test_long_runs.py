@@ -9,7 +9,7 @@ import torch
 
 import torchrepro
 from torchrepro import Verdict
-from torchrepro.console import as_text
+from torchrepro.ground.console import as_text
 from torchrepro.verdict.render import headline, verdict_parts
 from torchrepro.verdict.value import Agreed, Kind
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.console import as_text
+from torchrepro.ground.console import as_text
 from torchrepro.verdict.render import LINES, verdict_parts
 from torchrepro.verdict.value import Kind
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchrepro.imports import AfterImport
+from torchrepro.ground.imports import AfterImport
 
 from . import known_layers
 

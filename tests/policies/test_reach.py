@@ -210,7 +210,7 @@ def child():
 
 thread = threading.Thread(target=apply)
 thread.start()
-while "torchrepro.applier" not in sys.modules:  # the first child begins while it is imported
+while "torchrepro.application.applier" not in sys.modules:  # the first child begins amid its import
     time.sleep(0)
 statuses = []
 for _ in range(8):

@@ -12,7 +12,7 @@ import torch
 
 import torchrepro
 from torchrepro.policies.deterministic_ops import unseen_kernels
-from torchrepro.report import announce_effects
+from torchrepro.reporting.report import announce_effects
 
 OF_TORCH = (  # modules of torch that register ops when they are imported
     "torch._inductor.compile_fx",

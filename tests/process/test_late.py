@@ -228,7 +228,7 @@ def test_code_never_begins_again_by_itself(write, run_python, starts):
 
 ASK = """
 import json
-from torchrepro.launch import obstacle_to_relaunch
+from torchrepro.application.launch import obstacle_to_relaunch
 print(json.dumps([obstacle_to_relaunch(insists=insists) for insists in (False, True)]), flush=True)
 """
 PROCESS = """

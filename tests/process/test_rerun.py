@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import torchrepro as package
+from torchrepro.ground.redaction import HIDDEN
 from torchrepro.profile.resolved import ResolvedProfile
-from torchrepro.redaction import HIDDEN
 
 TRAIN = """
 import sys, torch

@@ -86,7 +86,11 @@ def test_a_wrapped_command_that_is_no_python_is_started(torchrepro, words):
 
 def test_a_damaged_profile_stops_the_process(run_python):
     """A process whose inherited profile cannot be read ends with 3 and without a traceback."""
-    code = "import torchrepro.bootstrap as b; b.put_in_force_on_import(); import torch; print('on')"
+    code = """from torchrepro.start.bootstrap import put_in_force_on_import
+put_in_force_on_import()
+import torch
+print('on')
+"""
     done = run_python("-c", code, env={"TORCHREPRO_PROFILE": "{bad"})
 
     assert (done.returncode, done.stdout) == (3, "")

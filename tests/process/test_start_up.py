@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro import launch
+from torchrepro.application import launch
 from torchrepro.doctor import examine
-from torchrepro.process_state import absent_hardware
 from torchrepro.profile.load import resolve
+from torchrepro.reporting.process_state import absent_hardware
 
 HELD = "torchrepro: debug-strict (repeatable) is in force: "
 LOWERED = "except the kernels of compiled code"

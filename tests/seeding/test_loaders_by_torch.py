@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchrepro
-from torchrepro.seeding.loader_places import place_of, take_up
+from torchrepro.seeding.loader_positions import place_of, take_up
 
 from .loaders import (
     AUTHORS,

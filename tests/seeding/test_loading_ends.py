@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader, RandomSampler
 
 import torchrepro
-from torchrepro.imports import AfterImport
+from torchrepro.ground.imports import AfterImport
 from torchrepro.seeding import loader_hook
 
 from .loaders import AUTO, Items, Noisy, drawn, draws, epoch, order, run, seed_plainly

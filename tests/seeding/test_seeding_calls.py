@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchrepro
-from torchrepro import callers
+from torchrepro.ground import callers
 from torchrepro.seeding.seeding_calls import FUNCTIONS, SeedingCall, seeding_calls
 
 HERE = str(Path(__file__))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import torchrepro
-from torchrepro.writing import write_atomically
+from torchrepro.ground.writing import write_atomically
 
 from .drawing import DRAWS, OWN, draw, register_own
 from .loaders import AUTO, Noisy

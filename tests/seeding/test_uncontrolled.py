@@ -26,10 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.seeding.call_listeners import _owner
-from torchrepro.seeding.seeding_calls import note_calls
-from torchrepro.seeding.source_reads import SourceRead, Watch
-from torchrepro.seeding.uncontrolled import (
+from torchrepro.seeding.nondeterministic_calls import (
     ENTROPY,
     ENVIRONMENT,
     EVERY_SOURCE,
@@ -39,6 +36,9 @@ from torchrepro.seeding.uncontrolled import (
     UNSEEDED,
     WITHOUT_COST,
 )
+from torchrepro.seeding.nondeterministic_reads import SourceRead, Watch
+from torchrepro.seeding.observed_calls import _owner
+from torchrepro.seeding.seeding_calls import note_calls
 
 READS = {
     "numpy.random.default_rng()": "numpy.random.default_rng(None).random()",
@@ -563,7 +563,7 @@ def test_a_fork_imports_nothing_and_hears_what_its_child_imports() -> None:
     """
     code = """
 import os, random, sys, tempfile
-from torchrepro.seeding.source_reads import WITHOUT_COST, Watch
+from torchrepro.seeding.nondeterministic_reads import WITHOUT_COST, Watch
 for name in [name for name in sys.modules if name.partition(".")[0] in ("numpy", "secrets")]:
     del sys.modules[name]
 watch = Watch(WITHOUT_COST, folder=tempfile.mkdtemp())

@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.seeding.source_reads import Watch
-from torchrepro.seeding.uncontrolled import UNSEEDED
+from torchrepro.seeding.nondeterministic_calls import UNSEEDED
+from torchrepro.seeding.nondeterministic_reads import Watch
 
 MADE = {
     "random.Random": ("random.Random()", "random.Random(3)"),

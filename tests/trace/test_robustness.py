@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.messages import shown
+from torchrepro.ground.messages import shown
 from torchrepro.trace.fingerprint_cache import FingerprintCache
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.trace.reader import read_run

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.seeding.uncontrolled import CLOCK, FORKED
+from torchrepro.seeding.nondeterministic_calls import CLOCK, FORKED
 from torchrepro.trace.reader import read_run
 
 from .conftest import Net, Recorder, train
@@ -176,7 +176,7 @@ def test_what_spawned_children_read_is_held_by_the_trace_of_their_parent(tmp_pat
     """Also children that record nothing of their own, as they compute nothing with torch."""
     program = tmp_path / "program.py"
     program.write_text(SPAWNED)
-    boot = Path(torchrepro.__file__).parent / "boot"
+    boot = Path(torchrepro.__file__).parent / "start" / "boot"
     (tmp_path / "out").mkdir()  # as `torchrepro run` does
     request = json.dumps({"folder": str(tmp_path / "out")})
     variables = {**os.environ, "TORCHREPRO_RECORD": request, "PYTHONPATH": str(boot)}
@@ -209,7 +209,7 @@ def test_libraries_below_an_environment_are_none_of_the_program(tmp_path: Path) 
     code = (
         f"import site; site.addsitedir({str(folders[0])!r}); site.addsitedir({str(folders[1])!r})\n"
         "import one, other, program_part\n"
-        "from torchrepro.callers import program_files\n"
+        "from torchrepro.ground.callers import program_files\n"
         "print(*program_files())"
     )
 

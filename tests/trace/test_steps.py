@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
 import torchrepro
-from torchrepro.trace import levels
+from torchrepro.trace import recording_levels
 from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.reader import read_run
 
@@ -102,7 +102,7 @@ def _recorded(changes: list[str], level: str) -> list[Seen]:
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6), st.sampled_from(["step", "module"]))
 def test_what_is_remembered_of_parameters_changes_no_record(changes: list[str], level: str) -> None:
     """Records of steps are those of a recording that looks everything up anew in each."""
-    with mock.patch.object(levels, "is_", return_value=False):
+    with mock.patch.object(recording_levels, "is_", return_value=False):
         anew = _recorded(changes, level)
 
     assert _recorded(changes, level) == anew

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import torchrepro
-from torchrepro.verdict.value import UnwrittenRead, Verdict
+from torchrepro.verdict.value import UninitializedRead, Verdict
 
 from .conftest import line_of
 
@@ -79,7 +79,7 @@ def test_a_loss_that_it_made_nan_is_said_with_both_lines(tmp_path: Path, name: s
     read = f"{__file__}:{line_of(READ, __file__)}"
     assert verdict.same
     assert verdict.program.unwritten == (
-        UnwrittenRead(allocated, read, "aten::mul.Tensor", is_nan=True),
+        UninitializedRead(allocated, read, "aten::mul.Tensor", is_nan=True),
     )
     assert verdict.notes[:2] == (
         "loss is nan from step 0 on",

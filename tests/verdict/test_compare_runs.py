@@ -14,7 +14,7 @@ import torch
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.seeding.uncontrolled import ENTROPY, GIVEN_SEED
+from torchrepro.seeding.nondeterministic_calls import ENTROPY, GIVEN_SEED
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Program, Setting
 

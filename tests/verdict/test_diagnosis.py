@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import torchrepro
 from torchrepro.knobs.catalogue import explanations
 from torchrepro.profile.load import load
-from torchrepro.seeding import uncontrolled
+from torchrepro.seeding import nondeterministic_calls
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.diagnosis import (
     DRAWING,
@@ -166,11 +166,11 @@ CASES: dict[str, Case] = {
     "nothing known": case("aten::gelu"),
 }
 CLOCK = UncontrolledRead(
-    "time.time", uncontrolled.CLOCK, "a/train.py:5", "do not compute with it", 0
+    "time.time", nondeterministic_calls.CLOCK, "a/train.py:5", "do not compute with it", 0
 )
 OTHER_SEED = replace(CLOCK, name="seed", left="1", right="2")
-SURER = replace(CLOCK, name="os.urandom", what=uncontrolled.ENTROPY)
-A_THREAD = replace(CLOCK, what=uncontrolled.THREADS, where="t.py:4")
+SURER = replace(CLOCK, name="os.urandom", what=nondeterministic_calls.ENTROPY)
+A_THREAD = replace(CLOCK, what=nondeterministic_calls.THREADS, where="t.py:4")
 MADE, BATCH = ("new tensor", Kind.DATA), ("DataLoader", Kind.DATA)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.seeding.uncontrolled import (
+from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
     ENTROPY,

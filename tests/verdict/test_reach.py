@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torchrepro
-from torchrepro.errors import TraceError
+from torchrepro.ground.errors import TraceError
 from torchrepro.verdict.render import headline, reach
 from torchrepro.verdict.value import Verdict
 

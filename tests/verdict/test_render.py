@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.console import as_text
+from torchrepro.ground.console import as_text
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.page import page
@@ -34,9 +34,9 @@ from torchrepro.verdict.value import (
 )
 from torchrepro.verification.perturbations import PERTURBATIONS
 from torchrepro.verification.result import (
+    ControlledRun,
     Run,
     StressResult,
-    Trial,
     Verification,
     verification_parts,
 )
@@ -138,7 +138,7 @@ def test_an_answer_fits_15_lines(case: str, *, equal: bool) -> None:
     command = f"torchrepro verify seed-only {' '.join(['env.A=1'] * 30)} -- python train.py"
     edit = Edit(f"{LONG}:412", "loss = net(empty(3))", "loss = net(zeros(3))")
     advised = replace(verdict.advice, edit=edit, command=command * equal, tried="tried: the same")
-    trials = [Trial("seed-only", command, same=equal, runs=3, answer=headline(verdict))] * 4
+    trials = [ControlledRun("seed-only", command, same=equal, runs=3, answer=headline(verdict))] * 4
     found = Verification(
         asked="bits",
         command="torchrepro run debug-strict -- python train.py --lr 0.1 --data /data/imagenet",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro import TraceError, compare
-from torchrepro.console import as_text
+from torchrepro.ground.console import as_text
 from torchrepro.verdict.page import page
 from torchrepro.verdict.render import headline, verdict_parts
 from torchrepro.verdict.value import Agreed, Kind

@@ -12,16 +12,16 @@ from torchrepro.verdict.value import (
     Edit,
     Element,
     Kind,
+    RunAtDivergence,
     RunFacts,
     Setting,
-    Side,
     Verdict,
 )
 
 MODULES = ("embed", *(f"layers.{n}.{part}" for n in range(4) for part in ("attn", "mlp")), "head")
 
 
-def side(**values: Any) -> Side:
+def side(**values: Any) -> RunAtDivergence:
     """Return one run's record of an op."""
     usual = {
         "run": "runs/a",
@@ -31,7 +31,7 @@ def side(**values: Any) -> Side:
         "input_fingerprints": ("9f0b64a1c2d3e4f5",),
         "output_fingerprints": ("3f1c0000aaaabbbb3f1c0000aaaabbbb",),
     }
-    return Side(**{**usual, **values})
+    return RunAtDivergence(**{**usual, **values})
 
 
 def divergence(op: str = "aten::gelu", kind: Kind = Kind.OUTPUTS, **values: Any) -> Divergence:

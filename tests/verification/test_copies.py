@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.launch import prepared_as_it_is
-from torchrepro.verification.copies import PREFIX, Copy, temporary_folder
-from torchrepro.verification.file_notes import noted
-from torchrepro.verification.repository import (
+from torchrepro.application.launch import prepared_as_it_is
+from torchrepro.lock.file_notes import noted
+from torchrepro.lock.repository import (
     files_now,
     repository_root,
     write_commit,
     write_files,
 )
+from torchrepro.verification.copies import PREFIX, Copy, temporary_folder
 
 from .repositories import commit, git, write
 

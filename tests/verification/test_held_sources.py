@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.seeding.uncontrolled import CLOCK, THREADS
-from torchrepro.verification.held_sources import HELD_AT_ONCE
+from torchrepro.seeding.nondeterministic_calls import CLOCK, THREADS
 from torchrepro.verification.perturbations import holding
+from torchrepro.verification.pinned_sources import HELD_AT_ONCE
 
 PROGRAM = """
 import os, random, secrets, time, uuid

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.console import as_text
+from torchrepro.ground.console import as_text
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.value import Kind
 from torchrepro.verification.result import verification_parts

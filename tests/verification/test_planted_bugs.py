@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.console import as_text
+from torchrepro.ground.console import as_text
 from torchrepro.verdict.render import LINES
 from torchrepro.verification.result import verification_parts
 from torchrepro.verification.verifier import verify

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.relations.related import related_json
-from torchrepro.relations.relation import relate
+from torchrepro.verification.relations.relation import relate
+from torchrepro.verification.relations.variants import related_json
 
 pytestmark = pytest.mark.usefixtures("own_temporary")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.errors import TorchreproError
-from torchrepro.relations.relation import relate
+from torchrepro.ground.errors import TorchreproError
 from torchrepro.verification.copies import temporary_folder
+from torchrepro.verification.relations.relation import relate
 
 from .repositories import commit, write
 from .resumable import FORGOTTEN, PROGRAM

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchrepro.relations.relation import relate
+from torchrepro.verification.relations.relation import relate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from torchrepro.launch import prepared_as_it_is
-from torchrepro.relations.relation import relate
+from torchrepro.application.launch import prepared_as_it_is
 from torchrepro.trace.reader import read_run
-from torchrepro.trace.request import VARIABLE, Request
+from torchrepro.trace.request import VARIABLE, RecordingRequest
 from torchrepro.verification import runner
 from torchrepro.verification.at_start import OBSERVED
 from torchrepro.verification.perturbations import RunEnvironment
+from torchrepro.verification.relations.relation import relate
 
 pytestmark = pytest.mark.usefixtures("own_temporary")
 
@@ -221,12 +221,15 @@ def test_what_does_not_depend_on_workers_agrees(name: str, method: str) -> None:
 def test_the_workers_of_a_loader_are_no_processes_to_compare(method: str, options: str) -> None:
     """A recording, and what relations note, is of the main process, however workers begin."""
     command = _program("return torch.nn.Identity()(row)", f"main(Rows(){options})", method)
-    request = Request(str(Path("traces").absolute()))
+    request = RecordingRequest(str(Path("traces").absolute()))
     folder = Path("noted").absolute()
     folder.mkdir()
     noted = {
-        "relations.state_observer:note_state": {"folder": str(folder), "tree": str(Path.cwd())},
-        "relations.region_observer:note_regions": {"folder": str(folder)},
+        "verification.relations.state_observer:note_state": {
+            "folder": str(folder),
+            "tree": str(Path.cwd()),
+        },
+        "verification.relations.region_observer:note_regions": {"folder": str(folder)},
     }
     program, variables = prepared_as_it_is(command)
     environment = RunEnvironment(in_process={OBSERVED: noted})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.relations.relation import relate
+from torchrepro.verification.relations.relation import relate
 
 from .resume_programs import EXACT, FAULTS
 

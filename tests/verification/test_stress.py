@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrepro.errors import ProfileError
+from torchrepro.ground.errors import ProfileError
 from torchrepro.profile.load import resolve
 from torchrepro.verification.perturbations import EVERYTHING, PERTURBATIONS, StressPlan
 from torchrepro.verification.result import verification_json

@@ -18,9 +18,9 @@ from pathlib import Path  # noqa: TC003 - pytest reads the annotations
 
 import pytest
 
-from torchrepro.errors import TraceError
-from torchrepro.relations.relation import relate
-from torchrepro.verification.repository import repository_root
+from torchrepro.ground.errors import TraceError
+from torchrepro.lock.repository import repository_root
+from torchrepro.verification.relations.relation import relate
 from torchrepro.verification.verifier import verify
 
 from .repositories import git

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchrepro.console import as_text
-from torchrepro.errors import ApplyError, ProfileError, TraceError
-from torchrepro.seeding.uncontrolled import IF_THERE
+from torchrepro.ground.console import as_text
+from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
+from torchrepro.seeding.nondeterministic_calls import IF_THERE
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.value import Kind
 from torchrepro.verification.leftovers import CarriedFile, carried

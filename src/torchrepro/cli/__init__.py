@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands
     from torchrepro.cli.app import ROWS, app
-    from torchrepro.console import say
-    from torchrepro.errors import INTERNAL, ProfileError, TorchreproError
+    from torchrepro.ground.console import say
+    from torchrepro.ground.errors import INTERNAL, ProfileError, TorchreproError
 
     atexit.register(gc.freeze)  # with torch, collecting garbage at the end takes half a second
     words = list(sys.argv[1:] if arguments is None else arguments)

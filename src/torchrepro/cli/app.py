@@ -18,12 +18,12 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 import torchrepro
-from torchrepro.console import Verbosity, environment_for, show
-from torchrepro.errors import ProfileError
-from torchrepro.patching import variables_put_back
+from torchrepro.ground.console import Verbosity, environment_for, show
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.patching import variables_put_back
 
 if TYPE_CHECKING:
-    from torchrepro.console import Part
+    from torchrepro.ground.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
 
 
@@ -84,7 +84,7 @@ torchrepro selftest --json  # with the facts of the machine, to be sent
 """Every command below its group: command lines that work as they are written, and what for."""
 
 
-class Row(NamedTuple):
+class CommandHelp(NamedTuple):
     """How the help shows one command."""
 
     group: str
@@ -97,15 +97,15 @@ class Row(NamedTuple):
         return "-- COMMAND..." if all(given) else "[-- COMMAND...]" * any(given)
 
 
-def _rows() -> dict[str, Row]:
-    group, rows = "", dict[str, Row]()
+def _rows() -> dict[str, CommandHelp]:
+    group, rows = "", dict[str, CommandHelp]()
     for line in HELP.replace("\n    #", "  #").splitlines():
         example, _, what = line.partition("  # ")
         if not what:
             group = line
             continue
         name = example.partition("torchrepro ")[2].split()[0]
-        rows.setdefault(name, Row(group, [])).examples.append((example, what))
+        rows.setdefault(name, CommandHelp(group, [])).examples.append((example, what))
     return rows
 
 

@@ -25,13 +25,13 @@ from torchrepro.cli.app import (
     print_json,
     resolved_profile,
 )
-from torchrepro.console import listing, say, table
-from torchrepro.errors import ProfileError
-from torchrepro.messages import shown
+from torchrepro.ground.console import listing, say, table
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.messages import shown
 from torchrepro.profile.resolved import flatten, plain
 
 if TYPE_CHECKING:
-    from torchrepro.console import Part
+    from torchrepro.ground.console import Part
 
 
 @command("list")
@@ -65,7 +65,7 @@ def show_profile(
     ] = False,
 ) -> None:
     """Show the resolved profile, and what its guarantee leaves open if it is put in force here."""
-    from torchrepro.planner import make_plan
+    from torchrepro.application.planner import make_plan
 
     resolved = resolved_profile(profile, overrides)
     if origin:
@@ -100,10 +100,10 @@ def plan_profile(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Show what putting the profile in force at the start of a program would do."""
-    from torchrepro.imports import import_torch
-    from torchrepro.planner import make_plan
-    from torchrepro.process_state import closed_doors
-    from torchrepro.report import headline_parts, knob_parts
+    from torchrepro.application.planner import make_plan
+    from torchrepro.ground.imports import import_torch
+    from torchrepro.reporting.process_state import closed_doors
+    from torchrepro.reporting.report import headline_parts, knob_parts
 
     resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet

@@ -31,11 +31,11 @@ from torchrepro.cli.app import (
     print_json,
     resolved_profile,
 )
-from torchrepro.console import Verbosity, parts, say, show_aside, verbosity
-from torchrepro.errors import ProfileError, TorchreproError, TraceError
+from torchrepro.ground.console import Verbosity, parts, say, show_aside, verbosity
+from torchrepro.ground.errors import ProfileError, TorchreproError, TraceError
+from torchrepro.ground.writing import write_in_place
 from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_folder
-from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
-from torchrepro.writing import write_in_place
+from torchrepro.trace.request import VARIABLE, RecordingRequest, bytes_of, is_range
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
@@ -135,8 +135,8 @@ def lock_profile(  # noqa: PLR0913, PLR0917 - options of the command line
         )
         answer(its, lines, as_json=as_json)
         return
-    from torchrepro.verification.locked_numbers import lock_numbers
-    from torchrepro.verification.who_changed import LockedCommand
+    from torchrepro.checking.attribution import LockedCommand
+    from torchrepro.checking.check_runs import lock_numbers
 
     each = _number(every) if every else 1
     if not isinstance(each, int) or each < 1:
@@ -197,7 +197,7 @@ def check_lock(
             found = check(Path(lock), strict=strict)
         answer(found.to_json(), parts(found), as_json=as_json)
         raise typer.Exit(int(not found.met))
-    from torchrepro.verification.locked_numbers import check_numbers, update_numbers
+    from torchrepro.checking.check_runs import check_numbers, update_numbers
 
     with _progress() as options:
         if update is not None:
@@ -277,7 +277,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     It is in force in COMMAND and in every Python process that COMMAND starts, unless one replaces
     PYTHONPATH or starts Python with -I, -E or -S.
     """
-    from torchrepro.launch import start
+    from torchrepro.application.launch import start
 
     command = _given_command(context, f"run {profile or 'PROFILE'}")
     if lock:
@@ -291,12 +291,12 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
         refuse_used_folder(Path(log_to))
     more = {LOG_TO: os.path.abspath(log_to or record)} if log_to or record else {}  # noqa: PTH100 - text
     if lock:
-        from torchrepro.guard import LOCKED
+        from torchrepro.application.guard import LOCKED
 
         more[LOCKED] = "1"
     if record:
         try:
-            request = Request(
+            request = RecordingRequest(
                 folder=record,
                 level=level.value,
                 steps=_steps(steps),
@@ -360,8 +360,8 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - see above
     What differs from then is said first. The values of the profile are those in the manifest,
     whatever its files hold now. COMMAND is needed only where the manifest hides arguments.
     """
-    from torchrepro.launch import untouched
-    from torchrepro.rerun import prepare
+    from torchrepro.application.launch import untouched
+    from torchrepro.start.rerun import prepare
 
     if more:
         what = "a rerun takes one folder and no overrides: it is under the original profile"
@@ -385,7 +385,7 @@ def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Res
 
     `profile` and `overrides` replace the lock's own name for it.
     """
-    from torchrepro.launch import untouched
+    from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import check
 
     with untouched(), doing(IMPORTING):
@@ -515,7 +515,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     (resume), one with another number of loader workers (workers), or one without torch.compile
     (compile) compute the same? Exit 4 if that cannot be told.
     """
-    from torchrepro.launch import untouched
+    from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import plan_of_a_run
 
     with _for_bisect(wanted=bisect):
@@ -548,8 +548,11 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             with _progress() as options:
                 asked |= options
                 if relation is not None:
-                    from torchrepro.relations.related import related_json, related_page
-                    from torchrepro.relations.relation import relate
+                    from torchrepro.verification.relations.relation import relate
+                    from torchrepro.verification.relations.variants import (
+                        related_json,
+                        related_page,
+                    )
 
                     asked |= {"checkpoint": checkpoint, "resume_command": resume_command}
                     found: Any = relate(relation.value, profile or None, command, **asked)

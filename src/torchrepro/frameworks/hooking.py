@@ -18,11 +18,11 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.console import note, say
-from torchrepro.errors import SeedingError, TorchreproError
-from torchrepro.messages import shown
-from torchrepro.patching import MissingHookError
-from torchrepro.seeding.loader_places import (
+from torchrepro.ground.console import note, say
+from torchrepro.ground.errors import SeedingError, TorchreproError
+from torchrepro.ground.messages import shown
+from torchrepro.ground.patching import MissingHookError
+from torchrepro.seeding.loader_positions import (
     await_loaders,
     await_resting,
     place_of,
@@ -44,7 +44,7 @@ from torchrepro.seeding.streams import World, process_group
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.report import Report
+    from torchrepro.reporting.report import Report
 
 
 class InForce(NamedTuple):
@@ -120,8 +120,8 @@ def say_switches(framework: str, called: str, given: Mapping[str, Any]) -> None:
     leaves out.
     """
     from torchrepro.knobs.catalogue import knobs_by_name
-    from torchrepro.outcomes import why_equivalent
     from torchrepro.profile.resolved import flatten
+    from torchrepro.reporting.outcomes import why_equivalent
 
     profile = in_force()
     if profile is None:

@@ -26,13 +26,14 @@ from types import ModuleType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from torchrepro.console import say_once
-from torchrepro.errors import SeedingError
 from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import KEY, in_force, log_profile, ranks
-from torchrepro.messages import shown
-from torchrepro.patching import MissingHookError, surround, surround_everywhere
-from torchrepro.seeding.loader_places import (
+from torchrepro.ground.console import say_once
+from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.messages import shown
+from torchrepro.ground.patching import MissingHookError, surround, surround_everywhere
+from torchrepro.ground.writing import write_atomically
+from torchrepro.seeding.loader_positions import (
     batches_done,
     kind_of,
     latest_delivery,
@@ -40,7 +41,6 @@ from torchrepro.seeding.loader_places import (
     skip_batches,
 )
 from torchrepro.seeding.state import forget
-from torchrepro.writing import write_atomically
 
 _REGISTER = ("register_save_state_pre_hook", "register_load_state_pre_hook")
 _FILE = "torchrepro_{}.json"

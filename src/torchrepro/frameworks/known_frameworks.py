@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from torchrepro.console import say_once
 from torchrepro.frameworks.hooking import InForce, going_on_without, in_force, profiles
-from torchrepro.imports import AfterImport, named, when_imported
-from torchrepro.patching import MissingHookError
+from torchrepro.ground.console import say_once
+from torchrepro.ground.imports import AfterImport, named, when_imported
+from torchrepro.ground.patching import MissingHookError
 
 HOOKS = {
     "lightning.pytorch": "frameworks.lightning:hook_trainer",

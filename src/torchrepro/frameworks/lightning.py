@@ -18,11 +18,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import say
 from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import KEY, going_on_without, in_force, log_profile
-from torchrepro.patching import MissingHookError, surround, surround_everywhere
-from torchrepro.seeding.loader_places import await_loaders, begin_late
+from torchrepro.ground.console import say
+from torchrepro.ground.patching import MissingHookError, surround, surround_everywhere
+from torchrepro.seeding.loader_positions import await_loaders, begin_late
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

@@ -40,10 +40,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
-from torchrepro.bootstrap import agreeing_run, in_force_now
-from torchrepro.console import note, say
-from torchrepro.errors import ApplyError, TorchreproError
+from torchrepro.application.applier import Applied, apply_resolved, in_force, stop_or_relaunch
+from torchrepro.application.planner import plan
+from torchrepro.ground.console import note, say
+from torchrepro.ground.errors import ApplyError, TorchreproError
+from torchrepro.ground.messages import near, some
+from torchrepro.ground.patching import variables_put_back
+from torchrepro.ground.redaction import shareable
 from torchrepro.integrations.hydra_source import (
     APPS_OWN,
     CALLBACK,
@@ -67,13 +70,10 @@ from torchrepro.manifest.contents import (
     sweep_or_this,
     write_manifest,
 )
-from torchrepro.messages import near, some
-from torchrepro.patching import variables_put_back
-from torchrepro.planner import plan
-from torchrepro.process_state import inherited, other_than_original
-from torchrepro.redaction import shareable
-from torchrepro.report import Report, announce, announce_end, random_number_lines
+from torchrepro.reporting.process_state import inherited, other_than_original
+from torchrepro.reporting.report import Report, announce, announce_end, random_number_lines
 from torchrepro.seeding.streams import drawn_streams, never_drawn, world
+from torchrepro.start.bootstrap import agreeing_run, in_force_now
 
 if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath

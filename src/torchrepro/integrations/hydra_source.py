@@ -30,17 +30,11 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrepro.applier import applied_names
-from torchrepro.callers import frames
-from torchrepro.console import say
-from torchrepro.errors import DriftError, ExitStatus, ProfileError, TorchreproError
-from torchrepro.messages import Problem, near, shown
-from torchrepro.process_state import (
-    changed_files,
-    inherited,
-    original_meaning,
-    original_profile,
-)
+from torchrepro.application.applier import applied_names
+from torchrepro.ground.callers import frames
+from torchrepro.ground.console import say
+from torchrepro.ground.errors import DriftError, ExitStatus, ProfileError, TorchreproError
+from torchrepro.ground.messages import Problem, near, shown
 from torchrepro.profile.document import LOADER
 from torchrepro.profile.load import (
     REFUSED,
@@ -51,10 +45,17 @@ from torchrepro.profile.load import (
     parsed,
     validate,
 )
-from torchrepro.profile.resolved import EXTRA, NOT_INHERITED, Composition, Origin, flatten, plain
+from torchrepro.profile.resolved import (
+    EXTRA,
+    NOT_INHERITED,
+    Composition,
+    ValueOrigin,
+    flatten,
+    plain,
+)
 from torchrepro.profile.search_path import (
     PIECES,
-    Folder,
+    ProfileFolder,
     UnknownProfileError,
     find,
     folders_for,
@@ -64,6 +65,12 @@ from torchrepro.profile.search_path import (
     piece_named,
     piece_short_name,
     search_path,
+)
+from torchrepro.reporting.process_state import (
+    changed_files,
+    inherited,
+    original_meaning,
+    original_profile,
 )
 
 if TYPE_CHECKING:
@@ -87,19 +94,21 @@ def values_in(path: Path) -> Any:
         return None
 
 
-def files_named(name: str, folders: Iterable[Folder]) -> list[Path]:
+def files_named(name: str, folders: Iterable[ProfileFolder]) -> list[Path]:
     """Return the app's own files, in its `folders`, that Hydra would compose as `name`."""
     own = [folder.path for folder in folders if folder.origin.startswith(APPS_OWN)]
     paths = [path / f"{name.removesuffix('.yaml')}.yaml" for path in own]
     return [path for path in paths if path.is_file()]
 
 
-def close_name(word: str, folders: Iterable[Folder] = ()) -> str:
+def close_name(word: str, folders: Iterable[ProfileFolder] = ()) -> str:
     """Return the profile, in `folders` or on the search path, whose name is closest to `word`."""
     return near(word, [name for each in (*folders, *search_path()) for name in each.names()])
 
 
-def inherits_a_profile(path: Path, folders: Sequence[Folder], above: tuple[Path, ...] = ()) -> bool:
+def inherits_a_profile(
+    path: Path, folders: Sequence[ProfileFolder], above: tuple[Path, ...] = ()
+) -> bool:
     """Whether the app's file `path` inherits a profile of ours, by the app's own `folders`.
 
     A name that is nearly one of ours counts: the file is then refused at its line, and Hydra never
@@ -130,10 +139,10 @@ class Choice:
 
     profiles: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    folders: tuple[Folder, ...] = ()  # where they are searched for first
+    folders: tuple[ProfileFolder, ...] = ()  # where they are searched for first
     changed: list[str] = field(default_factory=list)  # lines on files, since the original run
 
-    def add(self, name: str, folders: tuple[Folder, ...]) -> None:
+    def add(self, name: str, folders: tuple[ProfileFolder, ...]) -> None:
         """Note that `name` was chosen; Hydra asks for the last entry of a defaults list first."""
         names = self.pieces if is_piece(name) else self.profiles
         if name not in names:
@@ -147,7 +156,7 @@ class Choice:
         if not self.pieces:
             return Composition()
         composition = compose(self.pieces[0], as_override(self.pieces[1:]), self.folders)
-        composition.name_it(", ".join(self.pieces), Origin(f"+{GROUP}/{PIECES}"))
+        composition.name_it(", ".join(self.pieces), ValueOrigin(f"+{GROUP}/{PIECES}"))
         return composition
 
 
@@ -308,8 +317,8 @@ class ReproConfigSource(ConfigSource):
         inner = f"{group.removeprefix(f'{GROUP}/')}/"
         return sorted(name.removeprefix(inner) for name in names if name.startswith(inner))
 
-    def _folders(self) -> tuple[Folder, ...]:
-        folders = [Folder(root / GROUP, entry) for root, entry in self._roots()]
+    def _folders(self) -> tuple[ProfileFolder, ...]:
+        folders = [ProfileFolder(root / GROUP, entry) for root, entry in self._roots()]
         return tuple(folder for folder in folders if folder.path.is_dir())
 
     def _roots(self) -> Iterator[tuple[Path, str]]:
@@ -544,7 +553,7 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     if EXTRA in composition.values:
         composition.typed |= _typed(composition, overrides)
     if not names and not chosen.pieces and typed:  # `+repro={seed: 7}`
-        composition.name_it(typed[0], Origin(APP))
+        composition.name_it(typed[0], ValueOrigin(APP))
     composition.asked = asked if asked[0] else ()
     try:
         return validate(composition).resolved
@@ -564,7 +573,7 @@ def note_on_the_apps_own(config: DictConfig) -> str:
     )
 
 
-def values_repeated(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | None:
+def values_repeated(name: str, folders: tuple[ProfileFolder, ...]) -> dict[str, Any] | None:
     """Return the values of the profile `name` in the run that is repeated here, or None.
 
     Notes a line where the files give another profile now, or none.
@@ -637,11 +646,11 @@ def _set_origins(
         file = from_files.origins.get(key)
         text = _override_of(key, overrides)
         if text is not None:
-            composition.origins[key] = Origin(f"override {text}", "", value, file)
+            composition.origins[key] = ValueOrigin(f"override {text}", "", value, file)
         elif file is not None and file.value == value:
             composition.origins[key] = file
         else:
-            composition.origins[key] = Origin(APP, "", value, file)
+            composition.origins[key] = ValueOrigin(APP, "", value, file)
 
 
 def _typed(composition: Composition, overrides: Sequence[str]) -> set[str]:

@@ -12,12 +12,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import say_once
-from torchrepro.errors import TorchreproError
-from torchrepro.messages import Problem, near, shown
+from torchrepro.ground.console import say_once
+from torchrepro.ground.errors import TorchreproError
+from torchrepro.ground.messages import Problem, near, shown
 
 if TYPE_CHECKING:
-    from torchrepro.applier import Applied
+    from torchrepro.application.applier import Applied
     from torchrepro.manifest.destinations import Destination
 
 
@@ -81,9 +81,9 @@ def log_to(*targets: Any) -> Logged:
     Without a profile there is nothing to log: a note says so once, and nothing is written. Raises
     `TorchreproError` if nothing is active, a target is not a place to log to, or a tool refuses.
     """
-    from torchrepro.applier import in_force
-    from torchrepro.bootstrap import in_force_now
+    from torchrepro.application.applier import in_force
     from torchrepro.manifest.destinations import DESTINATIONS, LEGAL
+    from torchrepro.start.bootstrap import in_force_now
 
     in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
     if not in_force():
@@ -134,12 +134,12 @@ class ProfileTags:
     def in_context(self) -> bool:
         """Whether a profile is in force."""
         # Without the module nothing was ever put in force, and importing it would cost time.
-        applier = sys.modules.get("torchrepro.applier")
+        applier = sys.modules.get("torchrepro.application.applier")
         return bool(applier and applier.in_force())
 
     def tags(self) -> dict[str, str]:
         """Return the name, the guarantee held and the digest of the innermost profile in force."""
-        from torchrepro.applier import in_force
+        from torchrepro.application.applier import in_force
 
         report = in_force()[-1].report
         return {

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from torchrepro.applier import Applied
+    from torchrepro.application.applier import Applied
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.report import Report
+    from torchrepro.reporting.report import Report
 
 _MARKER = (
     "repro(profile, overrides=[...], **values): put a torchrepro profile in force for this test, "
@@ -89,12 +89,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         )
     if not profile:
         return
-    from torchrepro.applier import apply_resolved
-    from torchrepro.bootstrap import agreeing_run
-    from torchrepro.errors import TorchreproError
+    from torchrepro.application.applier import apply_resolved
+    from torchrepro.ground.errors import TorchreproError
+    from torchrepro.ground.redaction import shareable
     from torchrepro.manifest.contents import secrets_here
     from torchrepro.profile.load import resolve
-    from torchrepro.redaction import shareable
+    from torchrepro.start.bootstrap import agreeing_run
 
     early = list(_imported_early(early_config))
     try:
@@ -138,9 +138,9 @@ def _imported_early(config: pytest.Config) -> Iterator[str]:
 
 def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str]:
     """Yield what a run starts with, what was imported early, and the command that is in time."""
-    from torchrepro.console import as_text
-    from torchrepro.outcomes import Outcome
-    from torchrepro.report import announcement
+    from torchrepro.ground.console import as_text
+    from torchrepro.reporting.outcomes import Outcome
+    from torchrepro.reporting.report import announcement
 
     said = announcement(report)
     if not said:
@@ -170,8 +170,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ours = session.config.stash.get(_SESSION, None)
     if ours is None or ours.applied.resolved.values.get("seed") is None:
         return
-    from torchrepro.callers import is_library
-    from torchrepro.console import Verbosity, verbosity
+    from torchrepro.ground.callers import is_library
+    from torchrepro.ground.console import Verbosity, verbosity
 
     if verbosity() is Verbosity.QUIET:
         return
@@ -202,7 +202,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("repro")
     if marker is None and _NAMED not in item.config.stash:
         return
-    from torchrepro.errors import TorchreproError
+    from torchrepro.ground.errors import TorchreproError
     from torchrepro.seeding import streams
 
     item.config.stash[_NAMED] = True
@@ -233,8 +233,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @contextmanager
 def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
-    from torchrepro.applier import apply_resolved
-    from torchrepro.patching import variables_put_back
+    from torchrepro.application.applier import apply_resolved
+    from torchrepro.ground.patching import variables_put_back
 
     with (
         variables_put_back(resolved.environment()),
@@ -254,7 +254,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     finally:
         scope, drifted = item.stash.get(_SCOPE, None), ""
         if scope is not None:
-            from torchrepro.errors import TorchreproError
+            from torchrepro.ground.errors import TorchreproError
 
             del item.stash[_SCOPE]
             try:
@@ -295,7 +295,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     result = yield
     applied = item.stash.get(_IN_FORCE, None)
     if result.failed and applied is not None:
-        from torchrepro.process_state import inherited
+        from torchrepro.reporting.process_state import inherited
 
         session, outer = item.config.stash.get(_SESSION, None), inherited()
         run = f"torchrepro run {outer.name} -- " if outer else ""
@@ -307,8 +307,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
-    from torchrepro.errors import ProfileError
-    from torchrepro.messages import shown
+    from torchrepro.ground.errors import ProfileError
+    from torchrepro.ground.messages import shown
     from torchrepro.profile.load import in_hydras_grammar, resolve
 
     values = dict(marker.kwargs)
@@ -330,8 +330,8 @@ def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfi
 @pytest.fixture
 def repro() -> Applied:
     """The profile in force for this test, with its `report` and `digest`."""
-    from torchrepro.applier import in_force
-    from torchrepro.bootstrap import in_force_now
+    from torchrepro.application.applier import in_force
+    from torchrepro.start.bootstrap import in_force_now
 
     in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
     if not in_force():
@@ -351,9 +351,9 @@ def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
     ``repro_numbers(losses, model)``. Each kind of machine has numbers of its own.
     ``--repro-update REASON`` writes those of today.
     """
-    from torchrepro.applier import in_force
-    from torchrepro.errors import TorchreproError
-    from torchrepro.lock.numbers import FOLDER, hold_test, numbers_of_training
+    from torchrepro.application.applier import in_force
+    from torchrepro.ground.errors import TorchreproError
+    from torchrepro.lock.locked_results import FOLDER, hold_test, numbers_of_training
 
     file, calls = request.path, count(1)
     whole = request.node.nodeid.partition("::")[2] or request.node.name

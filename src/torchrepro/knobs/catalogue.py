@@ -11,7 +11,8 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from torchrepro.errors import ProfileError
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.messages import near
 from torchrepro.knobs.knob import (
     PHASES,
     SEED,
@@ -43,7 +44,6 @@ from torchrepro.knobs.torch_state import (
     ReducedPrecision,
 )
 from torchrepro.knobs.variables import ENV, WITHOUT_EFFECT, allowed
-from torchrepro.messages import near
 
 DOCS = "https://docs.pytorch.org/docs/stable"
 BACKENDS = f"{DOCS}/backends.html#torch-backends"

@@ -18,8 +18,8 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from torchrepro.imports import named
-from torchrepro.patching import set_variable
+from torchrepro.ground.imports import named
+from torchrepro.ground.patching import set_variable
 
 
 class Legal:
@@ -319,7 +319,7 @@ class Access(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
+class EffectiveValue:
     """How to find out what a library made of an environment variable that it has read."""
 
     read: Callable[[], Any]
@@ -376,7 +376,7 @@ class Knob:
     Its library refuses them aloud, so that nothing is ever computed under one.
     """
 
-    effect: Effect | None = None
+    effect: EffectiveValue | None = None
     """For a variable: how to see what its library made of it, if it shows that."""
 
     moves_on: bool = False

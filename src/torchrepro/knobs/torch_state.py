@@ -26,8 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torchrepro.ground.patching import set_variable
 from torchrepro.knobs.knob import Attribute, Calls, MissingState, Variable, object_at
-from torchrepro.patching import set_variable
 
 _FINEST = (  # owners below torch.backends
     "cuda.matmul",

@@ -24,10 +24,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchrepro.ground.redaction import sounds_secret
 from torchrepro.knobs.knob import (
     Calls,
     Digits,
-    Effect,
+    EffectiveValue,
     Knob,
     Legal,
     MissingState,
@@ -36,7 +37,6 @@ from torchrepro.knobs.knob import (
     Variable,
 )
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
-from torchrepro.redaction import sounds_secret
 
 ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
 """Back end of torch.distributed -> the variables that fix in which order it adds up; gloo's order
@@ -229,27 +229,29 @@ def _capability() -> str:
     return {"NO AVX": "DEFAULT"}.get(found, found)  # as older torch calls it
 
 
-EFFECTS: Mapping[str, Effect] = {
-    "hashes": Effect(_hash_secret, _secret_of, "its hashes are not those of this seed"),
-    "openmp_threads": Effect(_threads, int, "OpenMP has {} threads for torch"),
-    "openmp_dynamic": Effect(
+EFFECTS: Mapping[str, EffectiveValue] = {
+    "hashes": EffectiveValue(_hash_secret, _secret_of, "its hashes are not those of this seed"),
+    "openmp_threads": EffectiveValue(_threads, int, "OpenMP has {} threads for torch"),
+    "openmp_dynamic": EffectiveValue(
         lambda: bool(_from_openmp("omp_get_dynamic")),
         lambda text: text.lower() == "true",
         "dynamic is {} in OpenMP",
     ),
-    "mkl_threads": Effect(_of_torch(_threads_of_mkl), int, "MKL has {} threads"),
-    "capability": Effect(_of_torch(_capability), str.upper, "torch computes with {} instructions"),
-    "tf32": Effect(
+    "mkl_threads": EffectiveValue(_of_torch(_threads_of_mkl), int, "MKL has {} threads"),
+    "capability": EffectiveValue(
+        _of_torch(_capability), str.upper, "torch computes with {} instructions"
+    ),
+    "tf32": EffectiveValue(
         _of_torch(lambda: Fp32Precision("cuda.matmul").read() == "tf32"),
         lambda text: text == "1",
         "TF32 is {} for torch's matrix products",
     ),
-    "npu_task_queue": Effect(
+    "npu_task_queue": EffectiveValue(
         _of_torch(Calls("torch:npu", "get_task_queue_enable", "get_task_queue_enable").read),
         lambda text: int(text) if text.isdecimal() else 0,
         "torch_npu's task queue is {}",
     ),
-    "npu_compatible_impl": Effect(
+    "npu_compatible_impl": EffectiveValue(
         _of_torch(
             Calls("torch:npu", "are_compatible_impl_enabled", "are_compatible_impl_enabled").read
         ),
@@ -289,7 +291,7 @@ def _knob(row: Mapping[str, Any]) -> Knob:
     if "inductor" in row:
         access = InductorVariable(name, row["inductor"])
         words = f"inductor's {access.option} is {{}}"
-        effect = Effect(partial(_option_of, access), lambda text: text == "1", words)
+        effect = EffectiveValue(partial(_option_of, access), lambda text: text == "1", words)
     return Knob(
         name=f"env.{name}",
         legal=_legal(row["legal"]),

@@ -18,25 +18,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.console import parts, table
-from torchrepro.errors import ProfileError
-from torchrepro.imports import import_torch
+from torchrepro.ground.console import parts, table
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.imports import import_torch
+from torchrepro.ground.messages import printable, shown, some
+from torchrepro.ground.redaction import HIDDEN
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import MissingState, variable
 from torchrepro.manifest.contents import manifest_in, read_complete
 from torchrepro.manifest.environment import UNKNOWN
-from torchrepro.messages import printable, shown, some
-from torchrepro.outcomes import Outcome, is_set
-from torchrepro.process_state import absent_hardware
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import DEFAULTS, NOT_INHERITED, flatten, knobs_for_key, plain
 from torchrepro.profile.search_path import DISTRIBUTION
-from torchrepro.redaction import HIDDEN
-from torchrepro.report import for_hardware
+from torchrepro.reporting.outcomes import Outcome, is_set
+from torchrepro.reporting.process_state import absent_hardware
+from torchrepro.reporting.report import for_hardware
 from torchrepro.trace.format import SUFFIX
 
 if TYPE_CHECKING:
-    from torchrepro.console import Part
+    from torchrepro.ground.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.trace.reader import Trace
 
@@ -352,7 +352,7 @@ class Gap(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SnapshotDiff:
     """The differences of two snapshots, the likeliest to change numbers first."""
 
     left: str
@@ -382,7 +382,7 @@ class Comparison:
         return its
 
 
-def compare(left: Snapshot, right: Snapshot) -> Comparison:
+def compare(left: Snapshot, right: Snapshot) -> SnapshotDiff:
     """Compare what both snapshots hold; a difference that follows from another one is left out.
 
     Recorded runs are compared rank by rank: a difference that some ranks lack names those that
@@ -409,14 +409,14 @@ def compare(left: Snapshot, right: Snapshot) -> Comparison:
             known = found.get(text, each)
             found[text] = replace(known, ranks=(*known.ranks, rank))
     every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in found.values()]
-    return Comparison(left.name, right.name, _ordered(every), tuple(dict.fromkeys(missing)))
+    return SnapshotDiff(left.name, right.name, _ordered(every), tuple(dict.fromkeys(missing)))
 
 
 def _ordered(differences: Iterable[Difference]) -> tuple[Difference, ...]:
     return tuple(sorted(differences, key=lambda each: list(Impact).index(each.impact)))
 
 
-def differences_of(left: str, right: str) -> Comparison:
+def differences_of(left: str, right: str) -> SnapshotDiff:
     """Return in what two profiles, manifests, locks or runs differ, each given by name or path.
 
     Two profiles are compared by what they come to on this machine, which imports torch. Raises
@@ -427,7 +427,7 @@ def differences_of(left: str, right: str) -> Comparison:
     return effective(found) if {one.kind, two.kind} == {"profile"} else found
 
 
-def effective(found: Comparison) -> Comparison:
+def effective(found: SnapshotDiff) -> SnapshotDiff:
     """Return what is left of the differences of two profiles here, and how likely it matters."""
     if not found.differences:
         return found
@@ -536,8 +536,8 @@ def _follows(
     return (found.section, FOLLOWS.get(found.key, "")) in differ
 
 
-@parts.register(Comparison)
-def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
+@parts.register(SnapshotDiff)
+def _comparison_parts(found: SnapshotDiff) -> tuple[Part, ...]:
     rows = found.substantial
     return (
         *(difference_parts(rows, found.left, found.right) if rows else ("the same",)),

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import parts
-from torchrepro.errors import ProfileError
-from torchrepro.imports import import_torch
+from torchrepro.application.planner import Plan, make_plan
+from torchrepro.ground.console import parts
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.imports import import_torch
+from torchrepro.ground.messages import some
+from torchrepro.ground.redaction import without_secrets
+from torchrepro.ground.writing import write_in_place
 from torchrepro.lock.diff import (
     ENFORCED,
     ENFORCED_STRICTLY,
-    Comparison,
     Difference,
     Gap,
     Impact,
+    SnapshotDiff,
     change,
     compare,
     difference_parts,
@@ -34,17 +38,13 @@ from torchrepro.manifest.contents import (
     secrets_here,
 )
 from torchrepro.manifest.environment import hardware, software
-from torchrepro.messages import some
-from torchrepro.planner import Plan, make_plan
 from torchrepro.profile.load import key_of, resolve
 from torchrepro.profile.search_path import SUFFIXES
-from torchrepro.redaction import without_secrets
-from torchrepro.writing import write_in_place
 
 if TYPE_CHECKING:
-    from torchrepro.console import Part
+    from torchrepro.ground.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.report import Report
+    from torchrepro.reporting.report import Report
 
 
 HERE = "this machine"
@@ -127,7 +127,7 @@ class CheckResult:
     strict: bool
     resolved: ResolvedProfile | None
     """The locked profile as it is here; None where it cannot be resolved any more."""
-    comparison: Comparison
+    comparison: SnapshotDiff
 
     @property
     def enforced(self) -> tuple[Impact, ...]:

@@ -16,8 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torchrepro.console import say_once
-from torchrepro.errors import ProfileError
+from torchrepro.ground.console import say_once
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.messages import some
+from torchrepro.ground.redaction import secret_values, shareable, without_secrets
+from torchrepro.ground.writing import write_atomically
 from torchrepro.knobs.variables import RECORDED, other_variables
 from torchrepro.manifest.environment import (
     compiler_settings,
@@ -26,19 +29,22 @@ from torchrepro.manifest.environment import (
     repository,
     software,
 )
-from torchrepro.messages import some
-from torchrepro.process_state import FOLDER, inherited, is_interactive, launcher, set_before_start
 from torchrepro.profile.resolved import plain
-from torchrepro.redaction import secret_values, shareable, without_secrets
+from torchrepro.reporting.process_state import (
+    FOLDER,
+    inherited,
+    is_interactive,
+    launcher,
+    set_before_start,
+)
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import seeding_calls
-from torchrepro.writing import write_atomically
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.report import Report
+    from torchrepro.reporting.report import Report
 
 
 FORMAT = 1

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from torchrepro.ground.messages import near
 from torchrepro.manifest.contents import FILE, as_text, hydra_folder, hydra_job, write_manifest
-from torchrepro.messages import near
-from torchrepro.process_state import manifest_folder
 from torchrepro.profile.resolved import flatten
+from torchrepro.reporting.process_state import manifest_folder
 
 NAMESPACE = "torchrepro"
 
@@ -173,7 +173,7 @@ class TensorBoard(Destination):
         return f"{getattr(target, folder)}: hyper-parameters and text {NAMESPACE}"
 
 
-class Folder(Destination):
+class FolderDestination(Destination):
     """A folder, which gets the manifest as a file."""
 
     name = "folder"
@@ -190,7 +190,7 @@ class Folder(Destination):
         return str(write_manifest(manifest_folder(Path(target)), manifest))
 
 
-class HydraJob(Folder):
+class HydraJobDestination(FolderDestination):
     """The output folder of the Hydra job that runs now, where `+repro=` writes as well."""
 
     name = "hydra"
@@ -206,10 +206,16 @@ class HydraJob(Folder):
         return hydra_folder(config) if config is not None else None
 
 
-DESTINATIONS: tuple[Destination, ...] = (Mlflow(), Wandb(), TensorBoard(), HydraJob(), Folder())
+DESTINATIONS: tuple[Destination, ...] = (
+    Mlflow(),
+    Wandb(),
+    TensorBoard(),
+    HydraJobDestination(),
+    FolderDestination(),
+)
 """The first one whose place a target is gets the manifest."""
 
-TOOLS = [each.name for each in DESTINATIONS if each.name != Folder.name]
+TOOLS = [each.name for each in DESTINATIONS if each.name != FolderDestination.name]
 LEGAL = ", ".join(each.takes for each in DESTINATIONS)
 
 

@@ -19,9 +19,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torchrepro.imports import installed_version
+from torchrepro.ground.imports import installed_version
+from torchrepro.ground.redaction import HIDDEN, ordinary, url_without_login
 from torchrepro.knobs.variables import digest_of_text
-from torchrepro.redaction import HIDDEN, ordinary, url_without_login
 
 UNKNOWN = "unknown: "  # begins a value that could not be read; the reason follows
 

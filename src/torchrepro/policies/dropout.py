@@ -31,10 +31,10 @@ from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.callers import frames, package
-from torchrepro.console import say
-from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.imports import AfterImport
+from torchrepro.ground.callers import frames, package
+from torchrepro.ground.console import say
+from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.ground.imports import AfterImport
 from torchrepro.policies.interpose import (
     Priority,
     can_be_interposed,

@@ -15,11 +15,11 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from torchrepro.callers import frames, program_place
-from torchrepro.errors import ProfileError
-from torchrepro.fork_safety import fork_safe_lock
+from torchrepro.ground.callers import frames, program_place
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.ground.messages import near
 from torchrepro.knobs.knob import Value, is_pattern, per_op
-from torchrepro.messages import near
 from torchrepro.policies import interpose
 from torchrepro.policies.deterministic_ops import (
     IMPLEMENTATIONS,
@@ -29,8 +29,8 @@ from torchrepro.policies.deterministic_ops import (
     row_of,
 )
 from torchrepro.policies.interpose import Priority, overloads_named, packet_name, withdraw
-from torchrepro.policies.on_cpu import fit_to, is_on_device, on_cpu
-from torchrepro.policies.policy import Effect, add_effects, count
+from torchrepro.policies.policy import PolicyEffect, add_effects, count
+from torchrepro.policies.run_on_cpu import fit_to, is_on_device, on_cpu
 
 KNOB = "device.fallback"
 
@@ -149,10 +149,10 @@ def _replaced_by(fn: Callable[..., Any]) -> str:
     return f"replaced by {getattr(fn, '__module__', '')}.{name}"
 
 
-def _uncalled_replacements(counted: list[Effect]) -> tuple[Effect, ...]:
+def _uncalled_replacements(counted: list[PolicyEffect]) -> tuple[PolicyEffect, ...]:
     called = {effect.subject for effect in counted if effect.what.startswith("replaced by ")}
     return tuple(
-        Effect(KNOB, op.name(), _replaced_by(fn), "", 0, 0)
+        PolicyEffect(KNOB, op.name(), _replaced_by(fn), "", 0, 0)
         for op, fn in _replacements().items()
         if op.name() not in called
     )

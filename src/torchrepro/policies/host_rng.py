@@ -20,7 +20,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.imports import AfterImport
+from torchrepro.ground.imports import AfterImport
 from torchrepro.policies.interpose import (
     Priority,
     has_kernel,
@@ -30,8 +30,8 @@ from torchrepro.policies.interpose import (
     random_ops,
     seeded_ops,
 )
-from torchrepro.policies.on_cpu import is_on_device, on_cpu
 from torchrepro.policies.policy import Toggle, count
+from torchrepro.policies.run_on_cpu import is_on_device, on_cpu
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

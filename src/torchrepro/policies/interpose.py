@@ -24,9 +24,9 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any
 
-from torchrepro.errors import ProfileError
-from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.messages import Problem, near
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.ground.messages import Problem, near
 
 
 class Priority(IntEnum):

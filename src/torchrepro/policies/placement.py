@@ -28,12 +28,12 @@ from inspect import Signature, signature
 from typing import Any
 from weakref import WeakSet, ref
 
-from torchrepro.console import note
-from torchrepro.errors import ApplyError
-from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.messages import Problem, near, some
-from torchrepro.policies.on_cpu import is_tensor
+from torchrepro.ground.console import note
+from torchrepro.ground.errors import ApplyError
+from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.ground.messages import Problem, near, some
 from torchrepro.policies.policy import count, forget_compiled, refuse
+from torchrepro.policies.run_on_cpu import is_tensor
 
 POLICY = "device.modules"
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

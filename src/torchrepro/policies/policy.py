@@ -10,10 +10,10 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.fork_safety import fork_safe_lock
+from torchrepro.ground.fork_safety import fork_safe_lock
 
 if TYPE_CHECKING:
-    from torchrepro.errors import ApplyError
+    from torchrepro.ground.errors import ApplyError
 
 Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
 """Policy, subject, what was done and where -> calls, and bytes moved."""
@@ -21,7 +21,7 @@ Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
 _MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
 _lock = fork_safe_lock()
 _counted: dict[tuple[str, str, str, str], list[int]] = {}
-_sources: list[Callable[[list[Effect]], Iterable[Effect]]] = []
+_sources: list[Callable[[list[PolicyEffect]], Iterable[PolicyEffect]]] = []
 _tags: list[str] = []  # one for every policy in force that changes what compiled code computes
 _handlers: list[Callable[[ApplyError], None]] = []  # of the profiles in force, innermost last
 
@@ -89,7 +89,7 @@ def forget_compiled() -> None:
         import_module("torch").compiler.reset()
 
 
-class Effect(NamedTuple):
+class PolicyEffect(NamedTuple):
     """One thing that a policy has done, and how often."""
 
     policy: str
@@ -136,17 +136,17 @@ def reset_counts() -> None:
         _counted.clear()
 
 
-def effects(since: Counts = MappingProxyType({})) -> tuple[Effect, ...]:
+def effects(since: Counts = MappingProxyType({})) -> tuple[PolicyEffect, ...]:
     """Return what the policies have done, except for what they had done at `since`."""
     counted = []
     for key, (calls, moved) in sorted(counts_so_far().items()):
         calls_before, moved_before = since.get(key, (0, 0))
         if calls > calls_before:
-            counted.append(Effect(*key, calls - calls_before, moved - moved_before))
+            counted.append(PolicyEffect(*key, calls - calls_before, moved - moved_before))
     return (*counted, *(effect for source in _sources for effect in source(counted)))
 
 
-def add_effects(source: Callable[[list[Effect]], Iterable[Effect]]) -> None:
+def add_effects(source: Callable[[list[PolicyEffect]], Iterable[PolicyEffect]]) -> None:
     """Have `effects` end with what `source` makes of those counted, such as effects of no calls."""
     _sources.append(source)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from torchrepro.errors import ProfileError
-from torchrepro.messages import shown
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.messages import shown
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.errors import ProfileError
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.messages import Problem, shown
 from torchrepro.knobs.knob import SCHEMA_VERSION
-from torchrepro.messages import Problem, shown
 from torchrepro.profile.document import (
     MAX_DEPTH,
     Document,
@@ -30,8 +30,8 @@ from torchrepro.profile.resolved import (
     EXTRA,
     NOT_INHERITED,
     Composition,
-    Origin,
     ResolvedProfile,
+    ValueOrigin,
     flatten,
     plain,
     versioned,
@@ -39,8 +39,8 @@ from torchrepro.profile.resolved import (
 from torchrepro.profile.search_path import (
     PIECES,
     SHIPPED,
-    Folder,
     ProfileFile,
+    ProfileFolder,
     find,
     incomplete_packs,
     is_piece,
@@ -174,7 +174,7 @@ def _plain_config(config: Any, where: str) -> Any:
 def compose(
     name: str,
     overrides: Sequence[str] = (),
-    folders: tuple[Folder, ...] = (),
+    folders: tuple[ProfileFolder, ...] = (),
     *,
     typed: bool = True,
 ) -> Composition:
@@ -200,7 +200,7 @@ class _Layers:
     """Follows defaults lists, depth first, and refuses one that leads back to itself."""
 
     composition: Composition
-    folders: tuple[Folder, ...] = ()
+    folders: tuple[ProfileFolder, ...] = ()
     being_read: list[ProfileFile] = field(default_factory=list)
     read_before: list[Path] = field(default_factory=list)
     keys: int = 0
@@ -228,7 +228,7 @@ class _Layers:
         self.add(read_document(found.path, found.where), found, inherited=inherited)
         self.being_read.pop()
         if not self.being_read and not is_piece(found.name):
-            self.composition.name_it(found.name, Origin(found.where, found.folder.package))
+            self.composition.name_it(found.name, ValueOrigin(found.where, found.folder.package))
 
     def add(self, document: Document, found: ProfileFile | None, *, inherited: bool) -> None:
         self.keys += len(document.lines)

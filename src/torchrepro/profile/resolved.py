@@ -13,10 +13,10 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torchrepro.imports import installed_version
+from torchrepro.ground.imports import installed_version
+from torchrepro.ground.messages import printable
 from torchrepro.knobs.catalogue import CATALOGUE, rows_for_key
 from torchrepro.knobs.knob import Knob, variable
-from torchrepro.messages import printable
 
 EXTRA = "env_extra"  # the section of variables that are not in the catalogue
 
@@ -33,7 +33,7 @@ DEFAULTS = {"guarantee": "seeded", "on_late": "warn"}
 _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 
 
-class Origin(NamedTuple):
+class ValueOrigin(NamedTuple):
     """The place that set a value, and the one before it."""
 
     set_by: str  # ``file:line``, the override, or the argument
@@ -41,7 +41,7 @@ class Origin(NamedTuple):
     """The distribution of the file; with its version, if another process wrote the origin."""
 
     value: Any = None
-    replaced: Origin | None = None  # the origin of the value that stood there before
+    replaced: ValueOrigin | None = None  # the origin of the value that stood there before
 
     def to_json(self) -> dict[str, Any]:
         """Return the origin as plain JSON values, those that it replaced the nearest first."""
@@ -53,8 +53,8 @@ class Origin(NamedTuple):
         return {"set_by": self.set_by, "package": versioned(self.package), "replaced": replaced}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Origin:
-        before: Origin | None = None
+    def from_json(cls, content: Mapping[str, Any]) -> ValueOrigin:
+        before: ValueOrigin | None = None
         for each in reversed(content["replaced"]):
             before = cls(each["set_by"], each["package"], each["value"], before)
         return cls(content["set_by"], content["package"], None, before)
@@ -72,7 +72,7 @@ class Composition:
     """The merged values of a profile and, for every dotted key, the place that set it."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, Origin] = field(default_factory=dict)
+    origins: dict[str, ValueOrigin] = field(default_factory=dict)
     typed: set[str] = field(default_factory=set)  # keys that who starts the run wrote a value for
     only_shipped: bool = True  # whether all of it is from torchrepro's own files, no override
     asked: tuple[str, ...] = ()  # the name or path, and the overrides; empty for plain values
@@ -91,11 +91,13 @@ class Composition:
             for name, origin in before.items()
             if name not in around and written.isdisjoint(_around(name))
         }
-        new = {k: Origin(at, package, leaves.get(k), before.get(k)) for k, at in places.items()}
+        new = {
+            k: ValueOrigin(at, package, leaves.get(k), before.get(k)) for k, at in places.items()
+        }
         self.origins = kept | new
         self.typed = self.typed | leaves.keys() if typed else self.typed - leaves.keys()
 
-    def name_it(self, name: str, origin: Origin) -> None:
+    def name_it(self, name: str, origin: ValueOrigin) -> None:
         """Give the profile a name, unless it has one."""
         if "name" not in self.values:
             name = printable(name).translate(str.maketrans("()", "[]"))  # as `PROFILE_NAME` has it
@@ -134,7 +136,7 @@ class ResolvedProfile:
     """The values that a valid profile sets, without the keys it leaves alone."""
 
     values: Mapping[str, Any]
-    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
+    origins: Mapping[str, ValueOrigin] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> where its value comes from, as far as that is known."""
     asked: tuple[str, ...] = field(default=(), compare=False, repr=False)  # as in `Composition`
 
@@ -142,7 +144,7 @@ class ResolvedProfile:
     def of(
         cls,
         values: Mapping[str, Any],
-        origins: Mapping[str, Origin] | None = None,
+        origins: Mapping[str, ValueOrigin] | None = None,
         asked: tuple[str, ...] = (),
     ) -> ResolvedProfile:
         """Return `values` without every null and every empty section, and what is known of them."""
@@ -161,7 +163,7 @@ class ResolvedProfile:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ResolvedProfile:
         """Return what `to_json` wrote."""
-        origins = {k: Origin.from_json(each) for k, each in content["origins"].items()}
+        origins = {k: ValueOrigin.from_json(each) for k, each in content["origins"].items()}
         return cls.of(content["values"], origins, tuple(content["asked"]))
 
     @property

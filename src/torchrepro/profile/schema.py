@@ -37,8 +37,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from torchrepro.errors import ProfileError
-from torchrepro.imports import installed_version
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.imports import installed_version
+from torchrepro.ground.messages import Problem, near, shown, some
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names, rows_for_key
 from torchrepro.knobs.knob import (
     ANY_TEXT,
@@ -50,11 +51,10 @@ from torchrepro.knobs.knob import (
     waits_for_refusal,
 )
 from torchrepro.knobs.variables import allowed, refusal
-from torchrepro.messages import Problem, near, shown, some
 from torchrepro.profile.document import LONGEST_NUMBER
 from torchrepro.profile.needs import NEEDS, folded
-from torchrepro.profile.resolved import EXTRA, STRICT, Origin, ResolvedProfile, flatten, plain
-from torchrepro.profile.search_path import PIECES, SHIPPED, Folder
+from torchrepro.profile.resolved import EXTRA, STRICT, ResolvedProfile, ValueOrigin, flatten, plain
+from torchrepro.profile.search_path import PIECES, SHIPPED, ProfileFolder
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -348,7 +348,7 @@ class Profile(BaseModel):
         description='Package -> versions that the profile needs, as in ``torch: ">=2.6"``.',
     )
 
-    _origins: Mapping[str, Origin] = PrivateAttr(default_factory=dict)
+    _origins: Mapping[str, ValueOrigin] = PrivateAttr(default_factory=dict)
     _asked: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
@@ -376,7 +376,7 @@ class Profile(BaseModel):
         values = self.model_dump(by_alias=True, mode="json", exclude_none=True)
         return ResolvedProfile.of(values, self._origins, self._asked)
 
-    def remember(self, origins: Mapping[str, Origin], asked: tuple[str, ...]) -> None:
+    def remember(self, origins: Mapping[str, ValueOrigin], asked: tuple[str, ...]) -> None:
         """Keep where each value comes from; equality and digest ignore it."""
         self._origins, self._asked = origins, asked
 
@@ -570,7 +570,7 @@ def json_schema() -> dict[str, Any]:
         "Profiles to inherit from, in order, and pieces to lay on top; `_self_` is this file. "
         f"A piece lies in the folder `{PIECES}` of its pack, as in `team/{PIECES}/zero`."
     )
-    names = ["_self_", *Folder(SHIPPED, "").names()]
+    names = ["_self_", *ProfileFolder(SHIPPED, "").names()]
     section = _schema_of_section(model, model.pop("$defs", {}), "")
     section["properties"] = {
         "defaults": {

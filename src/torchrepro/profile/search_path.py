@@ -21,8 +21,8 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from torchrepro.errors import ProfileError
-from torchrepro.messages import Problem, near, printable, shown, some
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.messages import Problem, near, printable, shown, some
 
 DISTRIBUTION = "torchrepro"
 SHIPPED = Path(__file__).parent.parent / "conf" / "repro"
@@ -44,7 +44,7 @@ class UnknownProfileError(ProfileError):
     """A name that means no file."""
 
 
-class Folder(NamedTuple):
+class ProfileFolder(NamedTuple):
     """A folder of profiles, and how messages call it."""
 
     path: Path
@@ -106,7 +106,7 @@ class ProfileFile(NamedTuple):
 
     name: str
     path: Path
-    folder: Folder
+    folder: ProfileFolder
 
     @property
     def where(self) -> str:
@@ -133,7 +133,7 @@ class Pack(NamedTuple):
         """The dotted name of the package, or an empty string for a value that names none."""
         return ".".join(self.value.split(":")) if _PACKAGE.fullmatch(self.value) else ""
 
-    def folders(self) -> list[Folder]:
+    def folders(self) -> list[ProfileFolder]:
         """Return the folders of the pack, each with what its names begin with.
 
         They came with the distribution itself: an entry point may name any installed package, or a
@@ -148,7 +148,7 @@ class Pack(NamedTuple):
         if installed and not source and not any(line.startswith(inside) for line in installed):
             return []
         return [
-            Folder(path, f"package {self.owner}", f"{self.name}/", self.owner, source)
+            ProfileFolder(path, f"package {self.owner}", f"{self.name}/", self.owner, source)
             for path in package_folders(self.package)[0]
             if path.resolve().is_relative_to(root)
         ]
@@ -170,9 +170,9 @@ class Pack(NamedTuple):
 
 def find(
     name: str,
-    folders: Sequence[Folder] = (),
+    folders: Sequence[ProfileFolder] = (),
     named_at: str = "",
-    beside: Sequence[Folder] = (),
+    beside: Sequence[ProfileFolder] = (),
     without: Container[Path] = (),
 ) -> ProfileFile:
     """Return the file that `name` means, without importing or running anything.
@@ -191,7 +191,7 @@ def find(
             if not roots or (named_at and not regular):
                 what = "no such package is installed here"
                 raise UnknownProfileError.about(what, named_at, found=name)
-            inside = [Folder(root, f"package {package}") for root in roots]
+            inside = [ProfileFolder(root, f"package {package}") for root in roots]
             files = _files(rest, inside) if is_name(rest) else []
             if not files:
                 raise _unknown(name, inside, named_at)
@@ -229,7 +229,7 @@ def find(
 
 
 def _files(
-    name: str, folders: Iterable[Folder], without: Container[Path] = ()
+    name: str, folders: Iterable[ProfileFolder], without: Container[Path] = ()
 ) -> list[ProfileFile]:
     found = ((folder, folder.file(name)) for folder in folders)
     return [
@@ -244,10 +244,12 @@ def _at_path(name: str, path: Path) -> ProfileFile:
         beside = str(path.parent / close) if close else ""
         todo = "" if close else "torchrepro list shows the profiles that can be named"
         raise UnknownProfileError.about("no such file", found=name, near=beside, todo=todo)
-    return ProfileFile(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
+    return ProfileFile(
+        path.stem, path.absolute(), ProfileFolder(path.absolute().parent, str(path.parent))
+    )
 
 
-def _unknown(name: str, folders: Iterable[Folder], named_at: str) -> UnknownProfileError:
+def _unknown(name: str, folders: Iterable[ProfileFolder], named_at: str) -> UnknownProfileError:
     names = sorted({known for folder in folders for known in folder.names()})
     missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
     nameless = [pack for pack in incomplete_packs() if not pack.name]
@@ -262,12 +264,12 @@ def _unknown(name: str, folders: Iterable[Folder], named_at: str) -> UnknownProf
     )
 
 
-def search_path() -> tuple[Folder, ...]:
+def search_path() -> tuple[ProfileFolder, ...]:
     """Return every folder in which a bare name is searched for."""
     return (*_fixed_folders(), *(folder for pack in packs() for folder in pack.folders()))
 
 
-def folders_for(name: str) -> tuple[Folder, ...]:
+def folders_for(name: str) -> tuple[ProfileFolder, ...]:
     """Return the folders of the search path that may hold `name`.
 
     Packs are asked only for names that begin with theirs, because finding them means reading the
@@ -354,11 +356,11 @@ def piece_short_name(name: str) -> str:
     return "/".join(part for part in name.split("/") if part != PIECES)
 
 
-def _fixed_folders() -> Iterator[Folder]:
-    yield Folder(SHIPPED, DISTRIBUTION, package=DISTRIBUTION)
+def _fixed_folders() -> Iterator[ProfileFolder]:
+    yield ProfileFolder(SHIPPED, DISTRIBUTION, package=DISTRIBUTION)
     for text, path in _named_folders():
         if path.is_dir():
-            yield Folder(path, f"{VARIABLE}: {text}")
+            yield ProfileFolder(path, f"{VARIABLE}: {text}")
 
 
 def _named_folders() -> list[tuple[str, Path]]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, finalize
 from zipfile import BadZipFile, ZipFile
 
-from torchrepro.errors import SeedingError
-from torchrepro.messages import shown, some
-from torchrepro.seeding import loader_places
+from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.messages import shown, some
+from torchrepro.ground.writing import write_atomically
+from torchrepro.seeding import loader_positions
 from torchrepro.seeding.loader import set_epochs
-from torchrepro.seeding.loader_places import (
+from torchrepro.seeding.loader_positions import (
     Delivery,
     Resumption,
     named_loading_of,
@@ -33,7 +34,6 @@ from torchrepro.seeding.state import (
     set_rng_state,
 )
 from torchrepro.seeding.streams import nonnegative_int, world
-from torchrepro.writing import write_atomically
 
 if TYPE_CHECKING:
     import os
@@ -111,7 +111,7 @@ class Checkpoint:
             stepped = self._optimizers
             hook = register_optimizer_step_post_hook(lambda made, *_: stepped.add(made))
             finalize(self, hook.remove)
-        loader_places.await_resting(())
+        loader_positions.await_resting(())
         forget()  # a run before this one, in the same process, may have had no step left
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
@@ -127,9 +127,11 @@ class Checkpoint:
                 if self._waits_for("batches") and not self.batch:
                     self._restore_generators()
                 elif self._waits_for("batches") and self._begun is not None:
-                    loader_places.put_states(None, self._begun)
+                    loader_positions.put_states(None, self._begun)
                 if self.folder is not None:
-                    self._begun = loader_places.encoded_states(loader_places.read_states(None))
+                    self._begun = loader_positions.encoded_states(
+                        loader_positions.read_states(None)
+                    )
                 yield self.epoch
                 self.epoch, self.batch, self._epoch_is_done = self.epoch + 1, 0, False
             self._counted = True
@@ -257,7 +259,7 @@ class Checkpoint:
                 "place": self._delivery.place() if within and self._delivery is not None else None,
                 "root": self._root,
                 "begun": self._begun,
-                "resting": loader_places.resting(),
+                "resting": loader_positions.resting(),
                 "rng": rng_state(),
                 "optimizers": [*map(digests_of, self._optimizers)],
                 "parts": states,
@@ -300,7 +302,7 @@ class Checkpoint:
         self.epoch, self.batch, self.step = saved["epoch"], saved["batch"], saved["step"]
         self._loop, self._place, self._begun = saved["loop"], saved["place"], saved["begun"]
         self._root, self._rng = saved["root"], saved["rng"]
-        loader_places.await_resting(saved["resting"])
+        loader_positions.await_resting(saved["resting"])
         # A run that is done makes no step: the next one in this process is another run's.
         self._compare = partial(compare_at_first_step, saved["optimizers"], str(path))
         set_epochs(saved["rng"]["loaders"])  # a loader has to know which epoch comes next

@@ -12,8 +12,8 @@ from importlib import import_module
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torchrepro.errors import SeedingError
-from torchrepro.messages import shown
+from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.messages import shown
 from torchrepro.seeding import streams
 from torchrepro.seeding.streams import checked_policy
 
@@ -64,7 +64,7 @@ class Slot(NamedTuple):
     write: Callable[[Any], Any]
 
 
-class Kind(NamedTuple):
+class GeneratorKind(NamedTuple):
     """A kind of generator: its class, which is never imported for it, and how its state is read."""
 
     name: str
@@ -74,25 +74,27 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("python", "random", "Random", lambda own: Slot(own.getstate, own.setstate)),
-    Kind(
+    GeneratorKind("python", "random", "Random", lambda own: Slot(own.getstate, own.setstate)),
+    GeneratorKind(
         *("numpy", "numpy.random", "Generator"),  # it keeps its state in another object
         lambda own: Slot(
             lambda: own.bit_generator.state, partial(setattr, own.bit_generator, "state")
         ),
     ),
-    Kind(
+    GeneratorKind(
         *("numpy_legacy", "numpy.random", "RandomState"),
         lambda own: Slot(partial(own.get_state, legacy=False), own.set_state),
     ),
-    Kind("torch", "torch", "Generator", lambda own: Slot(own.get_state, own.set_state)),
+    GeneratorKind("torch", "torch", "Generator", lambda own: Slot(own.get_state, own.set_state)),
 )
 """Every kind of generator that can be registered."""
 
-registered: dict[str, tuple[Kind, Any]] = {}  # every registered generator with its kind, by name
+registered: dict[
+    str, tuple[GeneratorKind, Any]
+] = {}  # every registered generator with its kind, by name
 
 
-def generator_kind(value: Any) -> Kind | None:
+def generator_kind(value: Any) -> GeneratorKind | None:
     for kind in KINDS:
         its_class: Any = getattr(sys.modules.get(kind.module), kind.type, None)
         if its_class is not None and isinstance(value, its_class):

@@ -17,11 +17,11 @@ from itertools import count
 from multiprocessing import current_process
 from typing import Any, NamedTuple
 
-from torchrepro.console import say
-from torchrepro.errors import SeedingError
-from torchrepro.imports import AfterImport
+from torchrepro.ground.console import say
+from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.imports import AfterImport
+from torchrepro.ground.messages import shown
 from torchrepro.knobs.knob import MissingState
-from torchrepro.messages import shown
 from torchrepro.seeding import generators, loader, streams
 from torchrepro.seeding.seeding_calls import SeedingCalls, moved_by_program
 from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, seed_of_rank

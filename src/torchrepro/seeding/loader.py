@@ -25,7 +25,7 @@ from operator import index as as_index
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from torchrepro.errors import SeedingError
+from torchrepro.ground.errors import SeedingError
 from torchrepro.seeding import streams
 from torchrepro.seeding.generators import (
     Given,
@@ -175,7 +175,7 @@ def label(index: Any) -> bytes:  # the same in every process
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SampleRequest:
     """What a sampler asks for; every sample of it draws from a part of a stream of its own.
 
     `collate_fn`, and a dataset that reads complete batches, draw from the batch's part.
@@ -227,7 +227,7 @@ class Request:
 class _SeededSamples:
     __slots__ = ("_again", "_dataset", "_request", "_stream")
 
-    def __init__(self, dataset: Any, request: Request, stream: Stream) -> None:
+    def __init__(self, dataset: Any, request: SampleRequest, stream: Stream) -> None:
         self._dataset, self._request, self._stream = dataset, request, stream
         self._again = dict(request.again)
 
@@ -312,7 +312,7 @@ def _fetch_as_torch(reader: Any, index: Any) -> Any:
 
 def _fetch_requested(reader: Any, request: Any) -> Any:
     fetch = partial(_fetch_as_torch, reader)
-    return request.fetch(reader, fetch) if isinstance(request, Request) else fetch(request)
+    return request.fetch(reader, fetch) if isinstance(request, SampleRequest) else fetch(request)
 
 
 def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Callable[[], None]:
@@ -407,7 +407,7 @@ class _ItemReader:
             self._made()
 
     def fetch(self, request: Any) -> Any:
-        if not isinstance(request, Request):
+        if not isinstance(request, SampleRequest):
             return self._made().fetch(request)
         stream = request.stream or _stream_of_worker()
         if self._begun != stream:
@@ -444,7 +444,7 @@ class Loading:
     author_init: Callable[[int], Any] | None = None
     draws_base_seed = False
     in_workers = False
-    latest: Request | None = None  # what this process is to read next
+    latest: SampleRequest | None = None  # what this process is to read next
 
     def __init__(self) -> None:
         plan = streams.current_plan()
@@ -462,19 +462,19 @@ class Loading:
         if self.author_init is not None:
             self.author_init(worker)
 
-    def handed_on(self, request: Request) -> Any:
+    def handed_on(self, request: SampleRequest) -> Any:
         """Return what torch gets of a request: the index alone, where this process reads it."""
         if self.in_workers:
             return request
         self.latest = request
         return request.index
 
-    def request_of(self, index: Any) -> Request:
+    def request_of(self, index: Any) -> SampleRequest:
         """Return the request of an `index` that this process reads, from the sampler or not."""
         latest = self.latest
         if latest is not None and latest.index is index:
             return latest
-        return Request(self.stream, index, _NOTHING, self.given)
+        return SampleRequest(self.stream, index, _NOTHING, self.given)
 
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
         # And draws the base seed where torch does not.
@@ -644,7 +644,7 @@ class _Requests:
         index, again = self._next()
         loading = self._loading
         stream = self._stream or loading.stream
-        return loading.handed_on(Request(stream, index, again, loading.given))
+        return loading.handed_on(SampleRequest(stream, index, again, loading.given))
 
     def _next(self) -> tuple[Any, Mapping[bytes, int]]:
         # With each index, how often the epoch has had those of its samples that come again.

@@ -17,14 +17,14 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
-from torchrepro.callers import program_place
-from torchrepro.console import say_once
-from torchrepro.errors import SeedingError
-from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.imports import AfterImport, named
-from torchrepro.messages import shown
-from torchrepro.patching import MissingHookError, surround
-from torchrepro.seeding import loader_places, streams
+from torchrepro.ground.callers import program_place
+from torchrepro.ground.console import say_once
+from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.ground.imports import AfterImport, named
+from torchrepro.ground.messages import shown
+from torchrepro.ground.patching import MissingHookError, surround
+from torchrepro.seeding import loader_positions, streams
 from torchrepro.seeding.generators import Given, given_seeds
 from torchrepro.seeding.loader import (
     Loading,
@@ -39,7 +39,7 @@ from torchrepro.seeding.loader import (
     start_from,
     worker_stream,
 )
-from torchrepro.seeding.loader_places import (
+from torchrepro.seeding.loader_positions import (
     Delivery,
     is_kept,
     kind_of_dataset,
@@ -120,9 +120,9 @@ class SeedingPolicy:
 
     def write(self, value: str) -> None:
         loaders.automatic = value == "auto"
-        loader_places.watch_own_resumes(begins=value == "auto")
+        loader_positions.watch_own_resumes(begins=value == "auto")
         if value != "auto":
-            loader_places.forget_places()
+            loader_positions.forget_places()
             forget()
         _settle()
 
@@ -222,14 +222,14 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
             say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {advice}")
         set_epoch_of_parts(loader, number)
         return
-    if left_out and (loading is None or loader_places.reads_items(loader)):
+    if left_out and (loading is None or loader_positions.reads_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
         raise SeedingError.about(
             f"batches of {why} cannot be skipped", key="start", found=shown(start)
         )
     if loading is not None:
         loading.go_to(number, left_out)
-    elif not loader_places.parts_with_epochs(loader):
+    elif not loader_positions.parts_with_epochs(loader):
         raise SeedingError.about(
             "nothing in this loader knows epochs", found=shown(loader), todo=advice
         )
@@ -292,13 +292,13 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
         not is_followed
         or not is_kept(loader)
         or in_loader()
-        or loader_places.delivery_of(loader) is not None
+        or loader_positions.delivery_of(loader) is not None
     ):
         return _iterate(original, loader)
     delivery = Delivery(loader)
-    unbegun = _unbegun_iterator(loader) if loader_places.begins_late() else None
+    unbegun = _unbegun_iterator(loader) if loader_positions.begins_late() else None
     if unbegun is not None:
-        loader_places.wait(unbegun, delivery, partial(_begin, original, loader))
+        loader_positions.wait(unbegun, delivery, partial(_begin, original, loader))
         return unbegun
     return delivery.begin(partial(_iterate, original, loader))
 
@@ -343,14 +343,14 @@ def _wrapped_init(original: Any, iterator: Any, loader: Any) -> None:
 
 
 def _wrapped_next(original: Any, iterator: Any) -> Any:
-    delivery = loader_places.followed(iterator)
+    delivery = loader_positions.followed(iterator)
     if delivery is None:
         return original(iterator)
     return delivery.advance(partial(original, iterator))
 
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
-    delivery = loader_places.delivery_of(loader)
+    delivery = loader_positions.delivery_of(loader)
     # torchdata has begun the iteration where a state was asked for before the first batch. It does
     # not go on with one that was loaded at its end.
     is_begun = getattr(loader, "_initial_iter_for_state_dict", False)
@@ -380,7 +380,7 @@ def _wrapped_state_dict(original: Any, loader: Any) -> Any:
         own = {
             "stream": loading.stream.key.hex(),
             "given": [seed.hex() for seed in loading.given],
-            "reading": loader_places.reading_of(loader),
+            "reading": loader_positions.reading_of(loader),
         }
     return {**state, KEY: own}
 
@@ -502,7 +502,7 @@ def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
     seeder = worker_seeder(loader.worker_init_fn)
     where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if loading is not None and seeder is not None:
-        names_none = loader_places.reads_items(loader)
+        names_none = loader_positions.reads_items(loader)
         loaders.register.notes[f"{seeder} at {where}"] = (
             f"numbers in data loading {'depend on' if names_none else 'are the same for any'} "
             f"num_workers: loader at {where} is seeded by torchrepro instead of by {seeder}"
@@ -552,7 +552,7 @@ def _seed_iteration(
     elif saved := _saved_streams.pop(loader, None):
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = Given(*map(bytes.fromhex, saved["given"]))
-        loader_places.say_other_reading(loader, saved["reading"])
+        loader_positions.say_other_reading(loader, saved["reading"])
     of_batches = loader.batch_sampler is not None
     holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
     sampler = SeededSampler(getattr(loader, holder), loading, generator, yields)

@@ -12,14 +12,14 @@ from hashlib import blake2b
 from types import FrameType
 from typing import Any
 
-from torchrepro.callers import package, program_place
-from torchrepro.console import note
-from torchrepro.messages import shown
+from torchrepro.ground.callers import package, program_place
+from torchrepro.ground.console import note
+from torchrepro.ground.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding import generators, streams
-from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
 from torchrepro.seeding.generators import Given
 from torchrepro.seeding.loader import in_loader
+from torchrepro.seeding.observed_calls import is_listening, listen, stop_listening
 
 FUNCTIONS = (
     *(("random", "seed"), ("numpy.random", "seed")),

@@ -18,13 +18,13 @@ from weakref import WeakSet
 
 import xxhash
 
-from torchrepro.console import say
-from torchrepro.errors import SeedingError
-from torchrepro.messages import shown, some
-from torchrepro.seeding import generators, loader, loader_places, streams
+from torchrepro.ground.console import say
+from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.messages import shown, some
+from torchrepro.ground.writing import write_atomically
+from torchrepro.seeding import generators, loader, loader_positions, streams
 from torchrepro.seeding.generators import Given, States
 from torchrepro.seeding.streams import world
-from torchrepro.writing import write_atomically
 
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
@@ -262,7 +262,7 @@ def compare_at_first_step(saved: Sequence[Mapping[str, str]], where: str) -> Non
         found = [] if same else [f"the parameters of {name}"]
         if state not in [each["state"] for each in same or saved]:
             found.append(f"the state of {name}")
-        return [*found, *loader_places.behind()]
+        return [*found, *loader_positions.behind()]
 
     _say_at_first_step(saved, where, others)
 
@@ -276,7 +276,7 @@ def expect_weights(saved: Sequence[Mapping[str, str]], loaders: Iterable[str], w
     kinds = {*loaders}
 
     def others(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
-        if not same or not kinds.intersection(loader_places.kinds_in_use()):
+        if not same or not kinds.intersection(loader_positions.kinds_in_use()):
             return []
         is_lost = state not in [each["state"] for each in same]
         return [f"the state of {name}"] * is_lost + ["the generators", "the loaders"]

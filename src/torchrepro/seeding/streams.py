@@ -21,9 +21,9 @@ from operator import index
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.errors import SeedingError
-from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.messages import near, shown
+from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.ground.messages import near, shown
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,8 +21,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from torchrepro.callers import address
-from torchrepro.seeding.call_listeners import listen_before, stop_listening
+from torchrepro.ground.callers import address
+from torchrepro.seeding.observed_calls import listen_before, stop_listening
 
 _MANY = 200  # generators that are watched at a time
 _BLOCK, _DOUBLINGS = 624, 14  # numbers that a Mersenne twister makes at once; 2 ** 14 are searched

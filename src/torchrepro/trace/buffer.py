@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torchrepro.callers import frames
-from torchrepro.fork_safety import fork_safe_lock
+from torchrepro.ground.callers import frames
+from torchrepro.ground.fork_safety import fork_safe_lock
 from torchrepro.trace.fingerprint import Pending, fetch, memory_of, pieces, unobserved
 from torchrepro.trace.fingerprint_cache import FingerprintCache, InFlight
 from torchrepro.trace.format import INPUT, OUTPUT
@@ -28,8 +28,8 @@ from torchrepro.trace.op_facts import shapes_text, tensors_in
 
 if TYPE_CHECKING:
     from torchrepro.trace.format import Row
-    from torchrepro.trace.frames import Place
-    from torchrepro.trace.request import Request
+    from torchrepro.trace.frames import CallSite
+    from torchrepro.trace.request import RecordingRequest
     from torchrepro.trace.store import Store
 
 IN_MEMORY = 1 << 16
@@ -67,7 +67,7 @@ class RecordBuffer:
         self._new_threads: dict[int, str] = {}
         self._lock = threading.RLock()
 
-    def new_site(self, key: Hashable, phase: str, place: Place, op: str, shapes: Any) -> int:
+    def new_site(self, key: Hashable, phase: str, place: CallSite, op: str, shapes: Any) -> int:
         """Give the records of one kind a number; `key` stands for it from now on."""
         site = (phase, place.module, op, source_of(place), shapes_text(shapes))
         with self._lock:
@@ -200,7 +200,7 @@ def _is_what_a_loop_is_run_for(task: Any) -> bool:
 
 
 @dataclass(slots=True)
-class UnwrittenRead:
+class UninitializedReads:
     """Reads of memory that nothing had written, of one op at one place."""
 
     often: int = 0
@@ -211,13 +211,15 @@ class UnwrittenRead:
 class RecordingState:
     """What the parts of one recording share."""
 
-    request: Request
+    request: RecordingRequest
     spill: Callable[[], None]  # called where a step has more records than are kept in memory
     step: int = 0  # the step that is running
     names: ModuleNames = field(default_factory=ModuleNames)
     cache: FingerprintCache = field(default_factory=FingerprintCache)
     buffer: RecordBuffer = field(default_factory=RecordBuffer)
-    unwritten: dict[tuple[Place, Place, str], UnwrittenRead] = field(default_factory=dict)
+    unwritten: dict[tuple[CallSite, CallSite, str], UninitializedReads] = field(
+        default_factory=dict
+    )
     """By the place that allocated the memory, the place that read it, and the op."""
     hidden: set[str] = field(default_factory=set)
     """The lines that hid ops from all modes, as ``file:line``."""
@@ -328,7 +330,7 @@ class DetailRecorder:
         self._tensors: list[tuple[Any, ...]] = []
         self._matched: set[str] = set()
 
-    def before(self, place: Place, args: Any, kwargs: Any) -> list[Any] | None:
+    def before(self, place: CallSite, args: Any, kwargs: Any) -> list[Any] | None:
         """Return copies of the inputs, for a module whose tensors are kept, else None."""
         if not self._keeps(place) or not self._state.wants_step:
             return None
@@ -350,11 +352,11 @@ class DetailRecorder:
             self._keep(position, "input", before)
             self._keep(position, "output", map(_kept, outputs))
 
-    def made(self, place: Place, tensor: Any) -> None:
+    def made(self, place: CallSite, tensor: Any) -> None:
         """Record a tensor made from values, whose record was the last to be taken."""
         self.after([] if self._keeps(place) else None, [tensor])
 
-    def _keeps(self, place: Place) -> bool:
+    def _keeps(self, place: CallSite) -> bool:
         module = place.module
         matching = [
             pattern

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchrepro.callers import address
+from torchrepro.ground.callers import address
 from torchrepro.seeding import generators
 from torchrepro.trace.fingerprint import (
     arrays,
@@ -35,7 +35,7 @@ from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
 if TYPE_CHECKING:
     from weakref import ReferenceType
 
-    from torchrepro.trace.frames import Place
+    from torchrepro.trace.frames import CallSite
     from torchrepro.trace.op_facts import OpFacts
 
 Tensor = torch.Tensor
@@ -47,7 +47,7 @@ LARGE = 2**20
 class Unset(bytes):
     """The digest of memory that no op is known to have written, in part or at all."""
 
-    place: Place | None = None  # where it was allocated
+    place: CallSite | None = None  # where it was allocated
 
     given_nan = False  # whether what ops have written into it is NaN, or may be
 
@@ -297,7 +297,7 @@ class FingerprintCache:
                 return known[2]
         return None
 
-    def allocated(self, tensor: Any, place: Place) -> None:
+    def allocated(self, tensor: Any, place: CallSite) -> None:
         """Note where the memory of a tensor was allocated that is unset.
 
         Python may make another object of it without an op, as a parameter: its storage tells.

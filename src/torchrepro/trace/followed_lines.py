@@ -42,7 +42,7 @@ from types import (
 )
 from typing import IO, Any
 
-from torchrepro.callers import address, is_library
+from torchrepro.ground.callers import address, is_library
 from torchrepro.trace.line_events import report_lines
 from torchrepro.trace.value_digest import MISSING, NOTHING, OPAQUE, digest_of, field_of
 
@@ -379,7 +379,7 @@ def _is_of_library(scope: Scope, name: tuple[str, ...]) -> bool:
 
 def _is_ours(value: Any) -> bool:
     """Whether it stands in for a function that is listened to, with the names of that one."""
-    return type(value).__module__ == "torchrepro.seeding.call_listeners"
+    return type(value).__module__ == "torchrepro.seeding.observed_calls"
 
 
 def _file_of(module: str) -> str:

@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 
-from torchrepro.callers import address, frames, is_library
+from torchrepro.ground.callers import address, frames, is_library
 from torchrepro.policies.placement import bare
 
 if TYPE_CHECKING:
@@ -33,19 +33,19 @@ _USER, _LIBRARY, _MODULE, _ENGINE = range(4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class CallSite:
     """A module and an instruction of the user's code; one object for each pair."""
 
     module: str
     code: CodeType | None
     instruction: int
 
-    def within(self, module: str) -> Place:
+    def within(self, module: str) -> CallSite:
         return place_at(module, self.code, self.instruction)
 
 
 @cache
-def source_of(place: Place) -> str:
+def source_of(place: CallSite) -> str:
     """Return ``file:line`` of a place; empty outside of the user's code."""
     if place.code is None:
         return ""
@@ -57,15 +57,15 @@ def source_of(place: Place) -> str:
     return f"{place.code.co_filename}:{next(lines, place.code.co_firstlineno)}"
 
 
-_places: dict[tuple[str, int, int], Place] = {}
+_places: dict[tuple[str, int, int], CallSite] = {}
 
 
-def place_at(module: str, code: CodeType | None, instruction: int) -> Place:
+def place_at(module: str, code: CodeType | None, instruction: int) -> CallSite:
     """Return the one object for a module and an instruction."""
     key = module, address(code), instruction  # by identity: code objects take long to hash
     found = _places.get(key)
     if found is None:
-        found = _places[key] = Place(module, code, instruction)  # and keeps the code alive
+        found = _places[key] = CallSite(module, code, instruction)  # and keeps the code alive
     return found
 
 
@@ -128,7 +128,7 @@ class ModuleNames:
         named = {label: name for label, name in self._held.items() if times[name] == 1}
         return named if len(self._held) > 1 else {}
 
-    def place_of(self, module: Any) -> Place:
+    def place_of(self, module: Any) -> CallSite:
         """Return the place of a module whose call is under way, and the line that called it."""
         frame = sys._getframe(1)  # noqa: SLF001 - see `place_of_call`
         return place_at(self.of_module(module, frame), *_user_code(frame))
@@ -223,7 +223,7 @@ def _unwrapped(model: Any) -> Any:
         model = inner[0]
 
 
-def place_of_call(names: ModuleNames, depth: int) -> tuple[Place, bool]:
+def place_of_call(names: ModuleNames, depth: int) -> tuple[CallSite, bool]:
     """Return where the op comes from, and whether autograd's engine called it.
 
     `depth` is how many frames of the recorder lie on top.
@@ -260,7 +260,7 @@ def _user_code(frame: FrameType | None) -> tuple[CodeType | None, int]:
     return None, 0
 
 
-def place_of_user() -> Place:
+def place_of_user() -> CallSite:
     """Return the line of the user's code that is running, without a module."""
     return place_at("", *_user_code(sys._getframe(1)))  # noqa: SLF001 - see above
 
@@ -277,7 +277,7 @@ _AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad", None)  # n
 class OptimizerStep:
     """A step that an optimizer makes."""
 
-    call: Place  # the line that called it
+    call: CallSite  # the line that called it
     owner: str = ""  # the module whose parameter it is updating
 
 
@@ -332,18 +332,20 @@ What called the op may be no frame at all: on a thread of its own, autograd's en
 """
 
 
-class Origin:
+class OpOriginFinder:
     """Finds the origin of the ops of one thread, and remembers it for their gradients."""
 
     def __init__(self, names: ModuleNames, now: RunPosition) -> None:
         self.names = names
         self.now = now
-        self._places: dict[int, Place] = {}  # number of a node of autograd's graph -> its place
+        self._places: dict[int, CallSite] = {}  # number of a node of autograd's graph -> its place
         self._last_sequence = _next_sequence()
         self._call = NOWHERE  # the line that called the optimizer
-        self._within: dict[str, Place] = {}  # that line, by the module whose parameter is updated
+        self._within: dict[
+            str, CallSite
+        ] = {}  # that line, by the module whose parameter is updated
 
-    def of(self, facts: OpFacts, args: Any) -> tuple[str, Place]:
+    def of(self, facts: OpFacts, args: Any) -> tuple[str, CallSite]:
         """Return the phase that an op belongs to, its module and its line."""
         now = self.now
         node = _current_node()
@@ -373,7 +375,7 @@ class Origin:
             self._last_sequence = sequence
         return ("collective" if facts.collective else phase), place
 
-    def _of_optimizer(self, step: OptimizerStep, args: Any) -> Place:
+    def _of_optimizer(self, step: OptimizerStep, args: Any) -> CallSite:
         owner = ""  # many at once
         if args and isinstance(args[0], torch.Tensor):
             for value in args:
@@ -395,7 +397,7 @@ class Origin:
         if owner is not None:
             self.names.learn(result, *owner)
 
-    def _place_of_node(self, node: Any, place: Place) -> Place:
+    def _place_of_node(self, node: Any, place: CallSite) -> CallSite:
         if node.__class__ is _AccumulateGrad:
             owner = self.names.of_parameter(node.variable)
             return place if owner is None else place.within(owner[0])

@@ -28,9 +28,9 @@ from torch.optim.optimizer import (
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrepro.callers import frames, package, program_place
-from torchrepro.imports import AfterImport
-from torchrepro.patching import patch, surround
+from torchrepro.ground.callers import frames, package, program_place
+from torchrepro.ground.imports import AfterImport
+from torchrepro.ground.patching import patch, surround
 from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
 from torchrepro.trace.op_facts import shape_of
 
@@ -63,7 +63,7 @@ _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 _HIDES = "_disable_current_modes"
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
 _WRAP_REGIONS = "wrap_inductor_compiled_regions"
-_COMPILED = "torchrepro.seeding.call_listeners"
+_COMPILED = "torchrepro.seeding.observed_calls"
 """The module that a compiler may trace: it does nothing while one does."""
 _MOST = 64  # parts of one value
 _LONGEST = 100_000  # items of a list or a dict

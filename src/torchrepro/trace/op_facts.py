@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchrepro.redaction import HIDDEN, sounds_secret
+from torchrepro.ground.redaction import HIDDEN, sounds_secret
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
 """The classes of tensors that do not change what an op does."""

@@ -18,8 +18,8 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from torchrepro.callers import address, frames
-from torchrepro.trace.buffer import IN_MEMORY, UnwrittenRead
+from torchrepro.ground.callers import address, frames
+from torchrepro.trace.buffer import IN_MEMORY, UninitializedReads
 from torchrepro.trace.fingerprint import arrays, unobserved, widths
 from torchrepro.trace.fingerprint_cache import (
     NO_ENTRY,
@@ -32,7 +32,7 @@ from torchrepro.trace.fingerprint_cache import (
     version_of,
 )
 from torchrepro.trace.format import INPUT, NEW_TENSOR
-from torchrepro.trace.frames import Origin, source_of
+from torchrepro.trace.frames import OpOriginFinder, source_of
 from torchrepro.trace.op_facts import (
     PLAIN,
     OpFacts,
@@ -45,7 +45,7 @@ from torchrepro.trace.op_facts import (
 
 if TYPE_CHECKING:
     from torchrepro.trace.buffer import DetailRecorder, RecordingState
-    from torchrepro.trace.frames import Place, RunPosition
+    from torchrepro.trace.frames import CallSite, RunPosition
 
 FEW = 8
 """Arguments of one kind of record that are remembered beside it."""
@@ -84,7 +84,7 @@ class RecordKind:
     def __init__(self) -> None:
         self.facts: OpFacts | None = None
         self.phase = ""
-        self.place: Place | None = None
+        self.place: CallSite | None = None
         self.shapes: Any = ()
         self.site = 0
         self.arguments: dict[bytes, int] = {b"": 0}  # the last that were not tensors, by their key
@@ -117,7 +117,7 @@ class RecordingMode(TorchDispatchMode):
         self.cache = state.cache
         self.entries = state.cache.entries
         self.spill = state.spill
-        self.origin = Origin(state.names, now)
+        self.origin = OpOriginFinder(state.names, now)
         self.thread = state.buffer.new_thread()
         self.unwritten = state.unwritten
         self._kinds: dict[Hashable, RecordKind] = {}
@@ -248,7 +248,7 @@ class RecordingMode(TorchDispatchMode):
                 self.origin.passed_on(given, result)
         return result
 
-    def _record_once_read(self, tensor: Any, phase: str, place: Place) -> None:
+    def _record_once_read(self, tensor: Any, phase: str, place: CallSite) -> None:
         def take(tensor: Any, fingerprint: Any) -> None:
             shape, buffer = shape_of(tensor), self.buffer
             key = NEW_TENSOR, phase, place, shape
@@ -318,7 +318,9 @@ class RecordingMode(TorchDispatchMode):
         for digest, tensor in found:
             if digest.place is None or any(args[at] is tensor for at in facts.scratch_arguments):
                 continue
-            read = self.unwritten.setdefault((digest.place, place, facts.name), UnwrittenRead())
+            read = self.unwritten.setdefault(
+                (digest.place, place, facts.name), UninitializedReads()
+            )
             if read.often < FEW and not (read.is_nan or digest.given_nan):
                 read.is_nan = is_nan(result) and not any(
                     is_nan(each)
@@ -364,7 +366,7 @@ class RecordingMode(TorchDispatchMode):
         if self.buffer.take(thread, kind.site, argument, inputs, outputs) >= IN_MEMORY:
             self.spill()
 
-    def _kind_of(self, facts: OpFacts, phase: str, place: Place, shapes: Any) -> RecordKind:
+    def _kind_of(self, facts: OpFacts, phase: str, place: CallSite, shapes: Any) -> RecordKind:
         key = (facts, phase, place, *shapes)
         kind = self._kinds.get(key)
         if kind is None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from torchrepro.errors import TraceError
-from torchrepro.messages import near, some
+from torchrepro.ground.errors import TraceError
+from torchrepro.ground.messages import near, some
 from torchrepro.trace.format import (
     DETAILS,
     FORMAT,

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, NoReturn
 
-from torchrepro.errors import TraceError
-from torchrepro.fork_safety import fork_safe_lock, is_fork_server
-from torchrepro.trace.request import Request, bytes_of
+from torchrepro.ground.errors import TraceError
+from torchrepro.ground.fork_safety import fork_safe_lock, is_fork_server
+from torchrepro.trace.request import RecordingRequest, bytes_of
 
 if TYPE_CHECKING:
     from torchrepro.trace.recording import Recording
@@ -51,7 +51,7 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     folder that is not empty, and where the trace cannot be written, unless `on_unwritable` is
     ``warn``.
     """
-    request = Request(
+    request = RecordingRequest(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable),
         every=every,
         max_size=None if max_size is None else bytes_of(max_size),
@@ -82,7 +82,7 @@ def end_step() -> None:
         recording.end_step()
 
 
-def record_process(request: Request, refuse: Callable[[TraceError], None]) -> None:
+def record_process(request: RecordingRequest, refuse: Callable[[TraceError], None]) -> None:
     """Record this process from now until it ends, as ``torchrepro run --record`` asks.
 
     `refuse` ends the program where its trace cannot be written, unless it is to go on. The fork
@@ -115,7 +115,7 @@ def record_process(request: Request, refuse: Callable[[TraceError], None]) -> No
     os._exit = finish_and_leave
 
 
-def _begin(request: Request) -> Recording:
+def _begin(request: RecordingRequest) -> Recording:
     try:  # what recording borrows from torch is asked for as its modules are imported
         from torchrepro.trace.recording import Recording
     except (ImportError, AttributeError) as missing:

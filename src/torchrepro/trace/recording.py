@@ -26,12 +26,12 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
-from torchrepro.callers import program_files
-from torchrepro.console import say
-from torchrepro.errors import TraceError
-from torchrepro.seeding.call_listeners import on_modules_called
+from torchrepro.ground.callers import program_files
+from torchrepro.ground.console import say
+from torchrepro.ground.errors import TraceError
 from torchrepro.seeding.loader_hook import author_worker_init
-from torchrepro.seeding.source_reads import seed_of_generator, watch_for_recording
+from torchrepro.seeding.nondeterministic_reads import seed_of_generator, watch_for_recording
+from torchrepro.seeding.observed_calls import on_modules_called
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.streams import world
 from torchrepro.trace.buffer import RecordingState, joined
@@ -44,8 +44,8 @@ from torchrepro.trace.hooks import (
     watch_training,
     within_loaders_begun,
 )
-from torchrepro.trace.levels import LEVELS, StepLevel, arguments_of
 from torchrepro.trace.op_facts import PLAIN, value_text
+from torchrepro.trace.recording_levels import LEVELS, StepLevel, arguments_of
 from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
 
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from weakref import ReferenceType
 
     from torchrepro.trace.fingerprint_cache import Digest
-    from torchrepro.trace.levels import Level
-    from torchrepro.trace.request import Request
+    from torchrepro.trace.recording_levels import Level
+    from torchrepro.trace.request import RecordingRequest
     from torchrepro.trace.store import Store
 
     Held = Iterator[tuple[str, str, Any]]
@@ -74,7 +74,7 @@ class Recording:
     each step says at which level it was recorded.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: RecordingRequest) -> None:
         self.request = request
         self.state = RecordingState(request, self.spill)
         self._full: Level = LEVELS[request.level](self.state)

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrepro.errors import TraceError
-from torchrepro.messages import near, shown
-from torchrepro.messages import size as in_units
+from torchrepro.ground.errors import TraceError
+from torchrepro.ground.messages import near, shown
+from torchrepro.ground.messages import size as in_units
 
 VARIABLE = "TORCHREPRO_RECORD"
 """Variable that carries the request, as JSON, to every process below `run`."""
@@ -36,7 +36,7 @@ _SIZE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RecordingRequest:
     """What to record, and where."""
 
     folder: str
@@ -91,7 +91,7 @@ class Request:
         return json.dumps(asdict(self))
 
     @classmethod
-    def inherited(cls, environment: Mapping[str, str]) -> Request | None:
+    def inherited(cls, environment: Mapping[str, str]) -> RecordingRequest | None:
         """Return the request that the process has inherited; None without one."""
         text = environment.get(VARIABLE)
         if not text:

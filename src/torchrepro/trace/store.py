@@ -26,13 +26,13 @@ from typing import Any
 
 import xxhash
 
-from torchrepro.applier import in_force
-from torchrepro.console import say
-from torchrepro.errors import TraceError
+from torchrepro.application.applier import in_force
+from torchrepro.ground.console import say
+from torchrepro.ground.errors import TraceError
+from torchrepro.ground.messages import shown, size
+from torchrepro.ground.redaction import cleaner
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.manifest.environment import commit, hardware, software
-from torchrepro.messages import shown, size
-from torchrepro.redaction import cleaner
 from torchrepro.seeding import generators
 from torchrepro.seeding.streams import world
 from torchrepro.trace.fingerprint import ALGORITHM, algorithm
@@ -50,7 +50,7 @@ from torchrepro.trace.format import (
     digest_of,
     packed,
 )
-from torchrepro.trace.request import LEVELS, SMALLEST, Request
+from torchrepro.trace.request import LEVELS, SMALLEST, RecordingRequest
 
 LARGE = 1 << 24
 """Bytes of digests at which records become two parts. A reader holds a part in memory."""
@@ -411,7 +411,7 @@ class _Redaction:
         return self._clean(value)
 
 
-def check_share(request: Request) -> None:
+def check_share(request: RecordingRequest) -> None:
     """Raise `TraceError` where the share of this rank has no room for a trace without an op."""
     ranks = world().size
     if request.max_size is not None and request.max_size // ranks < SMALLEST:
@@ -424,7 +424,7 @@ def check_share(request: Request) -> None:
         )
 
 
-def open_store(request: Request) -> Store:
+def open_store(request: RecordingRequest) -> Store:
     """Open a store for this process, the next free one of its rank, and describe the process in it.
 
     Raises `TraceError` if the folder cannot be written to.
@@ -434,7 +434,7 @@ def open_store(request: Request) -> Store:
         "program": sys.argv[0] if sys.argv else "",
         "program_text": _program_text(),
         "process": current_process().name,
-        "recorded_by": BY_RUN if request == Request.inherited(os.environ) else BY_PROGRAM,
+        "recorded_by": BY_RUN if request == RecordingRequest.inherited(os.environ) else BY_PROGRAM,
         "algorithm": {"cpu": ALGORITHM}
         | {name: algorithm(torch.device(name)) for name in generators.devices_in_use()},
         "versions": software(),

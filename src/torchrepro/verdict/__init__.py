@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrepro.console import Part, parts
+from torchrepro.ground.console import Part, parts
 from torchrepro.verdict.value import Verdict
 
 

@@ -18,8 +18,8 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import TraceError
-from torchrepro.messages import printable, some
+from torchrepro.ground.errors import TraceError
+from torchrepro.ground.messages import printable, some
 from torchrepro.trace.format import BY_PROGRAM, OPTIMIZER_STEP
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.request import LEVELS

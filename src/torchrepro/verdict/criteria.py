@@ -14,11 +14,11 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from torchrepro.messages import printable
+from torchrepro.ground.messages import printable
 from torchrepro.trace.format import OPTIMIZER_STEP
 from torchrepro.verdict.diagnosis import NO_VALUE
 from torchrepro.verdict.render import counted
-from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed, Divergence, Kind, Side
+from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed, Divergence, Kind, RunAtDivergence
 
 if TYPE_CHECKING:
     from torchrepro.trace.format import Loss
@@ -225,7 +225,7 @@ class Pair:
             else:
                 found = self.at_step(shown, Kind.VALUES, "", phase, name)
             left, right = (
-                Side(run, "", "", "", (), (each.hex(),))
+                RunAtDivergence(run, "", "", "", (), (each.hex(),))
                 for run, each in zip(self.runs, digests, strict=True)
             )
             return found and replace(found, left=left, right=right)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import yaml
 
-from torchrepro.errors import ProfileError
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.messages import some
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.messages import some
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.profile.resolved import flatten
-from torchrepro.seeding.uncontrolled import GIVEN_SEED, SUSPECTS, THREADS
+from torchrepro.seeding.nondeterministic_calls import GIVEN_SEED, SUSPECTS, THREADS
 from torchrepro.trace.format import (
     BY_PROGRAM,
     NEW_TENSOR,
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
         LineOfOrigin,
         Loader,
         Program,
+        RunAtDivergence,
         SeedSource,
         Setting,
-        Side,
         UncontrolledRead,
         Verdict,
     )
@@ -208,7 +208,7 @@ class Evidence:
         return self.first.op.rpartition("::")[0]
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[RunAtDivergence, ...]:
         return tuple(side for side in (self.first.left, self.first.right) if side is not None)
 
     @property

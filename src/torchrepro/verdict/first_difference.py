@@ -23,7 +23,7 @@ from torchrepro.trace.format import (
 from torchrepro.verdict.criteria import NAMES, Pair
 from torchrepro.verdict.diagnosis import DATALOADER, DRAWING, OVERWRITING, PLAIN, op_name
 from torchrepro.verdict.render import counted, moment
-from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
+from torchrepro.verdict.value import Distance, Divergence, Element, Kind, RunAtDivergence
 
 if TYPE_CHECKING:
     from torchrepro.trace.format import Site
@@ -137,7 +137,7 @@ def describe(
     kept = [one.trace.tensors(one.id) if one else [] for one in (left, right)]
     elements, distances = differences(*kept)
     sides = [
-        Side(
+        RunAtDivergence(
             run=run,
             source=one.site.source,
             outputs=one.site.outputs,

@@ -36,7 +36,7 @@ Key = tuple[str, str, str]
 """Rank, process and thread."""
 
 
-class Line(NamedTuple):
+class ProgramLine(NamedTuple):
     """A line of the program as a recording knows it."""
 
     file: str
@@ -57,7 +57,7 @@ class Line(NamedTuple):
 class Execution:
     """One time that a frame ran a line."""
 
-    line: Line
+    line: ProgramLine
     frame: int
     task: tuple[Any, ...]  # the coroutine that it is of; empty outside of any
     step: int
@@ -71,7 +71,7 @@ class Thread:
     """What one thread of a run has noted."""
 
     executions: list[Execution] = field(default_factory=list)
-    called: dict[Line, Sequence[str]] = field(default_factory=dict)
+    called: dict[ProgramLine, Sequence[str]] = field(default_factory=dict)
     stopped: str = ""  # why lines were not followed to the end
 
 
@@ -109,7 +109,7 @@ def _read(records: Iterator[list[str]]) -> Thread:
         elif kind == "n":
             code, number, named, called = its
             names[code, number] = named.split()
-            thread.called[Line(*codes[code], int(number))] = called.split()
+            thread.called[ProgramLine(*codes[code], int(number))] = called.split()
         elif kind == "s":
             step = int(its[0]) + 1
         elif kind == "x":
@@ -130,7 +130,7 @@ def _read(records: Iterator[list[str]]) -> Thread:
                 running.append(frame)
             known[frame].update(values)
             if kind == "b":
-                line = Line(*codes[code_of[frame]], int(number))
+                line = ProgramLine(*codes[code_of[frame]], int(number))
                 read = names.get((code_of[frame], number), ())
                 reads = {name: known[frame][name] for name in read if name in known[frame]}
                 last[frame] = len(thread.executions)
@@ -563,7 +563,7 @@ class Origins:
             within=tuple(dict.fromkeys(map(str, self._lines_within(side, number)))),
         )
 
-    def _lines_within(self, side: _SideBySide, number: int) -> Iterator[Line]:
+    def _lines_within(self, side: _SideBySide, number: int) -> Iterator[ProgramLine]:
         """Yield the lines of what a line has called."""
         waiting = [*side.called(number)]
         for each in waiting:

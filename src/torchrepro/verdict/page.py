@@ -16,7 +16,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.messages import printable, size
+from torchrepro.ground.messages import printable, size
 from torchrepro.verdict import render
 from torchrepro.verdict.value import Cell, Divergence, Kind, RunFacts, Verdict
 
@@ -55,7 +55,7 @@ class RunRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PageSection:
     """A verdict, and what the page calls it where it has several."""
 
     verdict: Verdict
@@ -71,7 +71,7 @@ class Answer:
     headline: str
     lines: Sequence[str]  # sentences below the headline
     runs: Sequence[RunRow]
-    comparisons: Sequence[Comparison]
+    comparisons: Sequence[PageSection]
     more: str = ""  # A sentence on comparisons that are left out
 
 
@@ -82,7 +82,7 @@ def page(verdict: Verdict) -> str:
         for name, folder, facts in zip("AB", (verdict.left, verdict.right), about, strict=True)
     ]
     headline = render.headline(verdict)
-    return page_of(Answer(verdict.same, headline, (), runs, [Comparison(verdict)]))
+    return page_of(Answer(verdict.same, headline, (), runs, [PageSection(verdict)]))
 
 
 def page_of(answer: Answer) -> str:
@@ -113,7 +113,7 @@ def facts_of(facts: RunFacts | None) -> dict[str, str]:
     }
 
 
-def _contents(comparison: Comparison) -> dict[str, Any]:
+def _contents(comparison: PageSection) -> dict[str, Any]:
     verdict = comparison.verdict
     first = verdict.first
     if first is not None and first.called:

@@ -17,8 +17,8 @@ from itertools import chain, product
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from torchrepro.messages import printable
-from torchrepro.seeding.uncontrolled import (
+from torchrepro.ground.messages import printable
+from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
     CLOCK_AND_CARD,

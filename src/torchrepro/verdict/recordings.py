@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
-from torchrepro.messages import printable, size
-from torchrepro.seeding.uncontrolled import row_of_read
+from torchrepro.ground.messages import printable, size
+from torchrepro.seeding.nondeterministic_calls import row_of_read
 from torchrepro.trace.format import MAIN, StepRow
 from torchrepro.verdict.criteria import ANY_STEP, NAMES, Pair
 from torchrepro.verdict.diagnosis import (
@@ -33,7 +33,7 @@ from torchrepro.verdict.value import (
     RunFacts,
     Setting,
     UncontrolledRead,
-    UnwrittenRead,
+    UninitializedRead,
 )
 
 if TYPE_CHECKING:
@@ -167,9 +167,12 @@ def program(pair: Pair, others: Sequence[Pair] = ()) -> Program:
     files = {file for meta in metas for file in meta.get("modules") or ()}
     began = [meta["began"] for meta in metas if meta.get("began") is not None]
     unwritten = {
-        (short(each["allocated"]), short(each["read"]), each["op"], each["is_nan"]): UnwrittenRead(
-            each["allocated"], each["read"], printable(each["op"]), each["is_nan"]
-        )
+        (
+            short(each["allocated"]),
+            short(each["read"]),
+            each["op"],
+            each["is_nan"],
+        ): UninitializedRead(each["allocated"], each["read"], printable(each["op"]), each["is_nan"])
         for meta in metas
         for each in meta.get("unwritten") or ()
     }
@@ -289,7 +292,7 @@ def not_finite(trace: Trace) -> NotFinite | None:
 
 
 def words_of_not_finite(
-    found: tuple[NotFinite | None, ...], unwritten: Sequence[UnwrittenRead]
+    found: tuple[NotFinite | None, ...], unwritten: Sequence[UninitializedRead]
 ) -> Iterator[str]:
     """Yield a sentence on losses that are no finite numbers, and one on each unwritten read."""
     same = found[0] == found[1]

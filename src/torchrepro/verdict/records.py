@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrepro.errors import TraceError
+from torchrepro.ground.errors import TraceError
 from torchrepro.trace.format import INPUT, MAIN, NEW_TENSOR, OUTPUT, PARTLY, Outline
 from torchrepro.verdict.criteria import NAMES, RERECORD, Criteria, Pair, Statistics, excess
 from torchrepro.verdict.first_difference import INPUTLESS, FirstDifference, describe

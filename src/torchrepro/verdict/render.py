@@ -8,8 +8,8 @@ from itertools import takewhile
 from linecache import getline
 from typing import TYPE_CHECKING
 
-from torchrepro.console import Line, Part, Verbosity, listing, verbosity
-from torchrepro.messages import printable, shortened, shown, size, some
+from torchrepro.ground.console import Part, UnbrokenText, Verbosity, listing, verbosity
+from torchrepro.ground.messages import printable, shortened, shown, size, some
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Kind, LineOfOrigin, Verdict
 
@@ -144,7 +144,7 @@ def _in_full(verdict: Verdict) -> tuple[Part, ...]:
 
 def _table(rows: Rows) -> list[Part]:
     cells = [
-        (f"  {label:<10}", (Line if label in _COPIED else str)(printable(content)))
+        (f"  {label:<10}", (UnbrokenText if label in _COPIED else str)(printable(content)))
         for label, content in rows
     ]
     return [listing(cells, style="bold")] if rows else []

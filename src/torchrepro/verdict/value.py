@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from torchrepro.console import Displayed
+from torchrepro.ground.console import Displayed
 
 BOTH_CUT = "both runs were cut off"
 """Begins the sentence of a divergence that is the end of two recordings that were cut off."""
@@ -31,7 +31,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class RunAtDivergence:
     """What one of two runs has at the place where they diverge."""
 
     run: str  #: The folder of the recording.
@@ -80,8 +80,8 @@ class Divergence:
     source: str = ""  #: ``file:line`` of the user's code, in the run that has it.
     kind: Kind = field(kw_only=True)
     thread: str = ""
-    left: Side | None = None
-    right: Side | None = None  #: None for the run that does not have the op at all.
+    left: RunAtDivergence | None = None
+    right: RunAtDivergence | None = None  #: None for the run that does not have the op at all.
     elements: tuple[Element, ...] = ()  #: The first wrong elements, where tensors were kept.
     distances: tuple[Distance, ...] = ()
     what: str = ""
@@ -196,7 +196,7 @@ class SeedSource:
     """What may give another result in each run, as what a seed was made from that differs."""
 
     name: str  #: What the program calls, as in ``time.time``.
-    what: str  #: One of the words of `seeding.uncontrolled`, as in ``the clock``.
+    what: str  #: One of the words of `seeding.nondeterministic_calls`, as in ``the clock``.
     where: str
     is_sure: bool  #: Whether the line says so, and not only the order of reading.
 
@@ -225,7 +225,7 @@ class UncontrolledRead:
 
 
 @dataclass(frozen=True, slots=True)
-class UnwrittenRead:
+class UninitializedRead:
     """A read of memory that nothing had written."""
 
     allocated: str  #: ``file:line`` of what allocated it, as ``torch.empty`` does.
@@ -254,7 +254,7 @@ class Program:
     loaders: tuple[Loader, ...] = ()
     reads: tuple[UncontrolledRead, ...] = ()  #: In the order of reading.
     threads: tuple[str, ...] = ()  #: Threads beside the main one that computed something.
-    unwritten: tuple[UnwrittenRead, ...] = ()
+    unwritten: tuple[UninitializedRead, ...] = ()
     """Reads of unwritten memory that made a loss NaN, or in which the runs diverge."""
     models: tuple[tuple[str, str], ...] = ()
     """What the recording calls each model and what the program does, where it has several."""

@@ -16,8 +16,8 @@ from functools import wraps
 from itertools import count
 from typing import Any
 
-from torchrepro.fork_safety import comes_from_fork_server, is_fork_server
-from torchrepro.imports import AfterImport, named
+from torchrepro.ground.fork_safety import comes_from_fork_server, is_fork_server
+from torchrepro.ground.imports import AfterImport, named
 
 VARIABLE = "TORCHREPRO_AT_START"
 """The variable that carries what is to be done, as JSON, to every process of a run."""

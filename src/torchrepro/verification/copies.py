@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrepro.verification import file_notes
-from torchrepro.verification.file_notes import LISTED, READ, TOO_MANY, WRITTEN, Use, noted
-from torchrepro.verification.perturbations import RunEnvironment, noting_files
-from torchrepro.verification.repository import (
+from torchrepro.lock import file_notes
+from torchrepro.lock.file_notes import LISTED, READ, TOO_MANY, WRITTEN, Use, noted
+from torchrepro.lock.repository import (
     CopyError,
     entries,
     file_state,
@@ -28,6 +27,7 @@ from torchrepro.verification.repository import (
     repository_root,
     write_files,
 )
+from torchrepro.verification.perturbations import RunEnvironment, noting_files
 
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Edit

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchrepro.callers import is_library
-from torchrepro.errors import TraceError
-from torchrepro.messages import printable, some
+from torchrepro.ground.callers import is_library
+from torchrepro.ground.errors import TraceError
+from torchrepro.ground.messages import printable, some
+from torchrepro.lock.file_notes import WRITTEN
+from torchrepro.lock.repository import CopyError
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.render import counted, from_here, short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import Copy, FolderState, copy_of, temporary_folder
-from torchrepro.verification.file_notes import WRITTEN
 from torchrepro.verification.perturbations import RunEnvironment
-from torchrepro.verification.repository import CopyError
 from torchrepro.verification.runner import last_lines, status_in_words
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def traces_of(run: Run) -> list[Trace]:
     return found
 
 
-class Place(NamedTuple):
+class RunLocation(NamedTuple):
     """Where a run is tried: what starts it there, and in which environment."""
 
     runner: Runner
@@ -95,14 +95,14 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def own_folder(runner: Runner) -> Iterator[Place]:
-    yield Place(runner, RunEnvironment(), str)
+def own_folder(runner: Runner) -> Iterator[RunLocation]:
+    yield RunLocation(runner, RunEnvironment(), str)
 
 
 @contextmanager
-def within(copy: Copy, runner: Runner) -> Iterator[Place]:
+def within(copy: Copy, runner: Runner) -> Iterator[RunLocation]:
     runner = replace(runner, command=copy.command(runner.command))
-    yield Place(runner, copy.environment, copy.strayed)
+    yield RunLocation(runner, copy.environment, copy.strayed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Leftovers:
         )
 
     @contextmanager
-    def copy_without_them(self, runner: Runner) -> Iterator[Place]:
+    def copy_without_them(self, runner: Runner) -> Iterator[RunLocation]:
         """Be in a copy of the folder as it was before the first run.
 
         What the first run has overwritten is as it is now. Raises `CopyError` where there can be no
@@ -166,7 +166,7 @@ class Leftovers:
         return f"there before, and overwritten by run 1: {some(self.overwritten)}"
 
     @contextmanager
-    def new_folder(self, runner: Runner) -> Iterator[Place]:
+    def new_folder(self, runner: Runner) -> Iterator[RunLocation]:
         """Be in an empty folder, from where the command's words lead to the same files."""
         with temporary_folder() as temporary:
             copy = Copy.of(self.before.root, Path.cwd(), temporary, runner.folder)
@@ -177,7 +177,7 @@ class Leftovers:
                 return next((str(path) for path in written if path.is_relative_to(copy.root)), "")
 
             with copy.entered():
-                yield Place(runner, copy.environment, strayed)
+                yield RunLocation(runner, copy.environment, strayed)
 
     def in_full(self, words: Sequence[str]) -> list[str]:
         """Return a command with absolute paths, but to what the first run has created."""

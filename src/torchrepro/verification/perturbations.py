@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ProfileError
-from torchrepro.messages import near
-from torchrepro.seeding.uncontrolled import ADDRESS, CLOCK, FILES, HASH, THREADS
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.messages import near
+from torchrepro.seeding.nondeterministic_calls import ADDRESS, CLOCK, FILES, HASH, THREADS
 from torchrepro.verification.at_start import VARIABLE
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def holding(held: Mapping[str, Sequence[str]]) -> RunEnvironment:
     See `held_sources`.
     """
     fixed = {"PYTHONHASHSEED": "0"} if HASH in held else {}
-    return RunEnvironment(fixed, {"verification.held_sources:hold": held})
+    return RunEnvironment(fixed, {"verification.pinned_sources:hold": held})
 
 
 def noting_files(
@@ -64,7 +64,7 @@ def noting_files(
     asked = {"root": str(root), "log": str(log), "tree": str(tree or ""), "ours": str(ours or "")}
     # Files of a copy may be links: nothing is to be written beside what they point to.
     fixed = {"PYTHONDONTWRITEBYTECODE": "1"} if tree else {}
-    return RunEnvironment(fixed, {"verification.file_notes:begin": asked})
+    return RunEnvironment(fixed, {"lock.file_notes:begin": asked})
 
 
 _DAYS = 9 + 0.143  # another date, another day of the week, another hour and minute
@@ -83,7 +83,9 @@ class Perturbation:
     unperturbed: Mapping[str, str] = field(default_factory=dict)  # variables of any other run
     obstacle: Callable[[], str] = lambda: ""  # why it cannot be done here, or nothing
     reads_memory: bool = False  # whether what feels it reads memory that nothing has written
-    source: str = ""  # what a program reads that this perturbs, as `seeding.uncontrolled` says it
+    source: str = (
+        ""  # what a program reads that this perturbs, as `seeding.nondeterministic_calls` says it
+    )
 
 
 def _some_cpus(number: int) -> Mapping[str, Sequence[int]]:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import Displayed, Verbosity, listing, parts, verbosity
-from torchrepro.messages import printable, shortened, some
-from torchrepro.seeding.uncontrolled import IF_THERE, SUSPECTS
-from torchrepro.verdict.page import Answer, Comparison, RunRow, facts_of, page_of
+from torchrepro.ground.console import Displayed, Verbosity, listing, parts, verbosity
+from torchrepro.ground.messages import printable, shortened, some
+from torchrepro.seeding.nondeterministic_calls import IF_THERE, SUSPECTS
+from torchrepro.verdict.page import Answer, PageSection, RunRow, facts_of, page_of
 from torchrepro.verdict.render import LINE, counted, headline, short, verdict_parts
 
 if TYPE_CHECKING:
-    from torchrepro.console import Part
+    from torchrepro.ground.console import Part
     from torchrepro.verdict.value import Verdict
 
 
@@ -59,7 +59,7 @@ UNCHANGED = "the command as it is"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ControlledRun:
     """A change with which a command was run again, and whether its runs then agreed."""
 
     what: str
@@ -90,7 +90,7 @@ class Verification(Displayed):
     """Where recordings and logs are; empty if they were removed because all runs were the same."""
     stressed: StressResult | None = None
     """None where nothing was perturbed."""
-    tried: tuple[Trial, ...] = ()
+    tried: tuple[ControlledRun, ...] = ()
     """What was tried after the runs diverged, in its order."""
 
     @property
@@ -139,7 +139,7 @@ def verification_page(found: Verification) -> str:
         name = f"{side.upper()} = {run.name}" if side else run.name
         rows.append(RunRow(name, facts, kind=side, link=link))
     comparisons = [
-        Comparison(
+        PageSection(
             verdict,
             "" if alone else f"A = {first.name}, B = {run.name}: {_short_answer(verdict)}",
             run.name,

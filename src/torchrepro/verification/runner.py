@@ -18,13 +18,13 @@ from pathlib import Path
 from shlex import join
 from typing import IO, TYPE_CHECKING
 
-from torchrepro.errors import ApplyError, ProfileError, TraceError
-from torchrepro.launch import prepared, prepared_as_it_is
+from torchrepro.application.launch import prepared, prepared_as_it_is
+from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
+from torchrepro.ground.messages import printable
+from torchrepro.ground.redaction import shareable, shell_line
 from torchrepro.manifest.contents import secrets_here
-from torchrepro.messages import printable
-from torchrepro.redaction import shareable, shell_line
 from torchrepro.trace.reader import read_run, steps_so_far
-from torchrepro.trace.request import LEVELS, VARIABLE, Request
+from torchrepro.trace.request import LEVELS, VARIABLE, RecordingRequest
 from torchrepro.verdict.comparison import compare_within
 from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.render import counted
@@ -66,7 +66,7 @@ class Runner:
 
     command: Sequence[str]
     folder: Path  # the folder of all recordings and logs
-    request: Request  # what is recorded. Its own folder is replaced by that of each run.
+    request: RecordingRequest  # what is recorded. Its own folder is replaced by that of each run.
     tolerance: tuple[float, float] | None  # rtol and atol; None asks for the same bits
     say: Callable[[str], object]  # takes text on the progress, which has its own ends of lines
     meanwhile: Callable[[str], object] | None = None
@@ -213,7 +213,7 @@ def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path
     empty.
     """
     if folder:
-        Request(folder).prepare_folder()
+        RecordingRequest(folder).prepare_folder()
     place = Path(folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
     try:
         with signals_raised():  # also between two runs: what is open then is closed

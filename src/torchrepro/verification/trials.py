@@ -16,12 +16,13 @@ from itertools import islice
 from shlex import join
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ApplyError, ProfileError
+from torchrepro.ground.errors import ApplyError, ProfileError
+from torchrepro.ground.redaction import shareable, shell_line
+from torchrepro.lock.repository import CopyError
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
-from torchrepro.redaction import shareable, shell_line
-from torchrepro.seeding.uncontrolled import (
+from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
     FORKED,
@@ -53,11 +54,10 @@ from torchrepro.verdict.program_text import (
 from torchrepro.verdict.render import from_here, headline, short, source_line
 from torchrepro.verdict.value import Advice, Kind, LineOfOrigin, SeedSource
 from torchrepro.verification.copies import edited_copy
-from torchrepro.verification.held_sources import HELD_AT_ONCE
-from torchrepro.verification.leftovers import Leftovers, Place, own_folder, traces_of, within
+from torchrepro.verification.leftovers import Leftovers, RunLocation, own_folder, traces_of, within
 from torchrepro.verification.perturbations import RunEnvironment, holding
-from torchrepro.verification.repository import CopyError
-from torchrepro.verification.result import UNCHANGED, Run, Trial
+from torchrepro.verification.pinned_sources import HELD_AT_ONCE
+from torchrepro.verification.result import UNCHANGED, ControlledRun, Run
 from torchrepro.verification.runner import status_in_words
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Trials:
     meta: Mapping[str, Any]
     left: Leftovers  # what one of the runs left for the next one
     most: float = MOST  # the runs that all trials take at most
-    done: list[Trial] = field(default_factory=list)
+    done: list[ControlledRun] = field(default_factory=list)
     _last: Run = field(init=False)  # the first run of the last trial whose runs agreed
     _unchanged: list[Run] = field(default_factory=list)  # more runs of the command as it is
     _differs_seldom: bool = False  # most of these are the same
@@ -275,7 +275,7 @@ class Trials:
         try:
             resolved = resolve(profile, overrides)
         except ProfileError as refused:
-            self.done.append(Trial(what, command, same=False, runs=0, answer=str(refused)))
+            self.done.append(ControlledRun(what, command, same=False, runs=0, answer=str(refused)))
             return False
         return self._agrees(what, command, resolved, RunEnvironment())
 
@@ -346,7 +346,7 @@ class Trials:
                 place = partial(within, copy)
                 return self._agrees(what, "", resolved, change, runs=ENOUGH_HELD, place=place)
         except CopyError as refused:
-            self.done.append(Trial(what, "", same=False, runs=0, answer=str(refused)))
+            self.done.append(ControlledRun(what, "", same=False, runs=0, answer=str(refused)))
         return False
 
     def _agrees(
@@ -357,7 +357,7 @@ class Trials:
         change: RunEnvironment,
         *,
         runs: int = ENOUGH,
-        place: Callable[[Runner], AbstractContextManager[Place]] = own_folder,
+        place: Callable[[Runner], AbstractContextManager[RunLocation]] = own_folder,
     ) -> bool:
         """Whether so many runs agree with a change; how they went is added to what was done."""
         if self._differs_seldom or self._spent + runs > self.most:
@@ -398,7 +398,7 @@ class Trials:
                     break
         else:
             self._last, same = done[0], True
-        self.done.append(Trial(what, command, same=same, runs=len(done), answer=answer))
+        self.done.append(ControlledRun(what, command, same=same, runs=len(done), answer=answer))
         return same
 
     def _by_chance(self) -> bool:
@@ -440,11 +440,11 @@ class Trials:
         return True
 
     @property
-    def tried(self) -> tuple[Trial, ...]:
+    def tried(self) -> tuple[ControlledRun, ...]:
         """All trials, and the runs of the command as it is that they were held against."""
         runs, same = len(self._unchanged), self._differs_seldom
         answer = "most are the same" if same else "most differ"
-        return (*self.done, *([Trial(UNCHANGED, "", same, runs, answer)] if runs else ()))
+        return (*self.done, *([ControlledRun(UNCHANGED, "", same, runs, answer)] if runs else ()))
 
     @property
     def _spent(self) -> int:

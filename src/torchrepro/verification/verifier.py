@@ -13,13 +13,19 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ProfileError
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.redaction import (
+    HIDDEN,
+    shareable,
+    shell_line,
+    sounds_secret,
+    without_secrets,
+)
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.profile.load import resolve
-from torchrepro.redaction import HIDDEN, shareable, shell_line, sounds_secret, without_secrets
-from torchrepro.seeding.uncontrolled import UNWRITTEN
+from torchrepro.seeding.nondeterministic_calls import UNWRITTEN
 from torchrepro.trace.reader import read_run
-from torchrepro.trace.request import Request, bytes_of
+from torchrepro.trace.request import RecordingRequest, bytes_of
 from torchrepro.verdict.comparison import refuse_no_line, refuse_unknown_lines, tolerance_of
 from torchrepro.verdict.criteria import ALIGNED
 from torchrepro.verdict.diagnosis import cause_of
@@ -29,7 +35,7 @@ from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import FolderState
 from torchrepro.verification.leftovers import Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
-from torchrepro.verification.result import Run, StressResult, Trial, Verification
+from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
 from torchrepro.verification.runner import Runner, output_directory
 from torchrepro.verification.trials import MOST, Trials
 
@@ -47,9 +53,9 @@ def request_for(
     every: int,
     max_size: int | str | None,
     tolerance: tuple[float, float] | None,
-) -> Request:
+) -> RecordingRequest:
     """Return what is recorded of runs that are compared, within a tolerance if there is one."""
-    return Request(
+    return RecordingRequest(
         *("", level, None, tuple(keep)),
         statistics=tolerance is not None,
         every=every,
@@ -132,7 +138,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         stressed = StressResult(plan.names, plan.skipped) if stress else None
         recorded = next((run for run in done if run.recorded), None)
         meta = read_run(recorded.folder, records=False)[0].meta if recorded else {}
-        tried: tuple[Trial, ...] = ()
+        tried: tuple[ControlledRun, ...] = ()
         number = next((at for at, each in enumerate(verdicts, start=1) if not each.same), 0)
         if number:
             verdict = verdicts[number - 1]

@@ -70,7 +70,7 @@ def load(name: str, path: Path) -> ModuleType:
 
 
 def _run(task: bytes) -> bytes:
-    from torchrepro.applier import in_force
+    from torchrepro.application.applier import in_force
 
     module, path, name, args = pickle.loads(task)
     police = sys.modules.get("police") or load("police", POLICE)

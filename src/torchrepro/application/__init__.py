@@ -1,0 +1,1 @@
+"""A profile becomes a plan; the plan is applied, guarded, and undone."""

@@ -1,0 +1,295 @@
+"""Decides what putting a profile in force does to each knob of this process, and changes nothing.
+
+A plan is a step for each knob, in the order in which they are set. What a step has decided is what
+`apply` executes and reports. `apply` decides only about a knob whose library was not loaded yet,
+and once more about one that another step can move (`Knob.reread`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.ground.console import Displayed, Part, parts
+from torchrepro.ground.errors import ApplyError
+from torchrepro.ground.messages import shown, some
+from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.knobs.knob import Knob, MissingState, Scope
+from torchrepro.profile.load import resolve
+from torchrepro.reporting.outcomes import (
+    STOPPING,
+    KnobRow,
+    Outcome,
+    ProcessFacts,
+    process_facts,
+    why_equivalent,
+)
+from torchrepro.reporting.process_state import (
+    closed_doors,
+    inherited,
+    other_threads_in_torch,
+    set_before_start,
+)
+from torchrepro.reporting.report import Report, make_report, verbose_parts
+
+if TYPE_CHECKING:
+    from torchrepro.profile.resolved import ResolvedProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One knob, the value asked for, and what becomes of it."""
+
+    knob: Knob
+    value: Any
+    expected: KnobRow
+    wanted: Mapping[str, Any] = field(repr=False)
+    """The values that the profile asks for, by the name of the knob."""
+
+    decided: bool = True
+    """Whether `expected` holds; otherwise `decide` is asked once the library is loaded."""
+
+
+executed: list[list[tuple[Step, KnobRow]]] = []
+"""What each profile in force has executed so far, with what became of it, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Displayed):
+    """What putting a profile in force does, knob by knob, in order."""
+
+    resolved: ResolvedProfile
+    steps: tuple[Step, ...]
+    facts: ProcessFacts
+
+    @property
+    def report(self) -> Report:
+        """The expected outcomes."""
+        rows = tuple(step.expected for step in self.steps)
+        return make_report(self.resolved, rows, self.facts, planned=True)
+
+    @property
+    def late(self) -> tuple[KnobRow, ...]:
+        """The knobs that are past their phase, but for those of hardware that is not here."""
+        return tuple(
+            step.expected
+            for step in self.steps
+            if step.expected.outcome is Outcome.TOO_LATE
+            and step.knob.hardware not in self.facts.absent
+        )
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables to set for a process that has not started, the user's own left alone."""
+        to_set = (Outcome.APPLIED, Outcome.TOO_LATE)
+        return {
+            step.knob.variable: step.value
+            for step in self.steps
+            if step.knob.variable and step.expected.outcome in to_set
+        }
+
+    @property
+    def late_variables(self) -> dict[str, str]:
+        """Those of them that are late."""
+        late = {row.knob for row in self.late}
+        return {
+            step.knob.variable: step.value
+            for step in self.steps
+            if step.knob.variable and step.knob.name in late
+        }
+
+    def refuse_if_stopping(self) -> None:
+        """Raise `ApplyError` if the profile is strict and a knob would come to a `STOPPING` end."""
+        rows = [step.expected for step in self.steps]
+        if self.resolved.strict and any(row.outcome in STOPPING for row in rows):
+            raise ApplyError(refusal(self.resolved, rows), self.report)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return self.report.to_json()
+
+
+@parts.register(Plan)
+def _plan_parts(plan: Plan) -> tuple[Part, ...]:
+    return verbose_parts(plan.report)
+
+
+def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:
+    """Return what applying `profile` in this process would do; changes and imports nothing.
+
+    `profile` is whatever `apply` takes. Knobs of a library that is not loaded yet show no present
+    value. Raises `ProfileError` for a profile that is not valid.
+    """
+    return make_plan(resolve(profile, overrides))
+
+
+def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None) -> Plan:
+    """Return the plan for `resolved` in this process, without importing anything.
+
+    `closed` stands in for the doors as they are now, to plan for a process before it began.
+    """
+    started_under = inherited()
+    closed = closed_doors() if closed is None else closed
+    settings = resolved.settings()
+    names = {_variable_row(knob).variable for knob, _ in settings} & set(os.environ)
+    own = {**(started_under.environment() if started_under else {}), **_own_variables()}
+    ours = {name for name in names if own.get(name) == os.environ[name]}
+    exported = {name: os.environ[name] for name in names - ours}  # by the user
+    in_time = ours | set(filter(set_before_start, names))  # set before whatever reads them
+    facts = process_facts(resolved, closed)
+    wanted = {knob.name: value for knob, value in settings}
+    steps = []
+    for knob, value in settings:
+        if not knob.loaded:
+            row = KnobRow(
+                knob.name, Outcome.APPLIED, None, value, f"{knob.library} is not loaded yet"
+            )
+        elif knob.variable:
+            late, is_absent = closed.get(knob.door, ""), knob.hardware in facts.absent
+            row = _decide_variable(knob, value, exported, in_time, late, is_absent=is_absent)
+        else:
+            row = decide(knob, value, wanted)
+        if not knob.variable and row.outcome is not Outcome.UNSUPPORTED:
+            row = _conflict(knob, value, exported, row.before) or row
+        if lacking := _lacking(knob, value, wanted):
+            row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=lacking)
+        decided = knob.loaded or row.outcome is not Outcome.APPLIED
+        steps.append(Step(knob, value, row, wanted, decided))
+    return Plan(resolved, tuple(steps), facts)
+
+
+def refusal(resolved: ResolvedProfile, rows: Sequence[KnobRow]) -> str:
+    """Return what to say to a user whose strict profile stops because of some of `rows`."""
+    head = (
+        f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be put in force; "
+        "the process is as it was:"
+    )
+    stopping = [row for row in rows if row.outcome in STOPPING]
+    return "\n".join([head, *(f"  {row.knob}: {row.outcome}: {row.why}" for row in stopping)])
+
+
+def lateness(plan: Plan, why: str) -> str:
+    """Return what to say to a user whose profile stops because knobs are past their phase."""
+    head = f"profile '{plan.resolved.name}' has knobs past their phase"
+    lines = [f"  {row.knob}: {row.why}" for row in plan.late]
+    if why:
+        lines.append(f"  no relaunch, because {why}")
+    todo = "  start the program with `torchrepro run`, which sets them before Python starts"
+    return "\n".join([f"{head} (on_late: {plan.resolved.on_late})", *lines, todo])
+
+
+def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> KnobRow:
+    """Decide what becomes of a knob by what it reads; not for variables. Its library is loaded.
+
+    Where the outcome is `ineffective`, the knob can be set, and nothing here acts on it.
+    """
+    try:
+        now = knob.access.read()
+    except MissingState as missing:
+        return KnobRow(knob.name, Outcome.UNSUPPORTED, why=str(missing))
+    holds = knob.holds(value)
+    if not holds and (refusal := knob.refusal(value)):
+        return KnobRow(knob.name, Outcome.UNSUPPORTED, now, now, refusal)
+    if inert := knob.inert(value, wanted):
+        return KnobRow(knob.name, Outcome.INEFFECTIVE, now, value, inert)
+    if knob.moves_on:  # seeding a generator again is never idle
+        return KnobRow(knob.name, Outcome.APPLIED, now, value)
+    reached = knob.scope is Scope.EVERY_THREAD and other_threads_in_torch()
+    why = f"it reaches threads that run torch now: {some(reached)}" if reached else ""
+    if holds:
+        return KnobRow(knob.name, Outcome.UNCHANGED, value, value, why)
+    return KnobRow(knob.name, Outcome.APPLIED, now, value, why)
+
+
+def _decide_variable(
+    knob: Knob,
+    value: str,
+    exported: Mapping[str, str],
+    in_time: Collection[str],
+    late: str,
+    *,
+    is_absent: bool,
+) -> KnobRow:
+    # `late` says in words that the door is closed, if it is.
+    name = knob.variable
+    text = os.environ.get(name)
+    try:
+        row = KnobRow(knob.name, Outcome.APPLIED, knob.access.read(), value)
+    except MissingState as missing:
+        return KnobRow(knob.name, Outcome.UNSUPPORTED, why=str(missing))
+    equivalent = why_equivalent(knob, text) if name in exported else ""
+    if text is None or not (text == value or equivalent):
+        if conflict := _conflict(knob, value, exported, row.before):
+            return conflict
+        if not late:
+            return row
+        # It stays as it is where it is read here. Where its hardware is not here, it is set for
+        # the processes that this one starts.
+        after = value if is_absent else row.before
+        why = f"{late}; `torchrepro run` sets it in time"
+        return replace(row, outcome=Outcome.TOO_LATE, after=after, why=why)
+    kept = replace(row, after=row.before)
+    in_effect, instead = None, ""
+    if knob.effect and (late or not knob.door):
+        # Asking a library makes it read the variable: it is only asked once it has.
+        in_effect, instead = knob.effect.check(text)
+    if in_effect is False:
+        if not late:
+            return row  # what went by the variable can still be set
+        todo = "" if name in in_time else "; `torchrepro run` sets it in time"
+        return replace(kept, outcome=Outcome.TOO_LATE, why=f"{late}, and {instead}{todo}")
+    if late and in_effect is None and name not in in_time:
+        why = f"{late}, and nobody can tell whether it was set before that"
+        return replace(kept, outcome=Outcome.UNCHANGED, why=why, unverified=True)
+    why = "" if text == value else f"exported, and {equivalent}"
+    return replace(kept, outcome=Outcome.UNCHANGED, why=why)
+
+
+def _conflict(knob: Knob, value: Any, exported: Mapping[str, str], before: Any) -> KnobRow | None:
+    name = _variable_row(knob).variable
+    text = exported.get(name)
+    if text is None or _value_of(knob, text) == value:
+        return None
+    why = f"{name} is exported as {text}, the profile wants {shown(value)}: unset it, or override "
+    return KnobRow(knob.name, Outcome.CONFLICT, before, before, why + knob.name)
+
+
+def _lacking(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
+    """Return why nothing sets the knob on which `value` acts, here or around this profile."""
+    if not knob.needs or not knob.needing(value):
+        return ""
+    needed = knobs_by_name()[knob.needs]
+    present = wanted.get(needed.name)
+    if present is None and needed.loaded:
+        present = needed.access.read()
+    if present in knob.needed if knob.needed else present is not None:
+        return ""
+    words = f"set to {' or '.join(knob.needed)}" if knob.needed else "set"
+    return f"it acts on `{needed.profile_key}`, which the profile does not {words}"
+
+
+def _own_variables() -> dict[str, str]:
+    """Return the variables that profiles in force have set, directly or through a flag.
+
+    One that has another value by now is not the profile's any more.
+    """
+    own = {}
+    for step, row in (each for done in executed for each in done):
+        name = _variable_row(step.knob).variable if row.is_written else ""
+        text = os.environ.get(name)
+        if name and text is not None and _value_of(step.knob, text) == step.value:
+            own[name] = text
+    return own
+
+
+def _variable_row(knob: Knob) -> Knob:
+    """Return the row of the variable that is the same state as `knob`, or `knob` itself."""
+    others = (knobs_by_name().get(alias) for alias in knob.aliases)
+    return next((other for other in others if other and other.variable), knob)
+
+
+def _value_of(knob: Knob, text: str) -> Any:
+    row = _variable_row(knob)
+    return text if row is knob or row.effect is None else row.effect.means(text)

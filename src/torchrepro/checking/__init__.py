@@ -1,0 +1,1 @@
+"""Checks a command against a lock, and finds what changed its results."""

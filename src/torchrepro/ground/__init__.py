@@ -1,0 +1,1 @@
+"""Functions that every other package is built on; none of them knows of profiles."""

@@ -1,0 +1,111 @@
+"""The parts that a message is built from: what is wrong, a near match, a value on one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from torchrepro.ground.redaction import HIDDEN, sounds_secret
+
+WIDE = 80  # characters of a value that a message shows
+_ELLIPSIS = "..."
+_PLACE = re.compile(r"[^\s/\\]+:\d+[^\w\s]*$")  # a file's name, a line, and what closes it
+MANY = 12  # above this a list of legal names helps nobody without a near match
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a request, and all that a reader needs to mend it."""
+
+    what: str
+    """The rule that is broken, in words."""
+
+    where: str = ""
+    """``file:line``, the override, or the argument that holds the value."""
+
+    key: str = ""
+    """The dotted key of the profile."""
+
+    found: str = ""
+    """The value found, as the user wrote it."""
+
+    legal: str = ""
+    """What would be legal."""
+
+    near: str = ""
+    """A legal value close to the one found."""
+
+    todo: str = ""
+    """What to do about it."""
+
+    def __str__(self) -> str:
+        where, found = self.where, self.found
+        if sounds_secret(self.key.rpartition(".")[2]):
+            where, found = where.partition("=")[0], found and HIDDEN
+        subject = f"{self.key} = {found}" if self.key and found else self.key or found
+        if where.startswith("override "):  # the override already shows key and value
+            subject = ""
+        what = "\n".join(map(printable, self.what.split("\n")))
+        lines = [": ".join(filter(None, (printable(where), printable(subject), what)))]
+        hints = (("did you mean", self.near), ("legal", self.legal), ("to do", self.todo))
+        lines += [f"    {label}: {printable(text)}" for label, text in hints if text]
+        return "\n".join(lines)
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """Return the entry of `words` closest to `word`, or an empty string if none is close."""
+    folded = {entry.casefold(): entry for entry in words}
+    found = get_close_matches(word.casefold(), folded, n=1)
+    return folded[found[0]] if found else ""
+
+
+def some(words: Iterable[str]) -> str:
+    """Return `words` as one line, cut after the first dozen."""
+    pool = list(words)
+    rest = len(pool) - MANY
+    return ", ".join(pool[:MANY]) + (f", ... ({rest} more)" if rest > 0 else "")
+
+
+def shown(value: Any) -> str:
+    """Return `value` as a reader of YAML would write it, cut to a line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        text = "a number of thousands of digits"
+    text = printable(text) or "''"
+    return shortened(text, WIDE)
+
+
+def shortened(text: str, length: int) -> str:
+    """Return `text` cut to `length`: in the middle if it ends in ``file:line``, else at its end."""
+    if len(text) <= length:
+        return text
+    room = length - len(_ELLIPSIS)
+    place = _PLACE.search(text[-length:])
+    end = place[0][-room:] if place else ""
+    return text[: room - len(end)] + _ELLIPSIS + end
+
+
+def ends_in_line_number(text: str) -> bool:
+    """Whether `text` ends in ``file:line``, with or without a bracket or a full stop."""
+    return _PLACE.search(text[-WIDE:]) is not None
+
+
+def printable(text: str) -> str:
+    """Return `text` with every control character escaped: a file must not steer a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(number: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit in _UNITS:
+        if number < 1000 or unit == _UNITS[-1]:  # noqa: PLR2004 - the step from unit to unit
+            break
+        number /= 1000
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"

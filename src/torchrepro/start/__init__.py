@@ -1,0 +1,1 @@
+"""How a process begins under a profile that another process has resolved."""

@@ -1,0 +1,75 @@
+"""Loaded by every Python that `torchrepro run` starts: hands over, then steps out of the way.
+
+It has to be harmless in any Python of any age, with or without torchrepro, so it uses nothing but
+what all of them have, and then runs the sitecustomize that it stands in front of.
+"""
+
+import atexit
+import os
+import sys
+
+
+def _step_aside():
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+
+
+def _hand_over():
+    try:  # noqa: SIM105 - see above
+        os.rmdir(os.environ.pop("TORCHREPRO_UNTAKEN", ""))
+    except OSError:
+        pass  # there is none, or a Python before this one has removed it
+    asked = os.environ.get("TORCHREPRO_PROFILE") or os.environ.get("TORCHREPRO_RECORD")
+    if asked and not _begin():
+        atexit.register(_tell_if_torch_was_imported)
+
+
+def _begin():
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the command starts
+        return False
+    try:
+        from torchrepro.start.bootstrap import put_in_force_on_import, record_on_import
+
+        if os.environ.get("TORCHREPRO_AT_START"):
+            from torchrepro.verification.at_start import begin
+
+            begin(os.environ)
+    except ImportError:
+        return False  # this Python has no torchrepro: it is left alone
+    if os.environ.get("TORCHREPRO_PROFILE"):
+        put_in_force_on_import()
+    else:
+        record_on_import()
+    return True
+
+
+def _tell_if_torch_was_imported():
+    if "torch" in sys.modules and sys.stderr is not None:
+        lacks = "under no profile" if os.environ.get("TORCHREPRO_PROFILE") else "not recorded"
+        words = "imported torch and is " + lacks + ": no torchrepro can be imported by"
+        line = " ".join(["torchrepro: process", str(os.getpid()), words, sys.executable])
+        sys.stderr.write(line + "\n")
+
+
+def _run_the_next():
+    this = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if getattr(error, "name", None) not in (None, "sitecustomize"):
+            raise
+    finally:
+        if this is not None:  # the import system looks for the module that it is loading
+            sys.modules.setdefault("sitecustomize", this)
+
+
+try:
+    _step_aside()
+    _hand_over()
+    _run_the_next()
+except KeyboardInterrupt:
+    # So early Python knows no better than a fatal error and exit status 1: end as ^C ends it later.
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

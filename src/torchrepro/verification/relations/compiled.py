@@ -1,0 +1,222 @@
+"""Whether a program computes the same with torch.compile and without it."""
+
+from __future__ import annotations
+
+from ast import parse
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
+from torchrepro.verdict.render import counted, short, source_line
+from torchrepro.verdict.value import Advice, Compared, Divergence, Edit, Kind, Verdict
+from torchrepro.verification.perturbations import RunEnvironment
+from torchrepro.verification.relations.variants import AGREE, Relation, Variant
+
+if TYPE_CHECKING:
+    from torchrepro.verification.result import Run
+
+    Tolerance = tuple[float, float]
+
+REGIONS = "verification.relations.region_observer:note_regions"
+OPTIONS = "verification.relations.region_observer:set_options"
+
+OFF = RunEnvironment({"TORCHDYNAMO_DISABLE": "1"})
+
+TOLERANCES: Mapping[str, Tolerance] = {
+    "float64": (1e-7, 1e-7),
+    "float32": ALIGNED,
+    "float16": (1e-2, 1e-3),
+    "bfloat16": (1.6e-2, 1e-3),
+}
+"""Dtype -> rtol and atol that its rounding earns, the finest dtype first.
+
+That of float32 is `ALIGNED`, for its reasons; those of the others are in proportion to theirs in
+https://docs.pytorch.org/docs/stable/testing.html, or what that page has.
+"""
+
+_MOST = 16  # children of a region that are tried
+
+
+class Unit(NamedTuple):
+    """What one region, or one module outside of all, returned in one call."""
+
+    name: str
+    where: str
+    step: int
+    phase: str
+    outputs: Sequence[Any]  # dtype, digest and statistics of each tensor
+
+
+OF_TORCH = "torch._inductor.config.fallback_random"
+OF_NUMPY = "torch._dynamo.config.use_numpy_random_stream"
+DRAWS_OTHERWISE = {
+    OF_TORCH: "inductor draws other random numbers than eager code",
+    OF_NUMPY: "compiled code draws numpy's random numbers from torch's generator",
+}
+"""By the option that gives compiled code the random numbers of eager code, what it does without."""
+
+
+class Compiled(Relation):
+    """As it is, and with torch.compile off; where these differ, with eager's random numbers too."""
+
+    agreement = "it computes the same with torch.compile and without it"
+    takes = frozenset(("rtol", "atol"))
+
+    def plain(self, name: str) -> Run:
+        return self.run(name, observed={REGIONS: {}})
+
+    def sides(self, plain: Run) -> Iterator[Variant]:
+        """Run it with torch.compile off; where that differs, look for the reason."""
+        notes = (note for notes in self.noted(plain) for note in notes)
+        regions = {note["region"]: note["children"] for note in notes if "region" in note}
+        if not regions:
+            yield Variant("eager", None, unknown="it compiles nothing by torch.compile")
+            return
+        run = self.run("eager", OFF, {REGIONS: {}})
+        if run.status != plain.status:
+            unknown = f"without torch.compile it ends otherwise: see {run.log}"
+            yield Variant("eager", run, unknown=unknown)
+            return
+        as_it_is = self._side("as it is", plain, run)
+        if as_it_is.status == AGREE:
+            yield as_it_is
+            return
+        options = [OF_TORCH]
+        exchanged = self._with_random_numbers_of(run, options)
+        if exchanged.status != AGREE:
+            options = [OF_TORCH, OF_NUMPY]
+            exchanged = self._with_random_numbers_of(run, options)
+            if exchanged.status == AGREE:
+                alone = self._with_random_numbers_of(run, [OF_NUMPY])
+                if alone.status == AGREE:
+                    options, exchanged = [OF_NUMPY], alone
+        verdict, decides = exchanged.verdict, as_it_is.verdict
+        if verdict and verdict.first and regions.get(verdict.first.module):
+            children = regions[verdict.first.module]
+            verdict = self._look_inside(verdict, verdict.first, self._units(run), children)
+        elif verdict and verdict.same and decides and decides.first:
+            decides = replace(decides, advice=_advice(decides.first, options, exchanged.said))
+        yield replace(exchanged, verdict=verdict)
+        yield replace(as_it_is, verdict=decides)
+
+    def _with_random_numbers_of(self, eager: Run, options: Sequence[str]) -> Variant:
+        name = "-and-".join(each.rpartition(".")[2] for each in options)
+        run = self.run(name, observed={REGIONS: {}, OPTIONS: {"options": options}})
+        return replace(self._side("with eager's random numbers", run, eager), run=run)
+
+    def _side(self, name: str, compiled: Run, eager: Run) -> Variant:
+        if compiled.status != eager.status:
+            return Variant(name, compiled, unknown=f"it ends otherwise: see {compiled.log}")
+        tolerance = self.runner.tolerance
+        amount, first, said = _compare(self._units(compiled), self._units(eager), tolerance)
+        amount = replace(amount, level=self.runner.request.level)
+        runs = compiled.folder, eager.folder
+        verdict = Verdict(first is None, *runs, amount, first, tolerance=tolerance)
+        return Variant(name, eager, verdict, said=said)
+
+    def _units(self, run: Run) -> list[Unit]:
+        return [
+            Unit(*(note[key] for key in ("unit", "where", "step", "phase", "outputs")))
+            for notes in self.noted(run)
+            for note in notes
+            if "unit" in note
+        ]
+
+    def _look_inside(
+        self,
+        verdict: Verdict,
+        first: Divergence,
+        eager: Sequence[Unit],
+        children: Mapping[str, Sequence[str]],
+    ) -> Verdict:
+        """Compile the children of a region one at a time, and those of one that differs likewise.
+
+        Returns the verdict with the innermost that differs.
+        """
+        culprit = ""
+        tried: list[str] = []
+        paths = list(children.get("", ()))[:_MOST]
+        while paths:
+            path = paths.pop(0)
+            tried.append(path)
+            only = {
+                REGIONS: {"only": [first.module, path]},
+                OPTIONS: {"options": [*DRAWS_OTHERWISE]},
+            }
+            run = self.run(f"inside-{len(tried)}", observed=only)
+            name = f"{first.module}.{path}"
+            its = [each for each in self._units(run) if each.name == name]
+            if _compare(its, eager, self.runner.tolerance)[1] is not None:
+                culprit = name
+                paths = list(children.get(path, ()))[:_MOST]
+        if not tried:
+            return verdict
+        if not culprit:
+            cause = f"None of its modules differs when it alone is compiled: {', '.join(tried)}."
+            return replace(verdict, advice=Advice(cause=cause))
+        cause = (
+            f"{culprit} differs when it alone of {first.module} is compiled. Leave it out by "
+            "torch.compiler.disable, or report it with this module alone."
+        )
+        found = replace(first, module=culprit)
+        return replace(verdict, first=found, advice=Advice(cause=cause))
+
+
+def _advice(first: Divergence, options: Sequence[str], said: str) -> Advice:
+    """Return the cause, and the lines that have compiled code draw the numbers of eager code."""
+    lines = "; ".join(f"{each} = True" for each in options)
+    cause = " and ".join(DRAWS_OTHERWISE[each] for each in options)
+    edit, before = None, source_line(first.source)
+    with suppress(SyntaxError):  # no line can begin so before a decorator or the head of a block
+        parse(after := f"{lines}; {before}")
+        edit = Edit(first.source, before, after)
+    cause = f"{cause[:1].upper()}{cause[1:]}. To have those of eager code: {lines}"
+    return Advice(cause, edit, tried=f"set so, it agrees, {said}")
+
+
+def _compare(
+    compiled: Sequence[Unit], eager: Sequence[Unit], asked: Tolerance | None
+) -> tuple[Compared, Divergence | None, str]:
+    """Compare what both have, call by call in the order of the compiled run.
+
+    The tolerance is that of the coarsest dtype up to there: what is computed from its numbers has
+    its rounding.
+    """
+    others = defaultdict[tuple[str, int, str], list[Unit]](list)
+    for unit in reversed(eager):
+        others[unit.name, unit.step, unit.phase].append(unit)
+    names = [*TOLERANCES]
+    coarsest, compared, unequal, steps = 0, 0, "", set[int]()
+    rtol, atol = asked or TOLERANCES[names[coarsest]]
+    for unit in compiled:
+        partners = others[unit.name, unit.step, unit.phase]
+        if not partners:
+            continue
+        other = partners.pop()
+        compared += 1
+        steps.add(unit.step)
+        for one, two in zip(unit.outputs, other.outputs, strict=False):
+            (dtype, digest, *statistics), (_, other_digest, *others_statistics) = one, two
+            if dtype in names:
+                coarsest = max(coarsest, names.index(dtype))
+                rtol, atol = asked or TOLERANCES[names[coarsest]]
+            if digest == other_digest:
+                continue
+            unequal = unequal or f"{unit.name} ({short(unit.where)})"
+            how = out_of_tolerance(tuple(statistics), tuple(others_statistics), rtol, atol)
+            if how:
+                within = f"rtol={rtol:g}, atol={atol:g}"
+                first = Divergence(
+                    *(0, unit.step, unit.phase, unit.name, "compiled region", unit.where),
+                    kind=Kind.OUTPUTS,
+                    what=f"compiled and eager: {how}, which is not within {within}",
+                )
+                return Compared(1, len(steps), compared, 0, ""), first, ""
+    said = f"{counted(compared, 'call')} bit for bit"
+    if unequal:
+        why = "as was asked for" if asked else f"which {names[coarsest]} earns"
+        said = f"within rtol={rtol:g}, atol={atol:g}, {why}; bits differ first in {unequal}"
+    return Compared(1, len(steps), compared, 0, ""), None, said

@@ -1,0 +1,175 @@
+"""What processes note for `compile`: what each region that torch.compile takes returns.
+
+Modules outside of regions are noted too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+
+from torchrepro.ground.callers import address, program_place
+from torchrepro.ground.imports import AfterImport
+from torchrepro.ground.patching import wrap
+from torchrepro.seeding.observed_calls import on_modules_called
+from torchrepro.trace.buffer import statistics
+from torchrepro.trace.fingerprint import fingerprint, unobserved
+from torchrepro.trace.hooks import on_worker_begun, watch_training
+from torchrepro.trace.op_facts import tensors_in
+from torchrepro.verification.relations.notes import Notes, numbered
+
+_TENSORS = 64  # of one value that are noted
+_lasting = ExitStack()  # as long as the process
+
+
+def set_options(told: Mapping[str, Any]) -> None:
+    """Set `options` of torch.compile to true, each once its module is imported."""
+
+    def set_those(module: str) -> None:
+        for option in told["options"]:
+            if option.rpartition(".")[0] == module:
+                setattr(sys.modules[module], option.rpartition(".")[2], True)
+
+    AfterImport([each.rpartition(".")[0] for each in told["options"]], set_those).watch_all()
+
+
+def note_regions(told: Mapping[str, Any]) -> None:
+    """Note regions; `only`, if it is told, is the child of a region that alone is compiled."""
+    notes = Notes(told["folder"])
+    on_worker_begun(_lasting, notes.discard)
+    regions = _Regions(notes, told.get("only"))
+    wrap(_lasting, torch, "compile", regions.watched_compile)
+    _lasting.enter_context(on_modules_called(regions.module_returned))
+    watch_training(_lasting, regions)
+
+
+class _Regions:
+    # A region is called by the same name whether it is compiled or not: `torch.compile` is wrapped,
+    # and what it returns is watched. Of a region that is not compiled the modules are noted too.
+
+    def __init__(self, notes: Notes, only: tuple[str, str] | None) -> None:
+        self._notes, self._only = notes, only
+        self._step = 0
+        self._now = threading.local()  # how deep within regions a thread is
+        self._names: dict[int, tuple[str, str]] = {}  # of modules, and their lines
+        self._kept: list[Any] = []  # so that no other object gets the address of one
+        self._owners: dict[int, str] = {}
+        self._labels = Counter[str]()
+
+    def watched_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def compile(model: Any = None, **options: Any) -> Any:  # noqa: A001 - it stands for that
+            if model is None:
+                return lambda given: compile(given, **options)
+            place = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+            is_bound = not isinstance(model, torch.nn.Module)
+            module = getattr(model, "__self__", None) if is_bound else model
+            if isinstance(module, torch.nn.Module):
+                label = self._register(module, place)
+                known = self._names.pop(address(module))
+                is_split = self._is_split(original, module, label, options)
+                compiled = model if is_split else original(model, **options)
+                if is_bound:  # `module.compile()`, which compiles its hooks
+                    return self._watched(compiled, label, place)
+                self._kept.append(compiled)
+                self._names[address(compiled)] = known
+                compiled.register_forward_pre_hook(lambda *_: self._enter(1))
+                compiled.register_forward_hook(lambda *_: self._enter(-1), always_call=True)
+                return compiled
+            if isinstance(getattr(model, "__code__", None), type(compile.__code__)):
+                code = model.__code__
+                place = f"{code.co_filename}:{code.co_firstlineno}"
+            name = getattr(model, "__qualname__", type(model).__name__).replace("<locals>.", "")
+            label = numbered(name, self._labels)
+            self._notes.add(region=label, where=place, children={})
+            return self._watched(original(model, **options), label, place)
+
+        return compile
+
+    def _is_split(self, original: Callable[..., Any], model: Any, label: str, options: Any) -> bool:
+        if self._only is None or self._only[0] != label:
+            return False
+        child = model.get_submodule(self._only[1])
+        child.forward = original(child.forward, **options)
+        return True
+
+    def _register(self, model: Any, place: str) -> str:
+        label = numbered(type(model).__name__, self._labels)
+        paths = {}
+        for path, module in model.named_modules():
+            self._names[address(module)] = f"{label}.{path}".strip("."), place
+            self._kept.append(module)
+            paths[path] = [f"{path}.{name}".strip(".") for name, _ in module.named_children()]
+        for parameter in model.parameters():
+            self._owners[address(parameter)] = label
+        self._notes.add(region=label, where=place, children=paths)
+        return label
+
+    def _enter(self, more: int) -> None:
+        if not torch.compiler.is_compiling():
+            self._now.depth = getattr(self._now, "depth", 0) + more
+
+    def _watched(self, compiled: Any, label: str, place: str) -> Any:
+        @wraps(compiled)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            self._enter(1)
+            try:
+                result = compiled(*args, **kwargs)
+            finally:
+                self._enter(-1)
+            self._note(label, place, "forward", result)
+            return result
+
+        return watched
+
+    def module_returned(self, module: Any, result: Any) -> None:
+        known = self._names.get(address(module))
+        if known is not None:
+            self._note(*known, "forward", result)
+        elif not getattr(self._now, "depth", 0):
+            place = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+            self._note(type(module).__name__, place, "forward", result)
+
+    def _note(self, unit: str, where: str, phase: str, value: Any) -> None:
+        with unobserved():
+            outputs = [
+                (str(t.dtype).removeprefix("torch."), fingerprint(t).hex(), *statistics(t))
+                for t in tensors_in(value)[:_TENSORS]
+            ]
+        if outputs:
+            self._notes.add(unit=unit, where=where, step=self._step, phase=phase, outputs=outputs)
+
+    def _ignore(self, *_: Any) -> None: ...
+
+    backward_ends = batch_begins = batch_ends = _ignore
+
+    def backward_begins(self, losses: Any) -> None:
+        place = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
+        self._note("loss", place, "forward", losses)
+
+    def optimizer_begins(self, optimizer: Any, _closure: Any) -> None:
+        self._note_parameters(optimizer, "gradient", "backward", lambda each: each.grad)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self._note_parameters(optimizer, "parameter", "optimizer", lambda each: each)
+        self._step += 1
+
+    def _note_parameters(
+        self, optimizer: Any, what: str, phase: str, of: Callable[[Any], Any]
+    ) -> None:
+        place = program_place(sys._getframe(3))  # noqa: SLF001 - as `callers` does
+        by_owner: dict[str, list[Any]] = {}
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                if of(each) is not None:
+                    by_owner.setdefault(self._owners.get(address(each), ""), []).append(of(each))
+        for owner, tensors in by_owner.items():
+            self._note(f"{what}s of {owner or 'the program'}", place, phase, tensors)
