@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro.knobs.torch_state import inductor_reads
 from torchrepro.verification.relations.relation import relate
 from torchrepro.verification.relations.variants import related_json
 
@@ -49,6 +50,14 @@ DRAWING = NOISY.format(given="", noise=NUMPY_DRAW)
 RANDOM = NOISY.format(given="", noise="torch.rand_like(x)")
 BOTH = NOISY.format(given="", noise=f"torch.rand_like(x) + {NUMPY_DRAW}")
 ASKING = NOISY.format(given="", noise="float(torch.compiler.is_compiling())")
+FUSED = """@torch.compile
+def fused(x):
+    return (x + x * x) * x
+"""
+STRICT_ALONE = """
+options = torch._inductor.config
+options.emulate_precision_casts = options.numerics == "strict"
+"""
 PARTS = "lambda x: doubled(net[1](net[0](x))); net[1].compile()"
 
 
@@ -116,8 +125,30 @@ def test_other_random_numbers_than_eager_differ(
         ("as it is", 1),
     ]
     lines = "; ".join(f"{each} = True" for each in options)
-    assert found.verdict.advice.cause.endswith(f"To have those of eager code: {lines}")
+    assert found.verdict.advice.cause.endswith(f"To compute as eager code does: {lines}")
     assert [side["same"] for side in related_json(found)["sides"]] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("forced", [False, True], ids=["by one", "by another"])
+def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
+    """A program in bfloat16 that is compared bit for bit agrees with it, and not as it is."""
+    before = FUSED
+    if forced:
+        if not inductor_reads("TORCHINDUCTOR_NUMERICS"):
+            pytest.skip("this torch has no strict numerics")
+        before += STRICT_ALONE
+    command, _ = _program("bfloat16", "lambda x: fused(net(x))", before)
+
+    found = relate("compile", None, command, rtol=0.0, atol=0.0)
+
+    assert [(side.name, side.status) for side in found.sides] == [
+        ("with eager's rounding", 0),
+        ("as it is", 1),
+    ]
+    option = "numerics = 'strict'" if forced else "emulate_precision_casts = True"
+    assert found.verdict.advice.cause.endswith(f"does: torch._inductor.config.{option}")
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ class InductorSwitch(InductorVariable):
     """The same state by the option's own values."""
 
     def read(self) -> Any:
-        if not _inductor_reads(self.name):
+        if not inductor_reads(self.name):
             raise MissingState(f"this torch's inductor has no {self.option} mode")
         return InductorVariable.read(self) == "1"
 
@@ -228,7 +228,7 @@ def _start(config: Any, option: str) -> dict[str, Any]:
 
 
 @cache
-def _inductor_reads(variable: str) -> bool:
+def inductor_reads(variable: str) -> bool:
     """Whether inductor knows `variable`, looked up in its source: importing it takes 0.7 s."""
     source = Path(str(import_module("torch").__file__)).parent / "_inductor" / "config.py"
     return source.is_file() and variable in source.read_text(encoding="utf-8")

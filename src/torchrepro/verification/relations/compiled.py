@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.knobs.torch_state import inductor_reads
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
 from torchrepro.verdict.render import counted, short, source_line
 from torchrepro.verdict.value import Advice, Compared, Divergence, Edit, Kind, Verdict
@@ -50,17 +51,44 @@ class Unit(NamedTuple):
     outputs: Sequence[Any]  # dtype, digest and statistics of each tensor
 
 
-OF_TORCH = "torch._inductor.config.fallback_random"
-OF_NUMPY = "torch._dynamo.config.use_numpy_random_stream"
-DRAWS_OTHERWISE = {
-    OF_TORCH: "inductor draws other random numbers than eager code",
-    OF_NUMPY: "compiled code draws numpy's random numbers from torch's generator",
-}
-"""By the option that gives compiled code the random numbers of eager code, what it does without."""
+class Option(NamedTuple):
+    """An option with which compiled code computes as eager code does."""
+
+    name: str
+    value: bool | str
+    without: str  # what compiled code does without it
+    variable: str = ""  # that this torch reads if it has the option; empty where each torch has it
+
+
+OF_TORCH = Option(
+    "torch._inductor.config.fallback_random",
+    value=True,
+    without="inductor draws other random numbers than eager code",
+)
+OF_NUMPY = Option(
+    "torch._dynamo.config.use_numpy_random_stream",
+    value=True,
+    without="compiled code draws numpy's random numbers from torch's generator",
+)
+RANDOM_NUMBERS = (OF_TORCH, OF_NUMPY)
+ROUNDING = (
+    Option(
+        "torch._inductor.config.emulate_precision_casts",
+        value=True,
+        without="inductor rounds to float16 and bfloat16 less often than eager code",
+    ),
+    Option(
+        "torch._inductor.config.numerics",
+        "strict",
+        "inductor rounds, and orders the terms of a sum, differently from eager code",
+        variable="TORCHINDUCTOR_NUMERICS",
+    ),
+)
+"""From that with the least effect on speed to that with the most."""
 
 
 class Compiled(Relation):
-    """As it is, and with torch.compile off; where these differ, with eager's random numbers too."""
+    """As it is, and with torch.compile off; where these differ, with options of `Option` too."""
 
     agreement = "it computes the same with torch.compile and without it"
     takes = frozenset(("rtol", "atol"))
@@ -84,15 +112,7 @@ class Compiled(Relation):
         if as_it_is.status == AGREE:
             yield as_it_is
             return
-        options = [OF_TORCH]
-        exchanged = self._with_random_numbers_of(run, options)
-        if exchanged.status != AGREE:
-            options = [OF_TORCH, OF_NUMPY]
-            exchanged = self._with_random_numbers_of(run, options)
-            if exchanged.status == AGREE:
-                alone = self._with_random_numbers_of(run, [OF_NUMPY])
-                if alone.status == AGREE:
-                    options, exchanged = [OF_NUMPY], alone
+        options, exchanged = self._with_options_of(run)
         verdict, decides = exchanged.verdict, as_it_is.verdict
         if verdict and verdict.first and regions.get(verdict.first.module):
             children = regions[verdict.first.module]
@@ -102,10 +122,35 @@ class Compiled(Relation):
         yield replace(exchanged, verdict=verdict)
         yield replace(as_it_is, verdict=decides)
 
-    def _with_random_numbers_of(self, eager: Run, options: Sequence[str]) -> Variant:
-        name = "-and-".join(each.rpartition(".")[2] for each in options)
-        run = self.run(name, observed={REGIONS: {}, OPTIONS: {"options": options}})
-        return replace(self._side("with eager's random numbers", run, eager), run=run)
+    def _with_options_of(self, eager: Run) -> tuple[Sequence[Option], Variant]:
+        """Return the fewest options with which the program agrees; all of eager's random numbers
+        where it agrees with none."""
+
+        def tried(name: str, *options: Option) -> Variant:
+            run_name = "-and-".join(option.name.rpartition(".")[2] for option in options)
+            values = {option.name: option.value for option in options}
+            run = self.run(run_name, observed={REGIONS: {}, OPTIONS: {"options": values}})
+            return replace(self._side(name, run, eager), run=run)
+
+        name = "with eager's random numbers"
+        first = tried(name, OF_TORCH)
+        if first.status == AGREE:
+            return [OF_TORCH], first
+        both = tried(name, *RANDOM_NUMBERS)
+        if both.status == AGREE:
+            alone = tried(name, OF_NUMPY)
+            return ([OF_NUMPY], alone) if alone.status == AGREE else (RANDOM_NUMBERS, both)
+        name = "with eager's rounding"
+        for option in ROUNDING:
+            if option.variable and not inductor_reads(option.variable):
+                continue
+            found = tried(name, *RANDOM_NUMBERS, option)
+            if found.status == AGREE:
+                alone = tried(name, option)
+                if alone.status == AGREE:
+                    return [option], alone
+                return (*RANDOM_NUMBERS, option), found
+        return RANDOM_NUMBERS, both
 
     def _side(self, name: str, compiled: Run, eager: Run) -> Variant:
         if compiled.status != eager.status:
@@ -144,7 +189,7 @@ class Compiled(Relation):
             tried.append(path)
             only = {
                 REGIONS: {"only": [first.module, path]},
-                OPTIONS: {"options": [*DRAWS_OTHERWISE]},
+                OPTIONS: {"options": {option.name: option.value for option in RANDOM_NUMBERS}},
             }
             run = self.run(f"inside-{len(tried)}", observed=only)
             name = f"{first.module}.{path}"
@@ -165,15 +210,15 @@ class Compiled(Relation):
         return replace(verdict, first=found, advice=Advice(cause=cause))
 
 
-def _advice(first: Divergence, options: Sequence[str], said: str) -> Advice:
-    """Return the cause, and the lines that have compiled code draw the numbers of eager code."""
-    lines = "; ".join(f"{each} = True" for each in options)
-    cause = " and ".join(DRAWS_OTHERWISE[each] for each in options)
+def _advice(first: Divergence, options: Sequence[Option], said: str) -> Advice:
+    """Return the cause, and the lines with which compiled code computes as eager code does."""
+    lines = "; ".join(f"{option.name} = {option.value!r}" for option in options)
+    cause = " and ".join(option.without for option in options)
     edit, before = None, source_line(first.source)
     with suppress(SyntaxError):  # no line can begin so before a decorator or the head of a block
         parse(after := f"{lines}; {before}")
         edit = Edit(first.source, before, after)
-    cause = f"{cause[:1].upper()}{cause[1:]}. To have those of eager code: {lines}"
+    cause = f"{cause[:1].upper()}{cause[1:]}. To compute as eager code does: {lines}"
     return Advice(cause, edit, tried=f"set so, it agrees, {said}")
 
 

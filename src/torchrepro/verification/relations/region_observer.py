@@ -30,12 +30,12 @@ _lasting = ExitStack()  # as long as the process
 
 
 def set_options(told: Mapping[str, Any]) -> None:
-    """Set `options` of torch.compile to true, each once its module is imported."""
+    """Set `options` of torch.compile to their values, each once its module is imported."""
 
     def set_those(module: str) -> None:
-        for option in told["options"]:
+        for option, value in told["options"].items():
             if option.rpartition(".")[0] == module:
-                setattr(sys.modules[module], option.rpartition(".")[2], True)
+                setattr(sys.modules[module], option.rpartition(".")[2], value)
 
     AfterImport([each.rpartition(".")[0] for each in told["options"]], set_those).watch_all()
 
