@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,23 +18,31 @@ from torchrepro.verification.copies import PREFIX, temporary_folder
 
 from .training import COMMAND
 
+OLD, NEW = "old\n" * 9_999, "new\n" * 9_999
 
-@pytest.mark.slow
+
 def test_a_lock_is_the_old_one_or_the_new_one_at_any_moment(tmp_path):
     """Killed at whichever line of the writing, one of both is there as a whole."""
-    lock, old, new = tmp_path / "repro.lock", "old\n" * 9_999, "new\n" * 9_999
-    lock.write_text(old)
-    found = []
+    # In a small Python: a fork of a process with torch takes half a second.
+    code = f"import sys, {__name__} as module; module._write_killed_at_each_line(sys.argv[1])"
+    words = [sys.executable, "-c", code, str(tmp_path / "repro.lock")]
+    subprocess.run(words, cwd=Path(__file__).parents[2], check=True)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["repro.lock"]
+
+
+def _write_killed_at_each_line(path):
+    lock, found = Path(path), []
+    lock.write_text(OLD)
     while not found or found[-1][0]:
         child = os.fork()
         if not child:
-            _killed_at_line(len(found), lambda: write_in_place(lock, new))
+            _killed_at_line(len(found), lambda: write_in_place(lock, NEW))
         _, status = os.waitpid(child, 0)
         found.append((os.WIFSIGNALED(status), lock.read_text()))
 
-    assert {text for _, text in found} == {old, new}
-    assert found[-1] == (False, new)
-    assert [path.name for path in tmp_path.iterdir()] == ["repro.lock"]
+    assert {text for _, text in found} == {OLD, NEW}
+    assert found[-1] == (False, NEW)
 
 
 def _killed_at_line(number, call):

@@ -5,6 +5,8 @@ import random
 import signal
 import sqlite3
 import struct
+import subprocess
+import sys
 import time
 import traceback
 from contextlib import closing
@@ -52,6 +54,16 @@ def _killed(folder: Path, delay: float, *, after: int) -> None:
     os.kill(child, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     os.close(ends)
+
+
+def _kill_at_random(folder: Path, seed: int) -> None:
+    """Record, in processes that are killed, runs with these numbers for names."""
+    draw = random.Random(seed)
+    with torchrepro.record(folder / "first"):
+        trained(perceptron(), steps=2)  # imports what a step imports
+    for number in range(KILLS):
+        delay = draw.uniform(0.0, LONGEST)
+        _killed(folder / str(number), delay, after=number % 2 * (MANY + 1))
 
 
 def _opened(folder: Path) -> Trace | None:
@@ -145,13 +157,15 @@ def test_a_killed_process_leaves_whole_steps(tmp_path: Path) -> None:
     """After SIGKILL at random moments every trace opens, ends at a whole step, and compares."""
     seed = random.SystemRandom().randrange(2**32)
     print("seed", seed)
-    draw = random.Random(seed)
-    with torchrepro.record(tmp_path / "first"):
-        trained(perceptron(), steps=2)  # imports what a step imports
+    # In a Python of its own: torch refuses backward in what is forked from a process in which an
+    # earlier test has started threads of autograd.
+    code = f"import {__name__} as killing, pathlib, sys; "
+    code += "killing._kill_at_random(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
+    words = [sys.executable, "-c", code, str(tmp_path), str(seed)]
+    subprocess.run(words, cwd=Path(__file__).parents[2], check=True)
     lengths = {}
     for number in range(KILLS):
         folder = tmp_path / str(number)
-        _killed(folder, draw.uniform(0.0, LONGEST), after=number % 2 * (MANY + 1))
         trace = _opened(folder)
         if trace is not None:
             lengths[folder] = _assert_whole_steps(trace)

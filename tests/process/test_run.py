@@ -201,7 +201,7 @@ def test_a_child_without_torchrepro_is_told_of_it_if_it_imports_torch(
 
 
 def test_only_a_seed_is_loaded_for_a_program_without_torch(run_python, under):
-    """A program without torch loads three modules of ours, their packages, and next to nothing else.
+    """A program without torch loads three of our modules with their packages, and little else.
 
     It hears nothing from us.
     """

@@ -239,9 +239,18 @@ def test_a_relation_changes_nothing_in_the_folder_of_the_user(effect, folder):
     assert not (folder / "state.pt").exists()
 
 
+RUNS = ("run 2 of 3", "in a new folder", "killed 1")
+"""What a run is called as it starts: in the folder of the user, of a trial, of a relation."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL])
-@pytest.mark.parametrize("run", ["run 2 of 3", "in a new folder", "killed 1"])
+@pytest.mark.parametrize(
+    ("run", "number"),
+    [
+        *[(run, number) for run in RUNS for number in (signal.SIGINT, signal.SIGKILL)],
+        *[("in a new folder", number) for number in (signal.SIGTERM, signal.SIGQUIT)],
+    ],
+)
 def test_a_signal_between_and_within_trials_changes_nothing(number, run, folder, monkeypatch):
     """Whatever it interrupts: a run in the folder or in a copy, of a trial or a relation."""
     effect, user = EFFECTS["update what is large"], folder.parent
