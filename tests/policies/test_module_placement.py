@@ -268,8 +268,8 @@ def test_a_device_that_is_not_here_is_unsupported(device: str) -> None:
         row = applied.report[POLICY]
 
     assert row.outcome == "unsupported"
-    assert f"no device `{device}` here" in row.why
-    assert "here: cpu" in row.why
+    assert f"this machine has no device `{device}`" in row.why
+    assert "it has cpu" in row.why
     assert ("did you mean cpu?" in row.why) == (device == "cpuu")
 
 
@@ -410,10 +410,10 @@ def test_threads_do_not_see_the_copies_of_each_other(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(placement, "is_there", lambda *_: False)  # so that all is copied
     part = Meeting()
     forward = PlacedForward("part", part, torch.device("cpu"))
-    forward.put()
+    forward.install()
     with ThreadPoolExecutor(2) as threads:
         results = list(threads.map(part, [torch.ones(2), torch.ones(2)]))
-    forward.take()
+    forward.uninstall()
     sum(results).sum().backward()
 
     assert torch.equal(part.weight.grad, torch.full((2,), 2.0))
