@@ -71,7 +71,7 @@ def test_planted_faults_are_found_and_named(plant, answer):
     assert status == 1
     assert failed == forgotten | {(name, "cpu") for name in (DTYPE, FILL, "dropout")}
     for name in VARIABLES:
-        assert rows[f"env.{name}", "cpu"]["expected"] == f"{name} back at null after the undo"
+        assert rows[f"env.{name}", "cpu"]["expected"] == f"{name} is null again after the undo"
     assert "ineffective" in rows[DTYPE, "cpu"]["found"]
     assert rows[FILL, "cpu"]["found"] == "changed: LEFT"
     assert TOKEN not in json.dumps(document)

@@ -282,7 +282,7 @@ PHASES = {
     "transformer_engine": "module construction",
     "": "any time",
 }
-"""The latch of a knob -> the last moment at which setting the knob takes effect.
+"""The latch of a knob -> the last moment when setting the knob takes effect.
 
 A knob without a latch takes effect at any time.
 """
@@ -364,7 +364,7 @@ class Knob:
 
     key: str = ""  # the key of the profile that sets this knob, if it is not `name`
     variable: str = ""  # the environment variable behind the row, if any
-    needs: str = ""  # another knob; values for which `needing` is true have no effect without it
+    needs: str = ""  # another knob that values with `needing(value)` require
     needing: Callable[[Any], bool] = lambda _: False
     needed: tuple[Any, ...] = ()
     """The values of the knob `needs` that are enough; if empty, any value is."""

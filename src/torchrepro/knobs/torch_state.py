@@ -151,20 +151,22 @@ class InductorVariable(Variable):
     option: str
 
     def read(self) -> Any:
-        text, option = os.environ.get(self.name), self.present()
+        text, option = os.environ.get(self.name), self.loaded_value()
         if option is None and _CONFIGS[-1] in sys.modules:
             raise MissingState(f"this torch's inductor has no {self.option}")
-        return text if option in (None, text == "1") else "1" if option else "0"
+        if option in (None, text == "1"):
+            return text
+        return "1" if option else "0"
 
     def holds(self, value: Any) -> bool:
-        return os.environ.get(self.name) == value and self.present() in (None, value == "1")
+        return os.environ.get(self.name) == value and self.loaded_value() in (None, value == "1")
 
     def write(self, value: str) -> None:
         os.environ[self.name] = value
         self._set(value == "1", {"default": value == "1"})
 
     def save(self) -> Any:
-        option = self.present()
+        option = self.loaded_value()
         start = None if option is None else _start(self._config(), self.option)
         return os.environ.get(self.name), option, start
 
@@ -175,7 +177,7 @@ class InductorVariable(Variable):
             option, start = text == "1", {"default": text == "1"}
         self._set(option, start)
 
-    def present(self) -> bool | None:
+    def loaded_value(self) -> bool | None:
         """Return the value of the option, or None if inductor has not read the variable yet."""
         config = self._config()
         return None if config is None else bool(getattr(config, self.option))
@@ -371,11 +373,11 @@ def cann_too_old() -> str:
     https://github.com/Ascend/pytorch, torch_npu/csrc/framework/OpParamMaker.cpp: below 8.5 a
     torch_npu that knows level 3 sends "off" with every op.
     """
-    ask = getattr(getattr(npu(), "utils", None), "get_cann_version", None)
-    version = str(ask("RUNTIME")).split(".")[:2] if ask else []
-    runtime = tuple(int(part) for part in version if part.isdigit())
+    get_version = getattr(getattr(npu(), "utils", None), "get_cann_version", None)
+    version = str(get_version("RUNTIME")).split(".")[:2] if get_version else []
+    runtime = tuple(int(number) for number in version if number.isdigit())
     # Private (``_sync_deterministic_level``): it came with level 3, which has no public name. If
-    # it is gone, determinism is taken to be forwarded, as before.
+    # it is missing, torch_npu is assumed to forward determinism, as older versions do.
     knows_level_3 = hasattr(npu(), "_sync_deterministic_level")
     is_known = len(runtime) == len(_OLDEST_DETERMINISTIC_CANN)
     if not is_known or runtime >= _OLDEST_DETERMINISTIC_CANN or not knows_level_3:

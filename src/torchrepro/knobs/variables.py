@@ -283,7 +283,7 @@ def _legal(values: Any) -> Any:
 
 
 def _option_of(access: InductorVariable) -> bool:
-    option = access.present()
+    option = access.loaded_value()
     if option is None:
         raise MissingState("inductor is not loaded")
     return option

@@ -291,12 +291,12 @@ def _custom_ops() -> Iterator[str]:
     if "torch" not in sys.modules:
         return
     try:
-        present = op_names()
+        all_names = op_names()
     except AttributeError:
         yield "custom ops, which this torch does not list"
         return
     ops: dict[str, set[str]] = defaultdict(set)
-    for name in present:
+    for name in all_names:
         namespace, _, rest = name.partition("::")
         if namespace not in TORCHS_OWN and not _comes_with_torch(name):
             ops[namespace].add(rest.partition(".")[0])

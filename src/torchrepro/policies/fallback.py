@@ -274,7 +274,7 @@ def _replaced(
     **kwargs: Any,
 ) -> Any:
     if _is_handled(op):
-        return (partial(otherwise, proceed) if otherwise else proceed)(*args, **kwargs)
+        return otherwise(proceed, *args, **kwargs) if otherwise else proceed(*args, **kwargs)
     with _handling(op), import_module("torch").no_grad():
         result = fn(*args, **kwargs)
     _count(op, description)

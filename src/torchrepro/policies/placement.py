@@ -531,10 +531,10 @@ class _Transfer:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not is_parameter):
                 original.copy_(moved_back)
         for old, new, parts in self.over.containers:
-            present = _parts_of(new) or {}
-            same = present.keys() == parts.keys() and all(parts[k] is present[k] for k in parts)
-            if not same:
-                _refill(old, {key: self.back(part) for key, part in present.items()})
+            after = _parts_of(new) or {}
+            is_same = after.keys() == parts.keys() and all(parts[k] is after[k] for k in parts)
+            if not is_same:
+                _refill(old, {key: self.back(part) for key, part in after.items()})
 
     def _send(self, tensor: Any) -> Any:
         if is_there(tensor, self._device):

@@ -73,7 +73,7 @@ class Toggle:
 
 
 def _set_tags(tags: list[str]) -> None:
-    """Add `tags`, names of policies, to the keys under which torch.compile caches code.
+    """Set `tags`, names of policies, in the keys under which torch.compile caches code.
 
     See https://docs.pytorch.org/docs/stable/torch.compiler_api.html.
     """
