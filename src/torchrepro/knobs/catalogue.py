@@ -533,8 +533,8 @@ POLICIES = (
         "device.rng",
         OneOf(("native", "host")),
         LazyAccess("policies.host_rng:policy", at_rest="native", inherited=True),
-        "host draws every random number from the generator of the CPU, so all devices get the "
-        "same.",
+        "host draws every random number from the generator of the CPU, so the numbers are the "
+        "same on all devices.",
         "host: 16 us per random op, 2 ns per uniform number (a million: 2.2 ms, measured on "
         "2 cores), and the copy to the device; none without an accelerator",
         scope=Scope.EVERY_THREAD,

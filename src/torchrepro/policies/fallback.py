@@ -90,8 +90,8 @@ def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
     """Call `fn` instead of `op` while a profile that sets `device.fallback` is active.
 
     `op` is an op of torch or a custom op, such as ``"aten::cumsum"`` or ``torch.ops.aten.cumsum``;
-    without an overload it means all overloads. `fn` is called with the arguments of the op and
-    returns what the op returns. An in-place op returns the argument that it writes to; torchrepro
+    without an overload it means all overloads. `fn` is called with the arguments of the op and must
+    return the result of the op; for an in-place op, the argument that it writes to. torchrepro
     fills ``out=`` arguments. `fn` runs below autograd: torch computes the gradient with a separate
     op. Inside `fn`, calls of `op` run the original. A profile that names the op in
     `device.fallback: {ops: ...}` overrides the replacement. A second registration for an op
