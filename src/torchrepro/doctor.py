@@ -1,4 +1,4 @@
-"""What on this machine would make a profile ineffective, in plain words."""
+"""Find the causes on this machine that would make a profile ineffective."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from torchrepro.reporting.report import absent_lines
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing a reader should know."""
+    """A problem or a fact that the user should know."""
 
     what: str
     to_do: str = ""
-    serious: bool = True  # whether it makes the profile ineffective; otherwise it is worth knowing
+    serious: bool = True  # True if it makes the profile ineffective
 
 
 def examine(resolved: ResolvedProfile) -> list[Finding]:
-    """Return what would make `resolved` ineffective here; imports torch, changes nothing else."""
+    """Return the problems of `resolved` on this machine; imports torch, changes nothing else."""
     closed = closed_doors()
     try:
         torch = import_module("torch")
@@ -38,8 +38,8 @@ def examine(resolved: ResolvedProfile) -> list[Finding]:
         return [Finding(f"torch cannot be imported: {error}", "install torch")]
     except RuntimeError as error:
         words = str(error).partition("\n")[0]
-        todo = "repair that back end (for torch_npu: source CANN's set_env.sh), or export "
-        todo += "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to go on without it"
+        todo = "repair that backend (for torch_npu: source CANN's set_env.sh), or export "
+        todo += "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without it"
         return [Finding(f"torch cannot be imported: {words}", todo)]
     return list(_findings(resolved, make_plan(resolved, closed), torch))
 
@@ -68,17 +68,17 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
             'set env.CUBLAS_WORKSPACE_CONFIG to ":4096:8"',
         )
     strict = resolved.strict and torch.distributed.is_available()
-    for backend, variables in ORDER_OF_SUMS.items() if strict else ():
-        left = [
+    for backend, variables in ORDER_OF_SUMS.items():
+        missing = [
             name
             for name in variables
             if wanted.get(f"env.{name}") is None and name not in os.environ
         ]
-        if left and torch.distributed.is_backend_available(backend):
+        if strict and missing and torch.distributed.is_backend_available(backend):
             yield Finding(
-                f"collectives of {backend} add up in an order of their own: nothing sets "
-                f"{', '.join(left)}",
-                f"set env.{left[0]}, as debug-strict does",
+                f"the order of sums in collectives of {backend} is not fixed: "
+                f"{', '.join(missing)} is not set",
+                f"set env.{missing[0]}, as debug-strict does",
                 serious=False,
             )
     if "torch_npu" in sys.modules:
@@ -86,30 +86,31 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
     spec = find_spec("hydra_plugins")
     if spec is not None and spec.origin:
         yield Finding(
-            f"{spec.origin} makes hydra_plugins an ordinary package, so Hydra finds no plugin of "
-            "another one: `+repro=` would set a plain string",
+            f"{spec.origin} makes hydra_plugins an ordinary package, so Hydra finds no plugins of "
+            "other packages: `+repro=` would set a plain string",
             "remove that __init__.py",
         )
     elif find_spec("hydra_plugins.torchrepro") is None:
-        what = "Hydra cannot find torchrepro's plugin: `+repro=` would set a plain string"
-        yield Finding(what, "install torchrepro again")
+        problem = "Hydra cannot find the plugin of torchrepro: `+repro=` would set a plain string"
+        yield Finding(problem, "install torchrepro again")
     if untested := untested_torch():
-        yield Finding(untested, "torchrepro selftest tries each setting of it", serious=False)
+        yield Finding(untested, "torchrepro selftest tests each setting with it", serious=False)
     if wanted.get("seed") is None:
-        yield Finding("no seed: every run draws other random numbers", "set `seed`")
+        yield Finding("no seed: every run draws different random numbers", "set `seed`")
     for name, why in WITHOUT_EFFECT.items():
         if name in os.environ:
             yield Finding(f"{name} is exported and does nothing: {why}", serious=False)
     if plan.late:
+        late = ", ".join(row.knob for row in plan.late)
         yield Finding(
-            f"takes effect only before Python starts: {', '.join(row.knob for row in plan.late)}",
+            f"takes effect only if set before Python starts: {late}",
             f"start programs with `torchrepro run {resolved.name} -- ...`",
             serious=False,
         )
-    missing = [row.knob for row in report.having(Outcome.UNSUPPORTED) if not row.absent]
-    known = [name for name in missing if "." in name and not name.startswith("device.")]
+    unsupported = [row.knob for row in report.having(Outcome.UNSUPPORTED) if not row.absent]
+    known = [name for name in unsupported if "." in name and not name.startswith("device.")]
     if known:
-        yield Finding(f"not in this process, so not set: {', '.join(known)}", serious=False)
+        yield Finding(f"missing in this process, so not set: {', '.join(known)}", serious=False)
     for line in absent_lines(report):
         yield Finding(line, serious=False)
 
@@ -118,24 +119,26 @@ def _npu_findings(
     guarantee: str, wanted: Mapping[str, Any], plan: Plan, npu: Any
 ) -> Iterator[Finding]:
     if not npu.is_available():
-        what = "torch_npu finds no NPU: to ask one for its seed or its state raises"
-        yield Finding(what, serious=False)
-        # For jobs on other machines with this software: no knob here is affected by it.
+        problem = "torch_npu finds no NPU: reading the seed or the state of an NPU raises"
+        yield Finding(problem, serious=False)
+        # Matters for jobs on other machines with this software, but for no knob in this process.
         why = cann_too_old() or compiled_ops_blocked({s.knob.name: s.value for s in plan.steps})
         algorithms = wanted.get("backends.torch.deterministic_algorithms")
         if why and algorithms in ("error", "warn"):
             yield Finding(why)
     if guarantee == "aligned" and wanted.get("backends.npu.conv_allow_hf32") is None:
         yield Finding(
-            "convolutions use HF32 on the NPU unless they are told not to",
+            "convolutions on the NPU use HF32 by default",
             "set backends.npu.conv_allow_hf32 to false",
         )
     if hasattr(npu, "_DeferredNpuCallError") and not hasattr(npu, "DeferredNpuCallError"):
         yield Finding(
-            "this torch_npu ends every later use of an NPU with a NameError if a seed or a state "
-            "given before the first use is out of range, even where the program caught the error",
+            "if a seed or state set before the first use of an NPU is out of range, this torch_npu "
+            "raises a NameError at every later use, even if the program catches the first error",
             "seed with 0 to 2**64 - 1",
             serious=False,
         )
     if "torch_npu.contrib.transfer_to_npu" in sys.modules:
-        yield Finding("transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False)
+        yield Finding(
+            "transfer_to_npu is active: code that requests CUDA gets an NPU", serious=False
+        )

@@ -20,40 +20,40 @@ from torchrepro.profile.search_path import DISTRIBUTION, ENTRY_POINTS, PIECES, S
 TEMPLATES = Path(__file__).with_name("templates")
 VERSION = "0.1.0"
 _SUFFIX = ".jinja"
-_DOT = re.compile("^dot-")  # stands for a dot: many tools do not copy files that begin with one
+_DOT = re.compile("^dot-")  # "dot-" becomes ".": many tools skip files that begin with a dot
 
 LEGAL = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-LONGEST = 40  # characters; the name is typed on command lines
+LONGEST = 40  # characters; users type the name on command lines
 RESERVED = {
-    PIECES: "that is the name of the folder of pieces",
-    DISTRIBUTION: "torchrepro's own profiles need no prefix",
+    PIECES: "this is the name of the folder for pieces",
+    DISTRIBUTION: "it is reserved for the profiles of torchrepro, which need no prefix",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class NewPack:
-    """A pack of profiles; the names of its profiles begin with its own."""
+    """A pack of profiles; the name of the pack is the prefix of their names."""
 
     folder: Path
     name: str
     files: tuple[str, ...] = ()  # paths in the folder, sorted
-    profiles: tuple[str, ...] = ()  # and pieces, by their names once it is installed, sorted
+    profiles: tuple[str, ...] = ()  # names of profiles and pieces in the installed pack, sorted
 
     @property
     def module(self) -> str:
-        """The package that holds the profiles."""
+        """The package that contains the profiles."""
         return f"{self.name.replace('-', '_')}_profiles"
 
     @property
     def distribution(self) -> str:
-        """What an index calls the pack."""
+        """The name of the pack in a package index."""
         return f"{self.name.replace('_', '-')}-profiles"
 
 
 def write_pack(folder: Path) -> NewPack:
-    """Write a pack named after the last part of `folder`, which has to be new or empty.
+    """Write a pack with the name of `folder`, which must be new or empty.
 
-    Raises `ProfileError`, and leaves nothing behind, if the name or the folder cannot be used.
+    Raises `ProfileError`, and leaves no file behind, if the name or the folder cannot be used.
     """
     from torchrepro.profile.document import parse_document
     from torchrepro.profile.load import compose_document, validate
@@ -63,9 +63,10 @@ def write_pack(folder: Path) -> NewPack:
     if not LEGAL.fullmatch(name) or len(name) > LONGEST:
         near = "-".join(re.findall(r"[a-z0-9]+", name.lower()))[:LONGEST].rstrip("-")
         legal = f"words of a-z and 0-9, joined by - or _, at most {LONGEST} characters"
-        found = shown(name or str(folder))
         near = near if LEGAL.fullmatch(near) else ""
-        raise ProfileError.about("not the name of a pack", found=found, legal=legal, near=near)
+        raise ProfileError.about(
+            "not the name of a pack", found=shown(name or str(folder)), legal=legal, near=near
+        )
     pack = NewPack(folder, name)
     why = RESERVED.get(name) or _taken(pack)
     if why:
@@ -86,7 +87,7 @@ def write_pack(folder: Path) -> NewPack:
     except OSError as error:
         raise _unwritable(folder, error, "name another folder") from None
     if used:
-        todo = "name another folder, or remove what is in it"
+        todo = "name another folder, or remove its files"
         raise ProfileError.about("the folder exists and is not empty", found=str(folder), todo=todo)
     _write(folder, texts, "name another folder")
     return NewPack(folder, name, tuple(sorted(texts)), tuple(digests))
@@ -95,7 +96,7 @@ def write_pack(folder: Path) -> NewPack:
 def _taken(pack: NewPack) -> str:
     for entry in entry_points(group=ENTRY_POINTS, name=pack.name):
         owner = entry.dist.name if entry.dist else entry.value
-        return f"{owner} is installed, and its profiles are called {pack.name}/..."
+        return f"{owner} is installed and its profiles are called {pack.name}/..."
     if find_spec(pack.module) is not None:
         return f"a module {pack.module} is installed"
     try:
@@ -105,31 +106,31 @@ def _taken(pack: NewPack) -> str:
 
 
 def write_quickstart(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Write a program and a profile into `folder`, which is made if it is not there.
+    """Write a program and a profile into `folder`; create the folder if needed.
 
-    Returns both files, and the command lines to try on them, each with what it does.
-    Raises `ProfileError`, and leaves nothing behind, if one of them exists or cannot be written.
+    Returns both files, and command lines to try with their descriptions. Raises `ProfileError`, and
+    leaves no file behind, if a file exists or cannot be written.
     """
     todo = "name another folder: torchrepro quickstart DIR"
     texts = _rendered("quickstart")
-    profile, program = places = [folder / name for name in texts]
+    profile, program = paths = [folder / name for name in texts]
     problems = [
-        Problem("exists already, and nothing is overwritten", found=str(place), todo=todo)
-        for place in places
-        if place.is_symlink() or place.exists()
+        Problem("exists already and is not overwritten", found=str(path), todo=todo)
+        for path in paths
+        if path.is_symlink() or path.exists()
     ]
     if problems:
         raise ProfileError(problems)
     _write(folder, texts, todo)
-    python = which("python")  # as a shell calls the Python in which torchrepro is installed
-    here = python is not None and Path(python).parent == Path(sys.executable).parent
-    command = ["--", "python" if here else sys.executable, str(program)]
+    python = which("python")
+    is_ours = python is not None and Path(python).parent == Path(sys.executable).parent
+    command = ["--", "python" if is_ours else sys.executable, str(program)]
     todo_next = {
-        ("verify",): "two runs as the program is: they diverge, and you see at which line",
-        ("verify", str(profile)): "two runs under your profile: the same, bit for bit",
-        ("run", str(profile)): "one run under your profile, as from now on",
+        ("verify",): "two runs without a profile: they diverge, and torchrepro shows where",
+        ("verify", str(profile)): "two runs under your profile: bitwise the same",
+        ("run", str(profile)): "one run under your profile, for everyday use",
     }
-    lines = {join(["torchrepro", *words, *command]): what for words, what in todo_next.items()}
+    lines = {join(["torchrepro", *words, *command]): text for words, text in todo_next.items()}
     return [program, profile], lines
 
 
@@ -145,24 +146,24 @@ def _rendered(template: str, **values: str) -> dict[str, str]:
     texts = {}
     for path in environment.list_templates(filter_func=lambda path: path.endswith(_SUFFIX)):
         parts = path.removesuffix(_SUFFIX).replace("MODULE", values.get("module", "")).split("/")
-        place = "/".join(_DOT.sub(".", part) for part in parts)
-        texts[place] = environment.get_template(path).render(values)
+        target = "/".join(_DOT.sub(".", part) for part in parts)
+        texts[target] = environment.get_template(path).render(values)
     return texts
 
 
 def _write(folder: Path, texts: Mapping[str, str], todo: str) -> None:
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         for name, text in texts.items():
             file = folder / name
-            for parent in reversed([each for each in file.parents if not each.exists()]):
+            for parent in reversed([folder for folder in file.parents if not folder.exists()]):
                 parent.mkdir()
-                made.append(parent)
+                created.append(parent)
             with file.open("x", encoding="utf-8") as stream:
-                made.append(file)
+                created.append(file)
                 stream.write(text)
     except OSError as error:
-        for path in reversed(made):
+        for path in reversed(created):
             if path.is_dir():
                 path.rmdir()
             else:

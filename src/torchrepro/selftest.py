@@ -1,8 +1,9 @@
-"""Tries every promise on this machine in child processes, and leaves nothing behind.
+"""Test every promise on this machine in child processes, and leave no file or setting behind.
 
-A child starts without torch: variables are tried before torch is imported, as a program would set
-them. It takes trials as JSON, and answers each with a line of JSON; without trials it says what the
-machine is. An attempt returns if its promise is held, and raises if it is not.
+A child process starts without torch, so that variables are tested before the import of torch, as a
+program would set them. It reads trials as JSON and prints one line of JSON per trial; without
+trials it prints facts about the machine. An attempt returns if its promise holds, and raises
+otherwise.
 """
 
 from __future__ import annotations
@@ -48,30 +49,30 @@ CPU = "cpu"
 ACCELERATORS = ("cuda", "npu", "mps", "xpu")
 DEVICES = (CPU, *ACCELERATORS)
 
-_P = 0.5  # the share of elements that dropout drops
-_CLOSE = 1e-3  # results that differ by less have lost no element
+_P = 0.5  # probability of dropout
+_CLOSE = 1e-3  # if results differ by less, no element was dropped
 _DETERMINISTIC = {"torch": {"deterministic_algorithms": "error"}}
 _NAMESPACE = "torchrepro_selftest"
 _FAULTY_STEP = 1
 
 
 class NotHeldError(Exception):
-    """A promise is not held: what was expected, and what was found."""
+    """A promise does not hold; the arguments are the expected and the actual behaviour."""
 
 
 class NotHereError(Exception):
-    """There is nothing here to try the promise on; the text says why."""
+    """This machine cannot test the promise; the message explains why."""
 
 
-def _expect(holds: object, expected: str, found: str) -> None:
+def _expect(holds: object, expected: str, actual: str) -> None:
     if not holds:
-        raise NotHeldError(expected, found)
+        raise NotHeldError(expected, actual)
 
 
 def knob_holds(name: str) -> None:
-    """Write legal values of a knob until one is new to it; each is read back and undone.
+    """Set a knob to legal values until one changes it; read each value back and undo it.
 
-    Raises `NotHereError` if none could be written that was not there before.
+    Raises `NotHereError` if no value could be set that differs from the initial one.
     """
     knob = knobs_by_name()[name]
     if knob.door == "interpreter":
@@ -82,28 +83,30 @@ def knob_holds(name: str) -> None:
     rows = []
     for value in knob.legal.examples():
         variables, before = dict(os.environ), _state(knob)
-        with apply(_asking_for(knob, value)) as applied:
+        with apply(_profile_with(knob, value)) as applied:
             row = applied.report[knob.name]
             if row.outcome is Outcome.APPLIED:
                 read = f"reads {shown(knob.access.read())}"
-                _expect(knob.holds(value), f"{shown(value)} reads back", read)
+                _expect(knob.holds(value), f"{shown(value)} is read back", read)
         after = _state(knob)
         _same_variables(knob, variables)
-        for each in before:
-            back = f"{each} back at {shown(before[each])} after the undo"
-            _expect(before[each] == after[each], back, shown(after[each]))
+        for state in before:
+            expected = f"{state} is {shown(before[state])} again after the undo"
+            _expect(before[state] == after[state], expected, shown(after[state]))
         if row.outcome is Outcome.APPLIED:
             return
         skipped = row.outcome in (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
-        _expect(skipped, f"{shown(value)} is written and reads back", f"{row.outcome}: {row.why}")
+        _expect(skipped, f"{shown(value)} is written and read back", f"{row.outcome}: {row.why}")
         rows.append(row)
     refused = [row.why for row in rows if row.outcome is Outcome.UNSUPPORTED]
     values = " and ".join(dict.fromkeys(shown(row.after) for row in rows))
-    raise NotHereError(refused[0] if refused else f"it has {values} here, nothing is new")
+    raise NotHereError(
+        refused[0] if refused else f"already {values}: no legal value would change it"
+    )
 
 
 def _state(knob: Knob) -> dict[str, Any]:
-    if knob.variable:  # torch is not to be imported yet
+    if knob.variable:  # must not import torch yet
         return {}
     from torchrepro.seeding.state import rng_state
 
@@ -111,31 +114,31 @@ def _state(knob: Knob) -> dict[str, Any]:
         read = knob.access.read()
     except MissingState as missing:
         read = str(missing)
-    return {knob.name: read, "the generators": rng_state()}
+    return {knob.name: read, "the state of the generators": rng_state()}
 
 
 def _same_variables(knob: Knob, before: Mapping[str, str]) -> None:
-    # Values of other variables than the knob's own may be secret.
-    own, after = knob.variable, os.environ
-    back = f"{own} back at {shown(before.get(own))} after the undo"
-    _expect(before.get(own) == after.get(own), back, shown(after.get(own)))
+    # Show only the names of other variables, because their values may be secret.
+    variable, after = knob.variable, os.environ
+    expected = f"{variable} is {shown(before.get(variable))} again after the undo"
+    _expect(before.get(variable) == after.get(variable), expected, shown(after.get(variable)))
     names = sorted({*before, *after})
     changed = [name for name in names if before.get(name) != after.get(name)]
-    _expect(not changed, "every variable as it was, after the undo", f"changed: {some(changed)}")
+    _expect(not changed, "no variable has changed after the undo", f"changed: {some(changed)}")
 
 
-def _asking_for(knob: Knob, value: Any) -> dict[str, Any]:
+def _profile_with(knob: Knob, value: Any) -> dict[str, Any]:
     wanted = {knob.profile_key: value}
     if knob.needs and knob.needing(value):
         needed = knobs_by_name()[knob.needs]
         wanted[needed.profile_key] = (knob.needed or needed.legal.examples())[0]
     profile: dict[str, Any] = {}
-    for key, its in wanted.items():
+    for key, setting in wanted.items():
         section = profile
         *path, last = key.split(".")
         for part in path:
             section = section.setdefault(part, {})
-        section[last] = its
+        section[last] = setting
     return profile
 
 
@@ -152,11 +155,11 @@ def _reaches_a_new_process(knob: Knob) -> None:
     before = dict(os.environ)
     for value in knob.legal.examples():
         command = [sys.executable, "-c", _LOOK, knob.name]
-        program, environment = prepared(resolve(_asking_for(knob, value)), command)
+        program, environment = prepared(resolve(_profile_with(knob, value)), command)
         done = subprocess.run(  # noqa: S603 - our own Python
             [program, *command[1:]], env=environment, capture_output=True, text=True, check=False
         )
-        expected = f"{knob.variable}={value} in a process that starts under it"
+        expected = f"{knob.variable}={value} in a new process with this profile"
         _expect(not done.returncode, expected, done.stderr.strip().rpartition("\n")[2])
         text, (in_effect, words) = json.loads(done.stdout)
         reached = text == value and in_effect is not False
@@ -165,7 +168,7 @@ def _reaches_a_new_process(knob: Knob) -> None:
 
 
 def dropout_is_zeroed(device: str) -> None:
-    """Call what drops elements before, under and after the policy."""
+    """Call functions that drop elements before, under and after the policy."""
     import torch
     from torch import nn
 
@@ -188,19 +191,19 @@ def dropout_is_zeroed(device: str) -> None:
     }
 
     def dropping() -> str:
-        found = [
+        names = [
             name
             for name, layer in layers.items()
             if (layer(_P) - layer(0.0)).abs().max().item() >= _CLOSE
         ]
-        return ", ".join(found) or "nothing"
+        return ", ".join(names) or "nothing"
 
     before, all_drop = dropping(), ", ".join(layers)
     with apply({"dropout": "zero"}):
         under = dropping()
     after = dropping()
     dropped = "elements are dropped"
-    _expect(under == "nothing", "no element is dropped under the policy", f"dropped in {under}")
+    _expect(under == "nothing", "no element is dropped with the policy", f"dropped in {under}")
     _expect(before == all_drop, f"{dropped} without the policy", f"dropped only in {before}")
     _expect(after == all_drop, f"{dropped} again after it", f"dropped in {after}")
 
@@ -219,30 +222,31 @@ def host_draws(device: str) -> None:
     }
 
     def drawn(on: str) -> dict[str, Any]:
-        found = {}
+        numbers = {}
         for name, draw in draws.items():
             torch.manual_seed(7)
-            found[name] = draw(on).cpu().tolist()
-        return found
+            numbers[name] = draw(on).cpu().tolist()
+        return numbers
 
     expected, before = drawn(CPU), drawn(device)
     with apply({"device": {"rng": "host"}}):
         under = drawn(device)
-    other = ", ".join(name for name in expected if under[name] != expected[name])
-    _expect(not other, "the numbers of the CPU", f"other numbers from {other}")
-    own = "the device's own numbers after the undo"
-    _expect(drawn(device) == before, own, "other numbers")
+    different = ", ".join(name for name in expected if under[name] != expected[name])
+    same = "the same random numbers as on the CPU"
+    _expect(not different, same, f"different random numbers from {different}")
+    again = "the random numbers of the device again after the undo"
+    _expect(drawn(device) == before, again, "different random numbers")
 
 
-def fallback_goes_on(device: str) -> None:
-    """Call an op that torch refuses on this device, with and without the policy."""
+def fallback_runs_on_cpu(device: str) -> None:
+    """Call an op that torch refuses to run on this device, with and without the policy."""
     import torch
 
-    places, values = torch.tensor([0, 0, 3]).to(device), torch.tensor([1.0, 2.0, 5.0]).to(device)
+    indices, values = torch.tensor([0, 0, 3]).to(device), torch.tensor([1.0, 2.0, 5.0]).to(device)
     pooled = torch.arange(4.0).reshape(1, 1, 2, 2).to(device)
     origins = torch.tensor([0, 2, 8, 10]).reshape(1, 1, 2, 2).to(device)
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        "aten::put_": lambda: torch.zeros(4, device=device).put_(places, values),
+        "aten::put_": lambda: torch.zeros(4, device=device).put_(indices, values),
         "aten::max_unpool2d": lambda: torch.nn.functional.max_unpool2d(pooled, origins, [2, 2]),
     }
 
@@ -260,17 +264,17 @@ def fallback_goes_on(device: str) -> None:
     name = refused[0]
     with apply({"backends": _DETERMINISTIC, "device": {"fallback": "cpu"}}) as applied:
         why = refusal(name)
-        _expect(not why, f"{name} goes on", why)
+        _expect(not why, f"{name} runs", why)
         results = [calls[name]().cpu().tolist() for _ in range(2)]
         counted = [effect for effect in applied.report.effects if effect.subject == name]
-    _expect(results[0] == results[1], f"{name} gives the same twice", shown(results))
+    _expect(results[0] == results[1], f"{name} computes the same twice", shown(results))
     _expect(counted, f"the report counts the calls of {name}", "no calls")
     with apply({"backends": _DETERMINISTIC}):
         _expect(refusal(name), f"torch refuses {name} again after the undo", "it runs")
 
 
-def one_bit_is_told(device: str) -> None:
-    """Record a program twice, and once with one value changed by one ulp in one op."""
+def one_bit_is_found(device: str) -> None:
+    """Record a program three times; in the third, one value of one op differs by one ulp."""
     import torch
 
     from torchrepro.trace.recorder import end_step, record
@@ -297,14 +301,14 @@ def one_bit_is_told(device: str) -> None:
                 is_faulty = run.name == "faulty" and step == _FAULTY_STEP
                 value = (scaled(value).tanh() + value).sin()
                 end_step()
-    same, found = compare(runs[0], runs[1]), compare(runs[0], runs[2])
-    _expect(same.same, "two recordings of the same are the same", _place(same))
+    same, faulty = compare(runs[0], runs[1]), compare(runs[0], runs[2])
+    _expect(same.same, "two recordings of one program are the same", _divergence(same))
     expected = f"they diverge at step {_FAULTY_STEP} in {_NAMESPACE}::{name}"
-    place = "the same" if found.same else _place(found)
-    _expect(place.removesuffix(".default") == expected, expected, place)
+    verdict = "the same" if faulty.same else _divergence(faulty)
+    _expect(verdict.removesuffix(".default") == expected, expected, verdict)
 
 
-def _place(verdict: Any) -> str:
+def _divergence(verdict: Any) -> str:
     first = verdict.first
     if first is None:
         return "they differ"
@@ -317,8 +321,9 @@ def two_runs_are_the_same(device: str) -> None:
 
     folder = Path(tempfile.mkdtemp()) / "runs"
     command = [sys.executable, "-c", f"from {__name__} import train; train({device!r})"]
-    found = verify("debug-strict", command, closer=False, folder=folder)
-    _expect(found.same, "the same bits in both runs", _place(found.verdict))
+    verification = verify("debug-strict", command, closer=False, folder=folder)
+    verdict = verification.verdict
+    _expect(verification.same, "both runs are bitwise the same", _divergence(verdict))
 
 
 def train(device: str) -> None:
@@ -342,36 +347,40 @@ def train(device: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A promise, tried once for each of its devices."""
+    """A promise, tested once per device."""
 
     name: str
-    sentence: str  # what holds, in words
-    attempt: Callable[[str], None]  # tries it on a device, or for a knob
-    devices: tuple[str, ...] = DEVICES  # empty: for every knob instead, on the knob's own device
-    many: str = ""  # the sentence for several knobs at once, with a place for how many
-    limit: float = 60.0  # seconds after which an attempt counts as failed
+    sentence: str  # the promise in words
+    attempt: Callable[[str], None]  # tests it on a device, or for a knob
+    devices: tuple[str, ...] = DEVICES  # if empty: once per knob, on the device of the knob
+    many: str = ""  # the sentence for several knobs, to format with their number
+    limit: float = 60.0  # timeout of an attempt in seconds
 
 
 PROMISES = (
     Promise(
         "knob",
-        "a setting is written, reads back, and is put back as it was",
+        "a setting can be written, read back and restored",
         knob_holds,
         devices=(),
-        many="written, read back, and put back as it was: {}",
+        many="written, read back and restored: {}",
     ),
-    Promise("dropout", "`dropout: zero` lets every element through", dropout_is_zeroed),
+    Promise("dropout", "`dropout: zero` drops no element", dropout_is_zeroed),
     Promise(
         "host random numbers",
-        "`device.rng: host` draws what the CPU draws",
+        "`device.rng: host` draws the same random numbers as the CPU",
         host_draws,
-        devices=ACCELERATORS,  # the CPU draws what the CPU draws
+        devices=ACCELERATORS,  # trivially true on the CPU
     ),
-    Promise("fallback", "`device.fallback: cpu` goes on where torch refuses", fallback_goes_on),
-    Promise("one bit", "two recordings tell one bit, and the op it is in", one_bit_is_told),
+    Promise("fallback", "`device.fallback: cpu` runs ops that torch refuses", fallback_runs_on_cpu),
+    Promise(
+        "one bit",
+        "a comparison finds one changed bit, and the op that changed it",
+        one_bit_is_found,
+    ),
     Promise(
         "the same twice",
-        "two runs under debug-strict are the same",
+        "two runs under debug-strict are bitwise the same",
         two_runs_are_the_same,
         limit=180.0,
     ),
@@ -384,14 +393,14 @@ CACHES = (
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),
     *("ASCEND_PROCESS_LOG_PATH", "ASCEND_CACHE_PATH", "XDG_CACHE_HOME"),
 )
-"""Name folders for what libraries compile and log, which are in the home folder otherwise."""
+"""Variables with folders for caches and logs, which are in the home folder by default."""
 
-_START = 120.0  # seconds that a process has to import torch and say what the machine is
-_NAMED = 2  # settings or promises that are named one by one
+_START = 120.0  # timeout in seconds to import torch and report facts about the machine
+_NAMED = 2  # up to so many settings or promises are listed by name
 
 
 class Result(StrEnum):
-    """What became of a promise on a device."""
+    """The result of a promise on a device."""
 
     HELD = "held"
     FAILED = "failed"
@@ -402,7 +411,7 @@ _STYLES = {Result.HELD: "green", Result.FAILED: "bold red", Result.NOT_HERE: "di
 
 
 class PromiseTrial(NamedTuple):
-    """A promise on a device, or for one knob of it."""
+    """One test of a promise: on a device, or for a knob."""
 
     promise: Promise
     device: str
@@ -411,21 +420,21 @@ class PromiseTrial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one trial."""
+    """The result of one trial."""
 
     promise: str
     device: str
     knob: str
     result: Result
-    why: str = ""  #: Why it is not here.
-    expected: str = ""
-    found: str = ""  #: What was expected of a promise that failed, and what was found instead.
+    why: str = ""  #: Why this machine cannot test the promise.
+    expected: str = ""  #: The expected behaviour, for a promise that failed.
+    found: str = ""  #: The actual behaviour, for a promise that failed.
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTest(Displayed):
-    """What became of every promise on one machine."""
+    """The results of all promises on one machine."""
 
     version: str  # of torchrepro
     date: str
@@ -435,7 +444,7 @@ class SelfTest(Displayed):
 
     @property
     def held(self) -> bool:
-        """Whether no promise failed."""
+        """True if no promise failed."""
         return not self.having(Result.FAILED)
 
     def having(self, result: Result) -> tuple[Row, ...]:
@@ -443,7 +452,7 @@ class SelfTest(Displayed):
         return tuple(row for row in self.rows if row.result is result)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as plain JSON values."""
+        """Return the results as plain JSON values."""
         return {
             "selftest": FORMAT,
             "torchrepro": self.version,
@@ -460,103 +469,105 @@ class SelfTest(Displayed):
 
 
 @parts.register(SelfTest)
-def selftest_parts(found: SelfTest) -> tuple[Part, ...]:
+def selftest_parts(test: SelfTest) -> tuple[Part, ...]:
     """Return the lines and the table that show a self-test.
 
-    Promises that are held take a line for each device, settings together; so does what is not
-    here. Each one that failed has its own, with what was expected and what was found.
+    A promise that holds has one line per device, and all settings of a device share a line.
+    Promises that cannot be tested share a line per reason. A failed promise has its own line, with
+    the expected and the actual behaviour.
     """
     cells: list[tuple[Result, str, str, str]] = []
-    held, absent = found.having(Result.HELD), found.having(Result.NOT_HERE)
+    successes, absent = test.having(Result.HELD), test.having(Result.NOT_HERE)
     for promise in PROMISES:
         for device in DEVICES:
-            about = promise.name, device
-            rows = [row for row in held if (row.promise, row.device) == about]
+            subject = promise.name, device
+            rows = [row for row in successes if (row.promise, row.device) == subject]
             if rows:
                 words = promise.many.format(counted(len(rows), "setting")) or promise.sentence
                 seconds = sum(row.seconds for row in rows)
                 cells.append((Result.HELD, device, f"{seconds:.1f}", words))
     sentences = {promise.name: promise.sentence for promise in PROMISES}
-    for row in found.having(Result.FAILED):
-        subject = row.knob or sentences[row.promise]
-        words = f"{subject}: expected: {row.expected}; found: {row.found}"
+    for row in test.having(Result.FAILED):
+        name = row.knob or sentences[row.promise]
+        words = f"{name}: expected: {row.expected}; found: {row.found}"
         cells.append((Result.FAILED, row.device, f"{row.seconds:.1f}", words))
     reasons = dict.fromkeys((row.device, row.why) for row in absent)
     for device, why in sorted(reasons, key=lambda reason: DEVICES.index(reason[0])):
         rows = [row for row in absent if (row.device, row.why) == (device, why)]
         cells.append((Result.NOT_HERE, device, "", f"{_subjects(rows)}: {why}"))
-    shown = [(Styled(result, _STYLES[result]), *words) for result, *words in cells]
-    versions = found.machine["versions"]
-    names = [name for names in found.machine["names"].values() for name in dict.fromkeys(names)]
-    cpu = found.machine["hardware"].get("cpu", "")
-    heading = f"torchrepro {found.version}", f"torch {versions.get('torch')}", *names, cpu
-    counts = ", ".join(f"{len(found.having(result))} {result}" for result in Result)
+    styled = [(Styled(result, _STYLES[result]), *words) for result, *words in cells]
+    versions = test.machine["versions"]
+    names = [name for names in test.machine["names"].values() for name in dict.fromkeys(names)]
+    cpu = test.machine["hardware"].get("cpu", "")
+    heading = f"torchrepro {test.version}", f"torch {versions.get('torch')}", *names, cpu
+    counts = ", ".join(f"{len(test.having(result))} {result}" for result in Result)
     todo = (
-        "to send it with its machine: torchrepro selftest --json, as an issue of the project"
-        if found.held
-        else "to do: send `torchrepro selftest --json` as an issue of the project"
+        "to share this result: open an issue with the output of `torchrepro selftest --json`"
+        if test.held
+        else "to do: open an issue with the output of `torchrepro selftest --json`"
     )
     return (
-        ", ".join(filter(None, [*heading, found.date[:10]])),
-        table(("result", "device", "s", "promise"), shown),
-        f"{counts} in {found.seconds:.0f} s\n{todo}",
+        ", ".join(filter(None, [*heading, test.date[:10]])),
+        table(("result", "device", "s", "promise"), styled),
+        f"{counts} in {test.seconds:.0f} s\n{todo}",
     )
 
 
 def _subjects(rows: Sequence[Row]) -> str:
     knobs = [row.knob for row in rows if row.knob]
-    others = [row.promise for row in rows if not row.knob]
+    promises = [row.promise for row in rows if not row.knob]
     words = [some(knobs) if len(knobs) <= _NAMED else counted(len(knobs), "setting")]
-    words += others if len(others) <= _NAMED else [counted(len(others), "promise")]
+    words += promises if len(promises) <= _NAMED else [counted(len(promises), "promise")]
     return ", ".join(filter(None, words))
 
 
 def trials() -> Iterator[PromiseTrial]:
-    """Yield what is to be tried, whatever this machine has."""
+    """Yield all trials, also for devices that this machine does not have."""
     for promise in PROMISES:
         for device in promise.devices:
             yield PromiseTrial(promise, device)
-        for knob in () if promise.devices else CATALOGUE:
-            yield PromiseTrial(promise, HARDWARE.get(knob.hardware, CPU), knob.name)
+        if not promise.devices:
+            for knob in CATALOGUE:
+                yield PromiseTrial(promise, HARDWARE.get(knob.hardware, CPU), knob.name)
 
 
 def selftest(meanwhile: Callable[[str], object] = print) -> SelfTest:
-    """Try every promise on every device of this machine.
+    """Test every promise on every device of this machine.
 
-    They are tried one after another in a process that starts without the variables that a knob
-    sets, so what the user has exported has no say. After a promise that failed another process
-    goes on: what the failure has left behind is not there. `meanwhile` takes what is being tried.
-    All files are in a temporary folder that is removed. No secret is in the answer. Raises
-    `ApplyError` if torch cannot be imported, and `Interrupted` if a signal ends us, once the
-    processes have ended.
+    One child process runs the trials one after another. It starts without the variables of knobs,
+    so variables that the user has exported have no influence. After a failed promise, a new process
+    runs the remaining trials, so that the failure cannot affect them. `meanwhile` is called with
+    the name of each trial. All files are in a temporary folder, which is removed. The result
+    contains no secrets. Raises `ApplyError` if torch cannot be imported, and `Interrupted` after a
+    signal, once the processes have ended.
     """
     began, date = time.monotonic(), datetime.now(UTC)
-    with tempfile.TemporaryDirectory(prefix="torchrepro-selftest-") as place, signals_raised():
-        folder = Path(place).resolve()
+    with tempfile.TemporaryDirectory(prefix="torchrepro-selftest-") as path, signals_raised():
+        folder = Path(path).resolve()
         meanwhile("importing torch ...")
         with _child([], folder) as answer:
             machine, why = answer(_START)
         if machine is None:
             raise ApplyError(
                 f"torch cannot be imported: {_shareable(why)}\n"
-                "    to do: torchrepro doctor says more"
+                "    to do: run torchrepro doctor for details"
             )
-        rows, todo = [], []
+        rows, pending = [], []
         for trial in trials():
             why = machine["absent"].get(trial.device)
             if why:
                 rows.append(_row(trial, {"result": Result.NOT_HERE, "why": why}))
             else:
-                todo.append(trial)
+                pending.append(trial)
         tried = 0
-        while tried < len(todo):
-            with _child(todo[tried:], folder) as answer:
-                for trial in todo[tried:]:
+        while tried < len(pending):
+            with _child(pending[tried:], folder) as answer:
+                for trial in pending[tried:]:
                     tried += 1
                     name = trial.knob or trial.promise.name
-                    meanwhile(f"{tried} of {len(todo)}: {name} on {trial.device} ...")
-                    became, why = answer(trial.promise.limit)
-                    rows.append(_row(trial, became or {"result": Result.FAILED, "found": why}))
+                    meanwhile(f"{tried} of {len(pending)}: {name} on {trial.device} ...")
+                    outcome, why = answer(trial.promise.limit)
+                    rows.append(_row(trial, outcome or {"result": Result.FAILED, "found": why}))
                     if rows[-1].result is Result.FAILED:
                         break
     seconds = time.monotonic() - began
@@ -564,38 +575,42 @@ def selftest(meanwhile: Callable[[str], object] = print) -> SelfTest:
     return SelfTest(str(torchrepro.__version__), stamp, machine, tuple(rows), seconds)
 
 
-def _row(trial: PromiseTrial, became: Mapping[str, Any]) -> Row:
-    result = Result(became["result"])
+def _row(trial: PromiseTrial, outcome: Mapping[str, Any]) -> Row:
+    result = Result(outcome["result"])
     if result is Result.FAILED:
-        became = {"expected": trial.promise.sentence, **became}
-    texts = {key: _shareable(became.get(key, "")) for key in ("why", "expected", "found")}
-    seconds = became.get("seconds", 0.0)
+        outcome = {"expected": trial.promise.sentence, **outcome}
+    texts = {key: _shareable(outcome.get(key, "")) for key in ("why", "expected", "found")}
+    seconds = outcome.get("seconds", 0.0)
     return Row(trial.promise.name, trial.device, trial.knob, result, **texts, seconds=seconds)
 
 
 def _shareable(text: str) -> str:
-    # Errors and logs hold whatever a library says.
+    # Errors and logs of libraries can contain secrets and control characters.
     return printable(without_secrets(text, secrets_here())) if text else ""
 
 
 @contextmanager
 def _child(
-    asked: Sequence[PromiseTrial], folder: Path
+    requested: Sequence[PromiseTrial], folder: Path
 ) -> Iterator[Callable[[float], tuple[dict[str, Any] | None, str]]]:
-    # Yields what waits so many seconds for the next answer: that, or None and why there is none.
-    own = Path(tempfile.mkdtemp(dir=folder))
-    log = own / "log"
-    words = json.dumps([(trial.promise.name, trial.knob or trial.device) for trial in asked])
+    """Start a process for the trials; yield a function that waits for the next answer.
+
+    The argument of the function is a timeout in seconds. It returns the answer and "", or None and
+    the reason why no answer came.
+    """
+    temporary = Path(tempfile.mkdtemp(dir=folder))
+    log = temporary / "log"
+    words = json.dumps([(trial.promise.name, trial.knob or trial.device) for trial in requested])
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - our own Python
             [sys.executable, "-c", f"from {__name__} import try_each; try_each()", words],
-            env=environment_below(own),
-            cwd=own,
+            env=environment_below(temporary),
+            cwd=temporary,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
             start_new_session=True,
-            bufsize=0,  # a line that follows stays in the pipe, where `select` sees it
+            bufsize=0,  # later lines stay in the pipe, where `select` sees them
         )
     answers: Any = process.stdout
 
@@ -605,11 +620,11 @@ def _child(
             return None, f"no answer within {limit:g} s"
         line = answers.readline()
         if line.endswith(b"\n"):
-            found: dict[str, Any] = json.loads(line)
-            return found, ""
-        said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            outcome: dict[str, Any] = json.loads(line)
+            return outcome, ""
+        last_line = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
         ended = f"the process ended with {status_in_words(process.wait())}"
-        return None, f"{ended}: {said}" if said else ended
+        return None, f"{ended}: {last_line}" if last_line else ended
 
     try:
         yield answer
@@ -619,30 +634,30 @@ def _child(
 
 
 def environment_below(folder: Path) -> dict[str, str]:
-    """Return the environment without what a knob sets; files of libraries go into `folder`.
+    """Return the environment without variables of knobs; libraries write files to `folder`.
 
-    Our own variables are left out too: a profile around this command is not tried here.
+    It has no variables of torchrepro either, so that a profile around the self-test is not active.
     """
-    ours = {knob.variable for knob in CATALOGUE if knob.variable}
+    removed = {knob.variable for knob in CATALOGUE if knob.variable}
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in ours and not name.startswith("TORCHREPRO_")
+        if name not in removed and not name.startswith("TORCHREPRO_")
     }
-    if kept.get("PYTHONPATH"):  # a process starts in another folder than we did
+    if kept.get("PYTHONPATH"):  # the child starts in another folder
         paths = kept["PYTHONPATH"].split(os.pathsep)
         kept["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
     caches = {name: folder / name.lower() for name in CACHES}
     for cache in caches.values():
-        cache.mkdir()  # CANN passes over a folder that is not there
+        cache.mkdir()  # CANN ignores a folder that does not exist
     return {**kept, **{name: str(cache) for name, cache in caches.items()}, "TMPDIR": str(folder)}
 
 
 def machine_facts() -> dict[str, Any]:
     """Return versions, hardware and devices as plain JSON values; imports torch.
 
-    Holds no name of the machine or of a person. ``absent`` says of every other device why it is
-    not here.
+    Contains no name of the machine or of a person. ``absent`` maps every device that this machine
+    does not have to the reason.
     """
     torch = import_module("torch")
     absent = {HARDWARE[name]: why for name, why in absent_hardware().items()}
@@ -652,13 +667,13 @@ def machine_facts() -> dict[str, Any]:
         if device in absent:
             continue
         if module is None or not module.is_available():
-            absent[device] = "its driver is here, and torch finds no device"
+            absent[device] = "the driver is installed, but torch finds no device"
             continue
         name = getattr(module, "get_device_name", lambda index: device)  # noqa: B023
         names[device] = [name(index) for index in range(module.device_count())]
     return {
-        "versions": {name: each for name, each in software().items() if each is not None},
-        "hardware": {name: each for name, each in hardware().items() if each is not None},
+        "versions": {name: version for name, version in software().items() if version is not None},
+        "hardware": {name: fact for name, fact in hardware().items() if fact is not None},
         "devices": [CPU, *names],
         "names": names,
         "absent": absent,
@@ -666,26 +681,26 @@ def machine_facts() -> dict[str, Any]:
 
 
 def try_each() -> None:
-    """Try what the command line asks for: what a child does."""
-    asked = json.loads(sys.argv[1])
-    # What an attempt or a library prints goes to the log: the parent gets the answers alone.
+    """Run the trials on the command line; the main function of a child process."""
+    requested = json.loads(sys.argv[1])
+    # Output of attempts and libraries goes to the log, so that the parent reads only answers.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         attempts = {promise.name: promise.attempt for promise in PROMISES}
-        if not asked:
+        if not requested:
             print(json.dumps(machine_facts()), file=answers)
-        for name, subject in asked:
+        for name, subject in requested:
             began = time.monotonic()
-            found: dict[str, Any] = {"result": Result.HELD}
+            outcome: dict[str, Any] = {"result": Result.HELD}
             try:
                 attempts[name](subject)
             except NotHereError as absent:
-                found = {"result": Result.NOT_HERE, "why": str(absent)}
+                outcome = {"result": Result.NOT_HERE, "why": str(absent)}
             except NotHeldError as fault:
-                expected, its = fault.args
-                found = {"result": Result.FAILED, "expected": expected, "found": its}
-            except Exception as error:  # noqa: BLE001 - what was found instead of the promise
+                expected, actual = fault.args
+                outcome = {"result": Result.FAILED, "expected": expected, "found": actual}
+            except Exception as error:  # noqa: BLE001 - any error is a failed promise
                 words = str(error).strip().partition("\n")[0]
-                found = {"result": Result.FAILED, "found": f"{type(error).__name__}: {words}"}
-            found["seconds"] = time.monotonic() - began
-            print(json.dumps(found), file=answers, flush=True)
+                outcome = {"result": Result.FAILED, "found": f"{type(error).__name__}: {words}"}
+            outcome["seconds"] = time.monotonic() - began
+            print(json.dumps(outcome), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""Devices to try a law on: the CPU, a simulated accelerator in a process of its own, and a GPU."""
+"""Devices for tests: the CPU, a simulated accelerator in a separate process, and a GPU."""
 
 import importlib.util
 import sys
@@ -24,10 +24,10 @@ def _child() -> Iterator[Child]:
 
 @pytest.fixture
 def on_npu(_child: Child) -> Callable[..., Any]:
-    """Run a function at the top of a test file, with arguments, where "npu" is a device.
+    """Run a module-level function of a test file, with arguments, in a process with device "npu".
 
     The result and the arguments are pickled, so tensors go through ``.cpu()``. Errors are raised
-    here; a hang, a crash and a profile or flag left behind are errors too.
+    in this process; a hang, a crash, and a profile or flag left behind are errors too.
     """
     if MISSING:
         pytest.skip(MISSING)
@@ -50,13 +50,13 @@ def on_npu(_child: Child) -> Callable[..., Any]:
     ]
 )
 def device(request: pytest.FixtureRequest) -> str:
-    """The name of a device, for laws that hold on each."""
+    """The name of a device, for tests that run on each."""
     return request.param
 
 
 @pytest.fixture
 def run(device: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Run a function at the top of a test file where `device` is one, as `on_npu` does."""
+    """Run a module-level function of a test file on a machine with `device`, as `on_npu` does."""
     if device == "npu":
         return request.getfixturevalue("on_npu")
     return lambda function, *args: function(*args)

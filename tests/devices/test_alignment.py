@@ -18,7 +18,7 @@ STEPS = 5
 class _Network(nn.Module):
     """A transformer with a random mask of tokens, noise, and convolutions with batch norm.
 
-    Dropout is everywhere, of values, of pixels and of channels.
+    It has dropout of values, of pixels and of channels.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _weights(name: str, device: str, overrides: list[str]) -> tuple[str, list[str]]:
-    """Train under `npu-align` on `device`; return the hash of the weights, and what was not set."""
+    """Train under `npu-align` on `device`; return a hash of the weights, and the unset knobs."""
     with torchrepro.apply("npu-align", ["seed=3", *overrides]) as applied:
         model = _Network().to(device)
         for parameter in model.parameters():
@@ -69,15 +69,15 @@ def _weights(name: str, device: str, overrides: list[str]) -> tuple[str, list[st
 def test_both_devices_train_to_the_same_weights(
     optimizer: str, dropout: str, on_npu: OnNpu
 ) -> None:
-    """Weights, inputs, noise and masks drawn on the device: bit for bit those of the CPU."""
+    """Weights, inputs, noise and masks are drawn on the device; training equals the CPU bitwise."""
     weights, outcomes = on_npu(_weights, optimizer, "npu", [dropout])
 
     assert weights == on_npu(_weights, optimizer, "cpu", [dropout])[0]
     assert "device.rng: applied" in outcomes
 
 
-def test_without_host_random_numbers_they_do_not(on_npu: OnNpu) -> None:
-    """The test above sees a difference if there is one."""
+def test_without_host_random_numbers_the_weights_differ(on_npu: OnNpu) -> None:
+    """The test above can detect a difference."""
     native = ["device.rng=native"]
 
     assert on_npu(_weights, "SGD", "npu", native)[0] != on_npu(_weights, "SGD", "cpu", native)[0]

@@ -1,4 +1,4 @@
-"""Fingerprints on the simulated accelerator: computed there, fetched in one copy."""
+"""Fingerprints on the simulated accelerator are computed there, and fetched in one copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def taken(device: str) -> tuple[str, dict[str, bytes | None]]:
 
 
 def copies(count: int) -> tuple[int, int]:
-    """Return how often memory went to the host while fingerprints were made, and fetched."""
+    """Return the number of copies to the host while fingerprints are computed, and fetched."""
     tensors = [torch.full((100,), float(number), device="npu") for number in range(count)]
     fetch([device_fingerprint(tensors[0])])  # the device's arithmetic is tried at the first
     log.clear()
@@ -39,8 +39,8 @@ def copies(count: int) -> tuple[int, int]:
     return before, log.to_host - before
 
 
-def test_an_npu_computes_them_in_words_that_it_can_multiply(on_npu: OnNpu) -> None:
-    """On an NPU arithmetic is that of 32 bits, it is trusted, and equal values are equal."""
+def test_an_npu_computes_fingerprints_with_32_bit_words(on_npu: OnNpu) -> None:
+    """An NPU computes with 32 bits, is trusted, and equal values have equal fingerprints."""
     used, found = on_npu(taken, "npu")
     again = on_npu(taken, "npu:1")
 
@@ -50,7 +50,7 @@ def test_an_npu_computes_them_in_words_that_it_can_multiply(on_npu: OnNpu) -> No
 
 
 def fetched_twice() -> tuple[list[bytes | None], list[bytes | None]]:
-    """Return fingerprints that were fetched once, and those fetched with each of them twice."""
+    """Return fingerprints fetched once, and fingerprints of which each was fetched twice."""
     tensors = [torch.arange(start, start + 9.0).to("npu") for start in range(3)]
     alone = [device_fingerprint(tensor) for tensor in tensors]
     twice = [device_fingerprint(tensor) for tensor in tensors]
@@ -59,14 +59,14 @@ def fetched_twice() -> tuple[list[bytes | None], list[bytes | None]]:
     return [one.bytes for one in alone], [one.bytes for one in twice]
 
 
-def test_one_that_is_asked_for_twice_is_the_same(on_npu: OnNpu) -> None:
-    """A tensor that an op wrote and another one reads has the fingerprint of its values."""
+def test_a_fingerprint_fetched_twice_is_the_same(on_npu: OnNpu) -> None:
+    """A tensor that one op writes and another reads has the fingerprint of its values."""
     alone, twice = on_npu(fetched_twice)
 
     assert twice == alone
 
 
-def test_they_are_fetched_in_one_copy(on_npu: OnNpu) -> None:
-    """Until they are fetched nothing goes to the host, and then all of them at once."""
+def test_fingerprints_are_fetched_in_one_copy(on_npu: OnNpu) -> None:
+    """Nothing is copied to the host until all fingerprints are fetched together."""
     assert on_npu(copies, 20) == (0, 1)
     assert on_npu(copies, 3000) == (0, 1)

@@ -1,4 +1,4 @@
-"""`device.fallback`: what becomes of an op of which torch has no deterministic kernel."""
+"""`device.fallback`: handling of ops without a deterministic kernel."""
 
 import re
 import subprocess
@@ -28,14 +28,14 @@ NATIVELY = "ran non-deterministically, as the profile allows"
 
 
 def deciding(value: Any = None, algorithms: str = "error") -> AbstractContextManager[Any]:
-    """Put a profile in force that asks for deterministic algorithms and decides so."""
+    """Apply a profile with deterministic algorithms and this value of `device.fallback`."""
     fallback = {} if value is None else {"device": {"fallback": value}}
     flags = {"torch": {"deterministic_algorithms": algorithms}}
     return torchrepro.apply({"backends": flags, **fallback})
 
 
 def counted() -> dict[str, dict[str, tuple[int, int]]]:
-    """Return calls and bytes per op and what was done."""
+    """Return calls and bytes per op and action."""
     done: dict[str, dict[str, tuple[int, int]]] = {}
     for effect in effects():
         if effect.policy == "device.fallback":
@@ -45,7 +45,7 @@ def counted() -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def put() -> torch.Tensor:
-    """Write twice to one place: torch has no deterministic kernel for it on any device."""
+    """Write twice to one index: torch has no deterministic kernel for it on any device."""
     return torch.zeros(4).put_(torch.tensor([0, 0, 3]), torch.tensor([1.0, 2.0, 5.0]))
 
 
@@ -55,9 +55,9 @@ def unpool() -> torch.Tensor:
 
 
 def test_every_op_that_torch_lists_is_in_the_table() -> None:
-    """Whatever torch's own documentation says raises has a row with what to do about it.
+    """Every op that raises according to the documentation of torch has a row with advice.
 
-    Of devices of Apple (MPS), which torchrepro does not support, there are none.
+    The table has no ops of Apple devices (MPS), which torchrepro does not support.
     """
     text = str(torch.use_deterministic_algorithms.__doc__)
     listed = text.partition(":class:`RuntimeError` when ``mode=True``")[2].partition("In addition")
@@ -69,8 +69,8 @@ def test_every_op_that_torch_lists_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in OPS])
-def test_every_row_names_an_op_and_says_what_to_do(row: Any) -> None:
-    """A row is about an op of the installed torch, once, and has advice."""
+def test_every_row_has_an_op_of_torch_and_advice(row: Any) -> None:
+    """Every row is for a different op of the installed torch, and has advice."""
     assert row.instead
     assert [other.name for other in OPS].count(row.name) == 1
     assert getattr(torch.ops.aten, row.name).overloads()
@@ -137,12 +137,12 @@ def _tried(name: str, device: str) -> tuple[list[str], list[torch.Tensor], list[
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_device_refuses_goes_on_and_gives_the_cpus_result(
+def test_a_refused_op_falls_back_and_computes_the_result_of_the_cpu(
     run: OnNpu, device: str, name: str
 ) -> None:
-    """Under `cpu` an op that raises runs, repeats, stays on its device, and is counted.
+    """Under `cpu`, an op that raises otherwise runs repeatably, on its device, and is counted.
 
-    Under `error` the message is torch's own, with advice after it. Before and after, it raises.
+    Under `error`, the message of torch is followed by advice. Before and after, the op raises.
     """
     (plain, advised, again), results, devices, done = run(_tried, name, device)
     expected = CALLS[name]("cpu")
@@ -160,12 +160,12 @@ def test_what_a_device_refuses_goes_on_and_gives_the_cpus_result(
 
 
 def test_every_device_refuses_something(run: OnNpu, device: str) -> None:
-    """The law above is about some op of each device."""
+    """The test above has at least one op per device."""
     assert any(run(_refusal, name, device) for name in CALLS)
 
 
-def test_calls_are_counted_with_the_line_they_came_from() -> None:
-    """The report knows which op did not run natively, how often, and from where."""
+def test_calls_are_counted_with_their_lines() -> None:
+    """The report shows which op did not run natively, how often, and for which line."""
     with deciding("cpu"):
         put()
         put()
@@ -176,8 +176,8 @@ def test_calls_are_counted_with_the_line_they_came_from() -> None:
 
 
 @pytest.mark.parametrize("algorithms", ["none", "warn", "error"])
-def test_native_lets_one_op_vary_and_says_so(algorithms: str) -> None:
-    """Torch's mode is what it was, also after a call that raises, and other ops raise as ever."""
+def test_native_lets_one_op_vary_and_counts_it(algorithms: str) -> None:
+    """The mode of torch is restored, also after a call that raises; other ops still raise."""
     with deciding({"ops": {"put_": "native"}}, algorithms):
         before = torch.get_deterministic_debug_mode()
         put()
@@ -192,8 +192,8 @@ def test_native_lets_one_op_vary_and_says_so(algorithms: str) -> None:
     assert counted()["aten::put_"] == {NATIVELY: (1, 0)}
 
 
-def test_native_calls_in_many_threads_leave_the_mode_as_it_was() -> None:
-    """Calls that overlap in time restore the mode that was there before the first of them."""
+def test_native_calls_in_many_threads_restore_the_mode() -> None:
+    """Overlapping calls restore the mode from before the first of them."""
 
     def many() -> None:
         for _ in range(200):
@@ -213,7 +213,7 @@ def test_native_calls_in_many_threads_leave_the_mode_as_it_was() -> None:
 
 @pytest.fixture
 def composed(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Name an op of its own for a test, which calls two others that torch refuses, `put_` first."""
+    """Return a new op that calls two ops that torch refuses, `put_` first."""
     namespace = f"composed_for_{request.node.name}"
     library = torch.library.Library(namespace, "DEF")
     library.define("again(Tensor x) -> Tensor")
@@ -227,8 +227,8 @@ def composed(request: pytest.FixtureRequest) -> Iterator[str]:
     library._destroy()
 
 
-def test_a_native_op_within_a_native_op_does_not_end_it(composed: str) -> None:
-    """Until the outermost call is over torch refuses nothing, whatever ends within it."""
+def test_a_nested_native_op_does_not_end_the_outer_one(composed: str) -> None:
+    """torch refuses nothing until the outermost call ends."""
     with deciding({"ops": {f"{composed}::again": "native", "put_": "native"}}):
         result = getattr(torch.ops, composed).again(torch.zeros(4))
         mode = torch.get_deterministic_debug_mode()
@@ -238,7 +238,7 @@ def test_a_native_op_within_a_native_op_does_not_end_it(composed: str) -> None:
 
 
 def test_advice_is_given_once(composed: str) -> None:
-    """Where an op that is decided about calls another, the inner one speaks."""
+    """If an op of the profile calls another one, the error has the advice of the inner one."""
     ops = {f"{composed}::again": "cpu", "put_": "native"}
     with deciding({"ops": ops}), pytest.raises(RuntimeError, match=REFUSED) as caught:
         getattr(torch.ops, composed).again(torch.zeros(4))
@@ -247,8 +247,8 @@ def test_advice_is_given_once(composed: str) -> None:
     assert "aten::max_unpool2d" in str(caught.value)
 
 
-def test_where_torch_refuses_one_op_nothing_is_put_in_front_of_any(composed: str) -> None:
-    """An op that has a kernel of another library at the same key fails the knob and leaves none."""
+def test_if_one_op_cannot_be_interposed_none_is(composed: str) -> None:
+    """If another library has a kernel for an op at the same key, the knob fails for all ops."""
     before = tuple(interposed)
     theirs = torch.library.Library(composed, "IMPL")
     theirs.impl("again", lambda keys, x: x, "BackendSelect", with_keyset=True)
@@ -261,15 +261,15 @@ def test_where_torch_refuses_one_op_nothing_is_put_in_front_of_any(composed: str
 
 @pytest.fixture
 def always_warning() -> Iterator[None]:
-    """Have torch say each time what it says once in a process."""
+    """Make torch repeat warnings that it shows once per process."""
     torch.set_warn_always(True)
     yield
     torch.set_warn_always(False)
 
 
 @pytest.mark.usefixtures("always_warning")
-def test_warnings_of_torch_stay_torchs() -> None:
-    """With `warn`, torch warns and goes on: an advising policy adds nothing and hides nothing."""
+def test_warnings_of_torch_are_not_changed() -> None:
+    """With `warn`, torch warns and runs the op; the policy adds and hides nothing."""
     with deciding("error", "warn"), pytest.warns(UserWarning, match=REFUSED) as caught:
         put()
 
@@ -288,8 +288,8 @@ def test_an_op_is_known_by_all_its_spellings(spelled: str) -> None:
     assert result.tolist() == [2, 0, 0, 5]
 
 
-def test_a_name_goes_before_a_pattern_and_a_long_pattern_before_a_short_one() -> None:
-    """The order in which a mapping is written decides nothing."""
+def test_a_name_overrides_a_pattern_and_a_long_pattern_a_short_one() -> None:
+    """The order in a mapping does not matter."""
     entries = {"*": "error", "max_unpool*": "cpu", "put_": "native"}
     for order in (entries, dict(reversed(entries.items()))):
         with deciding({"ops": order}):
@@ -309,7 +309,7 @@ def _refused_by_name(device: str) -> str:
 
 
 def test_error_by_name_refuses_every_call(run: OnNpu, device: str) -> None:
-    """An op named with `error` raises on a device that would let it pass; no other op does."""
+    """An op with `error` raises on a device that would run it; no other op does."""
     assert re.search(r"aten::erf may not run.*\n.*native", run(_refused_by_name, device))
 
 
@@ -319,14 +319,14 @@ def test_error_by_name_refuses_every_call(run: OnNpu, device: str) -> None:
         ("cumsmu", "did you mean `cumsum`?"),
         ("upsmaple_*", "matches none"),
         ("aten::nothing_like_it", "no op"),
-        ("matmul", "of other ops"),
+        ("matmul", "into other ops"),
         ("view", "view"),
     ],
 )
-def test_an_op_that_cannot_be_decided_about_is_refused(op: str, says: str) -> None:
-    """A name that torch does not know, or that names nothing to run, fails and changes nothing.
+def test_an_op_that_cannot_be_interposed_is_refused(op: str, says: str) -> None:
+    """An unknown name, or one without its own kernel, fails and changes nothing.
 
-    A promise of repeatability is not made with it.
+    The profile then does not count as repeatable.
     """
     before = tuple(interposed)
     with deciding({"ops": {"put_": "native", op: "cpu"}}) as applied:
@@ -341,10 +341,10 @@ def test_an_op_that_cannot_be_decided_about_is_refused(op: str, says: str) -> No
 
 
 @pytest.mark.parametrize("value", ["cpu", {"ops": {"*": "cpu"}}, {"ops": {"*": "native"}}])
-def test_what_waits_for_torch_to_refuse_is_unsupported_while_torch_refuses_nothing(
+def test_the_fallback_is_unsupported_without_deterministic_algorithms(
     value: Any,
 ) -> None:
-    """Without deterministic algorithms no op falls back; report and plan say why."""
+    """Without deterministic algorithms no op falls back; report and plan give the reason."""
     profile = {"device": {"fallback": value}}
     with torchrepro.apply(profile) as applied:
         row = applied.report["device.fallback"]
@@ -354,10 +354,10 @@ def test_what_waits_for_torch_to_refuse_is_unsupported_while_torch_refuses_nothi
     assert torchrepro.plan(profile).report["device.fallback"] == row
 
 
-def test_nothing_is_interposed_without_a_profile_and_nothing_stays() -> None:
-    """The policy stands in front of ops only while it is in force, also nested and by turns.
+def test_ops_are_interposed_only_while_a_profile_is_active() -> None:
+    """The policy interposes ops only while it is active, also in nested and repeated scopes.
 
-    A second profile that decides the same changes nothing, and its undo neither.
+    A second profile with the same value, and its undo, change nothing.
     """
     before = tuple(interposed)
     with deciding("error") as outer:
@@ -377,8 +377,8 @@ def test_nothing_is_interposed_without_a_profile_and_nothing_stays() -> None:
     assert tuple(interposed) == before
 
 
-def test_backward_in_threads_of_torchs_own_falls_back() -> None:
-    """An op that autograd calls from another thread is decided about like any other."""
+def test_backward_in_threads_of_torch_falls_back() -> None:
+    """An op that autograd calls in another thread falls back like any other."""
     results: list[torch.Tensor] = []
     with deciding("cpu"):
         thread = threading.Thread(target=lambda: results.append(unpool()))
@@ -400,20 +400,21 @@ def test_an_op_in_torchscript_falls_back() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized:UserWarning", "ignore:.*quantize:UserWarning")
-def test_an_op_without_any_deterministic_kernel_says_so() -> None:
-    """What neither the CPU nor torchrepro can compute deterministically raises with advice."""
+def test_an_op_without_any_deterministic_kernel_raises_with_advice() -> None:
+    """An op without a deterministic kernel on the CPU or in torchrepro raises with advice."""
     quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
     with deciding("cpu"), pytest.raises(RuntimeError, match=REFUSED) as caught:
         quantised.resize_(5)
 
     assert "dequantize, resize and quantize again" in str(caught.value)
-    assert "cpu, and it runs on the CPU" not in str(caught.value)
+    assert "cpu to run it on the CPU" not in str(caught.value)
 
 
-def test_debug_strict_says_error_and_acts_on_it() -> None:
-    """The shipped strict profile's `fallback: error` is in force, with its advice.
+def test_the_fallback_of_debug_strict_raises_with_advice() -> None:
+    """The shipped strict profile has an active `fallback: error`, with its advice.
 
-    After torch's own words come the op to use instead and the key that lets it go on.
+    The message of torch is followed by a replacement for the op, and by the key that allows the
+    op.
     """
     with torchrepro.apply("debug-strict") as applied:
         row = applied.report["device.fallback"]
@@ -452,10 +453,10 @@ with torchrepro.apply({"backends": flags, "device": {"fallback": "cpu"}}):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_code_computes_what_eager_code_computes_or_refuses(
+def test_compiled_code_equals_eager_code_or_raises(
     fork_python: Callable[..., subprocess.CompletedProcess[str]], backend: str, tmp_path: Path
 ) -> None:
-    """torch.compile's kernels are deterministic as well; what it cannot trace so, it refuses."""
+    """Kernels of torch.compile are deterministic too; ops that it cannot trace so raise."""
     # In a process of its own: torch.compile leaves flags and variables behind.
     program = f"import warnings; warnings.simplefilter('ignore'){COMPILED}"
     done = fork_python("-c", program, backend, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
@@ -475,7 +476,7 @@ class Model(nn.Module):
         self.last = nn.Conv2d(4, 3, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shrink, add up along a dimension, and grow."""
+        """Shrink, sum along a dimension, and grow."""
         hidden = functional.max_pool2d(self.first(x), 2).cumsum(3)
         return self.last(functional.pad(hidden, (2, 2, 2, 2), mode="reflect"))
 
@@ -498,10 +499,10 @@ def _trained(device: str, value: Any) -> tuple[list[torch.Tensor], Any]:
     return [each.detach().cpu() for each in model.parameters()], counted()
 
 
-def test_training_goes_on_where_torch_would_stop_it(on_npu: OnNpu) -> None:
-    """Forward and backward ops fall back: the run repeats, and equals the CPU's bit for bit.
+def test_training_continues_with_ops_that_torch_refuses(on_npu: OnNpu) -> None:
+    """Forward and backward ops fall back: the run repeats, and equals that of the CPU bitwise.
 
-    Each call counts what it moved: the arguments to the CPU and the results back.
+    Each call counts its moved bytes: the arguments to the CPU and the results back.
     """
     hidden, grown = 2 * 4 * 4 * 4 * 4, 2 * 4 * 8 * 8 * 4
     first, done = on_npu(_trained, "npu", "cpu")
@@ -516,8 +517,8 @@ def test_training_goes_on_where_torch_would_stop_it(on_npu: OnNpu) -> None:
     assert nothing == {}
 
 
-def test_native_goes_on_with_the_devices_kernel(on_npu: OnNpu) -> None:
-    """Under `native` the ops run on the device, are recorded, and the others still raise."""
+def test_native_runs_the_kernel_of_the_device(on_npu: OnNpu) -> None:
+    """Under `native` the ops run on the device and are counted, and other ops still raise."""
     ops = dict.fromkeys(TRAINING_ALERTS, "native")
     weights, done = on_npu(_trained, "npu", {"ops": ops})
     cpus, _ = on_npu(_trained, "cpu", "cpu")
@@ -537,7 +538,7 @@ def _sums(value: Any) -> tuple[list[list[float]], Any]:
 
 
 def test_an_op_that_raises_nothing_runs_on_the_cpu_if_the_profile_names_it(on_npu: OnNpu) -> None:
-    """A device that varies without a word becomes repeatable op by op."""
+    """A device that varies without an error becomes repeatable op by op."""
     varying, _ = on_npu(_sums, "cpu")
     half, _ = on_npu(_sums, {"ops": {"cumsum": "cpu"}})
     repeatable, done = on_npu(_sums, {"ops": {"cumsum": "cpu", "aten::erf": "cpu"}})
@@ -548,8 +549,8 @@ def test_an_op_that_raises_nothing_runs_on_the_cpu_if_the_profile_names_it(on_np
     assert done == {"aten::cumsum": {ON_CPU: (3, 144)}, "aten::erf": {ON_CPU: (3, 144)}}
 
 
-def test_a_pattern_decides_for_ops_that_would_raise(on_npu: OnNpu) -> None:
-    """`*` moves what torch refuses and nothing else."""
+def test_a_pattern_applies_only_to_ops_that_would_raise(on_npu: OnNpu) -> None:
+    """`*` moves exactly the ops that torch refuses."""
     _, done = on_npu(_trained, "npu", {"ops": {"*": "cpu"}})
     varying, none = on_npu(_sums, {"ops": {"*": "cpu"}})
 
@@ -566,8 +567,8 @@ def _other_ops() -> int:
         return len(log)
 
 
-def test_other_ops_do_nothing_more(on_npu: OnNpu) -> None:
-    """An op that is not in the table reaches its kernel as ever: no copy, no other op."""
+def test_other_ops_do_no_additional_work(on_npu: OnNpu) -> None:
+    """An op outside the table reaches its kernel without a copy or another op."""
     assert on_npu(_other_ops) == 2
 
 
@@ -638,10 +639,10 @@ def _form(name: str, device: str, ops: tuple[str, ...]) -> tuple[list[Any], int,
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_call_of_any_form_gives_what_the_device_gives(on_npu: OnNpu, name: str) -> None:
-    """Values, type, layout and device of a moved op are those of the device's own kernel.
+def test_a_moved_op_returns_what_the_device_returns(on_npu: OnNpu, name: str) -> None:
+    """Values, type, layout and device of a moved op equal those of the kernel of the device.
 
-    So is whether the caller gets the very tensor that it gave.
+    If the kernel returns an argument, the moved op returns the same object.
     """
     *moved, calls = on_npu(_form, name, NPU, MOVED_OPS)
     *kept, _ = on_npu(_form, name, NPU, ())
@@ -656,8 +657,8 @@ def _written_where_it_is_read() -> None:
         x[:4].copy_(x[2:])
 
 
-def test_tensors_that_overlap_overlap_on_the_cpu(on_npu: OnNpu) -> None:
-    """What torch refuses to write, because it reads from there as well, it refuses there too."""
+def test_overlapping_tensors_overlap_on_the_cpu_too(on_npu: OnNpu) -> None:
+    """A write that torch refuses because of overlapping tensors is refused on the CPU too."""
     with pytest.raises(RuntimeError, match="single memory location"):
         on_npu(_written_where_it_is_read)
 
@@ -679,7 +680,7 @@ def _short_of_a_kernel(kind: torch.dtype) -> tuple[list[float], torch.dtype, str
 def test_a_short_type_without_a_cpu_kernel_is_computed_in_float32(
     on_npu: OnNpu, kind: torch.dtype
 ) -> None:
-    """Where the CPU lacks a kernel for half precision the result is rounded from float32."""
+    """If the CPU has no kernel for half precision, a float32 result is rounded."""
     assert on_npu(_short_of_a_kernel, kind) == ([1, 2, 3, 4], kind, NPU)
 
 
@@ -691,6 +692,6 @@ def _sparse() -> tuple[list[list[float]], str, int]:
     return result.tolist(), result.device.type, moved
 
 
-def test_a_result_goes_where_the_tensors_on_a_device_are(on_npu: OnNpu) -> None:
-    """Arguments that are on the CPU already, sparse ones too, move nothing."""
+def test_a_result_goes_to_the_device_of_the_tensors(on_npu: OnNpu) -> None:
+    """Arguments on the CPU, also sparse ones, are not moved."""
     assert on_npu(_sparse) == ([[0, 2], [3, 0]], NPU, 32)

@@ -1,4 +1,4 @@
-"""`device.rng: host`: the same seed draws the same numbers on an accelerator as on the CPU."""
+"""`device.rng: host`: one seed draws the same random numbers on an accelerator and on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -107,9 +107,9 @@ DRAWN_ALONE = (
 def test_a_device_draws_what_the_cpu_draws_in_program_order(
     name: str, device: str, request: pytest.FixtureRequest
 ) -> None:
-    """In force, each way to draw gives the CPU's numbers and moves its generator as the CPU does.
+    """Under the policy, every way to draw returns the numbers of the CPU, in program order.
 
-    Before and after, the device draws its own.
+    Its generator advances as on the CPU. Before and after, the device draws its own numbers.
     """
     if device == "simulated":
         native, host, after = request.getfixturevalue("on_npu")(_drawn_thrice, name, "npu")
@@ -122,8 +122,8 @@ def test_a_device_draws_what_the_cpu_draws_in_program_order(
 
 
 @pytest.mark.parametrize("device", [pytest.param(REAL, marks=needs_accelerator)])
-def test_a_generator_of_a_device_stands_for_one_of_the_cpu(device: str) -> None:
-    """A program's own generator goes on where it left, and starts again when it is seeded again."""
+def test_a_generator_of_a_device_is_replaced_by_one_of_the_cpu(device: str) -> None:
+    """The generator of a program continues from its last draw, and restarts if seeded again."""
     on_cpu = torch.Generator().manual_seed(9)
     expected = [torch.randn(3, generator=on_cpu).tolist() for _ in range(2)]
     with torchrepro.apply(HOST):
@@ -154,8 +154,8 @@ def _where_it_ends() -> tuple[str, str, list[str]]:
     return str(on_second), str(like_second), [effect.subject for effect in report.effects]
 
 
-def test_numbers_are_moved_to_the_device_that_asked(on_npu: OnNpu) -> None:
-    """Drawn numbers are on the device and index they were asked for, and counted by op."""
+def test_numbers_are_moved_to_the_requested_device(on_npu: OnNpu) -> None:
+    """Drawn numbers are on the requested device and index, and counted by op."""
     assert on_npu(_where_it_ends) == ("npu:1", "npu:1", ["aten::rand_like", "aten::uniform_"])
 
 
@@ -165,8 +165,8 @@ def _cpu_draws_stay() -> tuple[list[float], int]:
         return torch.rand(4).tolist(), len(applied.report.effects)
 
 
-def test_draws_on_the_cpu_are_left_alone(run: OnNpu) -> None:
-    """What draws on the CPU in any case draws the same and is not counted."""
+def test_draws_on_the_cpu_do_not_change(run: OnNpu) -> None:
+    """Draws on the CPU are the same as without the policy, and are not counted."""
     torch.manual_seed(3)
     expected = torch.rand(4).tolist()
 
@@ -185,7 +185,7 @@ def _device_seeding() -> tuple[bool, list[tuple[str, str]]]:
 
 
 def test_seeding_only_the_device_is_reported_as_without_effect(on_npu: OnNpu) -> None:
-    """A seeding call that reaches no generator that is drawn from is named, with its line."""
+    """A seeding call for a generator that is not used is reported with its line."""
     same, effects = on_npu(_device_seeding)
 
     assert same
@@ -193,8 +193,8 @@ def test_seeding_only_the_device_is_reported_as_without_effect(on_npu: OnNpu) ->
 
 
 @pytest.mark.skipif(ACCELERATOR, reason="there is an accelerator in this machine")
-def test_without_an_accelerator_ops_are_left_alone() -> None:
-    """Where all numbers come from the host in any case, no op is interposed."""
+def test_without_an_accelerator_no_op_is_interposed() -> None:
+    """If all numbers come from the host anyway, no op is interposed."""
     with torchrepro.apply(HOST):
         assert tuple(interposed) == ()
 
@@ -214,9 +214,9 @@ COMPILED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_code_draws_what_eager_code_draws(name: str, backend: str) -> None:
-    """Compiled before the policy or under it, a function draws the numbers of an eager run.
+    """Compiled before or under the policy, a function draws the numbers of an eager run.
 
-    After the undo inductor draws its own again.
+    After the undo inductor draws its own numbers again.
     """
     import torch._inductor.config as inductor
 

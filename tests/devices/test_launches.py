@@ -1,4 +1,4 @@
-"""How much work a recording gives an accelerator: launches of a step, and copies to the host."""
+"""The work of a recording for an accelerator: launches per step, and copies to the host."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -45,9 +45,9 @@ def small_cnn() -> Callable[[], None]:
 
 
 def third_step(name: str, folder: str) -> tuple[int, int, int, int]:
-    """Return what the third step of a program does on the device, recorded if there is a folder.
+    """Return the ops, launches and copies of the third step, recorded if there is a folder.
 
-    These are its ops, its launches, and its copies to the host: before it ends, and as it ends.
+    Copies to the host are counted during the step, and at its end.
     """
     torch.manual_seed(0)
     makers = {
@@ -79,7 +79,7 @@ def third_step(name: str, folder: str) -> tuple[int, int, int, int]:
 def test_a_recorded_step_adds_a_bounded_count_of_launches(
     on_npu: OnNpu, tmp_path: Path, name: str
 ) -> None:
-    """A recording adds at most eighteen launches an op, and copies only as a step ends."""
+    """A recording adds at most 18 launches per op, and copies only at the end of a step."""
     plain_ops, plain_launches, *plain_copies = on_npu(third_step, name, "")
     _, launches, within, at_end = on_npu(third_step, name, str(tmp_path / "run"))
     rows = [

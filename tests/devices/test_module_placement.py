@@ -15,7 +15,7 @@ State = dict[str, torch.Tensor]
 
 
 class Suspect(nn.Module):
-    """A part with ops that nothing else in its model has, forward and backward."""
+    """A part with ops that no other part of its model has, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 class ByHand(Model):
-    """The same model with the suspect on the CPU, as its author would write it."""
+    """The same model with the suspect on the CPU, by explicit moves."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Move what goes into the suspect and what comes out."""
@@ -93,7 +93,7 @@ def _placed_and_by_hand(pattern: str, device: str) -> bool:
 
 @pytest.mark.parametrize("pattern", ["suspect", "suspect*"])
 def test_a_placed_part_trains_as_one_moved_by_hand(run: OnNpu, device: str, pattern: str) -> None:
-    """Gradients, weights and running statistics are those of a model with explicit moves."""
+    """Gradients, weights and running statistics equal those of a model with explicit moves."""
     assert run(_placed_and_by_hand, pattern, device)
 
 
@@ -108,7 +108,7 @@ def _ops_on_the_device(placed: dict[str, str]) -> dict[str, int]:
 
 
 def test_no_op_of_the_part_reaches_the_device(on_npu: OnNpu) -> None:
-    """The part's ops, forward and backward, run on the CPU; without the policy on the device."""
+    """Forward and backward ops of the part run on the CPU; without the policy on the device."""
     assert all(on_npu(_ops_on_the_device, {}).values())
     assert not any(on_npu(_ops_on_the_device, {"suspect": "cpu"}).values())
 
@@ -123,8 +123,8 @@ def _devices() -> list[str]:
     return [*seen, model.seen, *{tensor.device.type for tensor in everything}]
 
 
-def test_parameters_stay_where_they_are(on_npu: OnNpu) -> None:
-    """The part sees the CPU; what it keeps, parameters and gradients stay; undo brings it back."""
+def test_parameters_stay_on_their_device(on_npu: OnNpu) -> None:
+    """The part runs on the CPU; its state, parameters and gradients stay; the undo restores all."""
     assert on_npu(_devices) == ["cpu", "npu:0", "npu:0", "npu"]
 
 
@@ -147,7 +147,7 @@ def test_a_part_can_run_on_any_device(
 
 
 class Making(nn.Module):
-    """Makes a tensor on the default device, and draws random numbers where its input is."""
+    """Makes a tensor on the default device, and draws random numbers on the device of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return noise."""
@@ -161,8 +161,8 @@ def _drawn(placed: bool, rng: str) -> torch.Tensor:
         return nn.Sequential(Making())(torch.zeros(5).to("npu")).cpu()
 
 
-def test_random_numbers_are_those_of_the_device_it_runs_on(on_npu: OnNpu) -> None:
-    """A placed part draws from the CPU's generator; with `rng: host` placing changes nothing."""
+def test_a_placed_part_draws_from_the_generator_of_its_device(on_npu: OnNpu) -> None:
+    """A part on the CPU draws from its generator; with `rng: host`, placing changes nothing."""
     torch.manual_seed(3)
     expected = torch.rand(5)
 
@@ -196,12 +196,12 @@ def _refused(word: str) -> str:
         return str(applied.report["device.modules"].why)
 
 
-def test_a_device_that_is_not_here_is_refused_with_those_that_are(on_npu: OnNpu) -> None:
-    """A device number too high is refused with the nearest one and the legal ones."""
+def test_a_missing_device_is_refused_with_the_legal_ones(on_npu: OnNpu) -> None:
+    """For a device index out of range, the message has the nearest and all legal devices."""
     why = on_npu(_refused, "npu:7")
 
-    assert "no device `npu:7` here; did you mean npu:" in why
-    assert "here: cpu, npu:0, npu:1" in why
+    assert "no device `npu:7`; did you mean npu:" in why
+    assert "it has cpu, npu:0, npu:1" in why
 
 
 def _with_default_device() -> str:
@@ -210,8 +210,8 @@ def _with_default_device() -> str:
         return str(model(torch.ones(3)).device) + str(model[0].made_on)
 
 
-def test_new_tensors_are_made_where_the_part_runs(on_npu: OnNpu) -> None:
-    """Where the program's default device is the accelerator, a placed part's is the CPU."""
+def test_new_tensors_are_created_on_the_device_of_the_part(on_npu: OnNpu) -> None:
+    """If the default device of the program is the accelerator, that of a placed part is the CPU."""
     assert on_npu(_with_default_device) == "npu:0cpu"
 
 
@@ -224,6 +224,6 @@ def _dtypes() -> list[str]:
             return [inside, str(model(x).dtype)]
 
 
-def test_autocast_goes_along(on_npu: OnNpu) -> None:
-    """Under the device's autocast a placed part casts as well, under the CPU's own it does not."""
+def test_autocast_of_the_device_applies_to_a_placed_part(on_npu: OnNpu) -> None:
+    """Autocast of the device applies in a placed part, autocast of the CPU does not."""
     assert on_npu(_dtypes) == ["torch.bfloat16", "torch.float32"]

@@ -1,4 +1,4 @@
-"""A rank that learns its number late: what its program has seeded on a device stays as it is."""
+"""If a rank learns its number late, the seeds that the program has set on a device stay."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SEEDING: dict[str, tuple[Callable[[], Any], tuple[int, int]]] = {
 
 
 def seeds_of_rank(name: str) -> tuple[int, int]:
-    """Return the seeds of the CPU and of the device in a program that seeds what is called so."""
+    """Return the seeds of the CPU and the device, after the program called these functions."""
     seeding, _ = SEEDING[name]
     with torchrepro.apply({"seed": 1, "ranks": "distinct"}):
         seeding()
@@ -41,5 +41,5 @@ def seeds_of_rank(name: str) -> tuple[int, int]:
 def test_a_device_starts_from_the_seed_of_its_rank_unless_the_program_seeded_it(
     name: str, on_npu: OnNpu
 ) -> None:
-    """Each of the CPU and the device stays where the program has put it, and no other does."""
+    """Of the CPU and the device, exactly the one that the program has seeded keeps its seed."""
     assert on_npu(seeds_of_rank, name) == SEEDING[name][1]

@@ -1,4 +1,4 @@
-"""A run on the simulated accelerator, recorded: nothing is fetched from it before a step ends."""
+"""A recording on the simulated accelerator copies nothing to the host before a step ends."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,8 +15,8 @@ OnNpu = Callable[..., Any]
 def trained(folder: str, fault: float = 0.0) -> tuple[int, list[float]]:
     """Train for two steps, recorded if there is a folder; return the copies to the host.
 
-    Those of the second step are counted, and not its end: the first tries the device's arithmetic.
-    The weights are returned with them.
+    Only copies of the second step before its end count: the first step tests the arithmetic of
+    the device. Returns the weights too.
     """
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
@@ -42,7 +42,7 @@ def test_a_run_on_an_accelerator_is_recorded_without_waiting(on_npu: OnNpu, tmp_
 
 
 def long_step(folder: str) -> int:
-    """Record a step of more small tensors than a batch holds; return the copies to the host."""
+    """Record a step with more small tensors than a batch has; return the copies to the host."""
     value = torch.linspace(-1, 1, 16).to("npu")
     with torchrepro.record(folder):
         value = value * 2
@@ -53,21 +53,21 @@ def long_step(folder: str) -> int:
         return log.to_host
 
 
-def test_a_batch_that_is_full_stays_on_the_device(on_npu: OnNpu, tmp_path: Any) -> None:
-    """However many tensors a step has, what is computed of them is copied at its end."""
+def test_a_full_batch_stays_on_the_device(on_npu: OnNpu, tmp_path: Any) -> None:
+    """For any number of tensors in a step, their fingerprints are copied at its end."""
     assert on_npu(long_step, str(tmp_path / "run")) == 0
 
 
 def computed(folder: str, *varying: str) -> None:
-    """Record ops whose results are read by the next ones; `varying` ones are a little off."""
+    """Record ops whose results are read by later ops; with `varying` they differ slightly."""
     vary(*varying)
     value = torch.linspace(-1, 1, 16).to("npu")
     with torchrepro.record(folder):
         ((value * 2).tanh() + 1).sum()
 
 
-def test_what_an_op_makes_and_another_reads_is_compared(on_npu: OnNpu, tmp_path: Any) -> None:
-    """Runs diverge at the op whose result differs, and not at a later one that shows it."""
+def test_a_result_that_another_op_reads_is_compared(on_npu: OnNpu, tmp_path: Any) -> None:
+    """Runs diverge at the op whose result differs, not at a later op that reads it."""
     on_npu(computed, str(tmp_path / "one"))
     on_npu(computed, str(tmp_path / "two"), "aten::tanh")
 
@@ -77,7 +77,7 @@ def test_what_an_op_makes_and_another_reads_is_compared(on_npu: OnNpu, tmp_path:
 
 
 def test_runs_on_an_accelerator_are_compared(on_npu: OnNpu, tmp_path: Any) -> None:
-    """Two equal runs are the same; another argument is found at its op and step."""
+    """Two equal runs are the same; a different argument is found at its op and step."""
     for name, fault in (("one", 0.0), ("two", 0.0), ("three", 1.0)):
         on_npu(trained, str(tmp_path / name), fault)
 

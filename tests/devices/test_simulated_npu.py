@@ -1,6 +1,6 @@
-"""What the laws beside this file take for granted of the simulated accelerator and its process.
+"""Properties of the simulated accelerator that the other tests in this folder rely on.
 
-That it computes, draws and keeps memory as an accelerator does they show themselves: under
+The other tests show that it computes, draws and stores memory like an accelerator: under
 `npu-align` both devices train to the same weights (test_alignment.py).
 """
 
@@ -24,8 +24,8 @@ def _after_snapshot() -> tuple[list[float], ...]:
     return drawn, again, [torch.npu.initial_seed(), len(state["devices"]["npu"])]
 
 
-def test_a_snapshot_holds_every_device(on_npu: OnNpu) -> None:
-    """torchrepro finds the devices' generators, and torch.manual_seed reaches them."""
+def test_a_snapshot_includes_every_device(on_npu: OnNpu) -> None:
+    """torchrepro finds the generators of the devices, and torch.manual_seed seeds them."""
     drawn, again, facts = on_npu(_after_snapshot)
 
     assert drawn == again
@@ -33,7 +33,7 @@ def test_a_snapshot_holds_every_device(on_npu: OnNpu) -> None:
 
 
 def _alert_of(device: str) -> str:
-    """Return how `put_`, for which the CPU has no deterministic kernel either, says so."""
+    """Return the error of `put_`, which has no deterministic kernel on the CPU either."""
     alert_on("aten::put_")
     profile = {"backends": {"torch": {"deterministic_algorithms": "error"}}}
     with torchrepro.apply(profile), pytest.raises(RuntimeError) as raised:
@@ -43,6 +43,6 @@ def _alert_of(device: str) -> str:
     return str(raised.value).replace("put__npu", "put_")
 
 
-def test_an_alert_has_torchs_own_words(on_npu: OnNpu) -> None:
-    """The sentence is that of the installed torch, but for the name of the kernel."""
+def test_an_alert_has_the_words_of_torch(on_npu: OnNpu) -> None:
+    """The message equals that of the installed torch, except for the name of the kernel."""
     assert on_npu(_alert_of, "npu") == on_npu(_alert_of, "cpu")

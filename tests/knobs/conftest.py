@@ -1,4 +1,4 @@
-"""Strategies for legal values of knobs and for whole profiles."""
+"""Hypothesis strategies for legal values of knobs and for whole profiles."""
 
 from typing import Any
 

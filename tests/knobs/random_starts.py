@@ -1,6 +1,7 @@
-"""Undo from random starting states, read through torch's own getters; a program of its own.
+"""A separate program that tests the undo from random initial states, as torch reports them.
 
-It moves torch's settings as programs do and freezes them at last, which cannot be taken back.
+It changes the settings of torch as programs do. In the end it freezes them, which cannot be
+undone.
 """
 
 import os
@@ -32,7 +33,7 @@ OPTIONS = [
 
 
 def world() -> dict[str, Any]:
-    """Read what torch says of itself."""
+    """Return the settings that torch reports."""
     readers = {
         "deterministic": torch.are_deterministic_algorithms_enabled,
         "warns only": torch.is_deterministic_algorithms_warn_only_enabled,
@@ -64,7 +65,7 @@ def _read(reader: Any) -> Any:
 
 
 def start(data: st.DataObject) -> None:
-    """Move some of it, as a program may have done before; what is frozen stays as it is."""
+    """Change some settings, as a program may do before; a frozen setting does not change."""
     boolean = st.booleans()
     moves = [
         lambda: torch.use_deterministic_algorithms(

@@ -1,4 +1,4 @@
-"""Knobs for hardware that is not here are `unsupported`, set all the same, and one line of text."""
+"""Knobs for absent hardware are `unsupported`, are set anyway, and share one line of text."""
 
 import fnmatch
 import json
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 
 @pytest.fixture(params=["", NOT_HERE])
 def absence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have all hardware here, or none of it; returns the words for that."""
+    """Simulate a machine with all hardware or with none; returns the reason for the absence."""
     words: str = request.param
     for kind in _ABSENCES:
         monkeypatch.setitem(process_state._ABSENCES, kind, lambda: words)
@@ -35,12 +35,12 @@ def absence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_nothing_is_said_to_act_on_a_knob_whose_hardware_is_absent(
+def test_exactly_the_knobs_for_absent_hardware_are_unsupported(
     profile: str, absence: str, world: World
 ) -> None:
-    """Exactly the knobs for absent hardware are unsupported because of that, and JSON has them.
+    """Exactly the knobs for absent hardware are unsupported for that reason, also in JSON.
 
-    Their variables are set meanwhile, and all is undone.
+    Their variables are set while the profile is active, and everything is undone.
     """
     before = world()
     with torchrepro.apply(profile) as applied:
@@ -61,10 +61,10 @@ def test_nothing_is_said_to_act_on_a_knob_whose_hardware_is_absent(
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_line_counts_the_knobs_that_the_tables_leave_out(profile: str, absence: str) -> None:
-    """Each row is in the table or in the one line for absent hardware; the summary counts others.
+def test_a_line_counts_the_knobs_that_are_not_in_the_table(profile: str, absence: str) -> None:
+    """Each row is in the table or in the line for absent hardware; the summary counts the rest.
 
-    That holds for plans, for reports and for their whole tables.
+    This applies to plans, to reports and to their complete tables.
     """
     plan = torchrepro.plan(profile)
     with torchrepro.apply(profile) as applied:
@@ -86,10 +86,10 @@ def test_a_line_counts_the_knobs_that_the_tables_leave_out(profile: str, absence
             assert not others or f"{len(others)} unsupported" in report.summary
 
 
-def test_a_lock_of_a_machine_with_the_hardware_differs_in_no_knob_that_could_be_set(
+def test_locks_with_and_without_the_hardware_record_the_same_settings(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a profile has set is the same on both machines, whatever acts on it there."""
+    """A knob that could be set has the same value in the locks of both machines."""
     lock = tmp_path / "repro.lock"
     differing = {}
     for here, there in (("", NOT_HERE), (NOT_HERE, "")):
@@ -106,12 +106,12 @@ def test_a_lock_of_a_machine_with_the_hardware_differs_in_no_knob_that_could_be_
     assert differing == {"": [], NOT_HERE: []}
 
 
-def test_what_is_late_for_absent_hardware_stops_and_relaunches_nothing(
+def test_a_late_variable_for_absent_hardware_neither_stops_nor_relaunches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A variable that is past its phase matters only where something would have read it.
+    """A variable after its latch matters only if some library would have read it.
 
-    It is set for the processes that this one starts, also over another profile's, and undone.
+    It is set for child processes, also over the value of another profile, and undone.
     """
     name = "CUBLAS_WORKSPACE_CONFIG"
     profile = {"on_late": "error", "env": {name: ":4096:8"}}
@@ -149,10 +149,10 @@ def test_what_is_late_for_absent_hardware_stops_and_relaunches_nothing(
         ("/dev/dri/renderD128", set()),
     ],
 )
-def test_a_gpu_is_here_where_its_driver_and_torch_are_of_one_maker(
+def test_a_gpu_needs_a_driver_and_a_torch_of_the_same_maker(
     monkeypatch: pytest.MonkeyPatch, file: str, driven: set[str], built_for: str
 ) -> None:
-    """A torch that is built for another maker's GPUs has none, whatever drivers there are."""
+    """A torch built for the GPUs of another maker has no GPU, whatever drivers are installed."""
     monkeypatch.setattr(process_state, "glob", lambda pattern: fnmatch.filter([file], pattern))
     version = SimpleNamespace(**{each: "1" for each in (built_for,) if each})
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=version))

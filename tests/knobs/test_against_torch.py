@@ -1,4 +1,4 @@
-"""The catalogue names what the installed torch can be told, or a list says why it does not."""
+"""The catalogue has every setting of the installed torch, or a list gives the reason if not."""
 
 import ast
 import importlib.util
@@ -34,7 +34,7 @@ NO_VARIABLES = {
 
 
 def _flags():
-    """Return the properties that modules of `torch.backends` offer, and what they let be set."""
+    """Return the properties of modules of `torch.backends`, with the attributes that can be set."""
     for path in sorted((TORCH / "backends").rglob("*.py")):
         module = ".".join(path.relative_to(TORCH).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -48,7 +48,7 @@ def _flags():
 
 
 def test_each_flag_of_torch_is_a_knob_or_on_the_list():
-    """Of what `torch.backends` lets be set nothing is unknown to the catalogue."""
+    """The catalogue knows every attribute of `torch.backends` that can be set."""
     known = {name for knob in CATALOGUE for name in (knob.name, *knob.aliases)}
     ends = {name.replace(".matmul.", ".").removeprefix("torch.") for name in known}
     unknown = {flag for flag in _flags() if flag not in ends and flag not in NO_KNOBS}
@@ -58,7 +58,7 @@ def test_each_flag_of_torch_is_a_knob_or_on_the_list():
 
 
 def test_each_variable_of_the_compiler_is_a_row_or_in_every_lock():
-    """What inductor reads is a row, or a lock has a digest of it, or a list says why not."""
+    """A variable that inductor reads is a row, or has a digest in locks, or is on a list."""
     text = (TORCH / "_inductor" / "config.py").read_text(encoding="utf-8")
     read = {name for pair in re.findall(_READ, text) for name in pair if name}
     known = {row["name"] for row in ROWS}

@@ -1,4 +1,4 @@
-"""The catalogue: one row per piece of state, and the row drives everything."""
+"""The catalogue: one row per setting, and each row has everything that torchrepro needs."""
 
 import os
 import re
@@ -49,7 +49,7 @@ ASKED_FOR = {
 }
 
 
-def test_the_catalogue_has_every_knob_that_the_seed_documents_name() -> None:
+def test_the_catalogue_has_every_technique_in_common_use() -> None:
     """Every technique that people use today is a row."""
     asked = {f"{section}.{name}" for section, names in ASKED_FOR.items() for name in names.split()}
 
@@ -57,10 +57,10 @@ def test_the_catalogue_has_every_knob_that_the_seed_documents_name() -> None:
 
 
 @pytest.mark.parametrize("knob", ROWS)
-def test_every_row_is_whole(knob: Knob) -> None:
-    """A row says what it does, what it costs, where that is written, and when it latches.
+def test_every_row_is_complete(knob: Knob) -> None:
+    """A row has a summary, a cost, a source and a latch.
 
-    It has examples of its values, all of them legal and no two the same.
+    Its examples are legal values, and all are different.
     """
     examples = knob.legal.examples()
 
@@ -74,8 +74,8 @@ def test_every_row_is_whole(knob: Knob) -> None:
     assert len({repr(value) for value in examples}) == len(examples)
 
 
-def test_names_are_unique_and_no_two_rows_are_one_state() -> None:
-    """A piece of state has one row."""
+def test_names_are_unique_and_each_state_has_one_row() -> None:
+    """No two rows have the same name or set the same state."""
     names = [knob.name for knob in CATALOGUE]
     variables = [knob.variable for knob in CATALOGUE if knob.variable]
 
@@ -84,14 +84,14 @@ def test_names_are_unique_and_no_two_rows_are_one_state() -> None:
 
 
 def test_environment_comes_first_then_flags_then_seeds() -> None:
-    """The order in which knobs are set is the catalogue's: variables, flags, seeds last."""
+    """Knobs are set in the order of the catalogue: variables, then flags, then seeds."""
     kinds = [0 if k.variable else 2 if k.key == "seed" else 1 for k in CATALOGUE]
 
     assert sorted(kinds) == kinds
 
 
 def test_every_key_of_the_schema_reaches_a_row() -> None:
-    """No key of a profile is accepted and then forgotten."""
+    """Every key that a profile accepts sets a knob."""
     not_knobs = {"schema", "name", "description", "guarantee", "on_late", "requires", "env_extra"}
     keys = list(_leaf_keys(Profile, ""))
 
@@ -110,9 +110,9 @@ def _leaf_keys(model: Any, prefix: str) -> Any:
 
 @pytest.mark.parametrize("knob", ROWS)
 def test_reading_and_restoring_change_nothing_and_need_no_hardware(knob: Knob, world: Any) -> None:
-    """A row can be read anywhere: it gives a value, or says why the state is not here.
+    """A row can be read on any machine: it returns a value, or raises `MissingState`.
 
-    Restoring what was just saved changes nothing.
+    Restoring a state directly after saving it changes nothing.
     """
     before = world()
     try:
@@ -126,7 +126,7 @@ def test_reading_and_restoring_change_nothing_and_need_no_hardware(knob: Knob, w
 
 
 def test_inductor_gets_its_flag_without_being_imported() -> None:
-    """Where inductor has a deterministic mode, its variable is set; elsewhere nothing is."""
+    """If inductor has a deterministic mode, its variable is set; otherwise nothing is set."""
     with torchrepro.apply("debug-strict") as applied:
         row = applied.report["backends.torch.inductor_deterministic"]
         variable = os.environ.get("TORCHINDUCTOR_DETERMINISTIC")
@@ -136,7 +136,7 @@ def test_inductor_gets_its_flag_without_being_imported() -> None:
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
 def test_every_generator_starts_from_the_seed(seed: int) -> None:
-    """One seed fixes Python, numpy and torch, and the same seed gives the same numbers."""
+    """The seed determines the random numbers of Python, numpy and torch."""
     import random
 
     import numpy as np
@@ -149,8 +149,8 @@ def test_every_generator_starts_from_the_seed(seed: int) -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_an_undo_before_device_init_takes_a_queued_seed_back() -> None:
-    """What torch queues for a device that is not in use yet is what it was before."""
+def test_an_undo_before_device_init_removes_the_queued_seed() -> None:
+    """The undo restores the queue of torch for a device that is not in use yet."""
     module = torch.cuda
     tracker = getattr(module, "_lazy_seed_tracker", None)
     before = list(module._queued_calls), dict(vars(tracker)) if tracker else None
@@ -167,5 +167,5 @@ def test_an_undo_before_device_init_takes_a_queued_seed_back() -> None:
 
 @pytest.mark.parametrize("knob", [p for p in ROWS if p.values[0].variable])
 def test_no_variable_of_the_catalogue_is_refused(knob: Knob) -> None:
-    """The lists of refused variables and of known ones have nothing in common."""
+    """No variable is in the catalogue and in the list of refused variables."""
     assert refusal(knob.variable) == ""

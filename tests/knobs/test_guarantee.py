@@ -1,4 +1,4 @@
-"""A guarantee is held where everything that it needs is, and lowered in name where not."""
+"""A guarantee is satisfied if all its needs are met, and is lowered otherwise."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 
 @pytest.fixture(autouse=True)
 def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have these laws told of the CPU alone; what devices add is told to `judge` below."""
+    """Simulate a machine with a CPU alone; a test of `judge` below covers the needs of devices."""
     monkeypatch.setattr(
         "torchrepro.reporting.outcomes.present_kinds", lambda: frozenset({"numpy", "onednn"})
     )
 
 
 def in_time(profile: Any, *overrides: str) -> Any:
-    """Return what would be held if the profile were put in force before Python starts."""
+    """Return the guarantee if the profile were applied before Python starts."""
     resolved = torchrepro.load(profile, overrides=overrides).resolved
     return make_plan(resolved, closed={}).report.guarantee
 
@@ -52,8 +52,8 @@ def knobs(guarantee: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["seed-only", "train-fast", "debug-strict", "npu-align"])
-def test_shipped_profiles_hold_what_they_ask_for(name: str) -> None:
-    """Put in force in time, a shipped profile leaves nothing of its guarantee open."""
+def test_shipped_profiles_satisfy_their_guarantees(name: str) -> None:
+    """Applied in time, a shipped profile satisfies all needs of its guarantee."""
     guarantee = in_time(name)
     beyond_this_torch = {INDUCTOR} & knobs(guarantee)  # before 2.10 it has no such switch
 
@@ -62,8 +62,8 @@ def test_shipped_profiles_hold_what_they_ask_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("removed", REMOVED)
-def test_what_is_taken_out_of_a_profile_lowers_its_guarantee(removed: str) -> None:
-    """A null and a removal lower the guarantee by the knobs that they take away, and no others."""
+def test_removing_a_knob_from_a_profile_lowers_its_guarantee(removed: str) -> None:
+    """A null and a removal lower the guarantee by exactly the knobs that they remove."""
     whole, lowered = in_time("debug-strict"), in_time("debug-strict", removed)
 
     assert knobs(lowered) - knobs(whole) == REMOVED[removed] - knobs(whole)
@@ -71,8 +71,8 @@ def test_what_is_taken_out_of_a_profile_lowers_its_guarantee(removed: str) -> No
     assert lowered.held == ("none" if removed == "seed=null" else "seeded")
 
 
-def test_a_profile_that_never_set_anything_holds_nothing() -> None:
-    """Neither a guarantee that is only asked for, nor a mere name, is held."""
+def test_a_profile_without_settings_satisfies_no_guarantee() -> None:
+    """The name of a guarantee alone does not satisfy it."""
     asked = {"name": "debug-strict", "guarantee": "repeatable"}
     with torchrepro.apply(asked) as strict, torchrepro.apply({"name": "mine"}) as plain:
         found = [applied.report.to_json()["guarantee"] for applied in (strict, plain)]
@@ -84,8 +84,8 @@ def test_a_profile_that_never_set_anything_holds_nothing() -> None:
     assert all(each["knob"] and each["why"] for one in found for each in one["lowered"])
 
 
-def test_late_lowers_a_guarantee_in_name() -> None:
-    """Past its phase a knob lowers the guarantee in the report and the summary; nothing stops."""
+def test_a_late_knob_lowers_the_guarantee() -> None:
+    """After its latch, a knob lowers the guarantee in the report and the summary; nothing stops."""
     with torchrepro.apply("debug-strict", ["on_late=warn"]) as applied:
         report = applied.report
 
@@ -96,8 +96,8 @@ def test_late_lowers_a_guarantee_in_name() -> None:
     assert "\n" not in report.summary
 
 
-def test_what_nobody_can_verify_lowers_a_guarantee_in_name() -> None:
-    """A variable that may have come too late is no more held than one that did, and says so."""
+def test_a_variable_that_cannot_be_verified_lowers_the_guarantee() -> None:
+    """A variable that may be too late counts as late, and the report says so."""
     kinds = frozenset(("cuda", "several"))
     for need in (need for need in NEEDS if need.met_by and need.knob.startswith("env.")):
         value = next(v for v in ("0", "1", ":4096:8", "Ring", "true") if need.met_by(v))
@@ -110,8 +110,8 @@ def test_what_nobody_can_verify_lowers_a_guarantee_in_name() -> None:
             assert knobs(untold) - knobs(told) == {need.knob}
 
 
-def test_what_a_process_holds_by_itself_counts_as_it_is_read() -> None:
-    """A need that the profile leaves alone is met if its present value will do, and only then."""
+def test_a_need_that_the_process_already_meets_counts() -> None:
+    """If the profile does not set a need, the current value of the process decides."""
     null = ["backends.torch.fill_uninitialized_memory=null", f"{ALGORITHMS}=null"]
     with torchrepro.apply("debug-strict", null) as applied:
         before = knobs(applied.report.guarantee)
@@ -125,8 +125,8 @@ def test_what_a_process_holds_by_itself_counts_as_it_is_read() -> None:
     assert "backends.torch.fill_uninitialized_memory" not in before
 
 
-def test_the_report_on_a_profile_that_was_taken_back_stays_as_it_was() -> None:
-    """What a process does after a profile has ended changes nothing in the report on it."""
+def test_the_report_of_an_undone_profile_does_not_change() -> None:
+    """Changes after the end of a profile do not change its report."""
     with torchrepro.apply("debug-strict", [f"{ALGORITHMS}=null"]) as applied:
         last = applied.report.to_json()
     torch.use_deterministic_algorithms(True)
@@ -138,10 +138,10 @@ def test_the_report_on_a_profile_that_was_taken_back_stays_as_it_was() -> None:
     assert last == afterwards
 
 
-def test_without_a_seed_the_program_has_to_give_one() -> None:
-    """`seed: null` is lowered, generator by generator, until the program has seeded it.
+def test_without_a_seed_the_program_must_seed_every_generator() -> None:
+    """`seed: null` lowers the guarantee per generator, until the program seeds it.
 
-    `random.seed()` without a value leaves its random numbers open.
+    `random.seed()` without a value does not count.
     """
     seen = []
     with torchrepro.isolated_rng(), torchrepro.apply("debug-strict", ["seed=null"]) as applied:
@@ -155,8 +155,8 @@ def test_without_a_seed_the_program_has_to_give_one() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "warn"])
-def test_a_profile_that_did_not_hold_is_never_in_force(mode: str) -> None:
-    """Whatever the guard, what later code has changed lowers the guarantee at the end."""
+def test_a_later_change_lowers_the_guarantee_at_the_end(mode: str) -> None:
+    """Whatever the guard is set to, a change by later code lowers the guarantee at the end."""
     with torchrepro.apply("debug-strict", [f"guard={mode}"]) as applied:
         assert "in force" in applied.report.summary
         torch.use_deterministic_algorithms(False)
@@ -167,8 +167,8 @@ def test_a_profile_that_did_not_hold_is_never_in_force(mode: str) -> None:
     assert "in force" not in report.summary
 
 
-def test_a_drift_that_breaks_nothing_is_said_and_lowers_nothing() -> None:
-    """A knob that the guarantee does not need may move: the profile has drifted all the same."""
+def test_a_drift_outside_the_guarantee_is_reported_and_lowers_nothing() -> None:
+    """If a knob that the guarantee does not need changes, the report shows only the drift."""
     with torchrepro.apply("train-fast") as applied:
         torch.backends.cudnn.benchmark = False
 
@@ -179,10 +179,10 @@ def test_a_drift_that_breaks_nothing_is_said_and_lowers_nothing() -> None:
 
 
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.guarantees[-1]}-{need.knob}")
-def test_a_need_counts_where_its_kinds_of_device_are_present(need: Any) -> None:
-    """Every need is a knob of the catalogue; unmet, it lowers the guarantee where it matters.
+def test_a_need_counts_if_its_device_types_are_present(need: Any) -> None:
+    """Every need is a knob of the catalogue; unmet, it lowers the guarantee on its devices.
 
-    A value that is refused never meets the need.
+    A refused value never meets the need.
     """
     assert need.knob in knobs_by_name()
     assert not any(need.met_by and need.met_by(folded(value)) for value in need.broken_by)
@@ -201,7 +201,7 @@ def test_a_need_counts_where_its_kinds_of_device_are_present(need: Any) -> None:
 
 @pytest.mark.parametrize("count", range(1, len(NEEDS) + 1, 3))
 def test_a_lowered_guarantee_fits_its_line(count: int) -> None:
-    """However much is left open, it is said in 100 columns, and why in lines of their own."""
+    """The line has at most 100 columns for any number of unmet needs; reasons have other lines."""
     lowered = tuple(Lowered(need.knob, need.left_open, "late") for need in NEEDS[:count])
     rows = tuple(KnobRow(need.knob, Outcome.TOO_LATE) for need in NEEDS)
     report = Report(
@@ -212,8 +212,8 @@ def test_a_lowered_guarantee_fits_its_line(count: int) -> None:
     assert all(each.left_open in " ".join(str(report).split()) for each in lowered)
 
 
-def test_what_a_profile_sets_well_meets_its_need() -> None:
-    """On every kind of device at once, the shipped strict profiles set all that is needed."""
+def test_the_strict_profiles_meet_all_needs_on_all_devices() -> None:
+    """On all device types at once, the shipped strict profiles set every need."""
     every = ProcessFacts(frozenset(kind for need in NEEDS for kind in need.kinds))
     for name in ("debug-strict", "npu-align"):
         resolved = torchrepro.load(name).resolved

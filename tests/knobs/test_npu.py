@@ -46,7 +46,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("initialise", [False, True])
 def test_the_ascend_rows_are_set_and_undone(initialise: bool) -> None:
-    """On torch_npu the aligned profile holds, before and after device init, and is undone."""
+    """On torch_npu the aligned profile can be applied before and after device init, and undone."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(initialise=initialise)],
         capture_output=True,

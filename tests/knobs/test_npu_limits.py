@@ -1,4 +1,4 @@
-"""Where an NPU would not hear of a setting, decided from what torch_npu says about itself."""
+"""Settings that never reach an NPU are detected from the answers of torch_npu."""
 
 import sys
 from collections import defaultdict
@@ -19,7 +19,7 @@ MATMUL = torch_state.MatmulHf32("ALLOW_MATMUL_HF32", {})
 
 @pytest.fixture
 def has_npu(monkeypatch: pytest.MonkeyPatch) -> Has:
-    """Put a stand-in for torch_npu in this process, with the answers that are given."""
+    """Put a placeholder for torch_npu with these answers into this process."""
 
     def has_npu(
         *, cann: str = "9.2.0", devices: int = 2, used: bool = False, queue: int = 1, **options: str
@@ -53,9 +53,9 @@ def has_npu(monkeypatch: pytest.MonkeyPatch) -> Has:
     ],
 )
 def test_determinism_is_blocked_below_cann_8_5(has_npu: Has, cann: str, heard: bool) -> None:
-    """Exactly the runtimes below 8.5 that are known keep determinism from the NPU.
+    """Exactly the known runtimes below 8.5 block determinism on the NPU.
 
-    A torch_npu from before level 3 forwards it to any of them.
+    A torch_npu older than level 3 forwards it to every runtime.
     """
     has_npu(cann=cann)
 
@@ -65,7 +65,7 @@ def test_determinism_is_blocked_below_cann_8_5(has_npu: Has, cann: str, heard: b
 
 
 def test_without_a_device_nothing_is_blocked(has_npu: Has) -> None:
-    """A machine without an NPU computes on the CPU, which torch's flag reaches."""
+    """A machine without an NPU computes on the CPU, where the flag of torch works."""
     has_npu(cann="8.3.0", devices=0)
 
     assert torch_state.determinism_blocked({}) == ""
@@ -96,7 +96,7 @@ QUEUE = "backends.npu.task_queue"
 def test_compiled_ops_behind_the_queue_are_blocked(
     has_npu: Has, answers: dict[str, Any], asked: dict[str, Any], heard: bool
 ) -> None:
-    """What the profile asks for counts first, then what is in use, then the variables."""
+    """The profile comes first, then the settings in use, then the variables."""
     has_npu(**answers)
 
     assert (torch_state.determinism_blocked(asked) == "") == heard
@@ -116,18 +116,18 @@ def test_compiled_ops_behind_the_queue_are_blocked(
         ("", "USE_HF32", False, False),
     ],
 )
-def test_cube_math_type_wins_over_the_hf32_switch(
+def test_cube_math_type_overrides_the_hf32_switch(
     has_npu: Has, set_before: str, asked: str | None, allow: bool, decides: bool
 ) -> None:
-    """The switch is said to decide exactly where a cube_math_type would have it so too."""
+    """The switch has no effect exactly if cube_math_type requires the opposite."""
     has_npu(CUBE_MATH_TYPE=set_before)
     wanted = {} if asked is None else {"backends.npu.cube_math_type": asked}
 
     assert (MATMUL.inert(allow, wanted) == "") == decides
 
 
-def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch.npu that offers nothing but devices makes no knob ineffective."""
+def test_another_backend_called_npu_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch.npu that has devices but no settings makes no knob ineffective."""
     npu = SimpleNamespace(is_available=lambda: True)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
 
@@ -145,10 +145,10 @@ def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch
         ("9.2.0", [], []),
     ],
 )
-def test_doctor_says_once_what_the_npu_would_not_hear(
+def test_doctor_reports_each_blocked_setting_once(
     has_npu: Has, devices: int, cann: str, overrides: list[str], words: list[str]
 ) -> None:
-    """doctor has one serious finding per reason, and says so where torch_npu finds no device."""
+    """doctor has one serious finding per reason, and reports if torch_npu finds no device."""
     has_npu(cann=cann, devices=devices)
     found = [finding.what for finding in examine(resolve("debug-strict", overrides))]
     about = [what for what in found if "determinism" in what]

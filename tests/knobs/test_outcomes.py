@@ -1,4 +1,4 @@
-"""Each outcome says what really happened, and strict profiles stop on three of them."""
+"""Each outcome reports the actual effect, and strict profiles stop on three outcomes."""
 
 import json
 import os
@@ -22,10 +22,10 @@ VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 World = Callable[[], dict[str, Any]]
 
 
-def test_a_write_that_does_not_hold_is_ineffective_and_stops_a_strict_profile(
+def test_a_write_without_effect_is_ineffective_and_stops_a_strict_profile(
     monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:
-    """What was written and cannot be read back is never called applied; nothing is left behind."""
+    """A value that cannot be read back is never `applied`; a strict profile leaves no change."""
     before = world()
     monkeypatch.setattr(Attribute, "write", lambda self, value: None)
 
@@ -45,7 +45,7 @@ def test_a_write_that_does_not_hold_is_ineffective_and_stops_a_strict_profile(
 def test_an_exported_equivalent_value_is_unchanged(
     exported: str, absence: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user's own value that serves the guarantee is kept and is no conflict, on any machine."""
+    """A value of the user that gives the same guarantee is kept without a conflict."""
     monkeypatch.setitem(process_state._ABSENCES, "npu", lambda: absence)
     monkeypatch.setenv("HCCL_DETERMINISTIC", exported)
     values = {"guarantee": "repeatable", "env": {"HCCL_DETERMINISTIC": "true"}}
@@ -59,7 +59,7 @@ def test_an_exported_equivalent_value_is_unchanged(
 def test_an_exported_contradiction_is_kept_and_stops_a_strict_profile(
     monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:
-    """The user's value stays and is said; a strict profile names it before it changes anything."""
+    """The value of the user is kept and reported; a strict profile raises before any change."""
     monkeypatch.setenv(VARIABLE, ":0:0")
     before = world()
 
@@ -72,8 +72,8 @@ def test_an_exported_contradiction_is_kept_and_stops_a_strict_profile(
     assert before == world()
 
 
-def test_a_variable_that_torchrepro_has_set_is_not_the_users_until_the_program_changes_it() -> None:
-    """A profile within may change what the one around it has set, and keeps what a program has."""
+def test_an_inner_profile_overrides_variables_of_the_outer_but_not_of_the_program() -> None:
+    """An inner profile can change variables of the outer one, but keeps those of the program."""
     outer, inner = ({"env_extra": {"TEST_OF_TORCHREPRO": text}} for text in "12")
     strict = {"guarantee": "repeatable", **inner}
 
@@ -98,10 +98,10 @@ def test_a_variable_that_torchrepro_has_set_is_not_the_users_until_the_program_c
         ),
     ],
 )
-def test_what_a_knob_needs_may_be_set_by_the_profile_around(
+def test_the_outer_profile_can_set_what_a_knob_needs(
     around: dict[str, Any], within: dict[str, Any], name: str
 ) -> None:
-    """Without it nothing would act on the knob, which is then unsupported."""
+    """Without the needed setting the knob is unsupported."""
     with torchrepro.apply(around):
         outcome = torchrepro.plan(within).report[name].outcome
 
@@ -113,11 +113,11 @@ def test_what_a_knob_needs_may_be_set_by_the_profile_around(
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_the_plan_is_what_apply_does(data: st.DataObject, profiles: Any) -> None:
-    """What a dry run shows is what apply reports, within another profile too.
+def test_the_plan_shows_what_apply_does(data: st.DataObject, profiles: Any) -> None:
+    """A dry run shows the report of apply, within another profile too.
 
-    Only a write that torch refuses, or that does not hold, is known no sooner than it is made.
-    Every knob that a profile names has one row, as an object, as a table and as JSON.
+    Only a write that torch refuses, or that has no effect, is unknown before it happens. Every
+    knob of the profile has one row, in Python, in the table and in JSON.
     """
     try:
         with torchrepro.apply(data.draw(profiles)):
@@ -138,12 +138,12 @@ def test_the_plan_is_what_apply_does(data: st.DataObject, profiles: Any) -> None
     assert sum(report.counts.values()) == len(report) == len(set(named))
 
 
-def test_of_two_knobs_that_are_one_switch_the_last_is_in_force(
+def test_the_last_of_two_knobs_for_one_switch_wins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What an earlier knob has moved is set again, and what a later one has moved is ineffective.
+    """A knob changed by an earlier one is set again; changed by a later one, it is ineffective.
 
-    Before torch 2.9 convolutions and RNNs had one float32 precision, as they have here.
+    Before torch 2.9 convolutions and RNNs shared one float32 precision, as in this test.
     """
     conv, rnn = (f"backends.cudnn.{name}_fp32_precision" for name in ("conv", "rnn"))
     monkeypatch.setattr("torchrepro.knobs.torch_state._finest", lambda path: None)
@@ -161,10 +161,10 @@ def test_of_two_knobs_that_are_one_switch_the_last_is_in_force(
     assert (rows[rnn].is_set, rows[rnn].before, rows[rnn].after) == (True, "ieee", "tf32")
 
 
-def test_what_nothing_acts_on_is_written_and_has_a_standing_of_its_own(
+def test_a_knob_without_effect_is_set_and_ineffective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A knob on which nothing acts here is ineffective, set all the same, and stops the strict."""
+    """A knob that no library uses is set, counts as ineffective, and stops strict profiles."""
     monkeypatch.setattr(Knob, "inert", lambda *_: "nothing reads it")
 
     with torchrepro.apply(FLAG) as applied:

@@ -1,4 +1,4 @@
-"""Undo: what is read after leaving a profile is what was read before entering it."""
+"""After a profile ends, all settings read as they did before it started."""
 
 import subprocess
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SHIPPED = ("seed-only", "debug-strict", "train-fast", "npu-align")
 
 
 def applied(values: Any) -> torchrepro.Applied:
-    """Apply drawn values, or drop the example if they contradict each other."""
+    """Apply the drawn values, or skip the example if they contradict each other."""
     try:
         return torchrepro.apply(values)
     except ProfileError:
@@ -35,7 +35,7 @@ def applied(values: Any) -> torchrepro.Applied:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_profiles_are_undone(name: str, world: World) -> None:
-    """Every shipped profile changes the process and leaves it as it was."""
+    """Every shipped profile changes the process, and its undo restores it."""
     before = world()
 
     with torchrepro.apply(name):
@@ -47,12 +47,12 @@ def test_shipped_profiles_are_undone(name: str, world: World) -> None:
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data())
-def test_undo_gives_back_the_state_of_the_entry_in_any_nesting(
+def test_undo_restores_the_state_at_entry_in_any_nesting(
     data: st.DataObject, profiles: Any, world: World
 ) -> None:
-    """Leaving an inner profile gives back the outer one's state, and leaving that the state before.
+    """Leaving an inner profile restores the state of the outer; leaving that, the state before.
 
-    So does restoring the outer one alone: it takes the inner one back first.
+    Restoring the outer one alone undoes the inner one first.
     """
     before = world()
     outer = applied(data.draw(profiles))
@@ -78,7 +78,7 @@ def test_undo_gives_back_the_state_of_the_entry_in_any_nesting(
 def test_a_failure_at_any_step_leaves_the_state_before(
     data: st.DataObject, step: int, kind: type[BaseException], profiles: Any, world: World
 ) -> None:
-    """Whatever raises at whatever step of a strict profile, the process is as it was before."""
+    """If any step of a strict profile raises, the process is as before."""
     values = data.draw(profiles) | {"guarantee": "aligned"}
     before = world()
     with pytest.MonkeyPatch.context() as patch:
@@ -108,10 +108,10 @@ def _failing(
     return failing
 
 
-def test_a_refused_profile_is_not_in_force_even_if_its_undo_raises(
+def test_a_refused_profile_is_not_active_even_if_its_undo_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What cannot be put back is raised, and nobody finds a profile that was never in force."""
+    """An error of the undo is raised, and the profile never counts as active."""
 
     def broken(access: Any, saved: Any) -> None:
         raise OSError("this one cannot be put back")
@@ -127,10 +127,10 @@ def test_a_refused_profile_is_not_in_force_even_if_its_undo_raises(
     assert in_force() == ()
 
 
-def test_every_knob_is_put_back_even_if_one_restore_raises(world: World) -> None:
-    """A raising restore in the middle is reported, and stops no other knob from being put back.
+def test_every_knob_is_restored_even_if_one_restore_raises(world: World) -> None:
+    """A restore that raises is reported, and all other knobs are restored.
 
-    Nor does it matter that the program has flipped one that the profile had found as it should be.
+    This includes a knob that the profile did not have to change, but the program changed later.
     """
     before = world()
     scope = torchrepro.apply("debug-strict")
@@ -147,7 +147,7 @@ def test_every_knob_is_put_back_even_if_one_restore_raises(world: World) -> None
 
 
 def test_a_refused_write_leaves_the_knob_as_it_was(world: World) -> None:
-    """A setter that assigns before it refuses changes nothing that stays."""
+    """If a setter assigns a value and then raises, the old value is restored."""
     before = world()
     with torchrepro.apply({"backends": {"cuda": {"preferred_linalg_library": "magma"}}}) as outer:
         row = outer.report["backends.cuda.preferred_linalg_library"]
@@ -160,8 +160,8 @@ def test_a_refused_write_leaves_the_knob_as_it_was(world: World) -> None:
     assert before == world()
 
 
-def test_an_exception_in_the_scope_is_passed_on_and_undone(world: World) -> None:
-    """Leaving the scope by an exception restores the state and hides nothing."""
+def test_an_exception_in_the_scope_propagates_and_the_state_is_restored(world: World) -> None:
+    """Leaving the scope by an exception restores the state and hides no error."""
     before = world()
 
     with pytest.raises(ZeroDivisionError), torchrepro.apply("debug-strict"):
@@ -170,8 +170,8 @@ def test_an_exception_in_the_scope_is_passed_on_and_undone(world: World) -> None
     assert before == world()
 
 
-def test_a_profile_touches_exactly_what_it_names(world: World) -> None:
-    """Null leaves alone: nothing but the named knobs, and nothing behind them, has changed."""
+def test_a_profile_changes_exactly_the_knobs_that_it_names(world: World) -> None:
+    """A null changes nothing: only the named knobs and the state behind them change."""
     before = world()
 
     with torchrepro.apply({"backends": {"cpu": {"mkldnn_deterministic": True}}}):
@@ -182,7 +182,7 @@ def test_a_profile_touches_exactly_what_it_names(world: World) -> None:
 
 
 def test_older_names_stay_readable_under_a_profile() -> None:
-    """Code that reads torch's older precision switches works under every shipped profile."""
+    """Code that reads the older precision switches of torch works under every shipped profile."""
     for name in SHIPPED:
         with torchrepro.apply(name):
             assert isinstance(torch.backends.cudnn.allow_tf32, bool)
@@ -192,8 +192,8 @@ def test_older_names_stay_readable_under_a_profile() -> None:
                 pass
 
 
-def test_undo_is_exact_from_any_start_as_torch_itself_says(fork_python: Fork) -> None:
-    """From random settings, frozen ones at last, what torch says after undo is what it said."""
+def test_undo_is_exact_from_random_initial_states(fork_python: Fork) -> None:
+    """From random settings, in the end frozen ones, torch reports the same state after the undo."""
     done = fork_python(Path(__file__).with_name("random_starts.py"))
 
     assert done.returncode == 0, done.stderr
@@ -223,8 +223,8 @@ print([before != inside, before == after == world(), frozen, bool(failed)])
 """
 
 
-def test_flags_that_are_frozen_meanwhile_are_put_back(fork_python: Fork) -> None:
-    """Frozen flags are put back and stay frozen, and a profile that needs them says it failed."""
+def test_flags_that_were_frozen_in_the_scope_are_restored(fork_python: Fork) -> None:
+    """Frozen flags are restored and stay frozen; a profile that must set them fails."""
     done = fork_python("-c", FROZEN)
 
     assert done.stdout.splitlines()[-1:] == ["[True, True, True, True]"], done.stderr

@@ -85,7 +85,7 @@ def test_a_change_is_noticed_until_the_version_is_raised(environment, tmp_path):
 
     noticed = environment.run("pytest", "-q", "-k", "version", cwd=pack.folder)
     assert noticed.returncode == 1
-    assert "acme-vision/strict asks for something else than version 0.1.0" in noticed.stdout
+    assert "acme-vision/strict differs from the published version 0.1.0" in noticed.stdout
     assert "python tests/published.py" in noticed.stdout
     assert "1 failed" in noticed.stdout
 

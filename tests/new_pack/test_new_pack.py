@@ -118,7 +118,7 @@ REFUSED = {  # name, words of the message
     "another alphabet": ("\u0430cme", "not the name of a pack"),
     "too long": ("a" * 41, "at most 40"),
     "a line break": ("a\nb", "a\\nb: not the name of a pack"),
-    "pieces": ("with", "the folder of pieces"),
+    "pieces": ("with", "the folder for pieces"),
     "ours": ("torchrepro", "need no prefix"),
     "not empty": ("full", "exists and is not empty"),
     "a file": ("file", "cannot be written: Not a directory"),

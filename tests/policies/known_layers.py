@@ -30,12 +30,11 @@ _defined: list[torch.library.Library] = []
 
 
 def let_torchvision_be_imported() -> None:
-    """Define what `import torchvision` looks for, where its compiled ops cannot be loaded.
+    """Define the names that `import torchvision` needs, if its compiled ops cannot be loaded.
 
-    A wheel built for CUDA has no ops on a torch built without, and its import then fails at the
-    first op that it describes to torch.compile. The layers under test are plain Python and need
-    none of the ops. Where the ops can be loaded, which is wherever torchvision works, this changes
-    nothing.
+    A wheel built for CUDA has no ops on a torch built without CUDA, and its import fails at the
+    first op that it describes to torch.compile. The tested layers are plain Python and need none
+    of the ops. If the ops can be loaded, this function changes nothing.
     """
     folder = package_folder("torchvision")
     if folder is None or _defined:
@@ -51,14 +50,14 @@ def let_torchvision_be_imported() -> None:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return where `package` is installed, without importing it."""
+    """Return the folder of the installed `package` without importing it."""
     spec = find_spec(package)
     return None if spec is None else Path((spec.submodule_search_locations or ())[0])
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One way to call a known layer, and what it does where nothing is dropped."""
+    """One way to call a known layer, and its result if nothing is dropped."""
 
     make: Callable[[], Any]
     shape: tuple[int, ...] = (32, WIDTH)
@@ -66,7 +65,7 @@ class Layer:
     dropping: Callable[[Any], Call] = lambda made: made
 
     def observe(self, made: Any) -> dict[str, bool]:
-        """Say whether `made` drops, and whether its result and gradient are the undropped ones."""
+        """Report whether `made` drops, and whether result and gradient are those without drops."""
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(1)).abs()
         expected = _with_gradient(self.undropped(made), x)
         seen = [_seeded(self.dropping(made), x, seed) for seed in SEEDS]
@@ -96,7 +95,7 @@ def module(
     shape: tuple[int, ...],
     call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
 ) -> Layer:
-    """Return the layer that `make` makes, which is undropped in evaluation."""
+    """Return the layer that `make` creates; in evaluation it drops nothing."""
     in_mode = [lambda made, on=on: lambda x: call(made.train(on), x) for on in (False, True)]
     return Layer(make, shape, *in_mode)
 
@@ -156,7 +155,7 @@ def _first_of(layer: nn.Module) -> Call:
 
 
 def transformers() -> dict[str, Layer]:
-    """Return transformers' layers that skip layers, and those with masks of other kinds."""
+    """Return the layers of transformers that skip layers or draw other masks."""
     sequence = (2, 16, WIDTH)
     return {
         **_skipping_layers(),

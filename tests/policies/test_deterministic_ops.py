@@ -1,4 +1,4 @@
-"""Implementations of torchrepro's own: what a plain loop over the elements would leave behind."""
+"""The deterministic implementations of torchrepro leave the result of a loop over the elements."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def _numbers(size: tuple[int, ...], kind: torch.dtype, first: int) -> torch.Tens
 
 @st.composite
 def puts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A tensor, dense or not, with places in it, repeated ones too, and as many values."""
+    """Draw a tensor, dense or not, indices with duplicates, and as many values."""
     kind, size = draw(KINDS), draw(SIZES)
     target = _numbers(size, kind, 100)
     if draw(st.booleans()):
@@ -37,10 +37,10 @@ def puts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.slow
 @given(case=puts())
-def test_put_leaves_what_a_loop_leaves(case: tuple[torch.Tensor, ...]) -> None:
-    """Of several values for one place the last stays, whatever the layout, type and sign.
+def test_put_equals_a_loop(case: tuple[torch.Tensor, ...]) -> None:
+    """Of several values for one index the last stays, for all layouts, types and signs.
 
-    `put` gives the same in another tensor.
+    `put` computes the same in another tensor.
     """
     target, places, values = case
     before = target.clone()
@@ -59,7 +59,7 @@ def test_put_leaves_what_a_loop_leaves(case: tuple[torch.Tensor, ...]) -> None:
 
 @st.composite
 def unpoolings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Pooled values of two or three dimensions, a place for each, repeated ones too, and a size."""
+    """Draw pooled values of two or three dimensions, indices with duplicates, and a size."""
     dims = draw(st.sampled_from([2, 3]))
     size = draw(st.lists(st.integers(0, 3), min_size=1, max_size=2))
     size += draw(st.lists(st.integers(1, 3), min_size=dims, max_size=dims))
@@ -97,8 +97,8 @@ def _call_unpool(values: torch.Tensor, indices: torch.Tensor, output: Any) -> to
 
 @pytest.mark.slow
 @given(case=unpoolings())
-def test_unpooling_leaves_what_a_loop_leaves(case: tuple[Any, ...]) -> None:
-    """In each plane the last value for a place stays, and all other places are zero."""
+def test_unpooling_equals_a_loop(case: tuple[Any, ...]) -> None:
+    """In each plane the last value for an index stays, and all other elements are zero."""
     values, indices, output = case
     with torchrepro.apply(PROFILE):
         first, second = _call_unpool(*case), _call_unpool(*case)
@@ -108,8 +108,8 @@ def test_unpooling_leaves_what_a_loop_leaves(case: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_pooling_and_unpooling_is_what_torch_computes_without_the_flag(dims: int) -> None:
-    """Where no place is written twice, results, gradients and layouts are torch's own."""
+def test_without_duplicate_indices_unpooling_equals_that_of_torch(dims: int) -> None:
+    """Without duplicate indices, results, gradients and layouts equal those of torch."""
     pool = getattr(functional, f"max_pool{dims}d")
     unpool = getattr(functional, f"max_unpool{dims}d")
     x = torch.randn(2, 3, *[6] * dims, requires_grad=True)
@@ -167,8 +167,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_torch_refuses_is_refused(name: str) -> None:
-    """Arguments that do not fit raise the kind of error that torch raises for them."""
+def test_arguments_that_torch_refuses_are_refused(name: str) -> None:
+    """Arguments that do not match raise the same type of error as in torch."""
     with pytest.raises((RuntimeError, IndexError)) as without:
         WRONG[name]()
     with torchrepro.apply(PROFILE), pytest.raises((RuntimeError, IndexError)) as within:

@@ -1,8 +1,7 @@
-"""`dropout: zero`: torch's dropout is the identity, for whoever calls it.
+"""`dropout: zero` makes the dropout of torch the identity, for every caller.
 
-Every row names one way to reach a dropout of torch's own, and what the same computation is
-without it. What compilers captured is in test_dropout_captured.py, what libraries write
-themselves in test_dropout_masks.py.
+Every row names one entry point of a dropout of torch, and the same computation without it.
+test_dropout_captured.py tests captured code, test_dropout_masks.py the masks of libraries.
 """
 
 import copy
@@ -68,7 +67,7 @@ def _undropped(module: nn.Module) -> nn.Module:
 
 
 def _module(make: Callable[[], nn.Module], use: Callable[..., Any] = nn.Module.__call__) -> Any:
-    """Return the row of a module: it, and its twin that never drops."""
+    """Return the row of a module, with a second module that never drops."""
     return lambda x: use(_made(make), x), lambda x: use(_undropped(_made(make)), x)
 
 
@@ -223,7 +222,7 @@ def _autocast(function: Function, x: torch.Tensor) -> torch.Tensor:
 
 
 def seeded(call: Function) -> list[torch.Tensor]:
-    """Return the results of `call` from a few seeds."""
+    """Return the results of `call` for a few seeds."""
     results = []
     for seed in range(4):
         torch.manual_seed(seed)
@@ -232,13 +231,13 @@ def seeded(call: Function) -> list[torch.Tensor]:
 
 
 def drops(call: Function) -> bool:
-    """Whether the result of `call` depends on the seed."""
+    """Return whether the result of `call` depends on the seed."""
     first, *others = seeded(call)
     return not all(torch.equal(first, other) for other in others)
 
 
 def value_and_gradient(call: Function) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `call` makes of X, and the gradient of a weighted sum of it."""
+    """Return the result of `call` for X, and the gradient of a weighted sum of it."""
     x = X.clone().requires_grad_()
     result = call(x)
     weights = torch.arange(result.numel()).reshape(result.shape) / math.sqrt(result.numel())
@@ -247,7 +246,7 @@ def value_and_gradient(call: Function) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def same(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> bool:
-    """Whether values and gradients agree, up to the rounding of another attention kernel."""
+    """Return whether values and gradients are equal, up to rounding of other attention kernels."""
     return all(
         torch.allclose(one, other, atol=1e-5) for one, other in zip(left, right, strict=True)
     )
@@ -255,10 +254,10 @@ def same(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> boo
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ROWS)
-def test_an_entry_point_drops_before_and_after_and_not_in_between(name: str) -> None:
-    """In force, values and gradients are those without dropout; before, it drops.
+def test_an_entry_point_drops_nothing_while_the_policy_is_active(name: str) -> None:
+    """Under the policy, values and gradients equal those without dropout; before it, it drops.
 
-    After it, masks are those that the same seed gave before.
+    After it, a seed produces the same masks as before.
     """
     call, without = ROWS[name]
     expected, before = value_and_gradient(without), seeded(call)
@@ -285,22 +284,22 @@ def test_gradients_can_be_differentiated_again() -> None:
         assert torch.autograd.gradgradcheck(through, x)
 
 
-def test_a_probability_out_of_range_is_refused_as_ever() -> None:
-    """What torch refuses without the policy it refuses under it."""
+def test_a_probability_out_of_range_is_still_refused() -> None:
+    """Under the policy, an illegal probability raises as without it."""
     with torchrepro.apply({"dropout": "zero"}), pytest.raises((ValueError, RuntimeError)):
         torch.dropout(X, 1.5, train=True)
 
 
 def test_evaluation_costs_and_changes_nothing() -> None:
-    """Outside of training the very input comes back, as from torch's own dropout."""
+    """In evaluation the input object itself is returned, as by the dropout of torch."""
     x = X.clone()
     with torchrepro.apply({"dropout": "zero"}):
         assert functional.dropout(x, 0.5, training=False).data_ptr() == x.data_ptr()
         assert nn.Dropout().eval()(x).data_ptr() == x.data_ptr()
 
 
-def test_writing_to_the_result_leaves_the_input_alone() -> None:
-    """The result of a zeroed dropout is no alias of its input."""
+def test_the_result_is_not_an_alias_of_the_input() -> None:
+    """Writing to the result of a zeroed dropout does not change its input."""
     x = X.clone()
     with torchrepro.apply({"dropout": "zero"}):
         functional.dropout(x).add_(1)
@@ -309,7 +308,7 @@ def test_writing_to_the_result_leaves_the_input_alone() -> None:
 
 
 def test_modules_stay_in_training_mode() -> None:
-    """Zeroing dropout does not switch a model to evaluation: batch norm keeps updating."""
+    """Zeroed dropout does not switch a model to evaluation: batch norm keeps updating."""
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5))
     with torchrepro.apply({"dropout": "zero"}):
         model(torch.randn(64, 8))

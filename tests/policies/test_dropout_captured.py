@@ -1,7 +1,7 @@
-"""`dropout: zero` in code that was captured: scripted, traced, compiled, exported.
+"""`dropout: zero` in captured code: scripted, traced, compiled, exported.
 
-Every captured function is made while dropout is kept, then used in force, and used again after the
-undo; another one is made under the policy.
+Every function is captured before the policy, called under it, and called again after the undo.
+Another one is captured under the policy.
 """
 
 import subprocess
@@ -103,19 +103,19 @@ ROWS = [
 
 
 def is_without(call: Function, without: Function) -> bool:
-    """Whether values and gradients are those of `without`, in every one of four calls."""
+    """Return whether values and gradients equal those of `without` in four calls."""
     expected = value_and_gradient(without)
     return all(same(expected, value_and_gradient(call)) for _ in range(CALLS))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("how", "function"), ROWS)
-def test_captured_code_drops_before_and_after_and_not_in_between(
+def test_captured_code_drops_nothing_while_the_policy_is_active(
     how: str, function: Function
 ) -> None:
-    """What was captured before the policy is zeroed in force, with exact gradients, and no more.
+    """Code captured before the policy is zeroed under it, with exact gradients, and not after it.
 
-    So is what is captured under the policy.
+    Code captured under the policy is zeroed too.
     """
     call, without = CAPTURES[how](function), FUNCTIONS[function]
 
@@ -129,8 +129,8 @@ def test_captured_code_drops_before_and_after_and_not_in_between(
 
 @pytest.mark.filterwarnings("error:Dynamo does not know")
 @pytest.mark.parametrize("how", ["scripted", "compiled, eager", "compiled, aot_eager"])
-def test_a_captured_model_drops_before_and_after_and_not_in_between(how: str) -> None:
-    """A model with a dropout module and a recurrent one is zeroed wherever it was captured."""
+def test_a_captured_model_drops_nothing_while_the_policy_is_active(how: str) -> None:
+    """A model with a dropout module and a recurrent one is zeroed, whenever it was captured."""
     captured, plain = CAPTURES[how](_net()), _net(0.0)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -161,18 +161,18 @@ print(traced())
 """
 
 
-def test_torch_compile_traces_what_it_traces_without_the_policy(
+def test_torch_compile_does_not_trace_the_policy(
     fork_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """The policy's own functions are not traced: torch 2.6 crashes over such ones in the end."""
+    """The functions of the policy are not traced: torch 2.6 crashes after it traced them."""
     before, in_force, after = fork_python("-c", COUNTING).stdout.split()
 
     assert in_force == after == before
 
 
 @pytest.mark.slow
-def test_an_export_that_was_taken_apart_is_zeroed_as_far_as_it_holds_dropout() -> None:
-    """In core ops `native_dropout` is left and is zeroed; a mask made of others is named."""
+def test_a_decomposed_export_is_zeroed_where_it_has_dropout_ops() -> None:
+    """In core ops, `native_dropout` remains and is zeroed; a mask made of other ops is reported."""
     with_op, with_mask = (
         _program(function).run_decompositions().module() for function in (_functional, _alpha)
     )
@@ -185,7 +185,7 @@ def test_an_export_that_was_taken_apart_is_zeroed_as_far_as_it_holds_dropout() -
 
 
 def test_a_graph_of_ops_is_zeroed_when_it_runs() -> None:
-    """A graph that make_fx recorded before the policy calls torch's ops, which are zeroed."""
+    """A graph that make_fx recorded before the policy calls the ops of torch, which are zeroed."""
     call = make_fx(_native)(X)
 
     assert drops(call)
@@ -211,10 +211,10 @@ with torchrepro.apply({"dropout": sys.argv[1]}):
 
 
 @pytest.mark.slow
-def test_processes_that_share_a_cache_on_disk_share_code_of_their_own_policy_only(
+def test_a_compile_cache_on_disk_separates_plain_and_zeroed_runs(
     tmp_path: Path, fork_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """Plain runs and zeroed runs, in either order, take only what their like has compiled."""
+    """In either order, plain and zeroed runs reuse only code compiled under the same policy."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
     def gradient_and_hits(dropout: str) -> tuple[str, int]:

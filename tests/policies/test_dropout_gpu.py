@@ -1,4 +1,4 @@
-"""`dropout: zero` on a CUDA device, whose kernels drop inside of larger computations."""
+"""`dropout: zero` on a CUDA device, whose kernels drop inside larger computations."""
 
 from collections.abc import Callable
 
@@ -76,10 +76,10 @@ FACTORS = {"F.dropout": 1, "torch.native_dropout": 1, "scripted": 2, "compiled":
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_a_kernel_drops_before_and_after_and_not_in_between(name: str) -> None:
-    """In force neither values nor gradients depend on the seed; before and after, they do.
+def test_a_kernel_drops_nothing_while_the_policy_is_active(name: str) -> None:
+    """Under the policy, values and gradients do not depend on the seed; otherwise they do.
 
-    Backward passes gradients on as if there were no dropout.
+    Backward passes gradients as without dropout.
     """
     call = CALLED[name]()
 
@@ -96,8 +96,8 @@ def test_a_kernel_drops_before_and_after_and_not_in_between(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["math attention", "flash attention", "cuDNN LSTM", "F.dropout"])
-def test_masks_drawn_on_the_host_are_those_of_a_run_on_the_cpu(name: str) -> None:
-    """With dropout kept and random numbers from the host, a GPU drops what a CPU drops."""
+def test_masks_drawn_on_the_host_equal_those_of_the_cpu(name: str) -> None:
+    """With active dropout and random numbers from the host, a GPU drops the same as a CPU."""
     call = CALLED[name]()
 
     def dropped(device: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Layers that draw a dropout mask of their own do not drop while `dropout.zero_masks` holds."""
+"""Layers that draw a custom mask drop nothing while `dropout.zero_masks` is active."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> Any:
 
 @pytest.fixture
 def run(fork_python: Run, tmp_path: Path) -> Run:
-    """Run a script in a fork where the modules of this test's folder can be imported."""
+    """Run a script in a fork that can import the modules of this folder."""
     paths = [str(tmp_path), str(HERE), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return lambda script: fork_python("-c", script, env=env)
@@ -49,7 +49,7 @@ def run(fork_python: Run, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def printed(run: Run) -> Printed:
-    """Return what a script prints as JSON in its last line."""
+    """Return the last line of the output of a script, parsed as JSON."""
     return lambda script: _last_line(run(script))
 
 
@@ -65,7 +65,7 @@ _seen: dict[tuple[str, str], dict[str, Any]] = {}  # by what was asked: all test
 
 @pytest.fixture
 def observed(fork_python: Run) -> Callable[[str, str], dict[str, Any]]:
-    """Return what the layers of a library did."""
+    """Return the observations of the layers of a library."""
 
     def observed(library: str, order: str) -> dict[str, Any]:
         if (library, order) not in _seen:
@@ -82,14 +82,14 @@ def observed(fork_python: Run) -> Callable[[str, str], dict[str, Any]]:
 def test_a_known_layer_drops_except_under_the_policy(
     library: str, name: str, order: str, observed: Callable[[str, str], dict[str, Any]]
 ) -> None:
-    """Under the policy it gives the undropped result and gradient; without, its own again."""
+    """Under the policy a layer has the result and gradient without drops; otherwise it drops."""
     _needs(library)
 
     assert observed(library, order)[name] == ORDERS[order]
 
 
 def _copy_of_timm_drop(folder: Path) -> Path:
-    """Put timm's own file of dropping layers into a package that imports nothing else."""
+    """Copy timm's file of dropping layers into a package that imports nothing else."""
     source = _needs("timm") / "layers" / "drop.py"
     copy = folder / "timm" / "layers" / "drop.py"
     copy.parent.mkdir(parents=True)
@@ -112,12 +112,12 @@ EARLY = (
 )
 
 
-def test_code_of_others_that_calls_a_known_function_does_not_drop(
+def test_other_code_that_calls_a_known_function_does_not_drop(
     tmp_path: Path, printed: Printed
 ) -> None:
-    """A name imported before, a subclass, and a layer of one's own are zeroed like the layer.
+    """A name imported before, a subclass and a custom layer are zeroed like the layer itself.
 
-    So is what torch.compile makes of it, without a graph break, and what is loaded anew in force.
+    So are compiled code, without a graph break, and modules that are reloaded under the policy.
     """
     _copy_of_timm_drop(tmp_path)
 
@@ -155,8 +155,8 @@ print(json.dumps(seen))
     ) == [[True] * 4, [False] * 4, [False] * 5, [True] * 5]
 
 
-def test_a_layer_looks_the_same_as_ever(tmp_path: Path, printed: Printed) -> None:
-    """Its attributes, repr, state, pickle and copy keep its probability; the copy drops later."""
+def test_a_layer_keeps_its_attributes(tmp_path: Path, printed: Printed) -> None:
+    """Attributes, repr, state, pickle and copy keep its probability; the copy drops later."""
     _copy_of_timm_drop(tmp_path)
 
     same, zeroed, dropping = printed(
@@ -181,10 +181,10 @@ print(json.dumps([same, zeroed, [drops(copied) for copied in copies]]))
     assert dropping == [True] * 3
 
 
-def test_only_known_functions_change_and_they_come_back_as_they_were(
+def test_only_known_functions_change_and_they_are_restored(
     tmp_path: Path, printed: Printed
 ) -> None:
-    """Every other function in the process keeps its code; putting it in force twice is once."""
+    """All other functions in the process keep their code; a second `zero_masks` changes nothing."""
     _copy_of_timm_drop(tmp_path)
 
     changed, back, meta_path = printed(
@@ -224,10 +224,10 @@ print(json.dumps([sorted(changed), back, sys.meta_path == finders]))
     ],
     ids=["moved", "edited", "broken", "deleted"],
 )
-def test_source_that_is_not_what_runs_is_refused(
+def test_a_source_that_differs_from_the_running_code_is_refused(
     tmp_path: Path, change: str, printed: Printed
 ) -> None:
-    """A file changed since its import is named in an error, and nothing is changed by halves."""
+    """A file changed since its import is named in an error, and no function changes."""
     copy = _copy_of_timm_drop(tmp_path)
 
     error, code_kept, finders_kept = printed(
@@ -249,8 +249,8 @@ except dropout.SourceMissingError as raised:
     assert finders_kept
 
 
-def test_an_import_without_source_goes_through_and_says_so(tmp_path: Path, run: Run) -> None:
-    """A library shipped as bytecode alone is imported under the policy, which says what drops."""
+def test_an_import_without_source_succeeds_with_a_warning(tmp_path: Path, run: Run) -> None:
+    """A library without source can be imported under the policy, and a line reports what drops."""
     copy = _copy_of_timm_drop(tmp_path)
     py_compile.compile(str(copy), str(copy.with_suffix(".pyc")))
     copy.unlink()
@@ -260,8 +260,8 @@ def test_an_import_without_source_goes_through_and_says_so(tmp_path: Path, run: 
     assert "torchrepro: dropout is not zeroed: timm.layers.drop" in done.stderr
 
 
-def test_a_name_with_a_star_waits_for_every_module_that_begins_so() -> None:
-    """`a.b.*` stands for the modules below `a.b`, and for no other."""
+def test_a_name_with_a_star_matches_all_modules_below_it() -> None:
+    """`a.b.*` matches the modules below `a.b`, and no other module."""
     finder = AfterImport(["a.b.*", "c"], print)
 
     assert [finder.waits_for(name) for name in ("a.b.c", "a.b.c.d", "c")] == [True] * 3

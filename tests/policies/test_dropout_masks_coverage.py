@@ -1,4 +1,4 @@
-"""No function of a known library draws a mask that the table of written masks does not know."""
+"""The table of masks knows every function of a known library that draws a mask."""
 
 import ast
 import importlib.util
@@ -68,7 +68,7 @@ OTHER_VERSIONS = {  # rows for functions that transformers had before 5
 
 @dataclass(frozen=True)
 class Scan:
-    """What reading a library's source finds."""
+    """The findings in the source of a library."""
 
     unknown: dict[str, set[str]]
     """Function that draws and that no row knows -> the names it reads."""
@@ -129,10 +129,10 @@ def _excused(name: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_mask_is_known_or_is_no_dropout(library: str) -> None:
-    """Whatever draws random numbers in a library's layers has a row, or a reason to have none.
+    """A function that draws random numbers has a row, or is listed with a reason to have none.
 
-    Outside of constructors nothing that is excused speaks of dropping. No row has gone stale, but
-    for those kept for an older version of the library.
+    Outside of constructors, no listed function mentions dropping. No row is outdated, except for
+    rows of older versions of a library.
     """
     scan = _scan(library)
     speaking = [

@@ -1,4 +1,4 @@
-"""`device.modules`: parts of a model are found by name, run elsewhere, and are let go exactly."""
+"""`device.modules`: submodules are found by name, run on another device, and restored exactly."""
 
 import copy
 import pickle
@@ -83,8 +83,8 @@ NAMES = {
 
 
 @pytest.mark.parametrize("pattern", NAMES)
-def test_a_pattern_means_the_modules_of_that_name(pattern: str) -> None:
-    """Names, globs and lists of modules mean the parts that run under those names."""
+def test_a_pattern_selects_modules_by_name(pattern: str) -> None:
+    """Names, globs and lists of modules select the submodules that run under those names."""
     model = Model()
     with _apply(**{pattern: "cpu"}) as applied:
         model(X)
@@ -105,8 +105,8 @@ class Wrapper(nn.Module):
         return self.module(x)
 
 
-def test_wrappers_are_no_part_of_a_name() -> None:
-    """A pattern is written as in the bare model, whatever the model is wrapped in."""
+def test_patterns_ignore_wrappers() -> None:
+    """A pattern uses the names of the bare model, whatever wraps the model."""
     model = Model()
     model.encoder.layer[1] = Wrapper(model.encoder.layer[1])
     with _apply(**{"encoder.layer.1": "cpu", "*": "cpu"}):
@@ -117,8 +117,8 @@ def test_wrappers_are_no_part_of_a_name() -> None:
     assert bare("module._orig_mod.a._checkpoint_wrapped_module.b") == "a.b"
 
 
-def test_a_pattern_that_matches_nothing_stops_the_first_step() -> None:
-    """At the first optimizer step an error names the pattern, what was called and a near name."""
+def test_an_unmatched_pattern_stops_the_first_step() -> None:
+    """The first optimizer step raises an error with the pattern, the models and a near name."""
     model = Model()
     with _apply(**{"encoder.layers.1": "cpu"}):
         nn.MSELoss()(model(X), torch.zeros(4, 2))
@@ -133,7 +133,7 @@ def test_a_pattern_that_matches_nothing_stops_the_first_step() -> None:
 
 
 def test_parts_of_several_models_are_found_before_the_first_step() -> None:
-    """Patterns may mean parts of several models, and a step after all were called goes on."""
+    """Patterns can match parts of several models; a step after calls of all models succeeds."""
     generator, judge = Model(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with _apply(**{"encoder": "cpu", "1": "cpu"}):
         judge(generator(X)).sum().backward()
@@ -156,12 +156,12 @@ def _attention() -> nn.Module:
         ("0.*", _attention, ""),  # what lies in a part that ran elsewhere has gone there with it
     ],
 )
-def test_what_did_not_run_elsewhere_is_said_at_the_end(
+def test_unmatched_patterns_and_uncalled_parts_are_reported_at_the_end(
     pattern: str, make: Callable[[], Any], says: str, capsys: Any
 ) -> None:
-    """Without an optimizer step it is said, when the profile is taken back, what matched nothing.
+    """Without an optimizer step, the undo of the profile reports unmatched patterns.
 
-    So is a part whose weights another module uses without calling it, and nothing else.
+    It also reports a part whose weights another module uses without calling it.
     """
     with _apply(**{pattern: "cpu"}):
         make()(X)
@@ -172,7 +172,7 @@ def test_what_did_not_run_elsewhere_is_said_at_the_end(
 
 
 def test_parts_can_be_placed_before_the_first_call() -> None:
-    """`place_modules` names the parts it placed, for a model that is never called as a whole."""
+    """`place_modules` returns the names of the parts of a model that is never called as a whole."""
     model = Model()
     assert torchrepro.place_modules(model) == ()
     with _apply(**{"encoder.layer.?": "cpu"}):
@@ -183,8 +183,8 @@ def test_parts_can_be_placed_before_the_first_call() -> None:
     assert _calls() == dict.fromkeys(names, 1)
 
 
-def test_placing_by_hand_refuses_a_pattern_at_once() -> None:
-    """`place_modules` raises for a pattern that matches nothing in the models it is given."""
+def test_place_modules_refuses_an_unmatched_pattern() -> None:
+    """`place_modules` raises for a pattern without a match in the models that it gets."""
     with _apply(encoder="cpu", haed="cpu"), pytest.raises(torchrepro.ApplyError) as refused:
         torchrepro.place_modules(Model(), nn.ReLU())
 
@@ -193,7 +193,7 @@ def test_placing_by_hand_refuses_a_pattern_at_once() -> None:
 
 
 def test_a_module_that_was_added_later_is_found() -> None:
-    """A part that was put into a model after its first call runs under its full name."""
+    """A part added to a model after its first call runs under its full name."""
     model = Model()
     with _apply(**{"encoder.layer.?": "cpu"}):
         model(X)
@@ -203,8 +203,8 @@ def test_a_module_that_was_added_later_is_found() -> None:
     assert _calls()["encoder.layer.3"] == 1
 
 
-def test_a_name_wins_over_a_pattern_and_patterns_must_agree() -> None:
-    """The exact name decides; two patterns that want one part on two devices are refused."""
+def test_a_name_overrides_a_pattern_and_patterns_must_agree() -> None:
+    """The exact name decides; two patterns with different devices for one part are refused."""
     both = {"encoder.layer.1": "cpu", "encoder.*": "meta"}
     assert set(match(Model(), both)[0].values()) >= {("encoder.layer.1", "cpu")}
     with pytest.raises(torchrepro.ApplyError, match="several devices"):
@@ -212,7 +212,7 @@ def test_a_name_wins_over_a_pattern_and_patterns_must_agree() -> None:
 
 
 def test_one_module_under_two_names_is_placed_once() -> None:
-    """A shared module runs elsewhere whichever of its names a pattern means."""
+    """A shared module is placed if a pattern matches any of its names."""
     shared = nn.Linear(8, 8)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     with _apply(**{"2": "cpu"}):
@@ -222,7 +222,7 @@ def test_one_module_under_two_names_is_placed_once() -> None:
 
 
 def test_a_name_with_dots_or_a_number_is_one_key(tmp_path: Path) -> None:
-    """A pattern of a file is taken out on a command line, and another one put in."""
+    """An override can remove a pattern of a file and add another one."""
     profile = tmp_path / "team.yaml"
     profile.write_text("device: {modules: {encoder.layer.3: cpu, '0': null, '1': cpu}}\n")
     modules = torchrepro.load(profile, ["device.modules={dec*: cpu, 1: null}"]).device.modules
@@ -230,14 +230,14 @@ def test_a_name_with_dots_or_a_number_is_one_key(tmp_path: Path) -> None:
     assert dict(modules) == {"encoder.layer.3": "cpu", "dec*": "cpu"}
 
 
-def test_of_several_entries_the_wrong_one_is_named() -> None:
-    """An override that gives a whole mapping is shown with the key that is wrong in it."""
+def test_an_override_with_a_mapping_names_the_wrong_key() -> None:
+    """An error about an override with a whole mapping shows the wrong key in it."""
     with pytest.raises(torchrepro.ProfileError, match=r"\}: device\.modules\.b: not the name of a"):
         torchrepro.load("seed-only", ["device.modules={a: cpu, b: CPU}"])
 
 
-def test_the_profile_in_force_decides_what_a_refusal_does() -> None:
-    """What policies refuse goes to the innermost profile."""
+def test_the_innermost_profile_handles_a_refusal() -> None:
+    """Errors of policies go to the innermost profile."""
     refused: list[torchrepro.TorchreproError] = []
     with torchrepro.apply({"seed": 1}), _apply(nothing="cpu") as applied:
         applied.refuse = refused.append
@@ -255,26 +255,26 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_mapping_to_devices_is_refused(name: str) -> None:
-    """A value that names no device is refused when the profile is read, with what is legal."""
+def test_a_value_that_does_not_map_to_devices_is_refused(name: str) -> None:
+    """A value without a device is refused when the profile is read, with the legal values."""
     value, why = WRONG[name]
     assert why in DEVICES_OF_MODULES.complaint(value)
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cpuu", "meta"])
-def test_a_device_that_is_not_here_is_unsupported(device: str) -> None:
-    """A device that cannot be used here is named in the report, with those that can."""
+def test_a_missing_device_is_unsupported(device: str) -> None:
+    """The report names the missing device and the devices of the machine."""
     with _apply(encoder=device) as applied:
         row = applied.report[POLICY]
 
     assert row.outcome == "unsupported"
-    assert f"no device `{device}` here" in row.why
-    assert "here: cpu" in row.why
+    assert f"this machine has no device `{device}`" in row.why
+    assert "it has cpu" in row.why
     assert ("did you mean cpu?" in row.why) == (device == "cpuu")
 
 
-def test_torchscript_stays_where_it_is() -> None:
-    """A part in TorchScript cannot be placed, and that is said."""
+def test_torchscript_cannot_be_placed() -> None:
+    """A submodule in TorchScript raises an error."""
     model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)))
     with _apply(**{"0": "cpu"}), pytest.raises(torchrepro.ApplyError, match="TorchScript"):
         model(X)
@@ -304,7 +304,7 @@ def test_undo_is_exact() -> None:
 
 
 def test_scopes_nest() -> None:
-    """An inner profile replaces the patterns, and leaving it brings back those around it."""
+    """An inner profile replaces the patterns, and leaving it restores the outer ones."""
     model = _small()
     with _apply(encoder="cpu"):
         model(X)
@@ -317,8 +317,8 @@ def test_scopes_nest() -> None:
     assert _calls() == {"encoder": 2, "head": 1}
 
 
-def test_a_forward_of_the_modules_own_comes_back() -> None:
-    """A module whose forward was replaced by somebody keeps that one, during and after."""
+def test_a_forward_set_on_the_module_is_kept() -> None:
+    """A module whose forward other code replaced keeps that forward, during and after."""
     model = _small()
 
     def own(x: torch.Tensor) -> torch.Tensor:
@@ -331,8 +331,8 @@ def test_a_forward_of_the_modules_own_comes_back() -> None:
     assert model.encoder.forward is own
 
 
-def test_a_wrapper_put_around_a_placed_forward_outlives_it() -> None:
-    """Somebody's wrapper stays after the undo, and what it wraps runs in place."""
+def test_a_wrapper_around_a_placed_forward_outlives_the_undo() -> None:
+    """A wrapper of other code stays after the undo, and the wrapped forward runs in place."""
     model = _small()
     with _apply(encoder="cpu"):
         model(X)
@@ -350,8 +350,8 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_a_copy_is_a_model_of_its_own(way: str) -> None:
-    """A copy made in force uses its own weights, in force and after, and names nothing of ours."""
+def test_a_copy_is_independent(way: str) -> None:
+    """A copy made under the profile always uses its own weights, and needs no torchrepro."""
     model = _small().eval()
     with _apply(**{"encoder.?": "cpu"}):
         model(X)
@@ -370,7 +370,7 @@ class Scaling(nn.Tanh):
         return x * self.own
 
 
-def test_a_shallow_copy_runs_as_itself() -> None:
+def test_a_shallow_copy_is_placed_separately() -> None:
     """A shallow copy, as DataParallel makes of every part, is placed for itself."""
     model = nn.Sequential(nn.Tanh())
     with _apply(**{"0": "cpu"}):
@@ -382,7 +382,7 @@ def test_a_shallow_copy_runs_as_itself() -> None:
 
 
 def test_a_placed_model_can_be_freed() -> None:
-    """Being placed does not keep a model alive, nor make it wait for the garbage collector."""
+    """A placed model is freed at once, without the garbage collector."""
     model = _small()
     with _apply(**{"encoder.*": "cpu"}):
         model(X)
@@ -392,7 +392,7 @@ def test_a_placed_model_can_be_freed() -> None:
 
 
 class Meeting(nn.Module):
-    """Waits a little for another thread, and tells whether its weight stayed the same."""
+    """Waits a little for another thread, and shows whether its weight stayed the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,14 +406,14 @@ class Meeting(nn.Module):
 
 
 def test_threads_do_not_see_the_copies_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads in one placed part each run with copies of their own, whose gradients arrive."""
+    """Two threads in one placed part use separate copies, and both gradients arrive."""
     monkeypatch.setattr(placement, "is_there", lambda *_: False)  # so that all is copied
     part = Meeting()
     forward = PlacedForward("part", part, torch.device("cpu"))
-    forward.put()
+    forward.install()
     with ThreadPoolExecutor(2) as threads:
         results = list(threads.map(part, [torch.ones(2), torch.ones(2)]))
-    forward.take()
+    forward.uninstall()
     sum(results).sum().backward()
 
     assert torch.equal(part.weight.grad, torch.full((2,), 2.0))
@@ -478,13 +478,13 @@ assert check(compiled) == 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_placed_part_of_compiled_code_runs_uncompiled_or_it_is_said(
+def test_a_placed_part_of_compiled_code_runs_uncompiled_or_is_reported(
     fork_python: Callable[..., Any], name: str
 ) -> None:
-    """Code that was compiled reaches the placed part while, and only while, in force.
+    """Compiled code calls the placed part exactly while the profile is active.
 
-    Where all calls are in compiled code, that nothing was found is said at the first step of an
-    optimizer, or at the end.
+    If all calls are in compiled code, an error at the first optimizer step, or a line at the end,
+    reports that no part was found.
     """
     program, status, words = PROGRAMS[name]
     # In a process of its own: what torch.compile remembers stays there.

@@ -1,4 +1,4 @@
-"""Policies leave nothing behind, and nothing is there before the first of them."""
+"""Policies leave nothing behind, and load nothing before their first use."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def _dispatcher() -> dict[str, str]:
-    """Return what comes before torch's dispatcher, and which ops policies stand in front of."""
+    """Return the hooks in front of the dispatcher of torch, and the interposed ops."""
     kernels = torch.ops.aten.dropout.default.py_kernels
     hooks = module._global_forward_pre_hooks, optimizer._global_optimizer_pre_hooks
     return {
@@ -42,7 +42,7 @@ def _dispatcher() -> dict[str, str]:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(POLICIES, 2)), ids="-".join)
 def test_policies_nest_in_any_order(order: tuple[str, str]) -> None:
-    """Each is taken back to what was before it: decompositions, hooks, finders, tags and ops."""
+    """Each undo restores the state before: decompositions, hooks, finders, tags and ops."""
     outer, inner = (POLICIES[name] for name in order)
     before = _dispatcher()
     with torchrepro.apply(outer):
@@ -55,8 +55,8 @@ def test_policies_nest_in_any_order(order: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("inner", ["zero", "keep"])
-def test_an_inner_value_of_dropout_holds_until_it_ends(inner: str) -> None:
-    """Zeroed twice is zeroed once; kept inside of zero drops, and the undo zeroes it again."""
+def test_an_inner_value_of_dropout_applies_until_its_end(inner: str) -> None:
+    """A second `zero` changes nothing; `keep` inside of `zero` drops, and its undo zeroes again."""
     x = torch.ones(200)
     with torchrepro.apply(POLICIES["dropout"]):
         with torchrepro.apply({"dropout": inner}):
@@ -69,7 +69,7 @@ def test_an_inner_value_of_dropout_holds_until_it_ends(inner: str) -> None:
 def test_a_profile_without_policies_loads_none(
     fork_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """What policies consist of is imported only for a profile that asks for one."""
+    """Modules of policies are imported only for a profile that uses one."""
     code = (
         "import json, sys, torchrepro\n"
         "torchrepro.apply({'dropout': 'keep', 'device': {'rng': 'native'}, 'seed': 1})\n"
@@ -81,10 +81,10 @@ def test_a_profile_without_policies_loads_none(
     assert set(loaded) <= {"torchrepro.policies", "torchrepro.policies.policy"}
 
 
-def test_a_report_says_what_its_policies_did_then_and_afterwards() -> None:
-    """Calls are counted while in force, as text and as JSON, and stay in the report.
+def test_a_report_counts_the_effects_of_its_policies() -> None:
+    """Calls are counted while the profile is active, and stay in the report, also as JSON.
 
-    What is drawn is what would be drawn without the policy.
+    The random numbers are the same as without the policy.
     """
 
     def drawn() -> list[torch.Tensor]:
@@ -106,8 +106,8 @@ def test_a_report_says_what_its_policies_did_then_and_afterwards() -> None:
     assert "drew random numbers" in str(applied.report)
 
 
-def test_a_scope_reports_what_happened_in_it() -> None:
-    """An inner profile reports its own part, an outer one everything, whatever nests in it."""
+def test_a_scope_reports_its_own_effects() -> None:
+    """An inner profile reports the effects in its scope, an outer one all effects."""
     with torchrepro.apply({"dropout": "zero"}) as outer:
         torch.rand(1)
         with torchrepro.apply({"dropout": "keep"}) as kept:
@@ -122,8 +122,8 @@ def test_a_scope_reports_what_happened_in_it() -> None:
     assert drawn == [3, 0, 1, 0]
 
 
-def test_what_draws_nothing_is_not_said_to_draw() -> None:
-    """Attention and recurrent layers without dropout, and zeroed dropout, are no random ops."""
+def test_ops_that_draw_nothing_are_not_counted() -> None:
+    """Attention and recurrent layers without dropout, and zeroed dropout, are not random ops."""
     x = torch.ones(1, 2, 3, 4)
     layer = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.5)
     with torchrepro.apply({"dropout": "zero"}) as applied:
@@ -139,8 +139,8 @@ def test_what_draws_nothing_is_not_said_to_draw() -> None:
 
 
 @pytest.mark.parametrize("name", [None, "", "of.a.library"])
-def test_a_draw_from_code_of_any_kind_is_counted(name: str | None) -> None:
-    """Code that belongs to no module draws as ever, and is counted under whoever called it."""
+def test_a_draw_from_generated_code_is_counted(name: str | None) -> None:
+    """Code without a module draws as before, and its draws count for its caller."""
     with torchrepro.apply({"dropout": "zero"}) as applied:
         exec("import torch\ntorch.rand(2)", {"__name__": name})
     (effect,) = applied.report.effects

@@ -1,4 +1,4 @@
-"""A module run elsewhere gives what it gives in place, bit for bit, and leaves the same behind."""
+"""A module on another device computes the same as in place, bit for bit, with the same effects."""
 
 import copy
 import operator
@@ -23,12 +23,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the CPU for another device: every tensor is copied there and back."""
+    """Treat the CPU as another device: every tensor is copied there and back."""
     monkeypatch.setattr(placement, "is_there", lambda *_: False)
 
 
 class Elsewhere(nn.Module):
-    """A module whose forward runs elsewhere."""
+    """A module whose forward runs on another device."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Tied(nn.Module):
 
 
 class Writing(nn.Module):
-    """Writes to its input, to a buffer, and to its weight behind autograd's back."""
+    """Writes to its input, to a buffer, and to its weight without autograd noticing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,10 +155,10 @@ def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_training_elsewhere_is_training_in_place(name: str) -> None:
-    """Results, gradients, weights, buffers, inputs and generators are bitwise those in place.
+def test_training_on_another_device_equals_training_in_place(name: str) -> None:
+    """Results, gradients, weights, buffers, inputs and generators are bitwise equal.
 
-    So are the attributes that the module is left with; its parameters are those that it had.
+    So are the attributes of the module afterwards; its parameter objects are the same.
     """
     (here, expected), (there, found) = _train(Direct, name), _train(Elsewhere, name)
 
@@ -179,8 +179,8 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("mode", MODES)
-def test_evaluation_elsewhere_is_evaluation_in_place(mode: str, name: str) -> None:
-    """In evaluation, under every mode of autograd and autocast, results and buffers are equal."""
+def test_evaluation_on_another_device_equals_evaluation_in_place(mode: str, name: str) -> None:
+    """In every mode of autograd and autocast, results and buffers of an evaluation are equal."""
     torch.manual_seed(1)
     direct = Direct(MODULES[name]()).eval()
     moved = Elsewhere(copy.deepcopy(direct.part)).eval()
@@ -234,8 +234,8 @@ GRADIENTS: dict[str, Callable[[type[Elsewhere]], list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_of_any_kind_are_those_in_place(name: str) -> None:
-    """They reach weights and inputs alike, with the same masks of dropout."""
+def test_gradients_of_all_kinds_equal_those_in_place(name: str) -> None:
+    """Weights and inputs get the same gradients, with the same dropout masks."""
     found = []
     for wrap in (Direct, Elsewhere):
         torch.manual_seed(0)
@@ -244,8 +244,8 @@ def test_gradients_of_any_kind_are_those_in_place(name: str) -> None:
     assert _same(*found)
 
 
-def test_a_packed_sequence_comes_and_goes() -> None:
-    """A packed sequence is taken along with its data, and its batch sizes stay on the host."""
+def test_a_packed_sequence_moves_with_its_data() -> None:
+    """The data of a packed sequence is moved, and its batch sizes stay on the host."""
     torch.manual_seed(0)
     layer = nn.GRU(8, 4)
     packed = pack_sequence([torch.randn(n, 8) for n in (2, 4, 3)], enforce_sorted=False)
@@ -270,7 +270,7 @@ class Caching(nn.Module):
 
 
 def test_lists_and_mappings_of_the_caller_are_written_to() -> None:
-    """What a module puts into a list or mapping that it was given is there after the call."""
+    """Values that a module adds to a list or mapping of the caller are there after the call."""
     x, first, old = torch.ones(2), torch.zeros(1), torch.full((3,), 3.0)
     kept, by_name = [first], {"old": old}
     results = Elsewhere(Caching())(x, kept=kept, by_name=by_name)
@@ -281,10 +281,10 @@ def test_lists_and_mappings_of_the_caller_are_written_to() -> None:
     assert results[0] == kept
 
 
-def test_arguments_that_need_not_move_are_handed_on_themselves(
+def test_arguments_on_the_device_are_passed_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where everything is at the place already, nothing is copied and nothing is counted."""
+    """If all tensors are on the device already, nothing is copied or counted."""
     monkeypatch.undo()
     seen = []
     part = nn.Identity()
@@ -295,7 +295,7 @@ def test_arguments_that_need_not_move_are_handed_on_themselves(
     assert seen[0][0] is cache
 
 
-def test_a_failing_forward_leaves_the_module_whole() -> None:
+def test_a_failing_forward_restores_the_module() -> None:
     """After an exception the module has its own parameters and attributes again."""
     part = Writing()
     weight, offset = part.weight, part.offset
@@ -313,7 +313,7 @@ Pair = namedtuple("Pair", "left right")
 
 @dataclass(frozen=True)
 class Record:
-    """A frozen record."""
+    """A frozen dataclass."""
 
     one: Any
     two: Any
@@ -340,10 +340,10 @@ def _containers(*parts: Any) -> list[Any]:
     return [[*parts], parts, [], {}, *mappings, Pair(*ends), Record(*ends)]
 
 
-def test_a_value_comes_back_as_it_went() -> None:
-    """Changed and changed back it has its types, keys and tensors; the caller's own is unwritten.
+def test_a_nested_value_survives_a_round_trip() -> None:
+    """After two opposite changes, types, keys and tensors are equal; the original is unchanged.
 
-    Each container is in each other. A tensor that stands in several places is changed once.
+    Shared containers stay shared. A tensor that occurs several times is changed once.
     """
     value = _containers(*_containers(*TENSORS, None, 3, "text"))
     before = _shape(value)
@@ -359,8 +359,8 @@ def test_a_value_comes_back_as_it_went() -> None:
     assert sorted(changed) == sorted(map(id, TENSORS))
 
 
-def test_what_is_no_plain_container_stays_what_it_is() -> None:
-    """A list that holds itself ends, results of torch keep their type, other objects are state."""
+def test_other_objects_keep_their_type() -> None:
+    """A list that contains itself ends the recursion; results of torch keep their type."""
     cache = type("Cache", (), {"keys": TENSORS[1]})()
     value: list[Any] = [TENSORS[1], cache, torch.tensor([1, 2]).max(0)]
     value.append(value)
@@ -374,7 +374,7 @@ def test_what_is_no_plain_container_stays_what_it_is() -> None:
 
 
 def test_an_output_of_transformers_keeps_its_type() -> None:
-    """The outputs of transformers, mappings and records at once, can be read in both ways."""
+    """Outputs of transformers, both mappings and dataclasses, can be read in both ways."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     given_ = outputs.BaseModelOutput(last_hidden_state=torch.ones(1), attentions=(torch.ones(2),))
     found = placement.NestedMap(torch.neg)(given_)

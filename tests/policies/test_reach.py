@@ -1,4 +1,4 @@
-"""Whom a policy reaches: every thread of the process, and data-loading workers of every kind."""
+"""Policies apply to every thread of the process, and to data-loading workers of all kinds."""
 
 import os
 import subprocess
@@ -57,10 +57,10 @@ if __name__ == "__main__":
     ("method", "seedings"),
     [("fork", ["auto"]), ("spawn", ["auto", "none"]), ("forkserver", ["auto"])],
 )
-def test_workers_are_under_the_policy_however_they_are_started(
+def test_the_policy_applies_to_forked_and_spawned_workers(
     method: str, seedings: list[str], tmp_path: Path
 ) -> None:
-    """Forked or started afresh, a worker drops nothing in force, and drops before and after."""
+    """Forked or spawned, a worker drops nothing under the policy, and drops before and after."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
     done = _started(str(program), method, *seedings)
@@ -73,9 +73,9 @@ def test_workers_are_under_the_policy_however_they_are_started(
 def _thread(
     target: Callable[[threading.Event, threading.Event], None],
 ) -> Iterator[threading.Event]:
-    """Run `target` in another thread, from when it has begun until the block ends.
+    """Run `target` in another thread, from its start until the block ends.
 
-    What it sets as it begins is passed to the block.
+    The value that it sets at its start is passed to the block.
     """
     begun, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=target, args=(begun, ended), name="trainer", daemon=True)
@@ -89,7 +89,7 @@ def _thread(
 
 
 def test_a_thread_that_runs_torch_is_reached_and_reported() -> None:
-    """One that was started before drops nothing in force; the report has its name."""
+    """A thread started before the policy drops nothing under it; the report has its name."""
     last = torch.zeros(0)
 
     def trains(began: threading.Event, ended: threading.Event) -> None:
@@ -115,8 +115,8 @@ WAITS = "def waits(begun, ended):\n    begun.set()\n    ended.wait(300)\n"
 @pytest.mark.parametrize(
     "space", [{"__name__": None, "torch": torch}, {"__name__": "elsewhere"}], ids=["torch", "none"]
 )
-def test_a_thread_is_news_where_its_code_refers_to_torch(space: dict[str, Any]) -> None:
-    """Code that was given no name at all is read like any other."""
+def test_a_thread_is_reported_if_its_code_refers_to_torch(space: dict[str, Any]) -> None:
+    """Code without a name is read like any other code."""
     space = dict(space)
     exec(WAITS, space)
 
@@ -175,10 +175,12 @@ PROFILES = {
 @pytest.mark.parametrize(
     ("name", "applying"), [("dropout", 1), ("dropout and rng", 6), ("fallback", 1)]
 )
-def test_threads_that_run_ops_meanwhile_go_on(name: str, applying: int, fork_python: Run) -> None:
-    """Threads that draw and drop run on while policies come and go, from one thread or from six.
+def test_threads_that_run_ops_continue_while_policies_change(
+    name: str, applying: int, fork_python: Run
+) -> None:
+    """Threads draw and drop while one or six threads apply and undo policies.
 
-    With six of them the process is one of its own, whose interpreter ends as well.
+    With six threads the process is a separate one, whose interpreter must end too.
     """
     if "dropout" in name and not hasattr(torch.library, "get_kernel"):
         pytest.skip("this torch cannot hand a call on: what it documents may crash")
@@ -226,7 +228,7 @@ assert statuses == [0] * 8, statuses
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_child_forked_while_a_thread_applies_can_apply(fork_python: Run) -> None:
-    """A child never waits for a profile that a thread of its parent loads or puts in force."""
+    """A child never waits for a profile that a thread of its parent loads or applies."""
     done = fork_python("-c", FORKS)
 
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""`torchrepro.register_replacement`: a program's own implementation of an op."""
+"""`torchrepro.register_replacement`: the implementation of an op by a program."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,13 +16,13 @@ ERROR = {"device": {"fallback": "error"}}
 
 
 def backwards(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Sum up from the other end: easy to tell from the op itself."""
+    """Sum from the other end: the result differs visibly from the op."""
     return torch.cumsum(x.flip(dim), dim, dtype=dtype).flip(dim)
 
 
 @pytest.fixture
 def replaced() -> Iterator[Callable[..., None]]:
-    """Register replacements and forget those that the test leaves."""
+    """Register replacements, and remove all that the test leaves behind."""
     registered: list[Any] = []
 
     def register(op: Any, fn: Callable[..., Any]) -> None:
@@ -40,7 +40,7 @@ PLAIN, REPLACED = [1.0, 3.0, 7.0], [7.0, 6.0, 4.0]
 
 
 def counted() -> dict[tuple[str, str], int]:
-    """Return how often each op was replaced, and by what."""
+    """Return how often each op was replaced, and by which function."""
     calls: Counter[tuple[str, str]] = Counter()
     for effect in effects():
         if effect.what.startswith("replaced by "):
@@ -49,10 +49,10 @@ def counted() -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.parametrize("op", ["aten::cumsum", "cumsum", torch.ops.aten.cumsum])
-def test_a_replacement_is_used_while_a_profile_is_in_force(
+def test_a_replacement_is_used_while_a_profile_is_active(
     replaced: Callable[..., None], op: Any
 ) -> None:
-    """Registered before, in place of an earlier one, it takes effect with the profile alone."""
+    """Registered before the profile, the latest replacement is used only under the profile."""
     replaced(op, lambda *_, **__: torch.zeros(1))
     replaced(op, backwards)
     outside = X.cumsum(0).tolist()
@@ -65,7 +65,7 @@ def test_a_replacement_is_used_while_a_profile_is_in_force(
 def test_a_replacement_registered_later_takes_effect_at_once(
     replaced: Callable[..., None],
 ) -> None:
-    """Within a profile a replacement comes when it is registered and goes when it is forgotten."""
+    """Under a profile a replacement is used from its registration until its removal."""
     with torchrepro.apply(ERROR):
         before = X.cumsum(0).tolist()
         replaced("cumsum", backwards)
@@ -76,8 +76,8 @@ def test_a_replacement_registered_later_takes_effect_at_once(
     assert (before, inside, after) == (PLAIN, REPLACED, PLAIN)
 
 
-def test_no_profile_no_replacement(replaced: Callable[..., None]) -> None:
-    """A profile that says nothing about the fallback uses no replacement, and none is in place."""
+def test_a_profile_without_fallback_uses_no_replacement(replaced: Callable[..., None]) -> None:
+    """A profile that does not set the fallback uses no replacement, and interposes no op."""
     before = tuple(interposed)
     replaced("cumsum", backwards)
     with torchrepro.apply({"backends": {"torch": {"deterministic_algorithms": "error"}}}):
@@ -87,8 +87,10 @@ def test_no_profile_no_replacement(replaced: Callable[..., None]) -> None:
     assert before == tuple(interposed)
 
 
-def test_a_profile_that_names_the_op_wins(replaced: Callable[..., None]) -> None:
-    """What a profile says of an op by name goes before a replacement; a pattern does not."""
+def test_a_profile_that_names_the_op_overrides_a_replacement(
+    replaced: Callable[..., None],
+) -> None:
+    """A name in a profile overrides a replacement; a pattern does not."""
     replaced("cumsum", backwards)
     with torchrepro.apply({"device": {"fallback": {"ops": {"cumsum": "native"}}}}):
         named = X.cumsum(0).tolist()
@@ -101,7 +103,7 @@ def test_a_profile_that_names_the_op_wins(replaced: Callable[..., None]) -> None
 def test_a_replacement_is_listed_before_and_after_its_first_call(
     replaced: Callable[..., None],
 ) -> None:
-    """The report names every replacement in force, and how often it was called."""
+    """The report names every active replacement, and how often it was called."""
     replaced("aten::cumsum.default", backwards)
     what = f"replaced by {__name__}.backwards"
     with torchrepro.apply(ERROR):
@@ -116,8 +118,8 @@ def test_a_replacement_is_listed_before_and_after_its_first_call(
     assert nowhere == []
 
 
-def test_gradients_stay_torchs(replaced: Callable[..., None]) -> None:
-    """A replacement of the forward op leaves the formula of its gradient alone."""
+def test_torch_computes_the_gradient_of_a_replaced_op(replaced: Callable[..., None]) -> None:
+    """A replacement of the forward op does not change the formula of its gradient."""
     replaced("exp", lambda x: torch.ones_like(x) * 5)
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     with torchrepro.apply(ERROR):
@@ -128,8 +130,8 @@ def test_gradients_stay_torchs(replaced: Callable[..., None]) -> None:
     assert x.grad.tolist() == [5, 5]  # torch's formula: the result itself
 
 
-def test_a_backward_op_is_replaced_by_its_own_name(replaced: Callable[..., None]) -> None:
-    """The op that computes a gradient can be replaced, and the forward op is not."""
+def test_a_backward_op_is_replaced_under_its_own_name(replaced: Callable[..., None]) -> None:
+    """The op that computes a gradient can be replaced without the forward op."""
     replaced("aten::reflection_pad1d_backward", lambda grad, x, _: torch.full_like(x, 3))
     x = torch.ones(1, 1, 4, requires_grad=True)
     with torchrepro.apply(ERROR):
@@ -141,7 +143,7 @@ def test_a_backward_op_is_replaced_by_its_own_name(replaced: Callable[..., None]
 
 
 def test_an_output_given_by_the_caller_is_filled(replaced: Callable[..., None]) -> None:
-    """`out=` is no argument of the function, and is filled with what it returns."""
+    """`out=` is not an argument of the function, and is filled with its result."""
     replaced("cumsum", backwards)
     output = torch.empty(0)
     with torchrepro.apply(ERROR):
@@ -152,9 +154,9 @@ def test_an_output_given_by_the_caller_is_filled(replaced: Callable[..., None]) 
 
 
 def test_an_in_place_op_is_replaced(replaced: Callable[..., None]) -> None:
-    """A function for an op that writes to its argument writes to the caller's tensor.
+    """A function for an in-place op writes to the tensor of the caller.
 
-    It goes before an implementation of torchrepro's.
+    It overrides the implementation of torchrepro.
     """
     replaced("put_", lambda x, places, values, accumulate=False: x.index_put_((places,), -values))
     algorithms = {"torch": {"deterministic_algorithms": "error"}}
@@ -166,8 +168,8 @@ def test_an_in_place_op_is_replaced(replaced: Callable[..., None]) -> None:
     assert x.tolist() == [0, 0, -1]
 
 
-def test_numbers_beside_tensors_keep_torchs_types(replaced: Callable[..., None]) -> None:
-    """`x * 2.5` has the type that torch gives it, whether x has dimensions or none."""
+def test_numbers_next_to_tensors_have_the_dtypes_of_torch(replaced: Callable[..., None]) -> None:
+    """`x * 2.5` has the dtype of torch, whether x has dimensions or not."""
     replaced("aten::mul", torch.mul)
     tensors = [
         torch.ones(shape, dtype=kind)
@@ -184,7 +186,7 @@ def test_numbers_beside_tensors_keep_torchs_types(replaced: Callable[..., None])
 
 
 def test_a_custom_op_is_replaced(replaced: Callable[..., None]) -> None:
-    """An op of another namespace is replaced like one of torch's own."""
+    """An op of another namespace can be replaced like an op of torch."""
     library = torch.library.Library("torchrepro_tests", "DEF")
     library.define("double(Tensor x) -> Tensor")
     library.impl("double", lambda x: x * 2, "CPU")
@@ -199,21 +201,21 @@ def test_a_custom_op_is_replaced(replaced: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     ("op", "fn", "error", "says"),
     [
-        ("cumsum", 3, TypeError, "cannot be called"),
+        ("cumsum", 3, TypeError, "must be callable"),
         ("aten::cumsmu", backwards, torchrepro.ProfileError, "did you mean `cumsum`"),
-        ("matmul", backwards, torchrepro.ProfileError, "of other ops"),
+        ("matmul", backwards, torchrepro.ProfileError, "into other ops"),
     ],
 )
-def test_what_replaces_nothing_is_refused(
+def test_an_invalid_replacement_is_refused(
     op: str, fn: Any, error: type[Exception], says: str
 ) -> None:
-    """Only a callable replaces an op, and a name that torch does not know gets a near match."""
+    """A function that is not callable is refused; an unknown op too, with a near match."""
     with pytest.raises(error, match=says):
         torchrepro.register_replacement(op, fn)
 
 
-def test_only_what_is_registered_can_be_forgotten(replaced: Callable[..., None]) -> None:
-    """Forgetting an unknown replacement is refused with those that there are."""
+def test_only_a_registered_replacement_can_be_removed(replaced: Callable[..., None]) -> None:
+    """Removing an unknown replacement raises an error with the registered names."""
     replaced("cumsum", backwards)
     with pytest.raises(torchrepro.ProfileError, match="cumsum"):
         torchrepro.unregister_replacement("cumsmu")

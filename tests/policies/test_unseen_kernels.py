@@ -1,4 +1,4 @@
-"""`unseen_kernels`: custom ops and Triton kernels, which torch's flag cannot see, are named."""
+"""`unseen_kernels` lists custom ops and Triton kernels, which may ignore the flag of torch."""
 
 import importlib
 import subprocess
@@ -43,10 +43,10 @@ def _answer(code: str) -> str:
 
 
 @pytest.mark.slow
-def test_nothing_of_torch_is_a_custom_op() -> None:
-    """Whichever parts of torch a program imports there is no op that torch's authors left out.
+def test_no_op_of_torch_is_a_custom_op() -> None:
+    """Whichever modules of torch are imported, none of its ops counts as custom.
 
-    Without torch, none is loaded.
+    Without torch, the list is empty.
     """
     there = []
     for name in OF_TORCH:
@@ -63,14 +63,14 @@ def test_nothing_of_torch_is_a_custom_op() -> None:
 
 @pytest.fixture
 def library() -> Iterator[torch.library.Library]:
-    """A package's own ops, for the length of a test."""
+    """Define the ops of a package during a test."""
     library = torch.library.Library("torchrepro_unseen", "DEF")
     yield library
     library._destroy()
 
 
 def test_few_ops_are_named_and_many_are_counted(library: torch.library.Library) -> None:
-    """Up to three ops of a package are named one by one; more are a number."""
+    """Up to three ops of a package are listed by name; more are counted."""
     before = unseen_kernels()
     library.define("one(Tensor x) -> Tensor")
     library.define("one.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
@@ -97,7 +97,7 @@ same = add
 def test_triton_kernels_of_a_program_are_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Triton kernel is named by module and function; Triton's own are not."""
+    """A Triton kernel is listed by module and function; kernels of Triton itself are not."""
     pytest.importorskip("triton", reason="no triton in this environment")
     (tmp_path / "kernels_of_a_test.py").write_text(KERNELS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -111,10 +111,10 @@ def test_triton_kernels_of_a_program_are_named_once(
     assert found == {"kernels_of_a_test.add (Triton)"}
 
 
-def test_where_no_policy_did_anything_none_is_said_to_have(
+def test_custom_ops_alone_do_not_count_as_effects_of_policies(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Custom ops alone are one line of ours, which claims no work of a policy."""
+    """Custom ops alone add one line to the report, and no effect of a policy."""
     announce_effects(replace(torchrepro.plan("seed-only").report, unseen=("mylab::foo",)))
 
     assert capsys.readouterr().err == (

@@ -1,4 +1,4 @@
-"""`torchrepro selftest`: what is held is said to be held, what is broken is said to be broken."""
+"""`torchrepro selftest` reports each promise that holds as held, and each broken one as failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 
 @pytest.fixture
 def plant(monkeypatch, tmp_path):
-    """Have the processes of a self-test start with these faults, and files in a folder of ours."""
+    """Start the processes of a self-test with these faults, and their files in our own folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(self_test.tempfile, "tempdir", None)  # where the variable is noticed
 
@@ -49,16 +49,16 @@ FILL = "backends.torch.fill_uninitialized_memory"
 
 
 def by_trial(document):
-    """The rows of a self-test by what they are about."""
+    """Return the rows of a self-test by knob or promise, and device."""
     return {(row["knob"] or row["promise"], row["device"]): row for row in document["rows"]}
 
 
 @pytest.mark.slow
 def test_planted_faults_are_found_and_named(plant, answer):
-    """A knob that does not hold, one that stays and dropout left on fail, and nothing else does.
+    """A write without effect, an incomplete undo and active dropout fail, and nothing else does.
 
-    Each row says what was expected and what was found; of variables that are not its knob's it has
-    the names only.
+    Each row has the expected and the actual behaviour; it shows only the names of variables that
+    do not belong to the knob.
     """
     undone = "undo_that_forgets", "undo_that_leaves_another_variable"
     faults = "write_that_does_not_hold", *undone, "dropout_left_on"
@@ -71,7 +71,7 @@ def test_planted_faults_are_found_and_named(plant, answer):
     assert status == 1
     assert failed == forgotten | {(name, "cpu") for name in (DTYPE, FILL, "dropout")}
     for name in VARIABLES:
-        assert rows[f"env.{name}", "cpu"]["expected"] == f"{name} back at null after the undo"
+        assert rows[f"env.{name}", "cpu"]["expected"] == f"{name} is null again after the undo"
     assert "ineffective" in rows[DTYPE, "cpu"]["found"]
     assert rows[FILL, "cpu"]["found"] == "changed: LEFT"
     assert TOKEN not in json.dumps(document)
@@ -80,8 +80,8 @@ def test_planted_faults_are_found_and_named(plant, answer):
 
 
 @pytest.mark.slow
-def test_a_failure_tells_no_secret_and_the_next_promise_starts_anew(plant, command):
-    """Whether a promise fails with a secret in its error or ends its process, the next is tried."""
+def test_a_failure_shows_no_secret_and_the_next_promise_gets_a_new_process(plant, command):
+    """If a promise fails with a secret in its error, or crashes, the next one is still tested."""
     plant("failures_that_linger", promises=("dropout", "fallback", "one bit"))
     status, out, err = command("selftest")
 
@@ -93,8 +93,8 @@ def test_a_failure_tells_no_secret_and_the_next_promise_starts_anew(plant, comma
     assert TOKEN not in out
 
 
-def test_what_libraries_write_goes_into_the_temporary_folder(tmp_path):
-    """Every cache and log is in a folder that exists there, and none of them is a knob."""
+def test_files_of_libraries_go_to_the_temporary_folder(tmp_path):
+    """Every cache and log folder is inside the temporary folder, and no knob sets one of them."""
     environment = self_test.environment_below(tmp_path)
 
     assert all(Path(environment[name]).parent == tmp_path for name in self_test.CACHES)
@@ -103,8 +103,8 @@ def test_what_libraries_write_goes_into_the_temporary_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_ends_when_it_is_asked_to(plant, tmp_path):
-    """Interrupted, it ends with the status of a shell, without a file or a process left."""
+def test_an_interrupted_selftest_ends_with_its_processes(plant, tmp_path):
+    """Interrupted, it ends with the status of a shell, and leaves no file or process behind."""
     plant("hang")
     words = [sys.executable, "-c", INTERRUPTED]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -131,18 +131,17 @@ main(["selftest"])
 
 
 def used():
-    """Return the seconds of a processor that processes have taken that this one started."""
+    """Return the CPU seconds of the finished child processes of this process."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 @pytest.mark.slow
-def test_every_promise_is_held_here_and_on_an_accelerator(plant, answer, tmp_path, monkeypatch):
-    """Whole, within two minutes: on the CPU, and on an accelerator that torch loads by itself.
+def test_every_promise_holds_on_the_cpu_and_on_an_accelerator(plant, answer, tmp_path, monkeypatch):
+    """All promises hold within two minutes, on the CPU and on an accelerator that torch loads.
 
-    They are minutes of a processor: what else runs on the machine is not counted. Trials wait for
-    nothing, so that it takes no quarter of an hour either. Nothing stays in the folder of temporary
-    files.
+    The limit is CPU time, because other work on the machine does not count. No trial waits, so it
+    takes less than a quarter of an hour too. No temporary file is left behind.
     """
     plant()
     package = tmp_path / "packages" / "simulated-1.dist-info"

@@ -1,1 +1,1 @@
-"""The catalogue: one row per piece of process state that a profile can set."""
+"""The catalogue: one row per setting of a process that a profile can change."""

@@ -1,7 +1,7 @@
-"""All rows, in the order in which they are set: environment, then flags, then seeds.
+"""All knobs, in the order in which they are set: environment, then flags, then seeds.
 
-Those of variables have a module of their own. The rows of torch, torch_npu, policies and the seed
-are here, and what all rows say about a knob, in words.
+The module `variables` defines the knobs of environment variables. This module defines the knobs of
+torch, torch_npu, the policies and the seed, and explains any knob in words.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ TORCH = (
         name="backends.torch.deterministic_algorithms",
         legal=OneOf(MODES),
         access=DETERMINISTIC_ALGORITHMS,
-        summary="Every op takes a deterministic kernel; an op without one raises (error), warns "
-        "and goes on (warn), or nothing is asked (none).",
+        summary="Every op uses a deterministic kernel. An op without one raises an error "
+        "(error) or warns and runs (warn). none does not require deterministic kernels.",
         cost="some kernels are slower: a few per cent on most models, several times on some ops; "
-        "fresh memory is filled, see backends.torch.fill_uninitialized_memory",
+        "new memory is filled, see backends.torch.fill_uninitialized_memory",
         source=f"{GENERATED}.use_deterministic_algorithms.html",
         since="1.8",
         aliases=("torch.use_deterministic_algorithms", "torch.set_deterministic_debug_mode"),
@@ -96,11 +96,12 @@ TORCH = (
         _torch,
         "torch.fill_uninitialized_memory",
         FillUninitializedMemory("torch.utils.deterministic", "fill_uninitialized_memory"),
-        summary="Under deterministic algorithms torch.empty and its like are filled with NaN or "
-        "the largest integer, so that a read of uninitialised memory shows.",
+        summary="With deterministic algorithms, torch.empty and similar functions fill their "
+        "result with NaN or the largest integer, which makes a read of uninitialized memory "
+        "visible.",
         cost="about 15 % of a step on large models "
         "(https://github.com/NVIDIA/Megatron-LM/pull/7093); accelerate's init_empty_weights fills "
-        "each weight before it drops it: 0.4 s for a Linear(10000, 10000), none with false or with "
+        "each weight before it drops it: 0.4 s for a Linear(10000, 10000), 0 s with false or with "
         "include_buffers=True",
         source=f"{DOCS}/deterministic.html",
         since="2.2",
@@ -110,7 +111,7 @@ TORCH = (
         legal=Switch(),
         access=InductorSwitch("TORCHINDUCTOR_DETERMINISTIC", "deterministic"),
         scope=Scope.PROCESS_AND_CHILDREN,
-        summary="Compiled code makes no choice by timing: no autotuning, no benchmarked fusion.",
+        summary="The compiler makes no choice by timing: no autotuning, no benchmarked fusion.",
         cost="compiled code can be much slower (https://github.com/pytorch/pytorch/issues/174711)",
         source="https://github.com/pytorch/pytorch/pull/165950",
         since="2.10",
@@ -121,7 +122,7 @@ TORCH = (
         "torch.opt_einsum_enabled",
         OptEinsum("torch.backends.opt_einsum", "enabled"),
         summary="torch.einsum lets opt_einsum choose the order of contraction.",
-        cost="none to speak of; another order rounds differently",
+        cost="negligible; another order rounds differently",
         source=f"{BACKENDS}-opt-einsum",
         since="1.13",
     ),
@@ -145,7 +146,7 @@ TORCH = (
             to_profile=lambda dtype: str(dtype).removeprefix("torch."),
             to_library=lambda name: getattr(import_module("torch"), name),
         ),
-        summary="The type of floating-point tensors made without naming one.",
+        summary="The dtype of new floating-point tensors that do not specify a dtype.",
         cost="float64 doubles memory and is slow on GPUs",
         source=f"{GENERATED}.set_default_dtype.html",
         since="1.0",
@@ -189,8 +190,8 @@ CUDA = (
         _cuda,
         "cuda.prefer_cublaslt_grouped_gemm",
         Attribute("torch.backends.cuda:matmul", "prefer_cublaslt_grouped_gemm"),
-        summary="Grouped matrix products are computed by cuBLASLt where it has them.",
-        cost="on: other kernels than those of torch, which may round otherwise",
+        summary="cuBLASLt computes grouped matrix products if it supports them.",
+        cost="on: kernels of cuBLASLt, which may round differently from the kernels of torch",
         since="2.14",
     ),
     *(
@@ -198,8 +199,8 @@ CUDA = (
             _cuda,
             f"cuda.python_native_{language}",
             Attribute(f"torch.backends.python_native:{language}", "enabled"),
-            summary=f"Ops may run kernels of torch that are written in {words}.",
-            cost="off: other kernels, which may be slower and round otherwise",
+            summary=f"Ops may use kernels that torch implements in {words}.",
+            cost="off: other kernels, which may be slower and may round differently",
             source=f"{DOCS}/backends.html#torch-backends-python-native",
             since=since,
         )
@@ -215,7 +216,7 @@ CUDA = (
             name=f"backends.cuda.{kernel}_sdp",
             legal=Switch(),
             access=Calls("torch.backends.cuda", f"{kernel}_sdp_enabled", f"enable_{kernel}_sdp"),
-            summary=f"scaled_dot_product_attention may take its {kernel} kernel.",
+            summary=f"scaled_dot_product_attention may use its {kernel} kernel.",
             cost=cost,
             since=since,
             aliases=(f"torch.backends.cuda.enable_{kernel}_sdp",),
@@ -223,28 +224,28 @@ CUDA = (
         for kernel, since, cost in (
             ("flash", "2.0", "its backward is not deterministic unless algorithms are `error`"),
             ("mem_efficient", "2.0", "its backward is deterministic only under `error`"),
-            ("math", "2.0", "the reference: slow, and the whole attention matrix in memory"),
+            ("math", "2.0", "the reference: slow, and stores the whole attention matrix"),
             ("cudnn", "2.5", "fast on recent GPUs; cuDNN chooses the kernel"),
         )
     ),
     *(
         _cuda(
-            name=f"backends.cuda.preferred_{which}_library",
+            name=f"backends.cuda.preferred_{domain}_library",
             legal=OneOf(choices),
             access=Calls(
                 "torch.backends.cuda",
-                f"preferred_{which}_library",
-                f"preferred_{which}_library",
+                f"preferred_{domain}_library",
+                f"preferred_{domain}_library",
                 to_profile=lambda backend: backend.name.lower(),
             ),
-            summary=f"The library that computes {which} operations on CUDA tensors.",
-            cost="each library is fastest for other shapes",
+            summary=f"The library that computes {domain} operations on CUDA tensors.",
+            cost="which library is fastest depends on the shapes",
             since=since,
-            aliases=(f"torch.backends.cuda.preferred_{which}_library",),
+            aliases=(f"torch.backends.cuda.preferred_{domain}_library",),
         )
-        for which, choices, since in (
+        for domain, choices, since in (
             ("linalg", ("default", "cusolver", "magma"), "1.11"),
-            # Not `default`: torch reads it back as the library that it stands for here.
+            # Not `default`: torch reads it back as the name of the default library.
             ("blas", ("cublas", "cublaslt", "ck"), "2.4"),
         )
     ),
@@ -255,8 +256,8 @@ CUDNN = (
         _cudnn,
         "cudnn.enabled",
         Attribute("torch.backends.cudnn", "enabled"),
-        summary="cuDNN is used at all. (The often copied `cudnn.enable` does nothing.)",
-        cost="off: convolutions and RNNs are much slower; the last resort of a hunt",
+        summary="torch uses cuDNN. (`cudnn.enable`, often found in code, does nothing.)",
+        cost="off: convolutions and RNNs are much slower; a last resort when debugging",
         since="0.3",
         aliases=("torch.backends.cudnn.enabled", "cudnn.enable"),
     ),
@@ -264,9 +265,9 @@ CUDNN = (
         _cudnn,
         "cudnn.benchmark",
         Attribute("torch.backends.cudnn", "benchmark"),
-        summary="cuDNN times its algorithms at every new shape and takes the fastest, so that "
-        "timing noise decides which one computes.",
-        cost="on: faster with constant shapes; with changing ones it tunes again at every shape "
+        summary="cuDNN times its algorithms for every new shape and uses the fastest, so timing "
+        "noise decides which algorithm computes.",
+        cost="on: faster with constant shapes; changing shapes are tuned again and again "
         "(measured 23.75 s against 0.74 s for 50 forward passes)",
         source=RANDOMNESS,
         since="0.3",
@@ -277,7 +278,7 @@ CUDNN = (
         Attribute("torch.backends.cudnn", "benchmark_limit"),
         legal=Integer(0),
         summary="How many algorithms cuDNN's benchmark tries; 0 tries all.",
-        cost="more candidates take longer at the first call of a shape",
+        cost="more candidates make the first call with a shape slower",
         since="1.13",
     ),
     _flag(
@@ -286,14 +287,14 @@ CUDNN = (
         Attribute("torch.backends.cudnn", "depthwise_kernel"),
         legal=OneOf(("auto", "cudnn", "native")),
         summary="Which kernel computes depthwise convolutions; auto lets torch choose by shape.",
-        cost="the other kernel may be slower, and rounds otherwise",
+        cost="the other kernel may be slower, and rounds differently",
         since="2.15",
     ),
     _flag(
         _cudnn,
         "cudnn.deterministic",
         Attribute("torch.backends.cudnn", "deterministic"),
-        summary="cuDNN takes only deterministic algorithms.",
+        summary="cuDNN uses only deterministic algorithms.",
         cost="some convolutions are several times slower "
         "(https://github.com/pytorch/pytorch/issues/28777)",
         source=RANDOMNESS,
@@ -306,7 +307,7 @@ CUDNN = (
             "default).",
             "one switch for both, allow_tf32",
             "torch.backends.cudnn.allow_tf32",
-            reread=True,  # before torch 2.9 both have that one switch
+            reread=True,  # before torch 2.9 both share one switch
         )
         for operation in ("conv", "rnn")
     ),
@@ -317,15 +318,15 @@ CPU = (
         _cpu,
         "cpu.mkldnn_enabled",
         Attribute("torch.backends.mkldnn", "enabled"),
-        summary="oneDNN is used at all.",
-        cost="off: convolutions on the CPU are much slower; the last resort of a hunt",
+        summary="torch uses oneDNN.",
+        cost="off: convolutions on the CPU are much slower; a last resort when debugging",
         since="2.6",
     ),
     _flag(
         _cpu,
         "cpu.mkldnn_deterministic",
         Attribute("torch.backends.mkldnn", "deterministic"),
-        summary="oneDNN takes only deterministic primitives; no switch of torch does it for you.",
+        summary="oneDNN uses only deterministic primitives. No other setting of torch does this.",
         cost="some primitives are slower",
         since="2.6",
     ),
@@ -334,8 +335,9 @@ CPU = (
             name=f"backends.cpu.mkldnn_{operation}_fp32_precision",
             legal=OneOf(("ieee", "tf32", "bf16")),
             access=Fp32Precision(f"mkldnn.{operation}"),
-            summary=f"float32 {operation} in oneDNN: in full, or through tf32 or bf16 products.",
-            cost="ieee gives up the speed of the CPU's bf16 units, where it has them",
+            summary=f"float32 {operation} in oneDNN: full precision (ieee), or tf32 or bf16 "
+            "products.",
+            cost="ieee does not use the fast bf16 units of the CPU, if it has them",
             source=f"{DOCS}/notes/mkldnn.html",
             since="2.9",
             aliases=(f"torch.backends.mkldnn.{operation}.fp32_precision",),
@@ -346,7 +348,7 @@ CPU = (
         name="backends.cpu.num_threads",
         legal=Integer(1, 4096),
         access=Calls("torch", "get_num_threads", "set_num_threads"),
-        summary="Threads inside one CPU op. Another number adds up in another order.",
+        summary="Threads inside one CPU op. Another number of threads sums in another order.",
         cost="fewer threads, less speed",
         source=f"{GENERATED}.set_num_threads.html",
         since="1.0",
@@ -363,7 +365,7 @@ def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: st
         access=access,
         summary=summary,
         cost=cost,
-        since="torch_npu 2.1; looked for, not assumed",
+        since="torch_npu 2.1; torchrepro checks whether it exists",
         aliases=aliases,
     )
 
@@ -376,8 +378,8 @@ NPU = (
         legal=Integer(0, 3),
         access=DeterministicLevel(),
         reread=True,
-        summary="How far kernels are fixed: 1 deterministic, 2 also the order of torch.mm's "
-        "sums, 3 also over batch sizes. It moves torch's own flag along.",
+        summary="How strictly kernels are deterministic: 1 deterministic, 2 also a fixed order of "
+        "sums in torch.mm, 3 also across batch sizes. Setting it also changes the flag of torch.",
         cost="each level is slower; 3 needs CANN 9.2",
         since="torch_npu 2.6",
         aliases=("torch.npu.set_deterministic_level",),
@@ -385,7 +387,7 @@ NPU = (
     _option(
         "jit_compile",
         JitCompile("jitCompile", _ENABLE),
-        "Ops are compiled when first called. With it on and the task queue on, torch_npu "
+        "Ops are compiled at their first call. If this and the task queue are both on, torch_npu "
         "never forwards determinism.",
         "on: slow first steps",
         "torch.npu.set_compile_mode",
@@ -408,14 +410,14 @@ NPU = (
     _option(
         "cube_math_type",
         NpuOption("CUBE_MATH_TYPE", {name: str(n) for n, name in enumerate(CUBE_MATH_LOWERS)}),
-        "How the matrix unit computes; once set it wins over matmul_allow_hf32.",
+        "How the matrix unit computes; once set, it overrides matmul_allow_hf32.",
         "KEEP_DTYPE: slowest and most exact",
         "torch.npu.matmul.cube_math_type",
     ),
     _option(
         "allow_internal_format",
         NpuOption("ALLOW_INTERNAL_FORMAT", _ENABLE),
-        "Tensors may be kept in private layouts, which changes the order of sums.",
+        "Tensors may be stored in private layouts, which changes the order of sums.",
         "off: some ops convert layouts more often",
         "torch.npu.config.allow_internal_format",
     ),
@@ -423,7 +425,7 @@ NPU = (
         name="backends.npu.task_queue",
         legal=Integer(0, 2),
         access=Calls("torch:npu", "get_task_queue_enable", "set_task_queue_enable"),
-        summary="Ops are handed to the device through a queue on another thread (1, 2) or "
+        summary="Ops are sent to the device through a queue on another thread (1, 2) or "
         "directly (0).",
         cost="0: slower launches",
         since="torch_npu 2.13",
@@ -433,7 +435,7 @@ NPU = (
         name="backends.npu.compatible_impl",
         legal=Switch(),
         access=Calls("torch:npu", "are_compatible_impl_enabled", "use_compatible_impl"),
-        summary="gelu, matmul and max_pool follow the numerics of torch's own kernels.",
+        summary="gelu, matmul and max_pool compute with the numerics of the kernels of torch.",
         cost="on: slower kernels for those ops",
         since="torch_npu 2.6",
         aliases=("env.TORCH_NPU_USE_COMPATIBLE_IMPL", "torch.npu.use_compatible_impl"),
@@ -480,7 +482,7 @@ FALLBACK = WordOrMapping(
 
 @dataclass(slots=True)
 class StoredValue:
-    """A value that is state of torchrepro alone: whoever acts on it reads it here."""
+    """A value inside torchrepro; the code that it controls reads it from here."""
 
     value: Any
 
@@ -501,9 +503,9 @@ def _policy(
     summary: str,
     cost: str = "none",
     source: str = f"{DOCS}/library.html",
-    **more: Any,
+    **columns: Any,
 ) -> Knob:
-    columns = {"library": "torch", "warn_if_unsupported": True, **more}
+    columns = {"library": "torch", "warn_if_unsupported": True, **columns}
     return Knob(name, legal, access, summary, cost, source, **columns)
 
 
@@ -519,34 +521,35 @@ POLICIES = (
         "dropout",
         OneOf(("keep", "zero")),
         LazyAccess("policies.dropout:policy", at_rest="keep", inherited=True),
-        "zero turns torch's dropout into the identity, and rrelu into what it is in evaluation: "
-        "in modules and functions, in compiled, scripted and exported code, inside of attention "
-        "and recurrent kernels, and in known modules that write masks of their own. Which random "
-        "ops still ran is in the report.",
-        "zero: less than dropout, one copy instead of a random mask (a step of a small transformer "
-        "took 0.6 times as long); 5 us for every other op that draws, which is counted",
+        "zero turns the dropout of torch into the identity, and makes rrelu compute as in "
+        "evaluation. This covers modules and functions, compiled, scripted and exported code, "
+        "attention and recurrent kernels, and known modules that draw their own masks. The "
+        "report names the random ops that still ran.",
+        "zero: less than dropout, a copy instead of a random mask (a step of a small transformer "
+        "took 0.6 times as long); 5 us per call of any other random op, to count it",
         scope=Scope.EVERY_THREAD,
     ),
     _policy(
         "device.rng",
         OneOf(("native", "host")),
         LazyAccess("policies.host_rng:policy", at_rest="native", inherited=True),
-        "host draws every random number from the CPU's generator, the same on every device.",
-        "host: 16 us per op that draws, 2 ns per uniform number (a million: 2.2 ms, measured on "
-        "2 cores), and the copy to the device; without an accelerator nothing",
+        "host draws every random number from the generator of the CPU, so the numbers are the "
+        "same on all devices.",
+        "host: 16 us per random op, 2 ns per uniform number (a million: 2.2 ms, measured on "
+        "2 cores), and the copy to the device; none without an accelerator",
         scope=Scope.EVERY_THREAD,
     ),
     _policy(
         "device.fallback",
         FALLBACK,
         LazyAccess("policies.fallback:policy", at_rest=None),
-        "What an op does of which torch has no deterministic kernel here: raise and say what to do "
-        "instead, or run on the CPU, that op alone. `{ops: {cumsum: cpu, put_: error, "
-        "median: native}}` decides for every call of an op, on devices that raise nothing too; "
-        "native lets it vary; a pattern such as `*` decides for those that would raise. Kernels "
-        "that inductor writes itself are no calls of an op.",
-        "5 us per call of an op that torch may refuse, nothing for any other op; cpu: a copy to "
-        "the CPU and one back for each call that runs there",
+        "For ops without a deterministic kernel on this device: error raises and suggests a "
+        "replacement, cpu runs that op alone on the CPU. `{ops: {cumsum: cpu, put_: error, "
+        "median: native}}` applies to every call of an op by name, also on devices where torch "
+        "would not raise; native lets the op vary. A pattern such as `*` applies only to ops "
+        "that would raise. Kernels that inductor generates are not covered.",
+        "5 us per call of an op that torch may refuse, none for other ops; cpu: a copy to the CPU "
+        "and a copy back for each call that runs there",
         "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
         scope=Scope.EVERY_THREAD,
         needs="backends.torch.deterministic_algorithms",
@@ -557,11 +560,11 @@ POLICIES = (
         "device.modules",
         DEVICES_OF_MODULES,
         LazyAccess("policies.placement:policy", at_rest={}),
-        "Parts of a model that run elsewhere, to find out whether a device is the culprit. Such a "
-        "part draws random numbers from the generator of the device that it runs on, and runs "
-        "uncompiled; gradients, buffers and checkpoints are those of the model as it is.",
-        "copies of its inputs, outputs and weights per call of such a part; 3 us per call of any "
-        "module",
+        "Submodules to run on another device, to find out whether a device causes a difference. A "
+        "moved submodule runs uncompiled and draws random numbers from the generator of its new "
+        "device. Parameters, gradients, buffers and checkpoints stay on the original device.",
+        "copies of inputs, outputs and weights per call of a moved submodule; 3 us per call of "
+        "any module",
         "https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html",
         scope=Scope.EVERY_THREAD,
     ),
@@ -569,27 +572,28 @@ POLICIES = (
         "streams",
         SEEDS_OF_STREAMS,
         LazyAccess("seeding.global_seeds:streams_field"),
-        "Streams with a seed of their own, so that one source of variation can be swept alone.",
+        "Explicit seeds for single streams, to vary one source of randomness at a time.",
         **_SEED_PLAN,
     ),
     _policy(
         "ranks",
         RANK_POLICIES,
         LazyAccess("seeding.global_seeds:ranks_field"),
-        "Whether the ranks of a distributed run draw the same numbers or each its own. Left "
-        "alone, named streams differ and the global generators start from one seed. The order of "
-        "samples is what torch gives: the same on ranks whose generators are, and a "
-        "DistributedSampler divides one.",
+        "same or distinct: whether the ranks of a distributed run draw the same random numbers. "
+        "By default, named streams differ per rank and the global generators start from one "
+        "seed. The order of samples comes from torch: ranks with equal generators get the same "
+        "order, and a DistributedSampler divides one order among the ranks.",
         **_SEED_PLAN,
     ),
     _policy(
         "dataloader.seeding",
         OneOf(("auto", "none")),
         LazyAccess("seeding.loader_hook:seeding_policy"),
-        "auto follows torch's own protocol. The order of samples is what torch gives. Each sample "
-        "draws from the base seed that torch draws for the iteration, its index and the program's "
-        "own seeds, whatever the number of workers. A loader with a worker_init_fn of its author's "
-        "is left alone; that of Lightning, transformers, timm and detectron2 is replaced.",
+        "auto follows the protocol of torch and keeps its order of samples. Random numbers for a "
+        "sample depend on the base seed that torch draws per iteration, on the index of the "
+        "sample and on the seeds of the program, but not on the number of workers. A loader with "
+        "a custom worker_init_fn is not changed; the worker_init_fn of Lightning, transformers, "
+        "timm and detectron2 is replaced.",
         "auto: 14 us per sample; per batch 40 us more in a worker, 160 us in the main process",
         source=RANDOMNESS,
         needs="seed.streams",
@@ -599,8 +603,8 @@ POLICIES = (
         "dataloader.num_workers",
         Integer(0, 64),
         LazyAccess("seeding.loader_hook:workers_policy"),
-        "How many worker processes every loader has, whatever its author said. 0 loads data in the "
-        "main process, to find out whether the workers are the culprit.",
+        "The number of worker processes of every loader; overrides the argument in the code. 0 "
+        "loads data in the main process, to find out whether the workers cause a difference.",
         "0: loading no longer overlaps with training",
         source="https://docs.pytorch.org/docs/stable/data.html",
     ),
@@ -608,13 +612,13 @@ POLICIES = (
         "guard",
         OneOf(("none", "warn", "error")),
         StoredValue("none"),
-        "Whether knobs are read again before every optimizer step, when the profile is taken back "
-        "and at exit, to catch code that changes them. warn names the knob with its old and new "
-        "value, and the line that wrote it, on standard error; error stops the run with status 1, "
-        "whatever status the program itself leaves with at exit. A change that is put back before "
-        "the next step is none.",
-        "22 us before every optimizer step for the 23 knobs that debug-strict sets; as much again "
-        "per write of a flag or a variable, and such a write in compiled code ends the graph",
+        "Reads the knobs again before every optimizer step, when the profile is undone and at "
+        "exit, to catch code that changes them. warn names the knob, its old and new value and "
+        "the line that wrote it on standard error. error stops the run with status 1, and "
+        "replaces the exit status of the program. A change that is reverted before the next step "
+        "goes unnoticed.",
+        "22 us before every optimizer step for the 23 knobs that debug-strict sets, and about as "
+        "much per write of a flag or a variable; such a write in compiled code breaks the graph",
         "https://docs.pytorch.org/docs/stable/generated/"
         "torch.optim.optimizer.register_optimizer_step_pre_hook.html",
         guarded=False,
@@ -634,7 +638,7 @@ SEEDS = (
     _seed(
         "streams",
         "root_seed",
-        "Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",
+        "Root seed of all named streams: torchrepro.stream, seeded, dataloader_kwargs.",
         "https://www.rfc-editor.org/rfc/rfc7693",
         "none; deriving a stream takes about 5 microseconds",
         set_on_import="",
@@ -643,14 +647,14 @@ SEEDS = (
     _seed(
         "libraries",
         "library_seeds",
-        "Seed of other libraries that draw numbers (cupy, tensorflow, gymnasium, "
-        "registered ones), given when they are loaded.",
+        "Seed of other libraries that draw random numbers (cupy, tensorflow, gymnasium, "
+        "registered libraries), set when they are loaded.",
         "https://docs.cupy.dev/en/stable/reference/random.html",
     ),
     _seed(
         "python",
         "python_seed",
-        "Seed of the generator behind the functions of Python's `random`.",
+        "Seed of the global generator of Python's `random`.",
         "https://docs.python.org/3/library/random.html#random.seed",
         set_on_import="random",
         library="",
@@ -659,9 +663,9 @@ SEEDS = (
     _seed(
         "numpy",
         "numpy_seed",
-        "Seed of numpy's legacy global generator; a Generator of your own is not reached.",
+        "Seed of the legacy global generator of numpy; a numpy.random.Generator is not affected.",
         "https://numpy.org/doc/stable/reference/random/legacy.html",
-        "about 6 ms the first time: numpy loads numpy.random",
+        "about 6 ms the first time, to load numpy.random",
         set_on_import="numpy.random",
         library="numpy",
         aliases=("numpy.random.seed", "np.random.seed"),
@@ -669,15 +673,15 @@ SEEDS = (
     _seed(
         "torch",
         "torch_seed",
-        "Seed of torch's default CPU generator, of which only the low 32 bits count.",
+        "Seed of the default CPU generator of torch, which uses only the low 32 bits.",
         RANDOMNESS,
         aliases=("torch.manual_seed",),
     ),
     _seed(
         "calls",
         "seeding_calls",
-        "Later calls of the program that seed a generator are honoured and recorded, each "
-        "with its line.",
+        "Later calls of the program that seed a generator take effect, and are recorded with "
+        "their lines.",
         RANDOMNESS,
         "about a microsecond per such call",
     ),
@@ -701,8 +705,8 @@ SEEDS = (
     ),
 )
 
-# Inside torch, the NPU's level comes after the flag that its setter also moves. The seeds are
-# last: whatever an earlier write draws from a generator must not show in the numbers of the run.
+# Within torch, the level of the NPU follows the flag that its setter also changes. Seeds come
+# last, because an earlier write may draw from a generator, which would change the results.
 CATALOGUE: tuple[Knob, ...] = (
     *ENV,
     *(*TORCH, *CUDA, *CUDNN, *CPU, *NPU),
@@ -713,13 +717,13 @@ CATALOGUE: tuple[Knob, ...] = (
 
 @cache
 def knobs_by_name() -> dict[str, Knob]:
-    """Return every row under its name."""
+    """Return all knobs by name."""
     return {knob.name: knob for knob in CATALOGUE}
 
 
 @cache
 def other_names() -> dict[str, tuple[Knob, ...]]:
-    """Return, for every alias that is not itself a row, the rows it means."""
+    """Return the knobs by alias, for every alias that is not itself the name of a knob."""
     names: dict[str, tuple[Knob, ...]] = {}
     for knob in CATALOGUE:
         for alias in knob.aliases:
@@ -729,7 +733,7 @@ def other_names() -> dict[str, tuple[Knob, ...]]:
 
 
 def rows_for_key(key: str) -> tuple[Knob, ...]:
-    """Return the rows that the dotted `key` of a profile sets."""
+    """Return the knobs that the dotted `key` of a profile sets."""
     if key in knobs_by_name():
         return (knobs_by_name()[key],)
     obeying = tuple(knob for knob in CATALOGUE if knob.profile_key == key)
@@ -737,10 +741,10 @@ def rows_for_key(key: str) -> tuple[Knob, ...]:
 
 
 def explanations(name: str) -> list[dict[str, str]]:
-    """Return an explanation of every row that `name` means.
+    """Return an explanation of every knob that matches `name`.
 
-    `name` is a row's name, a key of a profile, an alias, a variable, or the last word of a name.
-    Raises `ProfileError` with a near match for anything else.
+    `name` is the name of a knob, a key of a profile, an alias, a variable, or the last part of a
+    name. Raises `ProfileError` with a near match for anything else.
     """
     if name in WITHOUT_EFFECT:
         raise ProfileError.about(f"{name} does nothing: {WITHOUT_EFFECT[name]}")

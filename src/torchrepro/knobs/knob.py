@@ -1,9 +1,9 @@
-"""What a knob is, which values it takes, and how the state behind one is reached.
+"""Knobs: their legal values, and how to read and write the state behind them.
 
-Legal values are judged here once, and shown in messages and in the JSON Schema.
+This module alone decides which values are legal; messages and the JSON Schema follow it.
 
-A variable is written to `os.environ`, which reaches C code that has not read it yet and every
-child of the process.
+An environment variable is written to `os.environ`. Child processes get it, and so does C code
+that has not read the variable yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrepro.ground.patching import set_variable
 class Legal:
     """The legal values of a knob."""
 
-    if TYPE_CHECKING:  # a field in some kinds, computed in others
+    if TYPE_CHECKING:  # a field in some subclasses, a property in others
 
         @property
         def words(self) -> str:
@@ -36,19 +36,19 @@ class Legal:
         return self.wrong_part(value)[1]
 
     def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
-        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
+        """Return the path of keys to the first illegal value in `value`, and why it is illegal."""
         return (), self.complaint(value)
 
     def json_schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of a legal value, by default that of a variable's."""
+        """Return the JSON Schema of a legal value; the default fits environment variables."""
         return {"type": ["string", "integer"], "description": self.words}
 
     def examples(self) -> tuple[Any, ...]:
-        """Return a few legal values: at least one, and two where there are two."""
+        """Return one or two legal values or more: two at least, unless only one exists."""
         return self.choices()
 
     def choices(self) -> tuple[str, ...]:
-        """Return the words among which a near match is looked for."""
+        """Return the words to compare a misspelt value with."""
         return ()
 
 
@@ -70,7 +70,7 @@ class Switch(Legal):
 
 @dataclass(frozen=True, slots=True)
 class Integer(Legal):
-    """A whole number in a closed range; `high` None means no upper end."""
+    """A whole number from `low` to `high` inclusive; None as `high` means no upper limit."""
 
     low: int = 0
     high: int | None = None
@@ -117,16 +117,16 @@ class OneOf(Legal):
 
 @dataclass(frozen=True, slots=True)
 class Text(Legal):
-    """Text, by a pattern that has to match as a whole."""
+    """A text that matches a pattern as a whole."""
 
     pattern: str
     words: str
     because: str = ""
-    """Why another text is refused: what the library that reads it would do with it."""
+    """Why any other text is illegal, for example because the library would read it as off."""
 
     ignore_case: bool = False
     variable: bool = True
-    """Whether it is an environment variable's: there an unquoted number stands for its digits."""
+    """True for an environment variable: a number without quotes is read as its digits."""
 
     def complaint(self, value: Any) -> str:
         if not isinstance(value, str):
@@ -137,13 +137,14 @@ class Text(Legal):
         return self.because or "not a legal value"
 
     def examples(self) -> tuple[Any, ...]:
-        """Return those of the words for the legal values that are legal themselves."""
+        """Return the legal texts among the words of the description."""
         words = (word.strip(',"') for word in self.words.split())
         return tuple(word for word in words if not self.complaint(word))
 
     def json_schema(self) -> dict[str, Any]:
-        own = {"type": "string", "pattern": f"^{self.pattern}$"}
-        return Legal.json_schema(self) if self.variable else own
+        if self.variable:
+            return Legal.json_schema(self)
+        return {"type": "string", "pattern": f"^{self.pattern}$"}
 
     def choices(self) -> tuple[str, ...]:
         return tuple(self.words.split(", "))
@@ -151,11 +152,11 @@ class Text(Legal):
 
 @dataclass(frozen=True, slots=True)
 class Digits(Legal):
-    """The text of an environment variable that holds a whole number of a closed range."""
+    """The text of an environment variable: a whole number from `low` to `high` inclusive."""
 
     low: int
     high: int
-    also: tuple[str, ...] = ()  # words that are legal besides numbers
+    also: tuple[str, ...] = ()  # other legal words
 
     @property
     def words(self) -> str:
@@ -177,29 +178,29 @@ class Digits(Legal):
 
 @dataclass(frozen=True, slots=True)
 class MappingOf(Legal):
-    """A mapping from names to legal values, each of which may be null."""
+    """A mapping from names to legal values or null."""
 
     of: Legal
-    maps: str  # what to what: ``patterns to devices``
+    maps: str  # keys and values in words: ``patterns to devices``
     words: str
     nested: str = ""
-    """The complaint about a mapping in place of a value, where there is more to say."""
+    """The complaint about a mapping where a plain value is expected, if `of` has no good one."""
 
     def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
         if not isinstance(value, Mapping) or not all(n and isinstance(n, str) for n in value):
             return (), f"not a mapping of {self.maps}"
-        for name, one in value.items():
-            why = "" if one is None else self.of.complaint(one)
+        for name, inner in value.items():
+            why = "" if inner is None else self.of.complaint(inner)
             if why:
-                return (name,), (isinstance(one, Mapping) and self.nested) or why
+                return (name,), (isinstance(inner, Mapping) and self.nested) or why
         return (), ""
 
     def examples(self) -> tuple[Any, ...]:
         return tuple({"*": value} for value in self.of.examples())
 
     def json_schema(self) -> dict[str, Any]:
-        one = {"anyOf": [self.of.json_schema(), {"type": "null"}]}
-        return {"type": "object", "additionalProperties": one}
+        or_null = {"anyOf": [self.of.json_schema(), {"type": "null"}]}
+        return {"type": "object", "additionalProperties": or_null}
 
     def choices(self) -> tuple[str, ...]:
         return self.of.choices()
@@ -211,7 +212,7 @@ class WordOrMapping(Legal):
 
     word: OneOf
     mapping: MappingOf
-    under: str = ""  # the only key of the value under which the mapping stands, if there is one
+    under: str = ""  # if not empty: the mapping is nested below this only key
 
     @property
     def words(self) -> str:
@@ -225,9 +226,9 @@ class WordOrMapping(Legal):
         for key, inner in value.items():
             if key != self.under:
                 return (str(key),), f"unknown key: only `{self.under}` belongs here"
-            place, why = self.mapping.wrong_part(inner)
+            keys, why = self.mapping.wrong_part(inner)
             if why:
-                return (key, *place), why
+                return (key, *keys), why
         return (), ""
 
     def examples(self) -> tuple[Any, ...]:
@@ -250,21 +251,21 @@ SCHEMA_VERSION = Integer(1, 1)  # the versions of the schema that a profile may 
 
 
 Value = str | Mapping[str, Any] | None
-"""What `device.fallback` holds: a word for every op, or a word per op."""
+"""A value of `device.fallback`: one word for all ops, or a mapping from ops to words."""
 
 
 def per_op(value: Value) -> Mapping[str, str]:
-    """Return the word of every op and pattern that `value` names."""
+    """Return the words by op or pattern; empty if `value` is one word for all ops."""
     return value.get("ops", {}) if isinstance(value, Mapping) else {}
 
 
 def is_pattern(name: str) -> bool:
-    """Whether `name` stands for several ops."""
+    """Return whether `name` is a pattern, which can match several ops."""
     return any(sign in name for sign in "*?[")
 
 
 def waits_for_refusal(value: Value) -> bool:
-    """Whether `value` does something only once torch refuses to run a kernel."""
+    """Return whether `value` acts only on ops that torch refuses to run."""
     named = per_op(value)
     words = {value} if isinstance(value, str) else set(named.values())
     return words != {"error"} and all(map(is_pattern, named))
@@ -281,14 +282,14 @@ PHASES = {
     "transformer_engine": "module construction",
     "": "any time",
 }
-"""The door that closes a phase -> the last moment at which a knob of it still takes effect.
+"""The latch of a knob -> the last moment when setting the knob takes effect.
 
-Without a door it never ends.
+A knob without a latch takes effect at any time.
 """
 
 
 class Scope(StrEnum):
-    """What a write reaches."""
+    """The processes and threads that a write affects."""
 
     PROCESS = "this process"
     PROCESS_AND_CHILDREN = "this process and the processes it starts"
@@ -296,107 +297,108 @@ class Scope(StrEnum):
 
 
 class MissingState(Exception):  # noqa: N818 - an answer, not an error
-    """The state behind a knob does not exist in this process; the text says why."""
+    """The state behind a knob does not exist in this process; the message explains why."""
 
 
 class Access(Protocol):
-    """How to reach one piece of state."""
+    """How to read and write the state behind one knob."""
 
     def read(self) -> Any:
-        """Return the present value in the words of a profile; raise `MissingState` without one.
+        """Return the current value as a profile would write it.
 
-        Changes nothing, and imports nothing but the knob's own library.
+        Changes nothing, and imports only the library of the knob. Raises `MissingState` if the
+        state does not exist.
         """
 
     def write(self, value: Any) -> None:
-        """Set `value`; raises whatever the library raises for one that it refuses."""
+        """Set `value`; errors of a library that refuses the value propagate."""
 
     def save(self) -> Any:
-        """Return all that `restore` needs, which may be finer than what `read` shows."""
+        """Return the state that `restore` needs, which can have more detail than `read` shows."""
 
     def restore(self, saved: Any) -> None:
-        """Put back exactly what `save` saw."""
+        """Restore exactly the state that `save` returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveValue:
-    """How to find out what a library made of an environment variable that it has read."""
+    """How to find out which value a library took from an environment variable."""
 
     read: Callable[[], Any]
-    """Return the value in effect; raises `MissingState` where the library does not show it."""
+    """Return the value in effect; raises `MissingState` if the library does not expose it."""
 
     means: Callable[[str], Any]
-    """Return the value that a text of the variable means; raises `MissingState` if unknown."""
+    """Translate a text of the variable to a value; raises `MissingState` if that is unknown."""
 
     words: str
-    """What the library does, with a place for the value: ``torch computes with {} threads``."""
+    """A sentence about the library, to format with the value: ``MKL has {} threads``."""
 
     def check(self, text: str) -> tuple[bool | None, str]:
-        """Return whether `text` is in effect, None if unknown, and what is in effect in words."""
+        """Return whether `text` is in effect (None if unknown), and the actual effect in words."""
         try:
             now = self.read()
             return bool(now == self.means(text)), self.words.format(now)
-        except (MissingState, ValueError):  # the library may read this text in its own way
+        except (MissingState, ValueError):  # how the library parses this text is unknown
             return None, ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Knob:
-    """One piece of process state: a row of the catalogue."""
+    """One setting of the process: a row of the catalogue."""
 
-    name: str  # dotted name; also the key of the profile, unless `key` says otherwise
+    name: str  # dotted name; also the key of the profile, unless `key` is set
     legal: Legal
     access: Access
     summary: str
     cost: str
-    source: str  # address of the documentation, paper or issue that says so
-    door: str = ""  # the name of the one-way door (see `process_state.DOORS`) that closes the phase
+    source: str  # URL of the documentation, paper or issue behind the summary
+    door: str = ""  # the latch after which a write has no effect, a key of `process_state.DOORS`
     set_on_import: str = "torch"
-    """The module with whose import `torchrepro run` sets the knob; empty: before all others."""
+    """`torchrepro run` sets the knob when this module is imported; if empty, at the very start."""
 
     scope: Scope = Scope.PROCESS
-    since: str = ""  # first version that has it, as documented; whether it exists is detected
-    library: str = ""  # the module that has to be loaded before the state can be read or written
+    since: str = ""  # first documented version; torchrepro detects whether the state exists
+    library: str = ""  # the module that must be loaded before the state can be read or written
     aliases: tuple[str, ...] = ()
-    """Other names of the same state: keys a profile may use, variables, attributes of torch."""
+    """Other names of this state: keys for profiles, variables, attributes of torch."""
 
-    key: str = ""  # the key of the profile that this knob obeys, where it is not `name`
-    variable: str = ""  # the environment variable behind the row, if it is one
-    needs: str = ""  # the knob without which a value that is `needing` has nothing to act on
+    key: str = ""  # the key of the profile that sets this knob, if it is not `name`
+    variable: str = ""  # the environment variable behind the row, if any
+    needs: str = ""  # another knob that values with `needing(value)` require
     needing: Callable[[Any], bool] = lambda _: False
     needed: tuple[Any, ...] = ()
-    """The values of the knob `needs` that suffice; any value, if this is empty."""
+    """The values of the knob `needs` that are enough; if empty, any value is."""
 
     enough: Callable[[str], bool] | None = None
-    """For a variable: whether another legal text serves the guarantee; `why_equivalent` asks."""
+    """For a variable: returns whether another text gives the same guarantee (`why_equivalent`)."""
 
     misspelt: tuple[str, ...] = ()
-    """For a variable: illegal texts by which programs mean the profile's value.
+    """For a variable: illegal texts that programs write for the value of the profile.
 
-    Its library refuses them aloud, so that nothing is ever computed under one.
+    The library raises an error for them, so nothing is ever computed with such a text.
     """
 
     effect: EffectiveValue | None = None
-    """For a variable: how to see what its library made of it, if it shows that."""
+    """For a variable: how to read the value that its library took, if the library exposes it."""
 
     moves_on: bool = False
-    """Whether use changes the state in ways that reading does not show, as with a generator.
+    """True if use changes the state and `read` does not show it, as with a generator.
 
-    Such a knob is always written, and always put back.
+    Such a knob is always written and always restored.
     """
 
     reread: bool = False
-    """Whether setting another knob can move this one.
+    """True if setting another knob can change this one.
 
-    If so it is decided again when its turn comes, and read again once all others are set.
+    Such a knob is checked again just before it is set, and read again after all knobs are set.
     """
 
     guarded: bool = True  # whether the drift guard reads the knob again
     hardware: str = ""
-    """The hardware without which nothing acts on the knob, a key of `process_state.HARDWARE`."""
+    """The hardware that the knob affects, a key of `process_state.HARDWARE`; empty: all."""
 
     warn_if_unsupported: bool = False
-    """Whether a user is told each time that the knob cannot be set here, not only how many."""
+    """True to warn by name that the knob cannot be set; otherwise such knobs are only counted."""
 
     @property
     def profile_key(self) -> str:
@@ -404,33 +406,33 @@ class Knob:
 
     @property
     def loaded(self) -> bool:
-        """Whether the state can be reached without importing anything."""
+        """True if the state can be read and written without an import."""
         return not self.library or self.library in sys.modules
 
     def holds(self, value: Any) -> bool:
-        """Whether `value` is in force now: read back, or as the access itself can tell."""
+        """Return whether the state is `value`, by the check of the access or by `read`."""
         check = getattr(self.access, "holds", None)
         return bool(check(value)) if check else bool(self.access.read() == value)
 
     def refusal(self, value: Any) -> str:
-        """Return why `value` cannot be set here although the state exists, or an empty string."""
+        """Return why `value` cannot be set although the state exists, or an empty string."""
         refuses = getattr(self.access, "refuses", None)
         return str(refuses(value)) if refuses else ""
 
     def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
-        """Return why `value` would have no effect here although it can be set, or an empty string.
+        """Return why `value` would have no effect although it can be set, or an empty string.
 
-        `wanted` holds all values of the profile, by the name of the knob. The library is loaded.
+        `wanted` maps the names of knobs to all values of the profile. The library is loaded.
         """
         judge = getattr(self.access, "inert", None)
         return str(judge(value, wanted)) if judge else ""
 
 
 def unfrozen() -> AbstractContextManager[None]:
-    """Let the flags of ``torch.backends`` be put back although the program has frozen them.
+    """Allow restoring the flags of ``torch.backends`` even if the program has frozen them.
 
-    torch's own ``flags()`` managers use the same private function on exit. Where it is gone,
-    undoing after ``torch.backends.disable_global_flags`` raises what torch raises.
+    torch's own ``flags()`` managers use the same private function on exit. If it is
+    missing, restoring after ``torch.backends.disable_global_flags`` raises the error of torch.
     """
     backends = sys.modules.get("torch.backends")
     manager = getattr(backends, "__allow_nonbracketed_mutation", nullcontext)
@@ -438,15 +440,15 @@ def unfrozen() -> AbstractContextManager[None]:
 
 
 def object_at(path: str, name: str = "") -> Any:
-    """Return what `name` means in ``module:path.to.object``; None where a part of it is absent."""
+    """Return the attribute `name` of ``module:path.to.object``, or None if a part is missing."""
     module, _, inner = path.partition(":")
     try:
-        found: Any = import_module(module)
+        attribute: Any = import_module(module)
     except ImportError as error:
         raise MissingState(f"no module {error.name}") from None
-    for part in filter(None, f"{inner}.{name}".split(".")):
-        found = getattr(found, part, None)
-    return found
+    for step in filter(None, f"{inner}.{name}".split(".")):
+        attribute = getattr(attribute, step, None)
+    return attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,9 +462,9 @@ class Attribute:
         absent = object()
         value = getattr(object_at(self.owner), self.name, absent)
         if value is absent:
-            raise MissingState(f"{self.owner.replace(':', '.')} has no {self.name} here")
+            raise MissingState(f"{self.owner.replace(':', '.')} has no {self.name}")
         if value is None:
-            raise MissingState(f"{self.owner}.{self.name} is None: what it steers is not here")
+            raise MissingState(f"{self.owner}.{self.name} is None: its feature is not available")
         return value
 
     def write(self, value: Any) -> None:
@@ -471,13 +473,13 @@ class Attribute:
     save = read
 
     def restore(self, saved: Any) -> None:
-        if self.read() != saved:  # flags that were frozen meanwhile refuse even their own value
+        if self.read() != saved:  # flags frozen since refuse even an equal value
             self.write(saved)
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """A getter and a setter, each named by module and function, with values translated."""
+    """A getter and a setter of one module, with a translation of their values."""
 
     module: str
     getter: str
@@ -488,7 +490,7 @@ class Calls:
     def _function(self, name: str) -> Callable[..., Any]:
         function: Callable[..., Any] | None = object_at(self.module, name)
         if function is None:
-            raise MissingState(f"{self.module.replace(':', '.')} has no {name} here")
+            raise MissingState(f"{self.module.replace(':', '.')} has no {name}")
         return function
 
     def read(self) -> Any:
@@ -511,17 +513,14 @@ _ALWAYS_ACTIVE = object()
 
 @dataclass(frozen=True, slots=True)
 class LazyAccess:
-    """The access behind `path`, which is imported when a profile first uses it."""
+    """The access at `path`, whose module is imported when a profile first uses it."""
 
     path: str  # module and object, relative to torchrepro: ``seeding.loader_hook:seeding_policy``
     at_rest: Any = _ALWAYS_ACTIVE
-    """The value that needs nothing installed; while it holds, nothing is imported."""
+    """The value without a policy; while it is the current value, nothing is imported."""
 
     inherited: bool = False
-    """Whether data-loading workers get the value however they are started.
-
-    A forked worker has it in any case; a spawned one starts afresh.
-    """
+    """True to pass the value to spawned data-loading workers too; forked workers inherit it."""
 
     def read(self) -> Any:
         return self.at_rest if self._resting else named(self.path).read()
@@ -546,7 +545,7 @@ class LazyAccess:
         return str(refuses(value)) if refuses else ""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an optional method of the access, such as `holds`; at rest there is none."""
+        """Return an optional method of the access, such as `holds`; raises at rest."""
         if name.startswith("__") or self._resting:
             raise AttributeError(name)
         return getattr(named(self.path), name)
@@ -565,7 +564,7 @@ class LazyAccess:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable; None is a variable that is not set."""
+    """One environment variable; None means that it is not set."""
 
     name: str
 
@@ -582,13 +581,13 @@ class Variable:
 
 
 def variable(name: str) -> Knob:
-    """Return a row for a variable outside the catalogue, as `env_extra` names it."""
+    """Return a row for a variable of `env_extra` that is not in the catalogue."""
     return Knob(
         name=f"env_extra.{name}",
         legal=ANY_TEXT,
         access=Variable(name),
         variable=name,
-        summary="A variable of the profile's own, which the catalogue does not know.",
+        summary="A variable that the profile adds; the catalogue does not describe it.",
         cost="unknown",
         source="",
         scope=Scope.PROCESS_AND_CHILDREN,

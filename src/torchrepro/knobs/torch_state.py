@@ -1,16 +1,16 @@
-"""State of torch and torch_npu that takes more than one attribute, or a getter and a setter.
+"""State of torch and torch_npu that needs more than an attribute or a getter and a setter.
 
 Since torch 2.9 every (backend, operation) has its own float32 precision, and the older booleans
-(`allow_tf32`, `set_float32_matmul_precision`) are views that raise when they no longer fit it
+(`allow_tf32`, `set_float32_matmul_precision`) are views that raise if they disagree with it
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32). So a write sets the finest name and
-brings the older one into step, which keeps code that still reads the older one working.
+then updates the older name, so that code that still reads the older name works.
 
-Inductor reads its variables once, when it is imported, which takes 0.7 s that a program without
-torch.compile never needs. Until then the variable is the state, and from then on the option is.
+Inductor reads its variables once, when it is imported. The import takes 0.7 s, and a program
+without torch.compile never needs it. So the variable is the state before the import, and the
+option of inductor is the state after it.
 
-Of torch_npu it says as well which settings never reach a device: those functions return why a value
-would have no effect, or an empty string. `wanted` holds the values of the profile, by the name of
-the knob.
+Some settings of torch_npu never reach a device. Functions such as `determinism_blocked` return
+why, or an empty string. Their `wanted` maps names of knobs to the values of the profile.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FINEST = (  # owners below torch.backends
     "mkldnn.rnn",
 )
 _OLDER = {"cuda.matmul": "cuda.matmul", "cudnn.conv": "cudnn", "cudnn.rnn": "cudnn"}
-"""Finest name -> the owner of the older boolean `allow_tf32` that covers it."""
+"""Finest name -> the owner of the older boolean `allow_tf32` that includes it."""
 
-_MATMUL_FITS = {  # older word -> the finest settings of matrix products that it stands for
+_MATMUL_FITS = {  # older word -> the finest settings of matrix products
     "highest": {"cuda.matmul": "ieee", "mkldnn.matmul": "ieee"},
     "high": {"cuda.matmul": "tf32", "mkldnn.matmul": "tf32"},
     "medium": {"cuda.matmul": "tf32", "mkldnn.matmul": "bf16"},
@@ -71,14 +71,14 @@ class Fp32Precision:
             return
         older = _OLDER.get(self.owner)
         if older == "cudnn" and import_module("torch").backends.flags_frozen():
-            # The finer setting could be written, and the older name would no longer be readable.
+            # Writing the finer setting would work, but then reading the older name would raise.
             raise RuntimeError("cuDNN's flags are frozen by disable_global_flags")
         _owner(self.owner).fp32_precision = value
         covered = [_finest(name) for name in _FINEST if _OLDER.get(name) == older]
         if older and set(covered) == {value}:
             try:
                 _ = _owner(older).allow_tf32
-            except RuntimeError:  # as torch raises where the finer settings disagree
+            except RuntimeError:  # torch raises if the finer settings disagree
                 settings = _all_finest()
                 _owner(older).allow_tf32 = value == "tf32"
                 _set_finest(settings)
@@ -95,7 +95,7 @@ class Fp32Precision:
     def restore(self, saved: Any) -> None:
         finest, matmul_precision, cudnn_allow_tf32 = saved
         settings = _all_finest() | {self.owner: finest[self.owner]}
-        # The older names go first: each of them also moves the finer settings.
+        # The older names come first, because writing one also changes the finer settings.
         if _OLDER.get(self.owner) == "cuda.matmul":
             import_module("torch").set_float32_matmul_precision(matmul_precision)
         elif _OLDER.get(self.owner) == "cudnn":
@@ -122,10 +122,10 @@ def _set_finest(values: Mapping[str, Any]) -> None:
 
 
 def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> Any:
-    """Return the value of an older name, even where torch raises instead.
+    """Return the value of an older name, even if reading it raises.
 
-    torch answers once the finer settings agree, so they are set to fit each possible value for
-    a moment.
+    Reading works while the finer settings agree. So they are set, for a moment, to match each
+    possible value in turn.
     """
     with suppress(RuntimeError):
         return read()
@@ -138,45 +138,47 @@ def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> An
                     return value
     finally:
         _set_finest(settings)
-    raise RuntimeError("torch does not say which float32 precision its older names hold")
+    raise RuntimeError("torch does not show the float32 precision of its older names")
 
 
-_CONFIGS = ("torch.compiler.config", "torch._inductor.config")  # newer torch: some in the first
+_CONFIGS = ("torch.compiler.config", "torch._inductor.config")  # some moved to the first one
 
 
 @dataclass(frozen=True, slots=True)
 class InductorVariable(Variable):
-    """A variable with the values 0 and 1 and the option that starts from it."""
+    """A variable with the values 0 and 1, and the option of inductor that it initializes."""
 
     option: str
 
     def read(self) -> Any:
-        text, option = os.environ.get(self.name), self.present()
+        text, option = os.environ.get(self.name), self.loaded_value()
         if option is None and _CONFIGS[-1] in sys.modules:
             raise MissingState(f"this torch's inductor has no {self.option}")
-        return text if option in (None, text == "1") else "1" if option else "0"
+        if option in (None, text == "1"):
+            return text
+        return "1" if option else "0"
 
     def holds(self, value: Any) -> bool:
-        return os.environ.get(self.name) == value and self.present() in (None, value == "1")
+        return os.environ.get(self.name) == value and self.loaded_value() in (None, value == "1")
 
     def write(self, value: str) -> None:
         os.environ[self.name] = value
         self._set(value == "1", {"default": value == "1"})
 
     def save(self) -> Any:
-        option = self.present()
+        option = self.loaded_value()
         start = None if option is None else _start(self._config(), self.option)
         return os.environ.get(self.name), option, start
 
     def restore(self, saved: Any) -> None:
         text, option, start = saved
         set_variable(self.name, text)
-        if option is None:  # loaded since, if at all: it started from what is undone now
+        if option is None:  # inductor, if loaded since, started from the value that is now undone
             option, start = text == "1", {"default": text == "1"}
         self._set(option, start)
 
-    def present(self) -> bool | None:
-        """Return the option, or None while the variable can still become it."""
+    def loaded_value(self) -> bool | None:
+        """Return the value of the option, or None if inductor has not read the variable yet."""
         config = self._config()
         return None if config is None else bool(getattr(config, self.option))
 
@@ -188,18 +190,18 @@ class InductorVariable(Variable):
         config = self._config()
         if config is None:
             return
-        moves = bool(getattr(config, self.option)) != value
+        is_change = bool(getattr(config, self.option)) != value
         entry = getattr(config, "_config", {}).get(self.option)  # see `_start`
         if hasattr(entry, "__dict__"):
             for name in _START:
                 vars(entry).pop(name, None)
             vars(entry).update(start)
-        if moves:
+        if is_change:
             setattr(config, self.option, value)
 
 
 class InductorSwitch(InductorVariable):
-    """The same state by the option's own values."""
+    """The same state, with true and false as its values."""
 
     def read(self) -> Any:
         if not inductor_reads(self.name):
@@ -217,11 +219,12 @@ _START = ("default", "env_value_default", "env_value_force")
 
 
 def _start(config: Any, option: str) -> dict[str, Any]:
-    """Return the values of `option` from which every thread starts.
+    """Return the initial values of `option` for new threads.
 
-    Private, because an assignment to an option reaches the present thread only, and an option
-    that its variable forces ignores assignments. Where torch keeps these values elsewhere, other
-    threads keep those of the import, and a forced option is reported as ineffective.
+    They are private to torch. The public way does not suffice: an assignment to an option
+    changes the current thread only, and a variable can force an option to ignore assignments. If
+    torch stores these values elsewhere, other threads keep the values of the import, and a
+    forced option is reported as ineffective.
     """
     entry = getattr(config, "_config", {}).get(option)
     return {name: vars(entry)[name] for name in _START if name in getattr(entry, "__dict__", ())}
@@ -229,16 +232,16 @@ def _start(config: Any, option: str) -> dict[str, Any]:
 
 @cache
 def inductor_reads(variable: str) -> bool:
-    """Whether inductor knows `variable`, looked up in its source: importing it takes 0.7 s."""
+    """Return whether the source of inductor mentions `variable`; an import would take 0.7 s."""
     source = Path(str(import_module("torch").__file__)).parent / "_inductor" / "config.py"
     return source.is_file() and variable in source.read_text(encoding="utf-8")
 
 
-MODES = ("none", "warn", "error")  # those of deterministic algorithms, by torch's number
+MODES = ("none", "warn", "error")  # of deterministic algorithms; the index is the number in torch
 
 
 class DeterministicAlgorithms(Calls):
-    """torch's flag, which reaches an NPU only if torch_npu forwards it."""
+    """The flag of torch; an NPU gets it only if torch_npu forwards it."""
 
     def save(self) -> Any:
         warns_only = import_module("torch").is_deterministic_algorithms_warn_only_enabled()
@@ -247,8 +250,8 @@ class DeterministicAlgorithms(Calls):
     def restore(self, saved: Any) -> None:
         mode, warns_only = saved
         Calls.restore(self, mode)
-        # The mark that a flag, which is off, would only warn. Private, because the public setter
-        # imports inductor, 0.7 s, and moves its flag along. Where it is gone the mark is lost.
+        # Restore `warn_only` although the flag is off. The public setter would import inductor
+        # (0.7 s) and change the flag of inductor too. Without the private one, it is lost.
         setter = getattr(import_module("torch")._C, "_set_deterministic_algorithms", None)  # noqa: SLF001 - see above
         if not mode and warns_only and setter:
             setter(False, warn_only=True)  # noqa: FBT003 - torch's own signature
@@ -267,10 +270,10 @@ DETERMINISTIC_ALGORITHMS = DeterministicAlgorithms(
 
 
 class FillUninitializedMemory(Attribute):
-    """torch's switch, and the copy of it that torch_npu reads.
+    """The switch of torch, and its copy in torch_npu.
 
-    The copy is off at the start and follows only when the switch is written, so on an NPU the
-    switch does nothing until then, although it reads true
+    The copy starts as off and is updated only by a write to the switch. Until the first write the
+    switch has no effect on an NPU, although it reads true
     (https://github.com/Ascend/pytorch, torch_npu/utils/_deterministic.py).
     """
 
@@ -293,18 +296,18 @@ class FillUninitializedMemory(Attribute):
 
 
 class OptEinsum(Attribute):
-    """A setting of opt_einsum, which torch refuses to write where that package is absent."""
+    """A setting of opt_einsum; torch refuses to write it if that package is not installed."""
 
     def read(self) -> Any:
         if not import_module("torch.backends.opt_einsum").is_available():
-            raise MissingState("the package opt_einsum is not installed: einsum goes left to right")
+            raise MissingState("the package opt_einsum is missing: einsum contracts left to right")
         return Attribute.read(self)
 
     save = read
 
 
 class ReducedPrecision(Attribute):
-    """A reduction switch that newer torch keeps together with a second one for split-k."""
+    """A reduction switch; newer torch stores it together with a second switch for split-k."""
 
     def save(self) -> Any:
         matmul = import_module("torch").backends.cuda.matmul
@@ -314,7 +317,7 @@ class ReducedPrecision(Attribute):
 
 
 def npu() -> Any:
-    """Return ``torch.npu``; raises `MissingState` where torch_npu is not loaded."""
+    """Return ``torch.npu``; raises `MissingState` if torch_npu is not loaded."""
     module = getattr(import_module("torch"), "npu", None)
     if module is None:
         raise MissingState("no torch_npu in this process")
@@ -330,14 +333,14 @@ def npu_with_devices() -> Any:
 def native(name: str) -> Any:
     """Return the function `name` of torch_npu's C module, or None.
 
-    Private, because the public readers initialise the device, write back what they read, or do
-    not exist. Where one is gone, the knob that reads it is unsupported or believes torch's flag.
+    Private, because the public readers initialise the device, write the value that they read, or
+    do not exist. If a function is missing, its knob is unsupported or relies on the flag of torch.
     """
     return getattr(getattr(sys.modules.get("torch_npu"), "_C", None), name, None)
 
 
 def option_text(name: str) -> str:
-    """Return the text of an option, empty while nobody set it; raises `MissingState` if unknown."""
+    """Return the text of an option, empty if it is not set; raises `MissingState` if unknown."""
     if not hasattr(npu(), "set_option"):
         raise MissingState("this torch.npu has no set_option")
     getter = native("_npu_getOption")
@@ -348,7 +351,7 @@ def option_text(name: str) -> str:
 
 
 _OLDEST_DETERMINISTIC_CANN = (8, 5)
-CUBE_MATH_LOWERS = {  # by number: whether the matrix unit may drop mantissa bits of float32
+CUBE_MATH_LOWERS = {  # values: may the matrix unit drop mantissa bits of float32?
     "KEEP_DTYPE": False,
     "ALLOW_FP32_DOWN_PRECISION": True,
     "USE_FP16": True,
@@ -358,7 +361,7 @@ CUBE_MATH_LOWERS = {  # by number: whether the matrix unit may drop mantissa bit
 
 
 def determinism_blocked(wanted: Mapping[str, Any]) -> str:
-    """Return why determinism would not reach this process's NPUs, or an empty string."""
+    """Return why determinism would not reach the NPUs of this process, or an empty string."""
     if npu_with_devices() is None:
         return ""
     return cann_too_old() or compiled_ops_blocked(wanted)
@@ -370,24 +373,24 @@ def cann_too_old() -> str:
     https://github.com/Ascend/pytorch, torch_npu/csrc/framework/OpParamMaker.cpp: below 8.5 a
     torch_npu that knows level 3 sends "off" with every op.
     """
-    ask = getattr(getattr(npu(), "utils", None), "get_cann_version", None)
-    version = str(ask("RUNTIME")).split(".")[:2] if ask else []
-    runtime = tuple(int(part) for part in version if part.isdigit())
-    # Private (``_sync_deterministic_level``): it came with level 3, which has no public name. Where
-    # it is gone, determinism is taken to be forwarded, as before.
+    get_version = getattr(getattr(npu(), "utils", None), "get_cann_version", None)
+    version = str(get_version("RUNTIME")).split(".")[:2] if get_version else []
+    runtime = tuple(int(number) for number in version if number.isdigit())
+    # Private (``_sync_deterministic_level``): it came with level 3, which has no public name. If
+    # it is missing, torch_npu is assumed to forward determinism, as older versions do.
     knows_level_3 = hasattr(npu(), "_sync_deterministic_level")
     is_known = len(runtime) == len(_OLDEST_DETERMINISTIC_CANN)
     if not is_known or runtime >= _OLDEST_DETERMINISTIC_CANN or not knows_level_3:
         return ""
     return (
-        f"CANN runtime {runtime[0]}.{runtime[1]}: below 8.5 this torch_npu tells the NPU that "
-        "determinism is off, whatever torch says; upgrade CANN"
+        f"CANN runtime {runtime[0]}.{runtime[1]}: below 8.5 this torch_npu always turns "
+        "determinism off on the NPU; upgrade CANN"
     )
 
 
 def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
-    """Return why ops that are compiled when first called would not be deterministic."""
-    # Before device init the readers themselves would be what reads a variable for good.
+    """Return why ops compiled at first call would not be deterministic, or an empty string."""
+    # Before device init, calling a reader would fix the value of its variable for good.
     used: Any = npu() if hasattr(npu(), "is_initialized") and npu().is_initialized() else None
     jit_compile, queue = map(wanted.get, ("backends.npu.jit_compile", "backends.npu.task_queue"))
     if jit_compile is None and hasattr(used, "is_jit_compile_false"):
@@ -419,14 +422,14 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NpuOption:
-    """A setting that torch_npu keeps as the text of an option, empty while nobody set it.
+    """A setting that torch_npu stores as the text of an option, empty until it is set.
 
-    Before device init torch_npu queues options in order; reading one initialises nothing.
+    Before device init torch_npu queues options in order. Reading an option initialises nothing.
     """
 
     name: str
     texts: Mapping[Any, str]  # value in a profile -> the option's text
-    unset: Any = None  # what holds while the option is empty; None where that depends on the chip
+    unset: Any = None  # the value of an empty option; None if that depends on the chip
 
     def read(self) -> Any:
         text = option_text(self.name)
@@ -449,11 +452,12 @@ class NpuOption:
 
 
 class JitCompile(NpuOption):
-    """The option behind set_compile_mode, which cannot be emptied again once a device is in use.
+    """The option behind set_compile_mode, which cannot be cleared once a device is in use.
 
-    torch_npu takes an empty text for `enable` then, while its own reader goes on saying the
-    opposite: so what holds by the chip's default is read from that reader, and written back.
-    An option that was empty before device init and is undone after it keeps the profile's value.
+    After device init torch_npu reads an empty text as `enable`, but its own reader still reports
+    the default of the chip. So the default is read with that reader, and restored as an explicit
+    value. An option that was empty before device init keeps the value of the profile if it is
+    undone after device init.
     """
 
     def read(self) -> Any:
@@ -472,7 +476,7 @@ class JitCompile(NpuOption):
 
 
 class MatmulHf32(NpuOption):
-    """The older switch for matrix products, over which cube_math_type wins once it is set."""
+    """The older switch for matrix products; cube_math_type overrides it once set."""
 
     def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
         names = {str(number): name for number, name in enumerate(CUBE_MATH_LOWERS)}
@@ -480,11 +484,11 @@ class MatmulHf32(NpuOption):
         cube = wanted.get("backends.npu.cube_math_type") or names.get(text, text)
         if not cube or CUBE_MATH_LOWERS.get(cube, value) == value:
             return ""
-        return f"cube_math_type is {cube}, which wins; set backends.npu.cube_math_type as well"
+        return f"cube_math_type is {cube} and overrides it: set backends.npu.cube_math_type too"
 
 
 class DeterministicLevel:
-    """torch_npu's level, next to torch's flag, which the public setter moves along with it."""
+    """The level of torch_npu, and the flag of torch, which the public setter changes too."""
 
     def read(self) -> Any:
         getter = native("_npu_get_deterministic_level")
@@ -495,10 +499,10 @@ class DeterministicLevel:
     def write(self, value: int) -> None:
         torch = import_module("torch")
         if torch.are_deterministic_algorithms_enabled() != (value > 0):
-            # Moved here, where it costs nothing: torch_npu's own way imports inductor for it.
+            # Set here without cost; torch_npu would import inductor to change the flag.
             torch.set_deterministic_debug_mode("error" if value > 0 else "default")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it always warns against mixing it with torch's flag
+            warnings.simplefilter("ignore")  # it always warns against also using torch's flag
             npu().set_deterministic_level(value)
 
     def save(self) -> Any:

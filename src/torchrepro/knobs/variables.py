@@ -1,13 +1,15 @@
 """The environment variables that torchrepro knows, from the rows of `variables.json`.
 
-A row's `set_in` says where a profile may set the variable: in ``env``, as a knob with a door, or in
-``env_extra``, if no legal value of it names code, a host, a credential or a file. Every other one
-needs the consent of whoever starts the run; see `torchrepro.profile.schema`. Manifests record
-the knobs and the rows that are `recorded`: what steers numbers. `instead` marks a variable of
-published recipes that nothing reads.
+The fields of a row:
 
-`legal` is a kind of `KINDS`, words such as ``LAZY|EAGER`` (after ``~`` their case does not count),
-or the fields of a `Text`. `enough` and `effect` name a row of `ENOUGH` and of `EFFECTS`.
+- `set_in`: the section of a profile that may set the variable. ``env`` makes it a knob.
+  ``env_extra`` is for variables whose legal values never name code, a host, a credential, a file.
+  The user who starts a run must consent to any other variable; see `torchrepro.profile.schema`.
+- `recorded`: manifests record the variable, as they do all knobs, because it affects results.
+- `instead`: published recipes set the variable, but no library reads it.
+- `legal`: a name in `KINDS`, words such as ``LAZY|EAGER`` (``~`` in front ignores case), or the
+  fields of a `Text`.
+- `enough` and `effect`: names in `ENOUGH` and `EFFECTS`.
 """
 
 from __future__ import annotations
@@ -39,22 +41,23 @@ from torchrepro.knobs.knob import (
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
 
 ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
-"""Back end of torch.distributed -> the variables that fix in which order it adds up; gloo's order
-follows from sizes alone."""
+"""Backend of torch.distributed -> the variables that fix the order of its sums. gloo needs none:
+its order depends on sizes alone."""
 
 
 def _any_case(*words: str) -> Text:
     return Text("|".join(words), ", ".join(words), ignore_case=True)
 
 
-def _listed(one: str, words: str) -> Text:
-    return Text(f"{one}(,{one})*", words)
+def _listed(word: str, words: str) -> Text:
+    return Text(f"{word}(,{word})*", words)
 
 
-def _per_operation(one: str, words: str) -> Text:
-    named = rf"\^?{one}(,{one})*"
-    each = f"(allreduce|allgather|reducescatter|broadcast|reduce):{named}"
-    return Text(f"({named};)?{each}(;{each})*|{named}", words, ignore_case=True)
+def _per_operation(choice: str, words: str) -> Text:
+    choices = rf"\^?{choice}(,{choice})*"
+    operation = f"(allreduce|allgather|reducescatter|broadcast|reduce):{choices}"
+    pattern = f"({choices};)?{operation}(;{operation})*|{choices}"
+    return Text(pattern, words, ignore_case=True)
 
 
 _ALLOCATOR_OPTION = (
@@ -124,18 +127,18 @@ KINDS: Mapping[str, Legal] = {
         "allreduce=level0:NA;level1:ring/alltoall=level0:NA;level1:pairwise",
     ),
 }
-"""The legal values that several variables share, or that are made of parts."""
+"""Legal values that several variables share, or that are too long for the JSON file."""
 
 
 ENOUGH: Mapping[str, Callable[[str], bool]] = {
     "a_number": str.isdigit,
     "not_empty": bool,
     "pinned": lambda value: bool(value) and not value.startswith("^"),  # it names algorithms
-    "of_fixed_size": lambda value: value in (":4096:8", ":16:8"),  # where cuBLAS's sums repeat
-    "in_fixed_order": lambda value: value.lower() in ("true", "strict"),  # as HCCL then adds up
-    "switched_on": lambda value: value in ("1", "true"),  # of the ATB library, which takes both
+    "of_fixed_size": lambda value: value in (":4096:8", ":16:8"),  # sums of cuBLAS repeat
+    "in_fixed_order": lambda value: value.lower() in ("true", "strict"),  # of the sums of HCCL
+    "switched_on": lambda value: value in ("1", "true"),  # the ATB library accepts both
 }
-"""Which texts of a variable serve a guarantee, by what the rows and its needs call that."""
+"""Name in `enough` -> a check that returns whether a text of the variable gives the guarantee."""
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 _MAPPED = Path("/proc/self/maps")
@@ -151,22 +154,22 @@ def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _hash_secret() -> bytes:
-    """Return the secret of Python's hashes of text, from a private variable of CPython.
+    """Return the secret with which Python hashes text, from a private variable of CPython.
 
-    `sys.flags` shows only whether the seed is 0.
+    The public `sys.flags` shows only whether the seed is 0.
     """
     import ctypes
 
     try:
         return bytes((ctypes.c_ubyte * 16).in_dll(ctypes.pythonapi, "_Py_HashSecret"))
     except ValueError:
-        raise MissingState("this Python does not show its hash secret") from None
+        raise MissingState("this Python does not expose its hash secret") from None
 
 
 def _secret_of(text: str) -> bytes:
-    """Return the secret that a numeric PYTHONHASHSEED comes to (CPython's `lcg_urandom`)."""
+    """Return the secret that CPython derives from a numeric PYTHONHASHSEED (`lcg_urandom`)."""
     if not text.isdigit():
-        raise MissingState("a random secret is any")
+        raise MissingState("a random secret can be any bytes")
     state, secret = int(text), bytearray()
     for _ in range(16 if state else 0):
         state = (state * 214013 + 2531011) % 2**32
@@ -175,27 +178,29 @@ def _secret_of(text: str) -> bytes:
 
 
 def openmp_of_torch() -> set[str]:
-    """Return the paths of the loaded OpenMP runtimes that torch computes with, or will.
+    """Return the paths of the loaded OpenMP runtimes that torch uses, or will use.
 
-    A library brings its own runtime under another name, or shares the one that is loaded. So the
-    runtimes of torch are those with the names of the files that torch installs. There are none
-    where the system does not tell.
+    Another library installs its own runtime under a different name, or shares the loaded one.
+    So a runtime belongs to torch if torch installs a file with its name. Returns an empty set
+    if the system does not list loaded files.
     """
     try:
         mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}
     except OSError:
         return set()
     loaded = {path for path in mapped if _OPENMP.match(Path(path).name)}
-    own = _runtimes_of_torch() if loaded else frozenset()
-    return {path for path in loaded if not own or Path(path).name.partition(".so")[0] in own}
+    names = _runtimes_of_torch() if loaded else frozenset()
+    return {path for path in loaded if not names or Path(path).name.partition(".so")[0] in names}
 
 
 @cache
-def _runtimes_of_torch() -> frozenset[str]:  # none where the system's is used
+def _runtimes_of_torch() -> frozenset[str]:  # empty if torch uses the runtime of the system
     spec = find_spec("torch")
-    folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []
-    places = [place for each in folders for place in (each / "lib", each.parent / "torch.libs")]
-    names = [file.name for place in places if place.is_dir() for file in place.iterdir()]
+    packages = [Path(path) for path in (spec.submodule_search_locations or ())] if spec else []
+    folders = [
+        path for package in packages for path in (package / "lib", package.parent / "torch.libs")
+    ]
+    names = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
     return frozenset(name.partition(".so")[0] for name in names if _OPENMP.match(name))
 
 
@@ -218,19 +223,19 @@ def _threads() -> int:
 
 def _threads_of_mkl() -> int:
     info = str(import_module("torch.__config__").parallel_info())
-    found = re.search(r"mkl_get_max_threads\(\) : (\d+)", info)
-    if found is None:
+    threads = re.search(r"mkl_get_max_threads\(\) : (\d+)", info)
+    if threads is None:
         raise MissingState("this torch has no MKL")
-    return int(found[1])
+    return int(threads[1])
 
 
 def _capability() -> str:
-    found = str(Calls("torch.backends.cpu", "get_cpu_capability", "get_cpu_capability").read())
-    return {"NO AVX": "DEFAULT"}.get(found, found)  # as older torch calls it
+    name = str(Calls("torch.backends.cpu", "get_cpu_capability", "get_cpu_capability").read())
+    return {"NO AVX": "DEFAULT"}.get(name, name)  # the name in older torch
 
 
 EFFECTS: Mapping[str, EffectiveValue] = {
-    "hashes": EffectiveValue(_hash_secret, _secret_of, "its hashes are not those of this seed"),
+    "hashes": EffectiveValue(_hash_secret, _secret_of, "Python hashes with another seed"),
     "openmp_threads": EffectiveValue(_threads, int, "OpenMP has {} threads for torch"),
     "openmp_dynamic": EffectiveValue(
         lambda: bool(_from_openmp("omp_get_dynamic")),
@@ -259,7 +264,7 @@ EFFECTS: Mapping[str, EffectiveValue] = {
         "torch_npu's compatible_impl is {}",
     ),
 }
-"""What the libraries made of variables that they have read, as far as it shows."""
+"""Name in `effect` -> how to read the value that a library took from the variable."""
 
 ROWS: list[dict[str, Any]] = [
     row
@@ -278,7 +283,7 @@ def _legal(values: Any) -> Any:
 
 
 def _option_of(access: InductorVariable) -> bool:
-    option = access.present()
+    option = access.loaded_value()
     if option is None:
         raise MissingState("inductor is not loaded")
     return option
@@ -315,12 +320,12 @@ ENV = tuple(_knob(row) for row in ROWS if row.get("set_in") == "env")
 WITHOUT_EFFECT: Mapping[str, str] = {
     row["name"]: row["instead"] for row in ROWS if "instead" in row
 }
-"""Variables found in published recipes that nothing reads, with what to set instead."""
+"""Variables that published recipes set but no library reads -> the setting to use instead."""
 
 RECORDED = tuple(
     sorted(row["name"] for row in ROWS if row.get("set_in") == "env" or row.get("recorded"))
 )
-"""The variables that a manifest may record: only those that influence numbers."""
+"""The variables that a manifest may record, because they affect results."""
 
 
 _OF_LIBRARIES = re.compile(
@@ -331,13 +336,13 @@ _OF_LIBRARIES = re.compile(
     r"(ASCEND|HCCL|LCCL|ATB|ACL|ACLNN|NPU|CANN)_.*|(DNNL|ONEDNN|MKL(DNN)?|OMP|KMP|GOMP)_.*|"
     r"(BLIS|OPENBLAS|GOTO|VECLIB|NPY|NUMPY)_.*|GLIBC_TUNABLES|CXX|CC|C(XX|PP)?FLAGS|LDFLAGS"
 )
-"""Variables that a library which computes may read, by its prefix, and those that compile code."""
+"""Variables with the prefix of a library that computes, and variables of compilers."""
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return four hex digits of a digest of each such variable whose value is not recorded.
+    """Return four hex digits of the digest of every variable of a library that is not recorded.
 
-    They are enough to see a change, and too few to confirm a guess at the value.
+    Four digits show a change, but are too few to confirm a guess at the value.
     """
     return {
         name: digest_of_text(f"{name}={value}")
@@ -347,16 +352,16 @@ def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def digest_of_text(text: str) -> str:
-    """Return the first four hex digits of a digest of a text."""
+    """Return the first four hex digits of the SHA-256 digest of `text`."""
     return f"sha256:{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:4]}"
 
 
 class AllowedVariable(NamedTuple):
-    """A variable that a profile may set without anybody's consent."""
+    """A variable that a profile may set without the consent of the user."""
 
     name: str
-    legal: Text  # its legal values; they match as a whole
-    why: str  # what it does, which is all that it can do
+    legal: Text
+    why: str  # its whole effect: the reason why consent is not needed
 
 
 @cache
@@ -402,7 +407,7 @@ def refusal(name: str) -> str:
         return "not the name of a variable: letters, digits and underscores"
     if name in WITHOUT_EFFECT:
         return f"the variable does nothing: {WITHOUT_EFFECT[name]}"
-    dangerous = re.compile(_DANGEROUS, re.VERBOSE | re.IGNORECASE)  # re keeps it
+    dangerous = re.compile(_DANGEROUS, re.VERBOSE | re.IGNORECASE)  # `re` caches it
     if dangerous.fullmatch(name) or sounds_secret(name):
-        return "the variable is dangerous: it names code, where code is found, or a credential"
+        return "the variable is dangerous: it can name code, a search path, or a credential"
     return ""

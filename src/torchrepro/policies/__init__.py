@@ -1,1 +1,1 @@
-"""What flags cannot do: policies that change ops for the whole process, and their undo."""
+"""Policies: changes to ops of the whole process that no flag can make, and their undo."""

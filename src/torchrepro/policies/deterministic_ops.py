@@ -1,19 +1,19 @@
 """Ops without a deterministic kernel, and deterministic implementations of some of them.
 
-Under `torch.use_deterministic_algorithms(True)` such a kernel raises. The ops are those of torch's
-own list (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html,
-of 2.6 and of 2.13) and those whose kernels for the CPU, CUDA or XPU call `alertNotDeterministic`
-(https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/Context.h,
-https://github.com/intel/torch-xpu-ops) although the list leaves them out. Which of them raise
-depends on the device, the arguments and the version; nothing here decides that.
+Under `torch.use_deterministic_algorithms(True)` such a kernel raises. The ops come from the list
+of torch (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html,
+of 2.6 and of 2.13). Others are missing there, but their kernels for the CPU, CUDA or XPU call
+`alertNotDeterministic` (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/Context.h,
+https://github.com/intel/torch-xpu-ops). The device, the arguments and the version of torch decide
+which ops raise; this module does not.
 
-Where several writes meet at one place, the last of them wins, as in a loop over the elements
-(https://docs.pytorch.org/docs/stable/generated/torch.Tensor.put_.html leaves it open). The places
-are sorted, which keeps the order of equal ones, so that each is written once: the result is the
-same on every device and in every run.
+If several writes have the same index, the last one wins, as in a loop over the elements
+(https://docs.pytorch.org/docs/stable/generated/torch.Tensor.put_.html does not specify it). A
+stable sort of the indices finds the last write, so that every element is written once. The result
+is the same on every device and in every run.
 
-`use_deterministic_algorithms` is a question that the author of a kernel asks and answers: an op
-from another package may not ask it, and a Triton kernel cannot. `unseen_kernels` lists these.
+A kernel must check `use_deterministic_algorithms` itself. Ops of other packages may not check it,
+and a Triton kernel cannot. `unseen_kernels` lists these.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class NondeterministicOp(NamedTuple):
     """An op, all of its overloads included."""
 
     name: str
-    instead: str  # what a program can use in its place, on the device and without this policy
+    instead: str  # advice: a replacement that runs on the device without this policy
     documented: tuple[str, ...] = ()
-    """What of torch's list ends in it; empty where only the kernels say so."""
+    """Functions in the list of torch that run this op; empty if only the kernels alert."""
 
-    on_cpu: bool = True  # false where the CPU's kernel raises as well, and torchrepro has no other
+    on_cpu: bool = True  # False if the CPU kernel raises too, and torchrepro has no other kernel
 
 
 _POOL = "pool with strides and sizes that divide the input (reshape and mean), or use max_pool2d"
@@ -55,7 +55,7 @@ _REDUCE = "use scatter_reduce with reduce='sum', or sort by index and reduce seg
 _GRID = "interpolate by gathering neighbours with index_select and weighting them"
 _UNPOOL = "use index_put on a flat plane, with indices that have no duplicates"
 _SUM = "multiply by a triangular matrix of ones, or sum integers"
-_MEDIAN = "sort and take the middle, or take median() without a dimension, which gives no indices"
+_MEDIAN = "sort and take the middle, or use median() without a dimension, which returns no indices"
 
 _F = "torch.nn.functional."
 
@@ -130,55 +130,54 @@ OPS: tuple[NondeterministicOp, ...] = (
         on_cpu=False,
     ),
 )
-"""Rows of one op each; the names are those of `torch.ops.aten`."""
+"""One row per op, with its name in `torch.ops.aten`."""
 
 
 def is_alert(error: RuntimeError) -> bool:
-    """Whether `error` is torch's, about a kernel without a deterministic implementation.
+    """Return whether torch raised `error` for a kernel without a deterministic implementation.
 
-    Told by its text, as it has no type of its own. Should torch word it another way, then nothing
-    falls back: each op raises as it does without this policy, and none varies unseen.
+    The error has no special type, so the text decides. If torch changes the text, no op falls back
+    to the CPU: each raises as without this policy, and no op varies unnoticed.
     """
     return "does not have a deterministic implementation" in str(error)
 
 
 def row_of(packet: str) -> NondeterministicOp | None:
-    """Return the row of the op `packet`, as in ``cumsum``, if it has one."""
+    """Return the row of the op `packet`, such as ``cumsum``, or None."""
     return next((row for row in OPS if row.name == packet), None)
 
 
 def put_(self: Tensor, index: Tensor, source: Tensor, accumulate: Any = None) -> Tensor:
-    """Write `source` to the places `index` of `self`, counted as if `self` were flat.
+    """Write `source` to the elements of the flattened `self` at `index`.
 
-    It does not add up: for `accumulate` the CPU's kernel is deterministic (see `implementation`).
-    Raises `IndexError` for a place that `self` does not have, and `RuntimeError` for arguments
-    that do not fit each other, as torch does.
+    Does not accumulate: the kernel of the CPU is deterministic for that (see `implementation`).
+    Raises like torch: `IndexError` for an index out of range, and `RuntimeError` for arguments
+    that do not match.
     """
     torch = import_module("torch")
     if index.dtype != torch.int64:
-        raise RuntimeError(f"put_(): index has to be int64, and is {index.dtype}")
+        raise RuntimeError(f"put_(): index must be int64, but is {index.dtype}")
     if source.dtype != self.dtype:
         raise RuntimeError(f"put_(): self is {self.dtype} and source is {source.dtype}")
     if index.numel() != source.numel():
         raise IndexError(
-            f"put_(): as many indices as elements are needed, not {index.numel()} for "
-            f"{source.numel()}"
+            f"put_(): index has {index.numel()} elements, but source has {source.numel()}"
         )
     if not index.numel():
         return self
     count = self.numel()
-    places = index.reshape(-1)
-    if bool(((places < -count) | (places >= count)).any()):
+    positions = index.reshape(-1)
+    if bool(((positions < -count) | (positions >= count)).any()):
         raise IndexError(f"put_(): an index is out of range for a tensor of {count} elements")
-    places = torch.where(places < 0, places + count, places)
-    _write_last(self, places, source.reshape(-1))
+    positions = torch.where(positions < 0, positions + count, positions)
+    _write_last(self, positions, source.reshape(-1))
     return self
 
 
 def max_unpool2d(self: Tensor, indices: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Write the elements of `self` to the places `indices` of planes of `output_size`, else zero.
+    """Write the elements of `self` at `indices` of planes of `output_size`; the rest is zero.
 
-    Raises `RuntimeError` for arguments that do not fit each other, as torch does.
+    Raises `RuntimeError` for arguments that do not match, as torch does.
     """
     torch = import_module("torch")
     result = _unpooled(self, indices, output_size, 2)
@@ -196,52 +195,52 @@ def max_unpool3d(
     stride: Sequence[int],
     padding: Sequence[int],
 ) -> Tensor:
-    """Write the elements of `self` to the places `indices` of volumes of `output_size`, else zero.
+    """Write the elements of `self` at `indices` of volumes of `output_size`; the rest is zero.
 
-    Raises `RuntimeError` for arguments that do not fit each other, as torch does; `stride` and
-    `padding` decide nothing else.
+    Raises `RuntimeError` for arguments that do not match, as torch does. `stride` and `padding`
+    are only checked.
     """
     if len(stride) != 3 or len(padding) != 3 or any(step <= 0 for step in stride):  # noqa: PLR2004
-        raise RuntimeError("max_unpool3d: stride and padding take three numbers, strides above 0")
+        raise RuntimeError("max_unpool3d: stride and padding must have 3 numbers, strides above 0")
     return _unpooled(self, indices, output_size, 3)
 
 
 def _unpooled(self: Tensor, indices: Tensor, output_size: Sequence[int], dims: int) -> Tensor:
     torch, name = import_module("torch"), f"max_unpool{dims}d"
     if indices.dtype != torch.int64:
-        raise RuntimeError(f"{name}: indices have to be int64, and are {indices.dtype}")
+        raise RuntimeError(f"{name}: indices must be int64, but are {indices.dtype}")
     if len(output_size) != dims:
         raise RuntimeError(f"{name}: output_size has {len(output_size)} numbers, not {dims}")
     if self.dim() not in (dims + 1, dims + 2) or self.shape != indices.shape:
         raise RuntimeError(
-            f"{name}: input and indices have to be of one shape, of {dims + 1} or {dims + 2} "
+            f"{name}: input and indices must have the same shape, with {dims + 1} or {dims + 2} "
             f"dimensions, not {tuple(self.shape)} and {tuple(indices.shape)}"
         )
     result = self.new_zeros((*self.shape[:-dims], *output_size))
     area = result.shape[-dims:].numel()
-    places = indices.reshape(-1)
-    if not places.numel():
+    positions = indices.reshape(-1)
+    if not positions.numel():
         return result
-    if bool(((places < 0) | (places >= area)).any()):
+    if bool(((positions < 0) | (positions >= area)).any()):
         raise RuntimeError(f"{name}: an index lies outside of {tuple(output_size)}")
     planes = self.shape[:-dims].numel()
-    first = torch.arange(planes, device=places.device).unsqueeze(1) * area
-    places = (places.view(planes, -1) + first).view(-1)
-    _write_last(result.view(-1), places, self.reshape(-1))
+    starts = torch.arange(planes, device=positions.device).unsqueeze(1) * area
+    positions = (positions.view(planes, -1) + starts).view(-1)
+    _write_last(result.view(-1), positions, self.reshape(-1))
     return result
 
 
-def _write_last(target: Tensor, places: Tensor, values: Tensor) -> None:
+def _write_last(target: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Write `values` to `target`; of several values for one position, only the last."""
     torch = import_module("torch")
-    ordered, order = torch.sort(places, stable=True)
+    ordered, order = torch.sort(positions, stable=True)
     is_last = torch.ones_like(ordered, dtype=torch.bool)
     is_last[:-1] = ordered[1:] != ordered[:-1]
-    at, value = ordered[is_last], values[order[is_last]]
-    where = torch.unravel_index(at, target.shape) if target.dim() else ()
-    if where:
-        target.index_put_(where, value)
+    unique, last_values = ordered[is_last], values[order[is_last]]
+    if target.dim():
+        target.index_put_(torch.unravel_index(unique, target.shape), last_values)
     else:
-        target.copy_(value[-1])
+        target.copy_(last_values[-1])
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -253,8 +252,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 def implementation(packet: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the implementation of the op `packet` for a call with these arguments, or None."""
-    adds_up = packet == "put_" and bool(kwargs.get("accumulate", args[3:] and args[3]))
-    return None if adds_up else IMPLEMENTATIONS.get(packet)
+    accumulates = packet == "put_" and bool(kwargs.get("accumulate", args[3:] and args[3]))
+    return None if accumulates else IMPLEMENTATIONS.get(packet)
 
 
 TORCHS_OWN = frozenset(
@@ -269,21 +268,21 @@ TORCHS_OWN = frozenset(
         *("static_runtime", "streams", "symm_mem", "torch_attn", "triton", "xnnpack"),
     }
 )
-"""Namespaces of ops that come with torch, for a torch that does not record where it defines them.
+"""Namespaces of the ops of torch, for versions that do not record where an op is defined.
 
-Torch 2.6 does not, for what it defines in Python.
+Torch 2.6 does not record it for ops defined in Python.
 """
 
 _REGISTERED_AT = re.compile(r"^[\w\[\]]+: registered at (.+?):\d+", re.MULTILINE)
 
-_TRITON_KINDS = (("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner"))
-_FEW = 3  # ops of one package that are named one by one
+_TRITON_TYPES = (("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner"))
+_FEW = 3  # up to so many ops of a package are listed by name
 
 
 def unseen_kernels() -> tuple[str, ...]:
-    """Return the custom ops and the Triton kernels in this process, packages of many as a count.
+    """Return the custom ops and Triton kernels in this process; counts ops if they are many.
 
-    Imports nothing: what is not loaded yet is not in the answer.
+    Imports nothing, so modules that are not loaded yet do not count.
     """
     return (*sorted(_custom_ops()), *sorted(_triton_kernels()))
 
@@ -292,12 +291,12 @@ def _custom_ops() -> Iterator[str]:
     if "torch" not in sys.modules:
         return
     try:
-        present = op_names()
+        all_names = op_names()
     except AttributeError:
         yield "custom ops, which this torch does not list"
         return
     ops: dict[str, set[str]] = defaultdict(set)
-    for name in present:
+    for name in all_names:
         namespace, _, rest = name.partition("::")
         if namespace not in TORCHS_OWN and not _comes_with_torch(name):
             ops[namespace].add(rest.partition(".")[0])
@@ -309,10 +308,10 @@ def _custom_ops() -> Iterator[str]:
 
 
 def _comes_with_torch(op: str) -> bool:
-    """Whether a module of torch registers an op, or the C++ source that torch is built from.
+    """Return whether a module or the C++ source of torch registers `op`.
 
     Private (`_dispatch_dump`, and the definitions of `torch._library.custom_ops`): torch offers no
-    public record of who registers an op. Where it is gone, the op counts as one of another package.
+    public record of where an op is registered. Without it, the op counts as foreign.
     """
     torch = sys.modules["torch"]
     definitions = getattr(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
@@ -325,27 +324,27 @@ def _comes_with_torch(op: str) -> bool:
 
 @cache
 def _sources() -> str:
-    """Return the folder of the C++ source that torch was built from; empty where unknown."""
+    """Return the folder of the C++ source that torch was built from; empty if unknown."""
     return _registered_at("aten::add.Tensor").partition("/aten/")[0].removesuffix("/build")
 
 
 def _registered_at(op: str) -> str:
-    """Return the file that registers an op; empty where torch does not record it."""
+    """Return the file that registers an op; empty if torch does not record it."""
     dump = getattr(sys.modules["torch"]._C, "_dispatch_dump", lambda _: "")  # noqa: SLF001 - see above
-    found = _REGISTERED_AT.search(dump(op))
-    return found[1] if found else ""
+    line = _REGISTERED_AT.search(dump(op))
+    return line[1] if line else ""
 
 
 def _triton_kernels() -> Iterator[str]:
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _TRITON_KINDS)
-    kinds = tuple(filter(None, found))
-    if not kinds:
+    loaded = (getattr(sys.modules.get(module), name, None) for module, name in _TRITON_TYPES)
+    kernel_types = tuple(filter(None, loaded))
+    if not kernel_types:
         return
     listed = set()
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] in ("triton", "torch", "torchrepro"):
             continue
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if isinstance(value, kinds) and id(value) not in listed:
+            if isinstance(value, kernel_types) and id(value) not in listed:
                 listed.add(id(value))
                 yield f"{module_name}.{name} (Triton)"

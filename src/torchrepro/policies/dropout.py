@@ -1,20 +1,20 @@
 """Dropout as the identity, for every caller in the process.
 
-A stand-in at the composite ops reaches modules, functions, names imported earlier, recurrent
-layers and attention alike. One at `native_dropout` reaches what compiled and scripted code calls.
-Kernels that drop inside a larger computation are given a probability of 0
+Replacements of the composite ops cover modules, functions, names imported earlier, recurrent
+layers and attention. A replacement of `native_dropout` covers compiled and scripted code. Kernels
+that drop inside a larger computation get a probability of 0
 (https://docs.pytorch.org/docs/stable/library.html).
 
-A mask that a module writes by hand looks like any other random number. Nothing is assumed about
-it: every op that still draws is counted and named in the report. Code that inductor has compiled
-draws inside kernels of its own, which is not seen here.
+A custom mask in a module looks like any other random number, so it is not changed: every op that
+still draws is counted and named in the report. Compiled code draws inside the kernels of inductor,
+which are not counted.
 
-Known functions that write such a mask run as their authors wrote them, except that one name is read
-as the probability at which nothing drops. Each gets the code object compiled from its own source
-with that name replaced (https://docs.python.org/3/reference/datamodel.html#function.__code__). The
-function object stays, so it does not matter when it was imported, from where, or when a layer was
-made. No attribute changes, so a layer is printed, copied and saved as before. What torch.jit or
-torch.export captured is a copy of the code, and keeps its masks.
+Known functions with a custom mask run unchanged except for one name, which is read as the
+probability that drops nothing. Each function gets a code object compiled from its source with that
+name replaced (https://docs.python.org/3/reference/datamodel.html#function.__code__). The function
+object stays the same, so it does not matter when or how it was imported, or when a layer was made.
+No attribute changes, so a layer is printed, copied and saved as before. torch.jit and torch.export
+capture a copy of the code, which keeps its masks.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ if TYPE_CHECKING:
 
 _COMPOSITE_KEYS = (
     "CompositeImplicitAutograd",
-    "FuncTorchDynamicLayerFrontMode",  # torch.func takes these ops apart itself
+    "FuncTorchDynamicLayerFrontMode",  # torch.func decomposes these ops itself
     "FuncTorchVmapMode",
     "PrivateUse1",
     "AutogradPrivateUse1",
 )
-"""Where an op that torch makes of other ops can have a kernel of its own."""
+"""Dispatch keys where a composite op can have its own kernel."""
 
 _KERNEL_KEYS = ("Autograd", "FuncTorchVmapMode", "AutogradPrivateUse1")
-"""Where an op with kernels is met by calls that autograd follows, as compiled ones."""
+"""Dispatch keys that calls under autograd reach first, such as calls in compiled code."""
 
 PROBABILITIES = {
     "dropout_p": 0.0,
@@ -70,50 +70,55 @@ PROBABILITIES = {
     "dropout_prob": 0.0,
     "keep_prob": 1.0,
 }
-"""Arguments of larger kernels that drop inside, and the value with which they drop nothing."""
+"""Arguments of larger kernels with dropout inside -> the value that drops nothing."""
 
 OF_ASCEND = {"p": 0.0, "prob": 0.0}
-"""The same for the ops of torch_npu that have dropout in their name."""
+"""The same for ops of torch_npu with dropout in their name."""
 
 _NAMESPACES = ("aten::", "npu::")
 
 POLICY = "dropout"
-_counting = threading.local()  # .inside: whether this thread is within an op that is counted
+_counting = threading.local()  # .inside: True while this thread runs a counted op
 
 
 def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
     # A copy, because code after dropout may write to its result in place.
-    same = _identity_in_place(tensor, p, train)
-    return same.clone() if p and train else same
+    unchanged = _identity_in_place(tensor, p, train)
+    return unchanged.clone() if p and train else unchanged
 
 
 def _identity_in_place(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
-    if not 0 <= p <= 1:  # torch checks it here as well, in these words
+    if not 0 <= p <= 1:  # same check and message as in torch
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
     return tensor
 
 
-def _identity_and_mask(kind: str, tensor: Any, *rest: Any, **more: Any) -> Any:
+def _identity_and_mask(dtype: str, tensor: Any, *rest: Any, **options: Any) -> Any:
     torch = import_module("torch")
-    return tensor.clone(), torch.ones_like(tensor, dtype=getattr(torch, kind))
+    return tensor.clone(), torch.ones_like(tensor, dtype=getattr(torch, dtype))
 
 
 def _rrelu(
-    kind: str, tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any
+    function: str,
+    tensor: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
-    return getattr(import_module("torch").nn.functional, kind)(tensor, (lower + upper) / 2)
+    return getattr(import_module("torch").nn.functional, function)(tensor, (lower + upper) / 2)
 
 
 def _slopes(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any) -> Any:
-    """Return what backward multiplies a gradient with, as torch keeps it in `noise`."""
+    """Return the factors for the gradient in backward, which torch stores in `noise`."""
     torch = import_module("torch")
     with torch.no_grad():
         return torch.ones_like(tensor).masked_fill_(tensor <= 0, (lower + upper) / 2)
 
 
-def _with_noise(kind: str, tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+def _with_noise(function: str, tensor: Any, noise: Any, *rest: Any, **options: Any) -> Any:
     noise.copy_(_slopes(tensor, *rest))
-    return _rrelu(kind, tensor, *rest)
+    return _rrelu(function, tensor, *rest)
 
 
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
@@ -123,76 +128,77 @@ COMPOSITE: dict[str, Callable[..., Any]] = {
     "rrelu": partial(_rrelu, "leaky_relu"),
     "rrelu_": partial(_rrelu, "leaky_relu_"),
 }
-"""Ops that torch makes of other ops, and what stands in for them."""
+"""Composite ops -> their replacements."""
 
 WITH_KERNELS: dict[str, Callable[..., Any]] = {
     "native_dropout": partial(_identity_and_mask, "bool"),
-    # TorchScript saves a mask of ones and asks for 1 / (1 - p) times the gradient.
+    # TorchScript saves a mask of ones and passes 1 / (1 - p) as the scale of the gradient.
     "native_dropout_backward": lambda gradient, mask, scale: gradient.clone(),
     "_fused_dropout": partial(_identity_and_mask, "uint8"),
     "rrelu_with_noise": partial(_with_noise, "leaky_relu"),
     "rrelu_with_noise_": partial(_with_noise, "leaky_relu_"),
-    "rrelu_with_noise_functional": lambda tensor, noise, *rest, **more: (
+    "rrelu_with_noise_functional": lambda tensor, noise, *rest, **options: (
         _rrelu("leaky_relu", tensor, *rest),
         _slopes(tensor, *rest),
     ),
 }
-"""Ops with kernels of their own, and what stands in for them."""
+"""Ops with kernels -> their replacements."""
 
 
 def _zero(undo: ExitStack) -> None:
     for table, keys in ((COMPOSITE, _COMPOSITE_KEYS), (WITH_KERNELS, _KERNEL_KEYS)):
-        for name, stand_in in table.items():
+        for name, replacement in table.items():
             for op in ops_named(f"aten::{name}"):
                 for key in filter(partial(has_kernel, op), keys):
-                    undo.callback(override(op, key, partial(_instead, stand_in)))
+                    undo.callback(override(op, key, partial(_replaced, replacement)))
                 if table is WITH_KERNELS:
-                    undo.callback(interpose(op, Priority.DROPOUT, partial(_instead, stand_in)))
+                    undo.callback(interpose(op, Priority.DROPOUT, partial(_replaced, replacement)))
                 else:
-                    _replace_in_python(undo, op, stand_in)
-    for op, places in _larger_kernels():
-        undo.callback(interpose(op, Priority.DROPOUT, partial(_without_dropout, places)))
+                    _replace_in_python(undo, op, replacement)
+    for op, arguments in _larger_kernels():
+        undo.callback(interpose(op, Priority.DROPOUT, partial(_without_dropout, arguments)))
     undo.callback(restore_masks)
     zero_masks()
     for op in random_ops():
-        arguments = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
-        # Dropout, and what drops inside, draws nothing when it is zeroed.
-        if packet_name(op) not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES):
+        names = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
+        # Zeroed dropout draws nothing, so it is not counted.
+        if packet_name(op) not in WITH_KERNELS and names.isdisjoint(PROBABILITIES):
             undo.callback(interpose(op, Priority.DROPOUT, partial(_count, op.name())))
 
 
 policy = Toggle("keep", "zero", "dropout zero", _zero)
-"""Whether dropout is zeroed: `keep` leaves torch alone, `zero` overrides its dropout."""
+"""The knob `dropout`: `keep` changes nothing, `zero` overrides the dropout of torch."""
 
 
-def _instead(
-    stand_in: Callable[..., Any], proceed: Callable[..., Any], *args: Any, **kwargs: Any
+def _replaced(
+    replacement: Callable[..., Any], proceed: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    return stand_in(*args, **kwargs)
+    return replacement(*args, **kwargs)
 
 
 def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]]:
+    """Yield ops with dropout inside, with (position, name, value without dropout) of arguments."""
     names = (name for name in op_names() if name.startswith(_NAMESPACES))
     for op in ops_named(*names):
         of_ascend = op.name().startswith("npu::") and "dropout" in op.name()
         neutral = {**PROBABILITIES, **(OF_ASCEND if of_ascend else {})}
-        places = tuple(
+        arguments = tuple(
             (position, argument.name, neutral[argument.name])
             for position, argument in enumerate(op._schema.arguments)  # noqa: SLF001 - the schema has no public reader
             if argument.name in neutral and str(argument.type) == "float"
         )
-        if places and can_be_interposed(op):
-            yield op, places
+        if arguments and can_be_interposed(op):
+            yield op, arguments
 
 
 def _without_dropout(
-    places: tuple[tuple[int, str, float], ...],
+    arguments: tuple[tuple[int, str, float], ...],
     proceed: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     positional = list(args)
-    for position, name, neutral in places:
+    for position, name, neutral in arguments:
         if position < len(positional):
             positional[position] = neutral
         elif name in kwargs:
@@ -200,27 +206,27 @@ def _without_dropout(
     return proceed(*positional, **kwargs)
 
 
-def _replace_in_python(undo: ExitStack, op: Any, stand_in: Callable[..., Any]) -> None:
-    """Put the stand-in where torch.compile looks before the dispatcher.
+def _replace_in_python(undo: ExitStack, op: Any, replacement: Callable[..., Any]) -> None:
+    """Replace the Python kernels of `op`, which torch.compile uses before the dispatcher.
 
-    Private (``OpOverload.py_kernels``): the decompositions that torch writes in Python outrank
-    its dispatcher while code is traced, and there is no public way to replace one. Where they are
-    gone, nothing outranks the override.
+    Private (``OpOverload.py_kernels``): while torch traces code, its decompositions in Python have
+    priority over the dispatcher, and no public API replaces one. Without them, the override of the
+    op suffices.
     """
     kernels: dict[Any, Any] = getattr(op, "py_kernels", {})
     before = {key: kernel for key, kernel in kernels.items() if str(key) != "DispatchKey.Meta"}
 
-    def put(present: dict[Any, Any]) -> None:
-        kernels.update(present)
+    def install(replacements: dict[Any, Any]) -> None:
+        kernels.update(replacements)
         getattr(op, "_dispatch_cache", {}).clear()
 
-    undo.callback(put, before)
-    put(dict.fromkeys(before, stand_in))
+    undo.callback(install, before)
+    install(dict.fromkeys(before, replacement))
 
 
 def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if getattr(_counting, "inside", False):
-        return proceed(*args, **kwargs)  # an op that draws by another is counted once
+        return proceed(*args, **kwargs)  # an op that draws through another op is counted once
     _counting.inside = True
     try:
         count(POLICY, name, "drew random numbers", _caller())
@@ -237,25 +243,25 @@ def _caller() -> str:
     return "torch itself"
 
 
-# Known functions that write a mask of their own.
+# Known functions that draw a custom mask.
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenMask:
-    """A function that draws a mask, and what one name in it stands for so that nothing drops."""
+    """A function that draws a mask, and a name in it to replace so that nothing drops."""
 
-    modules: str  # A module's name, or with a `*` at the end the beginning of several
+    modules: str  # the name of a module, or a prefix followed by `*`
     functions: str  # pattern of qualified names within the module
-    name: str  # pattern of the parameters, variables or attributes that are read as `value`
-    value: str = "0.0"  # A Python expression
+    name: str  # pattern of parameters, variables or attributes to replace by `value`
+    value: str = "0.0"  # a Python expression
 
     def draws_in(self, module: str, function: str, read: Iterable[str]) -> bool:
-        """Whether the function of that name in `module`, with the names it reads, is this row's."""
+        """Return whether this row describes a function in `module` that reads the names `read`."""
         is_known = fnmatchcase(module, self.modules) and fnmatchcase(function, self.functions)
-        return is_known and any(fnmatchcase(each, self.name) for each in read)
+        return is_known and any(fnmatchcase(name, self.name) for name in read)
 
 
-_NEVER_SKIP = "-1.0"  # below every draw: some layers are skipped at `draw <= layerdrop`
+_NEVER_SKIP = "-1.0"  # below every draw: a layer is skipped if `draw <= layerdrop`
 
 WRITTEN_MASKS = (
     # https://github.com/pytorch/vision/tree/main/torchvision/ops
@@ -293,24 +299,24 @@ WRITTEN_MASKS = (
 )
 
 
-_Place = tuple[str, int]  # a function's name and the first line of it or of its decorators
+_Position = tuple[str, int]  # name and first line of a function, including its decorators
 
 
 class SourceMissingError(RuntimeError):
-    """The source of a function that draws a mask is not there, or is not what is running."""
+    """The source of a function that draws a mask is missing, or differs from the running code."""
 
 
 _exchanged: dict[FunctionType, tuple[CodeType, CodeType]] = {}
-"""Function -> its own code, and the code that drops nothing, which it has now."""
+"""Function -> its original code, and its current code, which drops nothing."""
 
 _lock = fork_safe_lock()  # modules are imported in any thread
 
 
 def zero_masks() -> None:
-    """Keep the known functions that are loaded, and those loaded later, from dropping.
+    """Make the known functions drop nothing, also functions of modules that are loaded later.
 
     Changes their `__code__` and `sys.meta_path`; imports nothing. Raises `SourceMissingError`, and
-    changes nothing, where the source of one of them cannot be read or is not what is running.
+    changes nothing, if a source cannot be read or differs from the running code.
     """
     with _lock:
         _finder.watch()
@@ -323,22 +329,22 @@ def zero_masks() -> None:
 
 
 def restore_masks() -> None:
-    """Give every function its own code back; changes nothing where `zero_masks` is not in force."""
+    """Undo `zero_masks`: restore the original code of all functions."""
     with _lock:
         _finder.unwatch()
         while _exchanged:
-            function, (own, zeroed) = _exchanged.popitem()
-            if function.__code__ is zeroed:  # else somebody has replaced it since
-                function.__code__ = own
+            function, (original, zeroed) = _exchanged.popitem()
+            if function.__code__ is zeroed:  # otherwise other code has replaced it since
+                function.__code__ = original
 
 
 def _zero_when_loaded(module: str) -> None:
     with _lock:
-        if _finder not in sys.meta_path:  # restored while the module was imported
+        if _finder not in sys.meta_path:  # undone during the import
             return
         try:
             _zero_in(module)
-        except SourceMissingError as error:  # an import must not fail for it
+        except SourceMissingError as error:  # this must not make the import fail
             say(f"dropout is not zeroed: {error}")
 
 
@@ -360,28 +366,30 @@ def _zero_in(name: str) -> None:
         return
     file = next(iter(drawing)).__code__.co_filename
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about a library's source
+        warnings.simplefilter("ignore")  # of the Python compiler about the source of a library
         tree = _tree(module)
-        # The module is compiled in one piece: what it imports decides about a function's code.
+        # Compile the whole module, because its imports affect the code of a function.
         as_written = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
-        rows_by_place = {_place(function.__code__): rows for function, rows in drawing.items()}
-        for place, definition in _definitions(tree):
-            if place in rows_by_place:
-                _NameReplacer(rows_by_place[place]).visit(definition)
+        rows_by_position = {_position(f.__code__): rows for f, rows in drawing.items()}
+        for position, definition in _definitions(tree):
+            if position in rows_by_position:
+                _NameReplacer(rows_by_position[position]).visit(definition)
         zeroed = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
     for function in drawing:
-        own = function.__code__
-        found = as_written.get(_place(own))
-        if found is None or found.co_code != own.co_code:
-            raise SourceMissingError(f"{name}.{own.co_qualname} differs from its source")
-        _exchanged[function] = own, zeroed[_place(own)]
-        function.__code__ = zeroed[_place(own)]
+        running = function.__code__
+        compiled = as_written.get(_position(running))
+        if compiled is None or compiled.co_code != running.co_code:
+            raise SourceMissingError(f"{name}.{running.co_qualname} differs from its source")
+        _exchanged[function] = running, zeroed[_position(running)]
+        function.__code__ = zeroed[_position(running)]
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
     for value in list(vars(module).values()):
-        of_class = isinstance(value, type) and value.__module__ == module.__name__
-        for member in list(vars(value).values()) if of_class else (value,):
+        members: list[Any] = [value]
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            members = list(vars(value).values())
+        for member in members:
             function = member
             if isinstance(function, staticmethod | classmethod):
                 function = function.__func__
@@ -396,31 +404,31 @@ def _tree(module: ModuleType) -> ast.Module:
     try:
         source: str | None = get_source(module.__name__) if get_source is not None else None
         if source is None:
-            raise SourceMissingError(f"{module.__name__} is there without its source")
+            raise SourceMissingError(f"{module.__name__} has no source")
         return ast.parse(source)
     except (ImportError, SyntaxError) as error:
-        raise SourceMissingError(
-            f"{module.__name__}: its source cannot be read: {error}"
-        ) from error
+        raise SourceMissingError(f"{module.__name__}: cannot read its source: {error}") from error
 
 
-def _definitions(tree: ast.AST) -> Iterator[tuple[_Place, ast.FunctionDef]]:
+def _definitions(tree: ast.AST) -> Iterator[tuple[_Position, ast.FunctionDef]]:
     for part in ast.iter_child_nodes(tree):
         if isinstance(part, ast.FunctionDef):
-            first = min([part.lineno, *(decorator.lineno for decorator in part.decorator_list)])
-            yield (part.name, first), part
+            first_line = min(
+                [part.lineno, *(decorator.lineno for decorator in part.decorator_list)]
+            )
+            yield (part.name, first_line), part
         if isinstance(part, ast.stmt):
             yield from _definitions(part)
 
 
-def _codes(code: CodeType) -> Iterator[tuple[_Place, CodeType]]:
+def _codes(code: CodeType) -> Iterator[tuple[_Position, CodeType]]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield _place(constant), constant
+            yield _position(constant), constant
             yield from _codes(constant)
 
 
-def _place(code: CodeType) -> _Place:
+def _position(code: CodeType) -> _Position:
     return code.co_name, code.co_firstlineno
 
 

@@ -1,8 +1,8 @@
-"""What becomes of an op without a deterministic kernel, or of one that a profile names.
+"""Replace or refuse nondeterministic ops, and ops that a profile names: `device.fallback`.
 
-A function in front of each such op (see `interpose`) lets the kernel run and sees whether torch
+A function in front of each such op (see `interpose`) calls the kernel, and observes whether torch
 refuses it (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
-Nothing is decided here about which kernels are deterministic: torch decides that, for each device.
+torch decides for each device which kernels are deterministic; this module does not.
 """
 
 from __future__ import annotations
@@ -35,44 +35,44 @@ from torchrepro.policies.run_on_cpu import fit_to, is_on_device, on_cpu
 KNOB = "device.fallback"
 
 Action = Callable[..., Any]
-"""What is done at a call of an op: takes `proceed`, which goes on to the kernel, and arguments."""
+"""Handles a call of an op; called with `proceed`, which calls the kernel, and the arguments."""
 
 
-class _InForce(NamedTuple):
+class _Active(NamedTuple):
     value: Value = None
     actions: Mapping[Any, Action] = {}
-    named: frozenset[Any] = frozenset()  # the overloads that the profile decides about by name
+    named: frozenset[Any] = frozenset()  # the overloads that the profile names
 
 
 _lock = fork_safe_lock()
-_in_force = _InForce()
+_active = _Active()
 _registered: dict[str, Callable[..., Any]] = {}
 
-_handled = threading.local()  # .names: the ops that this thread is already handling
+_handled = threading.local()  # .names: the ops that this thread handles at the moment
 _modes = fork_safe_lock()
-_varying: list[int] = []  # the mode to go back to, once for every call that may vary just now
+_varying: list[int] = []  # the mode to restore, once per running call that may vary
 
 
 class FallbackPolicy:
-    """What an op without a deterministic kernel does; None where no profile says."""
+    """The policy `device.fallback`; its value is None if no profile sets it."""
 
     def read(self) -> Value:
-        return _in_force.value
+        return _active.value
 
     def write(self, value: Value) -> None:
-        """Put `value` in force in place of the present one; None takes everything back.
+        """Apply `value` instead of the current value; None removes all functions of this policy.
 
-        Raises `ProfileError` for an op that this torch does not have, and what torch raises where
-        it refuses a kernel; nothing is changed then.
+        Raises `ProfileError` for an op that this torch does not have; errors of torch while a
+        kernel is registered propagate. After an error nothing has changed.
         """
-        global _in_force  # noqa: PLW0603 - the one value in force in this process
+        global _active  # noqa: PLW0603 - one active value per process
         with _lock:
-            before = _in_force
-            _in_force = _InForce() if value is None else _decided(value)
+            before = _active
+            _active = _Active() if value is None else _decided(value)
             try:
                 _interpose_all()
             except BaseException:
-                _in_force = before
+                _active = before
                 _interpose_all()
                 raise
 
@@ -87,18 +87,19 @@ policy = FallbackPolicy()
 
 
 def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
-    """Have `fn` called in place of `op` while a profile that sets `device.fallback` is in force.
+    """Call `fn` instead of `op` while a profile that sets `device.fallback` is active.
 
-    `op` is an op of torch or a custom one, as ``"aten::cumsum"`` or ``torch.ops.aten.cumsum``;
-    without an overload it means all of them. `fn` takes the op's arguments and returns what the
-    op would; for one that writes to an argument, that argument. ``out=`` is filled for it. It runs
-    below autograd: the gradient stays torch's, and the op that computes it has a name of its own.
-    An op called within `fn` under its own name is the real one. A profile that names the op in
-    `device.fallback: {ops: ...}` wins. A second call with the same name replaces the first. Raises
-    `TypeError` if `fn` cannot be called and `ProfileError` if torch has no such op.
+    `op` is an op of torch or a custom op, such as ``"aten::cumsum"`` or ``torch.ops.aten.cumsum``;
+    without an overload it means all overloads. `fn` is called with the arguments of the op and must
+    return the result of the op; for an in-place op, the argument that it writes to. torchrepro
+    fills ``out=`` arguments. `fn` runs below autograd: torch computes the gradient with a separate
+    op. Inside `fn`, calls of `op` run the original. A profile that names the op in
+    `device.fallback: {ops: ...}` overrides the replacement. A second registration for an op
+    replaces the first. Raises `TypeError` if `fn` is not callable, and `ProfileError` if torch has
+    no such op.
     """
     if not callable(fn):
-        raise TypeError(f"a replacement is called in place of an op, and {fn!r} cannot be called")
+        raise TypeError(f"a replacement of an op must be callable, but {fn!r} is not")
     overloads_named(str(op))
     with _lock:
         _registered[str(op)] = fn
@@ -106,9 +107,9 @@ def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
 
 
 def unregister_replacement(op: Any) -> None:
-    """Forget the replacement of `op`, named as it was registered.
+    """Remove the replacement of `op`, which must be spelled as in its registration.
 
-    Raises `ProfileError` if there is none.
+    Raises `ProfileError` if no replacement is registered under this name.
     """
     name = str(op)
     with _lock:
@@ -125,10 +126,10 @@ def unregister_replacement(op: Any) -> None:
 
 def _interpose_all() -> None:
     with _lock:
-        actions = dict(_in_force.actions)
+        actions = dict(_active.actions)
         for op, fn in _replacements().items():
-            call, what = _filling_outputs(op, fn), _replaced_by(fn)
-            actions[op] = partial(_replaced, op, call, what, actions.get(op))
+            call, description = _filling_outputs(op, fn), _replaced_by(fn)
+            actions[op] = partial(_replaced, op, call, description, actions.get(op))
         for op in list(interpose.interposed):
             if op not in actions:
                 withdraw(op, Priority.FALLBACK)
@@ -137,11 +138,11 @@ def _interpose_all() -> None:
 
 
 def _replacements() -> dict[Any, Callable[..., Any]]:
-    if _in_force.value is None:
+    if _active.value is None:
         return {}
     with _lock:
-        every = {op: fn for name, fn in _registered.items() for op in overloads_named(name)}
-        return {op: fn for op, fn in every.items() if op not in _in_force.named}
+        registered = {op: fn for name, fn in _registered.items() for op in overloads_named(name)}
+        return {op: fn for op, fn in registered.items() if op not in _active.named}
 
 
 def _replaced_by(fn: Callable[..., Any]) -> str:
@@ -161,42 +162,43 @@ def _uncalled_replacements(counted: list[PolicyEffect]) -> tuple[PolicyEffect, .
 add_effects(_uncalled_replacements)
 
 
-def _decided(value: str | Mapping[str, Any]) -> _InForce:
-    """Return what `value` makes of each op.
+def _decided(value: str | Mapping[str, Any]) -> _Active:
+    """Return the action per op that `value` selects.
 
-    A name goes before a pattern and a long pattern before a short one, in whatever order they
-    stand. Raises `ProfileError` for an op that this torch does not have.
+    A name overrides a pattern, and a long pattern overrides a short one; their order in the
+    profile does not matter. Raises `ProfileError` for an op that this torch does not have.
     """
-    asked = per_op(value)
+    words = per_op(value)
     choices = {row.name: value if isinstance(value, str) else "error" for row in OPS}
-    for pattern in sorted(filter(is_pattern, asked), key=lambda text: (len(text), text)):
+    for pattern in sorted(filter(is_pattern, words), key=lambda text: (len(text), text)):
         plain = pattern.replace("aten.", "aten::").removeprefix("aten::")
-        found = [row.name for row in OPS if fnmatchcase(row.name, plain)]
-        if not found:
+        matching = [row.name for row in OPS if fnmatchcase(row.name, plain)]
+        if not matching:
             close = near(plain, [row.name for row in OPS])
             hint = f"; did you mean `{close}`?" if close else ""
             raise ProfileError.about(
                 f"`{pattern}` matches none of the ops that torch refuses to run{hint}"
             )
-        choices |= dict.fromkeys(found, asked[pattern])
+        choices |= dict.fromkeys(matching, words[pattern])
     actions: dict[Any, Action] = {}
     for name, choice in choices.items():
         try:
             ops = overloads_named(f"aten::{name}")
-        except ProfileError:  # only another torch has it
+        except ProfileError:  # another version of torch has it
             continue
         actions |= {op: partial(_where_refused, op, choice) for op in ops}
     named: dict[Any, Action] = {}
-    for name in asked:
+    for name in words:
         if not is_pattern(name):
-            ops, choice = overloads_named(name), asked[name]
-            returned = [each.alias_info for op in ops for each in op._schema.returns]  # noqa: SLF001 - no public reader
-            if choice == "cpu" and any(info and not info.is_write for info in returned):
+            ops, choice = overloads_named(name), words[name]
+            returns = [result for op in ops for result in op._schema.returns]  # noqa: SLF001 - no public reader
+            aliases = [result.alias_info for result in returns if result.alias_info]
+            if choice == "cpu" and any(not alias.is_write for alias in aliases):
                 raise ProfileError.about(
-                    f"`{name}` returns a view: it computes nothing that could run on the CPU"
+                    f"`{name}` returns a view: it has no computation that could run on the CPU"
                 )
             named |= {op: partial(_always, op, choice) for op in ops}
-    return _InForce(value, {**actions, **named}, frozenset(named))
+    return _Active(value, {**actions, **named}, frozenset(named))
 
 
 def _where_refused(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any) -> Any:
@@ -209,9 +211,9 @@ def _where_refused(op: Any, choice: str, proceed: Action, /, *args: Any, **kwarg
     if choice == "native":
         return _native(op, proceed, args, kwargs)
     if choice == "cpu":
-        own = implementation(packet_name(op), args, kwargs)
-        if own is not None:
-            result = _filling_outputs(op, own)(*args, **kwargs)
+        replacement = implementation(packet_name(op), args, kwargs)
+        if replacement is not None:
+            result = _filling_outputs(op, replacement)(*args, **kwargs)
             _count(op, "ran in a deterministic implementation of torchrepro's")
             return result
         if is_on_device(args, kwargs):
@@ -221,8 +223,8 @@ def _where_refused(op: Any, choice: str, proceed: Action, /, *args: Any, **kwarg
 
 def _always(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any) -> Any:
     if choice == "error":
-        words = f"{op.name()} may not run: the profile refuses it ({KNOB})"
-        raise RuntimeError(_with_advice(op, words))
+        message = f"{op.name()} may not run: the profile forbids it ({KNOB})"
+        raise RuntimeError(_with_advice(op, message))
     if choice == "native":
         return _native(op, proceed, args, kwargs)
     if not is_on_device(args, kwargs):
@@ -233,8 +235,11 @@ def _always(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any)
 
 
 def _native(op: Any, proceed: Action, args: Any, kwargs: Any) -> Any:
-    # Lets torch take any kernel. The mode is the process's: an op that another thread runs
-    # meanwhile may vary as well. Of calls in several threads the last to end puts the mode back.
+    """Run an op with any kernel of torch.
+
+    The mode belongs to the process, so an op in another thread may vary during the call. If several
+    threads run such calls, the last one to end restores the mode.
+    """
     torch = import_module("torch")
     with _modes:
         before = _varying[0] if _varying else torch.get_deterministic_debug_mode()
@@ -261,7 +266,7 @@ def _moved(op: Any, args: Any, kwargs: Any) -> Any:
 def _replaced(
     op: Any,
     fn: Callable[..., Any],
-    what: str,
+    description: str,
     otherwise: Action | None,
     proceed: Action,
     /,
@@ -269,10 +274,10 @@ def _replaced(
     **kwargs: Any,
 ) -> Any:
     if _is_handled(op):
-        return (partial(otherwise, proceed) if otherwise else proceed)(*args, **kwargs)
+        return otherwise(proceed, *args, **kwargs) if otherwise else proceed(*args, **kwargs)
     with _handling(op), import_module("torch").no_grad():
         result = fn(*args, **kwargs)
-    _count(op, what)
+    _count(op, description)
     return result
 
 
@@ -315,17 +320,17 @@ def _with_advice(op: Any, message: str) -> str:
     row = row_of(name)
     advice = [row.instead] if row else []
     if name in IMPLEMENTATIONS:
-        advice.append(f"set {KNOB}: cpu, and torchrepro computes it in order")
+        advice.append(f"set {KNOB}: cpu to use a deterministic implementation of torchrepro")
     elif row is None:
-        advice.append(f"set {KNOB}: {{ops: {{{name}: cpu}}}}, and it runs on the CPU")
+        advice.append(f"set {KNOB}: {{ops: {{{name}: cpu}}}} to run it on the CPU")
     elif row.on_cpu:
-        advice.append(f"set {KNOB}: cpu, and it runs on the CPU")
-    advice.append(f"or let it vary with {KNOB}: {{ops: {{{name}: native}}}}")
+        advice.append(f"set {KNOB}: cpu to run it on the CPU")
+    advice.append(f"or allow it to vary with {KNOB}: {{ops: {{{name}: native}}}}")
     return f"{message}\ntorchrepro: {op.name()}: {'; '.join(advice)}"
 
 
-def _count(op: Any, what: str, moved: int = 0) -> None:
-    # The line of the program is what called `interpose`; a thread of torch's own has none.
-    of_ours = [each for each in frames() if each.f_globals.get("__name__") == interpose.__name__]
-    caller = of_ours[-1].f_back if of_ours else None
-    count(KNOB, op.name(), what, program_place(caller) if caller is not None else "", moved)
+def _count(op: Any, action: str, moved: int = 0) -> None:
+    # The caller of `interpose` is a line of the program; a thread of torch has no caller.
+    inner = [frame for frame in frames() if frame.f_globals.get("__name__") == interpose.__name__]
+    caller = inner[-1].f_back if inner else None
+    count(KNOB, op.name(), action, program_place(caller) if caller is not None else "", moved)

@@ -1,13 +1,13 @@
-"""Random numbers for devices, drawn on the host from the CPU's generator.
+"""Random numbers for devices, drawn on the host from the generator of the CPU.
 
-The same seed gives other numbers on every kind of device, because each has a generator of its own
-(https://github.com/pytorch/pytorch/issues/84234). Under this policy every op that draws on the
-accelerator draws on the host instead, in program order, as a run on the CPU would, and the result
-is moved over. The ops are those that torch itself tags as seeded randomness. Code that inductor
-compiles calls these ops too, by its option `fallback_random`.
+One seed gives different random numbers on each type of device, because each has its own generator
+(https://github.com/pytorch/pytorch/issues/84234). Under this policy, every op that draws on the
+accelerator draws on the host instead, in program order like a run on the CPU, and the result is
+moved to the device. torch tags these ops as seeded randomness. Code that inductor compiles calls
+them too, because of its option `fallback_random`.
 
-Fused attention and the recurrent layers of cuDNN draw their masks themselves. A call of them that
-drops is made of torch's other ops instead, as on a CPU.
+Fused attention and the recurrent layers of cuDNN draw their own masks. If such a call drops
+elements, other ops of torch compute it instead, as on a CPU.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _INDUCTOR = "torch._inductor.config"
 _COMPOSITE = "CompositeImplicitAutograd"
 _OWN_DEVICE = "PrivateUse1"
 _RECURRENT = tuple(
-    f"aten::{kind}.{form}"
-    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    f"aten::{layer}.{form}"
+    for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     for form in ("input", "data")
 )
 
-_SEED_AND_OFFSET = 16  # bytes: how the generators of CUDA and of Ascend keep their state
-_STEP = 4  # what a device's generator advances by at the least
-_GENERATORS, _STATES = 256, 64  # kept at most; a state has 5 kB
+_SEED_AND_OFFSET = 16  # bytes: the size of the state of a CUDA or Ascend generator
+_STEP = 4  # the smallest increment of the offset of a device generator
+_GENERATORS, _STATES = 256, 64  # maximum numbers to store; a state has 5 kB
 
 
 def _host(undo: ExitStack) -> None:
@@ -56,24 +56,24 @@ def _host(undo: ExitStack) -> None:
     if not import_module("torch").accelerator.is_available():
         return
     _compose_fused_ops(undo)
-    stand_in = partial(_stand_in, OrderedDict())
+    cpu_generator = partial(_cpu_generator, OrderedDict())
     of_device = [op for op in seeded_ops() if has_kernel(op, _OWN_DEVICE)]
     for op in of_device:
-        # torch places the tensors that these make: no other key is between it and the kernel.
+        # Ops that create tensors: no dispatch key lies between BackendSelect and the kernel.
         if has_kernel(op, "BackendSelect"):
-            undo.callback(override(op, _OWN_DEVICE, partial(_on_host, op, stand_in)))
-    # Ops that torch makes of others, but a device of its own kind does not, are among them.
+            undo.callback(override(op, _OWN_DEVICE, partial(_on_host, op, cpu_generator)))
+    # Includes ops that are composite in torch, but have a kernel on a custom device.
     for op in (*random_ops(), *(op for op in of_device if has_kernel(op, _COMPOSITE))):
-        undo.callback(interpose(op, Priority.HOST_RNG, partial(_on_host, op, stand_in)))
+        undo.callback(interpose(op, Priority.HOST_RNG, partial(_on_host, op, cpu_generator)))
 
 
 policy = Toggle("native", "host", "host rng", _host)
-"""Where random numbers come from: `native`, each device's generator, or `host`."""
+"""The knob `device.rng`: `native` draws with the generator of each device, `host` on the CPU."""
 
 
 def _on_host(
     op: Any,
-    stand_in: Callable[[Any], Any],
+    cpu_generator: Callable[[Any], Any],
     proceed: Callable[..., Any],
     /,
     *args: Any,
@@ -81,50 +81,52 @@ def _on_host(
 ) -> Any:
     if not is_on_device(args, kwargs):
         return proceed(*args, **kwargs)
-    result, moved = on_cpu(op, args, kwargs, stand_in)
+    result, moved = on_cpu(op, args, kwargs, cpu_generator)
     count(POLICY, op.name(), "drawn on the host", moved=moved)
     return result
 
 
 @dataclass(slots=True)
 class _Pair:
-    """A device's generator, the one of the CPU that stands in for it, and where both have been."""
+    """The generator of a device, the CPU generator that replaces it, and their recent states."""
 
-    own: Any
-    stand_in: Any
-    left: bytes = b""  # the state in which the device's generator was left
+    device: Any
+    cpu: Any
+    last_state: bytes = b""  # the state of the device generator after the last draw
     states: OrderedDict[bytes, Any] = field(default_factory=OrderedDict)
-    """State of the device's generator -> that of its stand-in, the latest ones."""
+    """State of the device generator -> state of the CPU generator, for recent states."""
 
 
-def _stand_in(pairs: OrderedDict[int, _Pair], generator: Any) -> Any:
-    # A CPU generator of the same seed. A device's generator is moved on a little at every draw. A
-    # change from outside is noticed by that: where it is seeded again or given back a state it had,
-    # its stand-in goes there too.
+def _cpu_generator(pairs: OrderedDict[int, _Pair], generator: Any) -> Any:
+    """Return a CPU generator with the seed of `generator`, which is advanced at every draw.
+
+    If the program seeds `generator` again or restores one of its states, the state differs from
+    the last one: then the CPU generator is seeded or restored too.
+    """
     if generator.device.type == "cpu":
         return generator
-    # Every call gets another Python object for one generator, whose address stays: each is kept
-    # alive in its pair, so that no other generator can have that address.
+    # Each call gets a new Python object for a generator, but its address stays the same. The pair
+    # keeps it alive, so that no other generator gets that address.
     address = generator._cdata  # noqa: SLF001 - torch has no public identity
     pair = pairs.get(address) or _Pair(generator, import_module("torch").Generator())
     _keep(pairs, address, pair, _GENERATORS)
     state = bytes(generator.get_state().tolist())
-    if state != pair.left:
+    if state != pair.last_state:
         known = pair.states.get(state)
         if known is None:
-            pair.stand_in.manual_seed(generator.initial_seed())
+            pair.cpu.manual_seed(generator.initial_seed())
         else:
-            pair.stand_in.set_state(known)
-    _keep(pair.states, state, pair.stand_in.get_state(), _STATES)
-    pair.left = _advanced(generator, state)
-    return pair.stand_in
+            pair.cpu.set_state(known)
+    _keep(pair.states, state, pair.cpu.get_state(), _STATES)
+    pair.last_state = _advanced(generator, state)
+    return pair.cpu
 
 
-def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > most:
-        kept.popitem(last=False)
+def _keep(recent: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    recent[key] = value
+    recent.move_to_end(key)
+    if len(recent) > limit:
+        recent.popitem(last=False)
 
 
 def _advanced(generator: Any, state: bytes) -> bytes:
@@ -139,9 +141,9 @@ def _advanced(generator: Any, state: bytes) -> bytes:
 
 
 def _compose_fused_ops(undo: ExitStack) -> None:
-    """Have attention and recurrent layers that drop made of other ops.
+    """Compute attention and recurrent layers with dropout by other ops.
 
-    Older torch has no ``torch.library.get_kernel``: there such calls draw on the device.
+    In older torch without ``torch.library.get_kernel``, such calls draw on the device.
     """
     if not hasattr(import_module("torch").library, "get_kernel"):
         return
@@ -153,12 +155,12 @@ def _compose_fused_ops(undo: ExitStack) -> None:
 
 def _composed(names: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
     torch = import_module("torch")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    drops = given.get("dropout_p") or (given.get("dropout") and given.get("train"))
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    drops = bound.get("dropout_p") or (bound.get("dropout") and bound.get("train"))
     if args[0].device.type == "cpu" or not drops:
         return original(*args, **kwargs)
-    if "dropout_p" in given:  # attention
-        math = torch.ops.aten._scaled_dot_product_attention_math  # noqa: SLF001 - an op of torch's
+    if "dropout_p" in bound:  # attention
+        math = torch.ops.aten._scaled_dot_product_attention_math  # noqa: SLF001 - an op of torch
         return math(*args, **kwargs)[0]
     cudnn = torch.backends.cudnn
     if not cudnn.enabled:

@@ -1,18 +1,18 @@
-"""Functions between torch's dispatcher and the kernels of single ops, for every caller.
+"""Functions between the dispatcher of torch and the kernels of single ops, for every caller.
 
-On its way to a kernel a call passes the dispatch key BackendSelect: below autograd, which keeps
-its formulas, and above the kernels of every device
+On its way to a kernel, a call passes the dispatch key BackendSelect. That key is below autograd,
+which keeps its formulas, and above the kernels of all devices
 (https://github.com/pytorch/pytorch/wiki/PyTorch-dispatcher-walkthrough). A function registered
-there for one op (https://docs.pytorch.org/docs/stable/library.html) gets the calls of Python, of
-C++ and of backward alike, may change them, and hands them on. Other ops are not touched and cost
-what they did.
+there for one op (https://docs.pytorch.org/docs/stable/library.html) intercepts the calls from
+Python, C++ and backward. It can change a call, and passes it to the kernel. Other ops are not
+changed and cost no more than before.
 
-A registration stays once it is made, and hands every call on where no policy wants it any longer.
-Taking one back would free a kernel that another thread may be running at that moment: torch gives
-up its interpreter lock within an op, and its dispatcher has no lock of its own for kernels.
+A registration is never removed; once no policy needs it, it passes every call on. Removing it would
+free a kernel that another thread may be running: torch releases the interpreter lock inside an op,
+and its dispatcher does not lock kernels.
 
-An op has overloads: ``aten::median`` has ``aten::median.dim``, and others that take ``out=``. A
-name without an overload means all of them.
+An op has overloads: ``aten::median`` has ``aten::median.dim``, and others with ``out=``. A name
+without an overload means all overloads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchrepro.ground.messages import Problem, near
 
 
 class Priority(IntEnum):
-    """Which of several functions at one op is asked first; the last is next to the kernel."""
+    """The order of several functions at one op; the last one calls the kernel."""
 
     DROPOUT = 0
     FALLBACK = 1
@@ -39,25 +39,25 @@ class Priority(IntEnum):
 
 _KEY = "BackendSelect"
 _COMPOSITE_KEYS = ("CompositeImplicitAutograd", _KEY)
-"""Keys whose kernels call other ops before BackendSelect is reached, or at it."""
+"""Keys whose kernels call other ops at BackendSelect or before it."""
 
 _RUNTIME_KEYS = {"CompositeImplicitAutograd": "CPU", "Autograd": "AutogradCPU"}
-"""Alias keys, and a key at which torch keeps the kernel that was registered at the alias."""
+"""Alias key -> a key where torch stores the kernel registered at the alias."""
 
 _lock = fork_safe_lock()
-interposed: dict[Any, dict[Priority, Callable[..., Any]]] = {}  # op -> what is in front of it now
+interposed: dict[Any, dict[Priority, Callable[..., Any]]] = {}  # op -> the functions in front of it
 _libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
-_names: set[str] = set()  # of these ops, and of custom ones that were defined anew since
+_names: set[str] = set()  # of these ops, also if a custom op was redefined since
 _overrides: dict[tuple[Any, str], tuple[list[Callable[..., Any]], Any]] = {}
-"""Op and key -> what stands in for the kernel there, the latest last, and the registration."""
+"""(Op, key) -> (replacements of its kernel, latest last; the registration)."""
 
 
 def interpose(op: Any, priority: Priority, around: Callable[..., Any]) -> Callable[[], None]:
-    """Have every call of the overload `op` made through `around`; return the call that undoes it.
+    """Route every call of the overload `op` through `around`; return a function that undoes it.
 
-    `around(proceed, *args, **kwargs)` returns what the caller gets; `proceed` takes the arguments
-    on towards the kernel. Calls with tensors of the device type `meta` do not reach it. Changes
-    torch's dispatcher.
+    `around(proceed, *args, **kwargs)` returns the result for the caller; `proceed` passes the
+    arguments on towards the kernel. Calls with `meta` tensors skip `around`. Changes the dispatcher
+    of torch.
     """
     with _lock:
         if op not in _libraries:
@@ -69,11 +69,12 @@ def interpose(op: Any, priority: Priority, around: Callable[..., Any]) -> Callab
 
 
 def withdraw(op: Any, priority: Priority) -> None:
-    """Take back what `interpose` has put at `op`; does nothing if there is none."""
+    """Undo `interpose` for `op` and `priority`; does nothing if nothing is there."""
     with _lock:
-        left = {key: around for key, around in interposed.get(op, {}).items() if key != priority}
-        if left:
-            interposed[op] = left
+        remaining = {**interposed.get(op, {})}
+        remaining.pop(priority, None)
+        if remaining:
+            interposed[op] = remaining
         else:
             interposed.pop(op, None)
 
@@ -100,34 +101,34 @@ def _is_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _keys_below() -> Any:
     """Return the dispatch keys below BackendSelect.
 
-    Private (``_dispatch_keyset_full_after``), as in torch's own examples of kernels that take a
-    keyset. Where it is gone nothing is interposed and the policy's report says why.
+    Private (``_dispatch_keyset_full_after``), though examples of torch for kernels with a keyset
+    use it. Without it, nothing is interposed, and the report of the policy says why.
     """
     c = import_module("torch")._C  # noqa: SLF001 - see above
     return c._dispatch_keyset_full_after(getattr(c.DispatchKey, _KEY))  # noqa: SLF001
 
 
 def _with_tensors(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call`, of the overload `op`, with tensors for numbers where `op` takes tensors.
+    """Return `call` of the overload `op`, but convert plain numbers for tensor parameters.
 
-    Torch hands such a number to C++ as a tensor that does not take part in type promotion
-    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc), and to a
-    function in Python as a plain number, which the kernels then refuse. The number is given the
-    type with which the result is what torch's own promotion makes it.
+    torch passes such a number to C++ as a tensor that does not take part in type promotion
+    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc). A function in
+    Python gets a plain number, which the kernels refuse. The number becomes a tensor with the dtype
+    that leads to the same result type as in torch.
     """
     schema = op._schema.arguments  # noqa: SLF001 - a schema has no public reader
-    places = [place for place, argument in enumerate(schema) if str(argument.type) == "Tensor"]
-    if len(places) < 2:  # noqa: PLR2004 - a number stands beside a tensor
+    positions = [i for i, argument in enumerate(schema) if str(argument.type) == "Tensor"]
+    if len(positions) < 2:  # noqa: PLR2004 - a number is legal only next to a tensor
         return call
 
     @wraps(call)
     def converted(proceed: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        found = [args[place] for place in places if place < len(args)]
-        if any(isinstance(value, int | float | complex) for value in found):
-            tensors = [value for value in found if hasattr(value, "dtype")]
+        operands = [args[position] for position in positions if position < len(args)]
+        if any(isinstance(operand, int | float | complex) for operand in operands):
+            tensors = [operand for operand in operands if hasattr(operand, "dtype")]
             args = tuple(
-                _as_tensor(value, tensors) if place in places else value
-                for place, value in enumerate(args)
+                _as_tensor(argument, tensors) if position in positions else argument
+                for position, argument in enumerate(args)
             )
         return call(proceed, *args, **kwargs)
 
@@ -142,48 +143,48 @@ def _as_tensor(value: Any, tensors: list[Any]) -> Any:
     wide = torch.tensor(value, dtype=widest[type(value)])
     if not tensors:
         return wide
-    beside = max(tensors, key=lambda tensor: bool(tensor.dim()))
-    together = torch.result_type(beside, value)
-    return wide if together == beside.dtype and beside.dim() else wide.to(together)
+    partner = max(tensors, key=lambda tensor: bool(tensor.dim()))
+    dtype = torch.result_type(partner, value)
+    return wide if dtype == partner.dtype and partner.dim() else wide.to(dtype)
 
 
-def override(op: Any, key: str, stand_in: Callable[..., Any]) -> Callable[[], None]:
-    """Put `stand_in` in the place of the kernel of `op` at `key`; return the call that undoes it.
+def override(op: Any, key: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the kernel of `op` at `key`; return a function that undoes it.
 
-    `stand_in(original, *args, **kwargs)` returns what the caller gets; `original` takes the same
-    arguments. Changes torch's dispatcher. Torch without ``torch.library.get_kernel`` cannot hand a
-    call on to the kernel that was there: its registration is taken back, and another thread that
-    runs the op at that moment may crash.
+    `replacement(original, *args, **kwargs)` returns the result for the caller; `original` has the
+    same arguments. Changes the dispatcher of torch. In torch without ``torch.library.get_kernel``
+    the original kernel cannot be called. The undo then removes the registration, and another thread
+    that runs the op at that moment may crash.
     """
     library = import_module("torch").library
-    can_hand_on = hasattr(library, "get_kernel")
+    can_call_original = hasattr(library, "get_kernel")
     with _lock:
-        stand_ins, registration = _overrides.get((op, key), ([], None))
+        replacements, registration = _overrides.get((op, key), ([], None))
         if registration is None:
-            where = _RUNTIME_KEYS.get(key, key)
-            original = library.get_kernel(op, where).call_boxed if can_hand_on else None
-            kernel = partial(_overridden, stand_ins, original)
-            _overrides[op, key] = stand_ins, _registered(op, key, kernel)
-        stand_ins.append(stand_in)
+            runtime_key = _RUNTIME_KEYS.get(key, key)
+            original = library.get_kernel(op, runtime_key).call_boxed if can_call_original else None
+            kernel = partial(_overridden, replacements, original)
+            _overrides[op, key] = replacements, _registered(op, key, kernel)
+        replacements.append(replacement)
 
-    def take_back() -> None:
+    def undo() -> None:
         with _lock:
-            stand_ins.remove(stand_in)
-            if not can_hand_on and not stand_ins:
-                del _overrides[op, key]  # dropping the library takes its registration back
+            replacements.remove(replacement)
+            if not can_call_original and not replacements:
+                del _overrides[op, key]  # deleting the library removes its registration
 
-    return take_back
+    return undo
 
 
 def _overridden(
-    stand_ins: list[Any], original: Any, keyset: Any, /, *args: Any, **kwargs: Any
+    replacements: list[Any], original: Any, keyset: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    latest = stand_ins[-1:]  # read once: another thread may take the stand-in back
-    proceed = partial(original, keyset) if original is not None else None  # it takes a keyset first
+    latest = replacements[-1:]  # read once: another thread may remove the replacement
+    proceed = partial(original, keyset) if original is not None else None  # keyset comes first
     if latest:
         return latest[0](proceed, *args, **kwargs)
     if proceed is None:
-        raise RuntimeError("this op was called while its override was being undone")
+        raise RuntimeError("this op was called while its override was undone")
     return proceed(*args, **kwargs)
 
 
@@ -191,20 +192,20 @@ def _registered(op: Any, key: str, kernel: partial[Any]) -> Any:
     namespace, _, name = op.name().partition("::")
     library = import_module("torch").library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns where there is a kernel already
+        warnings.simplefilter("ignore")  # torch warns if a kernel exists already
         library.impl(name, _kept_from_dynamo(kernel), key, with_keyset=True)
     return library
 
 
 def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
-    """Return `kernel` so that torch.compile runs it, with all it calls, and does not trace it.
+    """Return `kernel`, marked so that torch.compile runs it and its calls without tracing them.
 
-    Older torch crashes where a function of ours was traced for a compiled one that is gone since
+    Older torch crashes if it traced our function for compiled code that was deleted since
     (https://github.com/pytorch/pytorch/issues/155057).
 
     Private (``set_code_exec_strategy``; on older torch ``skip_code`` and ``set_eval_frame``): the
-    public functions import torch._dynamo, which takes a second. Where they are gone, Dynamo may
-    warn that it cannot trace the kernel at the end.
+    public functions import torch._dynamo, which takes a second. Without them, Dynamo may warn that
+    it cannot trace the original kernel.
     """
     compiler = getattr(import_module("torch")._C, "_dynamo", None)  # noqa: SLF001 - see above
     frames: Any = getattr(compiler, "eval_frame", None)
@@ -228,56 +229,56 @@ def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
 
 
 def can_be_interposed(op: Any) -> bool:
-    """Whether calls of `op` reach BackendSelect as such: else torch makes them of other ops."""
+    """Return whether calls of `op` reach BackendSelect; torch decomposes other ops before it."""
     try:
         return not any(has_kernel(op, key) for key in _COMPOSITE_KEYS)
-    except RuntimeError:  # one of TorchScript's own, such as aten::mul.left_t: not dispatched
+    except RuntimeError:  # an op of TorchScript that is not dispatched, such as aten::mul.left_t
         return False
 
 
 def has_kernel(op: Any, key: str) -> bool:
-    """Whether the overload `op` has a kernel at the dispatch key `key` that is not ours.
+    """Return whether the overload `op` has a kernel at the dispatch key `key` that is not ours.
 
-    Private (``_dispatch_has_kernel_for_dispatch_key``): torch offers no public way to ask. Where
-    it is gone, a policy that asks fails, and its report says so.
+    Private (``_dispatch_has_kernel_for_dispatch_key``): torch has no public way to check. Without
+    it, a policy that needs the check fails, and its report says so.
     """
     if key == _KEY and op.name() in _names:
-        return False  # only ops without one are interposed
+        return False  # an op with its own kernel at this key is never interposed
     c = import_module("torch")._C  # noqa: SLF001 - see above
     return bool(c._dispatch_has_kernel_for_dispatch_key(op.name(), key))  # noqa: SLF001
 
 
 def op_names() -> list[str]:
-    """Return the name of every op in this process, as ``aten::uniform_``.
+    """Return the name of every op in this process, such as ``aten::uniform_``.
 
-    Private (``_dispatch_get_all_op_names``): torch offers no public list of its ops. Where it is
-    gone, a policy that needs the list fails, and its report says so.
+    Private (``_dispatch_get_all_op_names``): torch has no public list of its ops. Without it, a
+    policy that needs the list fails, and its report says so.
     """
     names: list[str] = import_module("torch")._C._dispatch_get_all_op_names()  # noqa: SLF001 - see above
     return names
 
 
 def ops_named(*names: str) -> Iterator[Any]:
-    """Yield the overloads with these names, as ``aten::uniform_``, that this torch has."""
-    for name in names:
-        namespace, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        found = getattr(getattr(import_module("torch").ops, namespace), packet, None)
-        op = getattr(found, overload or "default", None) if found is not None else None
+    """Yield the overloads with these names, such as ``aten::uniform_``, if torch has them."""
+    for full_name in names:
+        namespace, _, rest = full_name.partition("::")
+        name, _, overload = rest.partition(".")
+        packet = getattr(getattr(import_module("torch").ops, namespace), name, None)
+        op = getattr(packet, overload or "default", None) if packet is not None else None
         if op is not None:
             yield op
 
 
 @cache
 def seeded_ops() -> tuple[Any, ...]:
-    """Return the ops of torch that draw random numbers, as torch itself tags them."""
+    """Return the ops that torch tags as drawing random numbers from a seeded generator."""
     seeded = import_module("torch").Tag.nondeterministic_seeded
     ops = ops_named(*(name for name in op_names() if name.startswith("aten::")))
     return tuple(op for op in ops if seeded in op.tags)
 
 
 def random_ops() -> tuple[Any, ...]:
-    """Return the ops of torch that draw random numbers in a kernel of their own."""
+    """Return the seeded ops that have their own kernel instead of a decomposition."""
     return tuple(filter(can_be_interposed, seeded_ops()))
 
 
@@ -287,24 +288,26 @@ def packet_name(op: Any) -> str:
 
 
 def overloads_named(spelled: str) -> tuple[Any, ...]:
-    """Return the overloads that `spelled` means and that a function can be put in front of.
+    """Return the overloads that `spelled` means, if `interpose` supports them.
 
-    It is spelled ``aten::median``, ``aten.median`` or ``median``, with an overload after another
-    dot or without. Raises `ProfileError` if torch has no such op, or makes it of others.
+    `spelled` is ``aten::median``, ``aten.median`` or ``median``, optionally with an overload after
+    another dot. Raises `ProfileError` if torch has no such op, or decomposes it into others.
     """
-    found: list[Any] = []
+    overloads: list[Any] = []
     namespace, separator, rest = spelled.partition("::")
     for reading in [f"{namespace}.{rest}"] if separator else [spelled, f"aten.{spelled}"]:
         namespace, name, overload, *_ = *reading.split(".", 2), "", ""
         packet: Any = getattr(getattr(import_module("torch").ops, namespace), name or "-", None)
         names = packet.overloads() if hasattr(packet, "overloads") else []
-        found = found or [getattr(packet, each) for each in names if overload in ("", each)]
-    if not found:
-        own = {name.removeprefix("aten::").partition(".")[0] for name in op_names()}
-        close = near(spelled.rpartition("::")[2], own)
+        overloads = overloads or [getattr(packet, n) for n in names if overload in ("", n)]
+    if not overloads:
+        known = {name.removeprefix("aten::").partition(".")[0] for name in op_names()}
+        close = near(spelled.rpartition("::")[2], known)
         hint = f"; did you mean `{close}`?" if close else ""
         raise ProfileError(Problem(f"this torch has no op `{spelled}`{hint}"))
-    usable = tuple(filter(can_be_interposed, found))
+    usable = tuple(filter(can_be_interposed, overloads))
     if not usable:
-        raise ProfileError(Problem(f"torch makes `{spelled}` of other ops: name those instead"))
+        raise ProfileError(
+            Problem(f"torch decomposes `{spelled}` into other ops: name those instead")
+        )
     return usable

@@ -1,14 +1,14 @@
-"""Parts of a model that run on another device, to find out whether a device is at fault.
+"""Run submodules of a model on another device, to find out whether a device is at fault.
 
-The parts are found by name when a model is first called. A hook of torch's own, before every call
-of a module, is there while a profile asks for it
+The submodules are found by name when a model is first called. While a profile needs it, torch
+calls a global hook before every call of a module
 (https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_forward_pre_hook.html).
-A part then draws its random numbers from the generator of the device that it runs on.
+A placed submodule draws random numbers from the generator of its new device.
 
-The tensors of such a part's forward go to the device, and its results come back. Other objects are
-handed on as they are, so that one which keeps state, such as a cache of keys and values, stays the
-caller's own. Parameters are copied by ops that autograd sees, so gradients flow to the parameters
-themselves: optimizers, DDP and checkpoints see the module where it always was
+The tensors that its forward needs are copied to the device, and its results are copied back. Other
+objects are passed unchanged, so that an object with state, such as a key-value cache, remains the
+object of the caller. Ops that autograd records copy the parameters, so gradients flow to the
+original parameters: optimizers, DDP and checkpoints see the module on its original device
 (https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html).
 """
 
@@ -37,70 +37,69 @@ from torchrepro.policies.run_on_cpu import is_tensor
 
 POLICY = "device.modules"
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Segments of names that wrappers add: DDP, torch.compile, FSDP, activation checkpointing."""
+"""Parts of names that wrappers add: DDP, torch.compile, FSDP, activation checkpointing."""
 
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
-"""Attributes of recurrent layers that hold their weights a second time."""
+"""Attributes of recurrent layers that refer to their weights a second time."""
 
 _PREFIX = "module."  # of the names of a module's tensors in `functional_call`
 _ABSENT = object()
 
 
 def absence(word: str) -> str:
-    """Return why nothing can run on the device `word` here, or an empty string.
+    """Return why this machine cannot run modules on the device `word`, or an empty string.
 
     Initialises no device (https://docs.pytorch.org/docs/stable/accelerator.html).
     """
-    accelerator, here, kinds = import_module("torch").accelerator, ["cpu"], ["cpu"]
+    accelerator, devices, types = import_module("torch").accelerator, ["cpu"], ["cpu"]
     if accelerator.is_available():
-        kind = accelerator.current_accelerator().type
-        here += [f"{kind}:{index}" for index in range(accelerator.device_count())]
-        kinds.append(kind)
-    if word in (*here, *kinds, "cpu:0"):
+        device_type = accelerator.current_accelerator().type
+        devices += [f"{device_type}:{index}" for index in range(accelerator.device_count())]
+        types.append(device_type)
+    if word in (*devices, *types, "cpu:0"):
         return ""
-    close = near(word, [*here, *kinds])
+    close = near(word, [*devices, *types])
     hint = f"; did you mean {close}?" if close else ""
-    return f"no device `{word}` here{hint} (here: {some(here)})"
+    return f"this machine has no device `{word}`{hint} (it has {some(devices)})"
 
 
 def bare(name: str) -> str:
-    """Return `name`, or a pattern of names, as in a model without wrappers."""
+    """Return `name`, or a pattern of names, without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
 
 
 def named(root: Any) -> dict[str, Any]:
-    """Return the modules inside `root` by their bare names; of a wrapper, what it wraps."""
-    found: dict[str, tuple[str, Any]] = {}
+    """Return the modules inside `root` by bare name; for a wrapper, the module inside it."""
+    modules: dict[str, tuple[str, Any]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         short = bare(name)
-        known, _ = found.get(short, ("", None))
+        known, _ = modules.get(short, ("", None))
         if name and (not known or name.startswith(f"{known}.")):
-            found[short] = name, module
-    return {short: module for short, (_, module) in found.items()}
+            modules[short] = name, module
+    return {short: module for short, (_, module) in modules.items()}
 
 
 def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, str]], set[str]]:
-    """Return the modules inside `root` that run elsewhere, and the patterns that match one.
+    """Return module -> (name, device) for the modules to place, and the patterns with a match.
 
-    A module comes with its name and its device. A name goes before a pattern, and a pattern for a
-    module before one for the list it is in. Raises `ApplyError` where two of the same strength
-    disagree.
+    A name overrides a pattern, and a pattern for a module overrides a pattern for its list. Raises
+    `ApplyError` if two patterns of the same strength disagree.
     """
     names = named(root)
     claims: dict[Any, dict[tuple[int, str], str]] = {}
-    first_names: dict[Any, str] = {}  # of the several names of a module: the first one matched
+    first_names: dict[Any, str] = {}  # module -> the first of its names that matched
     for name in names:
-        # Under the name of a wrapper is the model itself, which no pattern means by chance.
+        # The name of a wrapper refers to the whole model: only an exact name selects it.
         is_model = all(part in WRAPPERS for part in name.split("."))
         for pattern, device in patterns.items():
             is_exact = bare(pattern) == name
             if not is_exact and (is_model or not fnmatchcase(name, bare(pattern))):
                 continue
-            for path in _parts_that_run(name, names):
+            for path in _modules_that_run(name, names):
                 claim = (3 if is_exact else 2) * (2 if path == name else 1), pattern
                 claims.setdefault(names[path], {})[claim] = device
                 first_names.setdefault(names[path], path)
-    found = {}
+    placements = {}
     for module, path in first_names.items():
         strongest = max(strength for strength, _ in claims[module])
         devices = {
@@ -109,24 +108,24 @@ def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, 
             if strength == strongest
         }
         if len(set(devices.values())) > 1:
-            said = ", ".join(f"{pattern}: {device}" for pattern, device in devices.items())
-            raise ApplyError(f"{POLICY}: `{path}` is to run on several devices ({said})")
-        found[module] = path, next(iter(devices.values()))
-    return found, {pattern for by_claim in claims.values() for _, pattern in by_claim}
+            rules = ", ".join(f"{pattern}: {device}" for pattern, device in devices.items())
+            raise ApplyError(f"{POLICY}: `{path}` has several devices ({rules})")
+        placements[module] = path, next(iter(devices.values()))
+    return placements, {pattern for by_claim in claims.values() for _, pattern in by_claim}
 
 
-def _parts_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `name`, or for a list of modules, which has no forward, the members that have one."""
+def _modules_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
+    """Yield `name`, or the members with a forward if it is a list of modules without one."""
     forward = getattr(names[name].forward, "__func__", None)
     if forward is not import_module("torch").nn.Module.forward:
         yield name
         return
     for child, _ in names[name].named_children():
-        yield from _parts_that_run(f"{name}.{child}", names)
+        yield from _modules_that_run(f"{name}.{child}", names)
 
 
 class ModulesPolicy:
-    """Which parts of models run on which device: patterns of names -> devices."""
+    """The policy `device.modules`: patterns of module names -> devices."""
 
     def read(self) -> dict[str, str]:
         return dict(_in_force[-1].patterns) if _in_force else {}
@@ -151,17 +150,17 @@ class ModulesPolicy:
 
     def _switch(self, placements: list[Placement]) -> None:
         for placement in _in_force:
-            placement.take()
+            placement.uninstall()
         _in_force[:] = placements
         for placement in _in_force:
-            placement.put()
+            placement.install()
 
 
 policy = ModulesPolicy()
 
 
 class Placement:
-    """The patterns of one profile, and what they matched in the models called so far."""
+    """The patterns of one profile, and the modules that they matched in models called so far."""
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         self.patterns = dict(patterns)
@@ -171,15 +170,15 @@ class Placement:
         self._placed: list[PlacedForward] = []
         self._matched: set[str] = set()
         self._names: dict[str, None] = {}
-        self._kinds: dict[str, None] = {}
+        self._class_names: dict[str, None] = {}
         self._hooks: list[Any] = []
         self._stepped = False
         self._compilations = 0
 
-    def put(self) -> None:
-        """Let the parts found so far run on their devices, and examine every model called.
+    def install(self) -> None:
+        """Run the submodules found so far on their devices, and search every model called.
 
-        Adds two hooks to torch: before calls of modules, and before steps of optimizers.
+        Adds two global hooks to torch: before calls of modules, and before optimizer steps.
         """
         torch = import_module("torch")
         hooks = import_module("torch.nn.modules.module")
@@ -196,66 +195,67 @@ class Placement:
             optimizers.register_optimizer_step_pre_hook(lambda *_: self._before_step()),
         ]
         for forward in self._placed:
-            forward.put()
+            forward.install()
         forget_compiled()
         self._compilations = compilations()
 
-    def take(self) -> None:
-        """Take back what `put` has done."""
+    def uninstall(self) -> None:
+        """Undo `install`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for forward in reversed(self._placed):
-            forward.take()
+            forward.uninstall()
         forget_compiled()
 
     def place(self, model: Any) -> tuple[str, ...]:
-        """Find the parts of `model`, let them run on their devices, and return their names."""
+        """Find the submodules of `model` to place, place them, and return their names."""
         torch = import_module("torch")
         with self._lock:
-            found, matched = match(model, self.patterns)
+            placements, matched = match(model, self.patterns)
             self._matched |= matched
             self._names |= dict.fromkeys(named(model))
-            self._kinds[type(model).__name__] = None
+            self._class_names[type(model).__name__] = None
             self._examined.update(model.modules())
             self._models.add(model)
-            for module, (name, device) in found.items():
-                present = vars(module).get("forward")
-                if isinstance(present, PlacedForward) and present.module() is module:
+            for module, (name, device) in placements.items():
+                forward = vars(module).get("forward")
+                if isinstance(forward, PlacedForward) and forward.module() is module:
                     continue
                 if isinstance(module, torch.jit.ScriptModule):
-                    raise ApplyError(f"{POLICY}: `{name}` is TorchScript, which stays where it is")
-                # ``cuda`` is the current one of its kind. Tensors of the host carry no index.
+                    raise ApplyError(f"{POLICY}: `{name}` is TorchScript, which cannot move")
+                # ``cuda`` means the current CUDA device. Tensors on the CPU have no index.
                 is_host = device.startswith("cpu")
-                there = torch.device("cpu") if is_host else torch.empty(0, device=device).device
-                self._placed.append(PlacedForward(name, module, there))
-                self._placed[-1].put()
-            return tuple(name for name, _ in found.values())
+                target = torch.device("cpu") if is_host else torch.empty(0, device=device).device
+                self._placed.append(PlacedForward(name, module, target))
+                self._placed[-1].install()
+            return tuple(name for name, _ in placements.values())
 
     def unmatched(self) -> str:
-        """Return a message about the patterns that match nothing so far, or an empty text."""
-        called = some(self._kinds) or ("only compiled code" if self._has_compiled() else "nothing")
+        """Return a message about the patterns without a match so far, or an empty text."""
+        called = some(self._class_names) or (
+            "only compiled code" if self._has_compiled() else "nothing"
+        )
         names = sorted(self._names, key=lambda name: name.count("."))
-        what = f"matches no module; called so far: {called}"
+        problem = f"matches no module; called so far: {called}"
         todo = (
-            "names are those of model.named_modules(); where no model is called as a whole, or "
-            "only in code of torch.compile, call torchrepro.place_modules(model) before the first "
-            "step"
+            "use the names of model.named_modules(); if only submodules or compiled code of the "
+            "model are called, call torchrepro.place_modules(model) before the first step"
         )
         return "\n".join(
-            str(Problem(what, "", POLICY, pattern, some(names), near(pattern, names), todo))
+            str(Problem(problem, "", POLICY, pattern, some(names), near(pattern, names), todo))
             for pattern in self.patterns
             if pattern not in self._matched
         )
 
     def _examine(self, module: Any) -> None:
         with self._lock:
-            holding = [module]
+            models = [module]
             if module not in self._models:
-                holding = [model for model in self._models if module in set(model.modules())]
-            grown = [m for m in holding if any(part not in self._examined for part in m.modules())]
+                models = [model for model in self._models if module in set(model.modules())]
+            grown = [m for m in models if any(part not in self._examined for part in m.modules())]
             try:
-                for model in grown if holding else [module]:
+                for model in grown if models else [module]:
                     self.place(model)
             except ApplyError as error:
                 refuse(error)
@@ -269,48 +269,48 @@ class Placement:
             refuse(ApplyError(problem))
 
     def report(self) -> None:
-        """Say on standard error which patterns matched nothing, and which parts never ran."""
+        """Print unmatched patterns and submodules that never ran on standard error."""
         # A process that calls no module, such as a launcher, has nothing to report.
-        ran = self._kinds or self._has_compiled()
+        ran = self._class_names or self._has_compiled()
         lines = [self.unmatched()] if ran and not self._stepped else []
-        # A part of a part that ran has gone there with it.
-        ran_there = [forward.name for forward in self._placed if forward.calls]
+        # A child of a submodule that ran has moved with its parent.
+        called = [forward.name for forward in self._placed if forward.calls]
         idle = [
             forward.name
             for forward in self._placed
-            if not any(f"{forward.name}.".startswith(f"{name}.") for name in ran_there)
+            if not any(f"{forward.name}.".startswith(f"{name}.") for name in called)
         ]
         if idle:
             lines.append(
                 f"{POLICY}: never called, so it never ran on its device: {some(idle)} "
-                "(a module may use the weights of its parts without calling them)"
+                "(a module can use the weights of a submodule without calling it)"
             )
         note(*filter(None, lines))
 
     def _has_compiled(self) -> bool:
-        """Whether code was compiled under this profile: calls in it do not reach the hook."""
+        """Return whether torch compiled code under this profile, whose calls skip the hook."""
         return compilations() > self._compilations
 
 
-_in_force: list[Placement] = []  # at most one: a profile within another replaces its patterns
+_in_force: list[Placement] = []  # at most one: an inner profile replaces the patterns of the outer
 
 
 def compilations() -> int:
-    """Return how many pieces of code torch.compile has compiled in this process.
+    """Return the number of frames that torch.compile has compiled in this process.
 
-    Private (``torch._dynamo.utils.counters``), though its guides show it: nothing public tells.
-    Where it is gone, patterns that match nothing go unreported in a program of compiled code alone.
+    Private (``torch._dynamo.utils.counters``), though the guides of torch show it; no public API
+    exists. Without it, unmatched patterns go unreported if a program runs only compiled code.
     """
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters.get("frames", {}).get("ok", 0))
 
 
 def place_modules(*models: Any) -> tuple[str, ...]:
-    """Let the parts of `models` that the profile names run on their devices; return their names.
+    """Run the submodules of `models` that the profile names on their devices; return their names.
 
-    Without it they are found when a model is first called as a whole. Raises `ApplyError` for a
-    pattern of `device.modules` that matches nothing in these models or in those called before.
-    Where no profile in force names any part, nothing is changed and the result is empty.
+    Without this call, torchrepro finds them when a model is first called as a whole. Raises
+    `ApplyError` if a pattern of `device.modules` matches no module in these models or in models
+    called earlier. Does nothing and returns an empty tuple if no active profile names a module.
     """
     if not _in_force:
         return ()
@@ -323,39 +323,39 @@ def place_modules(*models: Any) -> tuple[str, ...]:
 
 
 class PlacedForward:
-    """The forward of one module, run on a device; an attribute of that module while in force.
+    """A replacement for the forward of one module, which runs it on another device.
 
-    Whatever else a call of the module does, such as its hooks, happens where it always did. torch
-    compiles none of it (https://docs.pytorch.org/docs/stable/generated/torch.compiler.disable.html).
+    The hooks of the module still run on the original device. torch does not compile the call
+    (https://docs.pytorch.org/docs/stable/generated/torch.compiler.disable.html).
     """
 
-    def __init__(self, name: str, module: Any, there: Any) -> None:
+    def __init__(self, name: str, module: Any, device: Any) -> None:
         self.name = name
-        self.there = there
+        self.device = device
         self.calls = 0
-        self.module = ref(module)  # a copy of the module may hold this as well
-        self._in_force = False
-        self._lock = fork_safe_lock()  # while it runs, the module has other parameters than its own
-        # The forward that the module has besides that of its class, if it has one.
+        self.module = ref(module)  # a copy of the module may have this forward too
+        self._is_installed = False
+        self._lock = fork_safe_lock()  # while it runs, the parameters of the module are replaced
+        # A forward that was set on the module itself, not on its class.
         self._own: Any = vars(module).get("forward", _ABSENT)
         if isinstance(self._own, PlacedForward):
-            # A replica of DataParallel and a shallow copy come with the original's.
-            self._own = self._own._own  # noqa: SLF001 - of this very class
+            # A replica of DataParallel or a shallow copy has the forward of the original.
+            self._own = self._own._own  # noqa: SLF001 - same class
         elif getattr(self._own, "__func__", None) is type(module).forward:
-            # A deep copy of a placed module has the forward of its class as its own.
+            # A deep copy of a placed module stores the forward of its class as an attribute.
             self._own = _ABSENT if self._own.__self__ is module else self._own
         self._uncompiled = import_module("torch").compiler.disable(self._run)
 
-    def put(self) -> None:
-        """Let the module run on its device."""
-        self._in_force = True
+    def install(self) -> None:
+        """Run the module on the device from now on."""
+        self._is_installed = True
         module = self.module()
         if module is not None:
             vars(module)["forward"] = self
 
-    def take(self) -> None:
-        """Let the module run where it is again, also inside a wrapper of somebody's own."""
-        self._in_force = False
+    def uninstall(self) -> None:
+        """Run the module on its original device again, even if other code wrapped this forward."""
+        self._is_installed = False
         module = self.module()
         if module is None or vars(module).get("forward") is not self:
             return
@@ -370,13 +370,13 @@ class PlacedForward:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         forward = self._plain(module)
-        if not self._in_force:
+        if not self._is_installed:
             return forward(*args, **kwargs)
         with self._lock:
-            result, moved = run_there(self.there, module, forward, args, kwargs)
+            result, moved = run_there(self.device, module, forward, args, kwargs)
         self.calls += 1
-        what = "ran on" if moved else "was already on"
-        count(POLICY, self.name, f"{what} {self.there}", moved=moved)
+        action = "ran on" if moved else "was already on"
+        count(POLICY, self.name, f"{action} {self.device}", moved=moved)
         return result
 
     def _plain(self, module: Any) -> Any:
@@ -389,25 +389,25 @@ class PlacedForward:
         return signature(self._plain(self.module()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the module's own forward: a copy is plain, and needs no torchrepro."""
+        """Copy and pickle the original forward, so that copies do not need torchrepro."""
         if self._own is _ABSENT:
             return getattr, (self.module(), "forward")
         return partial, (self._own,)
 
 
 def run_there(
-    there: Any,
+    device: Any,
     module: Any,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, int]:
-    """Return what `forward` of `module` gives on the device `there`, and the bytes moved for it.
+    """Run `forward` of `module` on `device`; return its result and the number of bytes moved.
 
-    Nothing is moved, and `forward` gets the very arguments, where all tensors are there already.
-    Writes to arguments, buffers and parameters reach the originals.
+    If all tensors are on the device already, `forward` gets the original arguments. Writes to
+    arguments, buffers and parameters reach the originals.
     """
-    # Tied parameters and buffers are there under each of their names.
+    # Tied parameters and buffers are included under each of their names.
     prefix = _PREFIX.removesuffix(".")
     state = {
         **dict(module.named_parameters(prefix, remove_duplicate=False)),
@@ -415,21 +415,24 @@ def run_there(
     }
     attributes = [_tensors_of(part) for part in module.modules()]
     plain = (tensor for tensors in attributes for tensor in tensors.values())
-    transfer = _Transfer(there, [*state.values(), *plain])
-    args_there, kwargs_there = transfer.over(args), transfer.over(dict(kwargs))
-    state_there, attributes_there = transfer.over(state), transfer.over(attributes)
+    transfer = _Transfer(device, [*state.values(), *plain])
+    moved_args, moved_kwargs = transfer.over(args), transfer.over(dict(kwargs))
+    moved_state, moved_attributes = transfer.over(state), transfer.over(attributes)
     if transfer.home is None:
         return forward(*args, **kwargs), 0
     call = import_module("torch").func.functional_call
-    with _attributes(module, transfer, attributes_there), _as_at_home(transfer.home, there):
-        before = dict(state_there)
-        # Without hooks: those of the module have run, or will run, around its forward.
+    with (
+        _attributes(module, transfer, moved_attributes),
+        _settings_of(transfer.home, device),
+    ):
+        before = dict(moved_state)
+        # The stage has no hooks: torch already runs the hooks of the module around its forward.
         stage = _stage_class()()
         stage.module, stage.run = module, forward
-        result = call(stage, state_there, args_there, kwargs_there, tie_weights=False)
+        result = call(stage, moved_state, moved_args, moved_kwargs, tie_weights=False)
         transfer.settle()
-        for name, tensor in state_there.items():
-            if tensor is not before[name]:  # the forward has put another tensor in its place
+        for name, tensor in moved_state.items():
+            if tensor is not before[name]:  # the forward replaced the tensor
                 owner, _, attribute = name.removeprefix(_PREFIX).rpartition(".")
                 setattr(module.get_submodule(owner), attribute, transfer.back(tensor))
     return transfer.back(result), transfer.moved
@@ -444,26 +447,26 @@ def _stage_class() -> Any:
 
 
 @contextmanager
-def _attributes(module: Any, transfer: _Transfer, there: list[dict[str, Any]]) -> Iterator[None]:
-    """Have the parts of `module` hold their tensors as they are `there`, besides its state."""
+def _attributes(module: Any, transfer: _Transfer, moved: list[dict[str, Any]]) -> Iterator[None]:
+    """Replace tensor attributes in `module` by their copies `moved`, but not its state."""
     parts = list(module.modules())
     before = [_tensors_of(part) for part in parts]
     derived = [
         {name: vars(part)[name] for name in _DERIVED if name in vars(part)} for part in parts
     ]
-    for part, tensors in zip(parts, there, strict=True):
+    for part, tensors in zip(parts, moved, strict=True):
         vars(part).update(tensors)
     try:
         yield
-        for part, own, sent in zip(parts, before, there, strict=True):
-            found = _tensors_of(part)
-            new = {name: t for name, t in found.items() if t is not sent.get(name)}
-            own.update({name: transfer.back(tensor) for name, tensor in new.items()})
-            for name in own.keys() - found.keys():
-                del own[name]
+        for part, originals, sent in zip(parts, before, moved, strict=True):
+            after = _tensors_of(part)
+            new = {name: t for name, t in after.items() if t is not sent.get(name)}
+            originals.update({name: transfer.back(tensor) for name, tensor in new.items()})
+            for name in originals.keys() - after.keys():
+                del originals[name]
     finally:
-        for part, own, kept in zip(parts, before, derived, strict=True):
-            vars(part).update(own | kept)
+        for part, originals, kept in zip(parts, before, derived, strict=True):
+            vars(part).update(originals | kept)
 
 
 def _tensors_of(part: Any) -> dict[str, Any]:
@@ -471,46 +474,48 @@ def _tensors_of(part: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_at_home(home: Any, there: Any) -> Iterator[None]:
-    """Carry over what the program has set for its device: autocast, and where new tensors are.
+def _settings_of(home: Any, device: Any) -> Iterator[None]:
+    """Apply the settings for the device `home` to `device`: autocast and the default device.
 
-    Autocast over there casts to the type that it casts to at home, in the ops of the device there.
+    Autocast uses the dtype of `home` for the ops that autocast lists for `device`.
     """
     torch = import_module("torch")
-    kind, other = home.type, there.type
+    source, target = home.type, device.type
     with ExitStack() as settings:
-        if kind != other and torch.amp.is_autocast_available(other):
-            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-            if enabled or torch.is_autocast_enabled(other):
-                settings.enter_context(torch.autocast(other, dtype=dtype, enabled=enabled))
-        if torch.get_default_device().type == kind != other:
-            settings.enter_context(there)
+        if source != target and torch.amp.is_autocast_available(target):
+            enabled, dtype = torch.is_autocast_enabled(source), torch.get_autocast_dtype(source)
+            if enabled or torch.is_autocast_enabled(target):
+                settings.enter_context(torch.autocast(target, dtype=dtype, enabled=enabled))
+        if torch.get_default_device().type == source != target:
+            settings.enter_context(device)
         yield
 
 
 class _Transfer:
-    """The tensors of one call, to a device and back to where the first of them came from."""
+    """Moves the tensors of one call to a device, and back to the device of the first of them."""
 
-    def __init__(self, there: Any, state: Iterable[Any]) -> None:
-        self._there = there
-        self._state = {id(tensor) for tensor in state}  # of the module
+    def __init__(self, device: Any, state: Iterable[Any]) -> None:
+        self._device = device
+        self._state = {id(tensor) for tensor in state}  # ids of tensors of the module
         self.home: Any = None
         self.moved = 0
         self._copies: list[tuple[Any, Any, int | None, Any]] = []
-        """A tensor of the caller's, its copy, and the copy's version or else its content."""
+        """A tensor of the caller, its copy, and the version of the copy or else its content."""
 
-        self._originals: dict[int, Any] = {}  # id of a tensor over there -> the caller's own
+        self._originals: dict[
+            int, Any
+        ] = {}  # id of a tensor on the device -> the tensor of the caller
         self.over = NestedMap(self._send)
         self._back = NestedMap(self._bring)
 
     def back(self, value: Any) -> Any:
-        """Return `value`, some results, with every tensor in it at home."""
+        """Return `value` with every tensor in it moved back."""
         return value if self.home is None else self._back(value)
 
     def settle(self) -> None:
-        """Write to the caller's tensors, lists and mappings what the forward wrote to the copies.
+        """Apply writes of the forward to the tensors, lists and mappings of the caller.
 
-        It does so before anything is brought back, for what is returned may be one of them.
+        Must run before results are moved back, because a result may be one of these objects.
         """
         torch = import_module("torch")
         for original, copied, version, content in self._copies:
@@ -520,26 +525,26 @@ class _Transfer:
                 unchanged = copied._version == version  # noqa: SLF001 - see _version
             if unchanged:
                 continue
-            at_home = self._moved(copied, original.device)
-            # Only without gradients can a forward have written to a parameter of its own.
+            moved_back = self._moved(copied, original.device)
+            # A forward can write to a parameter of its module only without gradients.
             is_parameter = original.is_leaf and original.requires_grad
             with torch.set_grad_enabled(torch.is_grad_enabled() and not is_parameter):
-                original.copy_(at_home)
+                original.copy_(moved_back)
         for old, new, parts in self.over.containers:
-            present = _parts_of(new) or {}
-            same = present.keys() == parts.keys() and all(parts[k] is present[k] for k in parts)
-            if not same:
-                _refill(old, {key: self.back(part) for key, part in present.items()})
+            after = _parts_of(new) or {}
+            is_same = after.keys() == parts.keys() and all(parts[k] is after[k] for k in parts)
+            if not is_same:
+                _refill(old, {key: self.back(part) for key, part in after.items()})
 
     def _send(self, tensor: Any) -> Any:
-        if is_there(tensor, self._there):
+        if is_there(tensor, self._device):
             self._originals[id(tensor)] = tensor
             return tensor
         if hasattr(tensor, "device_mesh"):
-            raise ApplyError(f"{POLICY}: a module whose parameters are sharded stays in place")
+            raise ApplyError(f"{POLICY}: a module with sharded parameters cannot move")
         self.home = self.home or tensor.device
-        copied = self._moved(tensor, self._there)
-        # Batch norm, and code that uses `weight.data`, write to state behind autograd's back.
+        copied = self._moved(tensor, self._device)
+        # Batch norm, and code that uses `weight.data`, write to state without autograd noticing.
         version = None if id(tensor) in self._state else _version(copied)
         content = copied.detach().clone() if version is None else None
         self._copies.append((tensor, copied, version, content))
@@ -549,7 +554,7 @@ class _Transfer:
     def _bring(self, tensor: Any) -> Any:
         if id(tensor) in self._originals:
             return self._originals[id(tensor)]
-        return self._moved(tensor, self.home) if tensor.device == self._there else tensor
+        return self._moved(tensor, self.home) if tensor.device == self._device else tensor
 
     def _moved(self, tensor: Any, device: Any) -> Any:
         self.moved += tensor.numel() * tensor.element_size()
@@ -557,34 +562,34 @@ class _Transfer:
 
 
 def is_there(tensor: Any, device: Any) -> bool:
-    """Whether `tensor` need not be moved to `device`."""
+    """Return whether `tensor` is on `device`."""
     return bool(tensor.device == device)
 
 
 def _version(tensor: Any) -> int | None:
-    """Return a number that grows when `tensor` is written to, or None where torch keeps none.
+    """Return a number that grows with each write to `tensor`, or None if torch counts no writes.
 
-    Private (``_version``), though torch's own error messages show it: nothing public tells of a
-    write that leaves the values as they are. Where it is gone, contents are compared.
+    Private (``_version``), though error messages of torch show it: no public API detects a write
+    that does not change the values. Without it, contents are compared.
     """
     try:
         return int(tensor._version)  # noqa: SLF001 - see above
-    except (AttributeError, RuntimeError):  # inference tensors keep no version
+    except (AttributeError, RuntimeError):  # inference tensors have no version
         return None
 
 
 class NestedMap:
-    """Makes nested values anew with every tensor changed, each tensor and container once.
+    """Copies nested values and changes every tensor in them, each tensor and container once.
 
-    Two places that hold one object hold one object afterwards. torch's pytree knows neither that,
-    nor records and mappings of other classes.
+    If an object occurs twice, its copy occurs twice. The pytree of torch does not preserve that,
+    and does not support dataclasses and other classes of mappings.
     """
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        self._done: dict[int, tuple[Any, Any]] = {}  # the old is kept, so that its id stays its own
+        self._done: dict[int, tuple[Any, Any]] = {}  # the original is kept, so its id stays unique
         self.containers: list[tuple[Any, Any, dict[Any, Any]]] = []
-        """Containers made anew: the old, the new, and the parts that it began with."""
+        """Copied containers: the original, the copy, and the initial parts of the copy."""
 
     def __call__(self, value: Any) -> Any:
         """Return `value` with its tensors changed."""
@@ -597,7 +602,10 @@ class NestedMap:
         elif (parts := _parts_of(value)) is None:
             return value
         else:
-            self._done[id(value)] = value, value  # a container that holds itself ends here
+            self._done[id(value)] = (
+                value,
+                value,
+            )  # ends the recursion for a container that contains itself
             parts = {key: self(part) for key, part in parts.items()}
             new = copy(value)
             _refill(new, parts)
@@ -607,17 +615,17 @@ class NestedMap:
 
     def _tuple(self, value: Any) -> Any:
         packed = isinstance(value, import_module("torch").nn.utils.rnn.PackedSequence)
-        # The sizes of its batches are on the host wherever its data is.
+        # The batch sizes are always on the host.
         on_host = value.batch_sizes if packed else None
         parts = [part if part is on_host else self(part) for part in value]
         if all(map(operator.is_, parts, value)):
             return value
-        # A named tuple takes its fields one by one.
+        # The constructor of a named tuple has one argument per field; `_make` has an iterable.
         return getattr(type(value), "_make", type(value))(parts)
 
 
 def _parts_of(value: Any) -> dict[Any, Any] | None:
-    """Return the parts of a container that can be written to, by their keys; else None."""
+    """Return the parts of a mutable container by key; None for anything else."""
     if isinstance(value, list):
         return dict(enumerate(value))
     if isinstance(value, MutableMapping):
@@ -628,7 +636,7 @@ def _parts_of(value: Any) -> dict[Any, Any] | None:
 
 
 def _refill(container: Any, parts: Mapping[Any, Any]) -> None:
-    """Give a list, a mapping or a record other parts; writes those only that differ."""
+    """Replace the parts of a list, mapping or dataclass; writes only parts that differ."""
     if isinstance(container, list):
         container[:] = parts.values()
     elif isinstance(container, MutableMapping):
@@ -640,4 +648,4 @@ def _refill(container: Any, parts: Mapping[Any, Any]) -> None:
     else:
         for name, part in parts.items():
             if getattr(container, name) is not part:
-                object.__setattr__(container, name, part)  # a frozen one is changed as well
+                object.__setattr__(container, name, part)  # works for frozen ones too

@@ -1,4 +1,4 @@
-"""What policies share: a switch, a count of what they did, an answer when one does not hold."""
+"""Shared by all policies: an on/off switch, a count of their effects, and error handlers."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     from torchrepro.ground.errors import ApplyError
 
 Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
-"""Policy, subject, what was done and where -> calls, and bytes moved."""
+"""(Policy, subject, action, source line) -> (calls, bytes moved)."""
 
-_MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
+_MANY = 1000  # source lines; bounds the memory for a program that draws from ever new lines
 _lock = fork_safe_lock()
 _counted: dict[tuple[str, str, str, str], list[int]] = {}
 _sources: list[Callable[[list[PolicyEffect]], Iterable[PolicyEffect]]] = []
-_tags: list[str] = []  # one for every policy in force that changes what compiled code computes
-_handlers: list[Callable[[ApplyError], None]] = []  # of the profiles in force, innermost last
+_tags: list[str] = []  # one per active policy that changes the results of compiled code
+_handlers: list[Callable[[ApplyError], None]] = []  # of the active profiles, innermost last
 
 
 @dataclass(frozen=True, slots=True)
 class Toggle:
-    """A policy with two values, whose installation changes what compiled code computes."""
+    """A policy with two values that changes the results of compiled code while it is on."""
 
     off: str
     on: str
     name: str
-    """The name by which compiled code of this policy is kept from other code, also on disk."""
+    """A tag in the keys of compile caches, which separates code compiled under this policy."""
 
     install: Callable[[ExitStack], None]
-    """Puts the policy in force, and pushes its undo onto the stack."""
+    """Turns the policy on, and pushes its undo onto the stack."""
 
     _undo: list[ExitStack] = field(default_factory=list)
 
     @property
     def is_on(self) -> bool:
-        """Whether the policy is in force."""
+        """Return whether the policy is on."""
         return bool(self._undo)
 
     def read(self) -> str:
@@ -55,8 +55,8 @@ class Toggle:
             self._undo.pop().close()
             return
         with ExitStack() as undo:
-            _put_tags([*_tags, self.name])
-            undo.callback(self._take_tag_back)
+            _set_tags([*_tags, self.name])
+            undo.callback(self._remove_tag)
             self.install(undo)
             forget_compiled()
             self._undo.append(undo.pop_all())
@@ -64,16 +64,16 @@ class Toggle:
     save = read
     restore = write
 
-    def _take_tag_back(self) -> None:
-        if not sys.is_finalizing():  # an ending interpreter imports nothing, and compiles nothing
-            left = [*_tags]
-            left.remove(self.name)
-            _put_tags(left)
+    def _remove_tag(self) -> None:
+        if not sys.is_finalizing():  # no imports at exit
+            tags = [*_tags]
+            tags.remove(self.name)
+            _set_tags(tags)
             forget_compiled()
 
 
-def _put_tags(tags: list[str]) -> None:
-    """Have what is compiled from now on belong to the policies `tags`, in caches on disk too.
+def _set_tags(tags: list[str]) -> None:
+    """Set `tags`, names of policies, in the keys under which torch.compile caches code.
 
     See https://docs.pytorch.org/docs/stable/torch.compiler_api.html.
     """
@@ -84,13 +84,13 @@ def _put_tags(tags: list[str]) -> None:
 
 
 def forget_compiled() -> None:
-    """Have torch.compile compile everything anew; does nothing where it was never used."""
+    """Make torch.compile compile everything again; does nothing if it was never used."""
     if "torch._dynamo" in sys.modules:
         import_module("torch").compiler.reset()
 
 
 class PolicyEffect(NamedTuple):
-    """One thing that a policy has done, and how often."""
+    """An action of a policy, and how often it happened."""
 
     policy: str
     """The knob: ``device.fallback``."""
@@ -99,45 +99,45 @@ class PolicyEffect(NamedTuple):
     """The op or module: ``aten::put_``, ``encoder.layer.3``."""
 
     what: str
-    """What was done with it: ``ran on the CPU``."""
+    """The action on the subject: ``ran on the CPU``."""
 
     where: str
-    """The line of the program or the module it came from, where that is known."""
+    """The line of the program, or the module, that caused it; empty if unknown."""
 
     calls: int
     moved: int
-    """Bytes that were copied from one device to another for it."""
+    """Bytes copied between devices for it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the effect as plain JSON values."""
         return self._asdict()
 
 
-def count(policy: str, subject: str, what: str, where: str = "", moved: int = 0) -> None:
-    """Count one more time that `policy` did `what` to `subject`, and the bytes it moved."""
-    key = policy, subject, what, where
+def count(policy: str, subject: str, action: str, line: str = "", moved: int = 0) -> None:
+    """Count one `action` of `policy` on `subject`, and the bytes that it moved."""
+    key = policy, subject, action, line
     with _lock:
         if key not in _counted and len(_counted) >= _MANY:
-            key = policy, subject, what, "other places"
+            key = policy, subject, action, "other places"
         counts = _counted.setdefault(key, [0, 0])
         counts[0] += 1
         counts[1] += moved
 
 
 def counts_so_far() -> Counts:
-    """Return what has been counted, for `effects` to leave out."""
+    """Return a copy of the counts, to pass to `effects` as its `since`."""
     with _lock:
         return {key: (calls, moved) for key, (calls, moved) in _counted.items()}
 
 
 def reset_counts() -> None:
-    """Begin to count anew."""
+    """Reset all counts to zero."""
     with _lock:
         _counted.clear()
 
 
 def effects(since: Counts = MappingProxyType({})) -> tuple[PolicyEffect, ...]:
-    """Return what the policies have done, except for what they had done at `since`."""
+    """Return the effects of the policies after the counts `since` were taken."""
     counted = []
     for key, (calls, moved) in sorted(counts_so_far().items()):
         calls_before, moved_before = since.get(key, (0, 0))
@@ -147,18 +147,18 @@ def effects(since: Counts = MappingProxyType({})) -> tuple[PolicyEffect, ...]:
 
 
 def add_effects(source: Callable[[list[PolicyEffect]], Iterable[PolicyEffect]]) -> None:
-    """Have `effects` end with what `source` makes of those counted, such as effects of no calls."""
+    """Let `effects` append the results of `source(counted effects)`, such as uncalled ops."""
     _sources.append(source)
 
 
 def handle_with(handler: Callable[[ApplyError], None]) -> Callable[[], None]:
-    """Pass what policies refuse from now on to `handler`; return the undo."""
+    """Pass later errors of policies to `handler`; return the undo."""
     _handlers.append(handler)
     return lambda: _handlers.remove(handler)
 
 
 def refuse(error: ApplyError) -> None:
-    """Pass `error` to the innermost profile in force; raises it where nobody handles it."""
+    """Pass `error` to the innermost active profile; raises it if no profile is active."""
     if not _handlers:
         raise error
     _handlers[-1](error)

@@ -1,9 +1,9 @@
-"""Running one op on the CPU in place of a device, and handing its results to the device.
+"""Run one op on the CPU instead of a device, and move its results to the device.
 
-What an op writes to is known from its schema
-(https://docs.pytorch.org/docs/stable/library.html): results of in-place and ``out=`` calls are
-copied back into the very tensors they were meant for, others are moved. Tensors that overlap, one
-of them written to, overlap on the CPU as well.
+The schema of an op shows which arguments it writes to
+(https://docs.pytorch.org/docs/stable/library.html). Results of in-place and ``out=`` calls are
+copied back into the original tensors; other results are moved. If tensors overlap and the op
+writes to one of them, their copies on the CPU overlap too.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     Change = Callable[[Any], Any]
 
 _NO_KERNEL = "not implemented for '"
-"""What torch says where the CPU has no kernel for a short floating-point type."""
+"""Part of the error of torch if the CPU has no kernel for a short floating-point type."""
 
 
 def on_cpu(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Change = lambda its: its
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Change = lambda value: value
 ) -> tuple[Any, int]:
-    """Run the overload `op` on the CPU; return what its caller gets, and the bytes it moved.
+    """Run the overload `op` on the CPU; return its result for the caller, and the bytes moved.
 
-    `generator` translates each `torch.Generator` among the arguments. No gradient is recorded:
-    this is for what runs below autograd. Raises what the op raises.
+    `generator` translates each `torch.Generator` among the arguments. Records no gradient, because
+    callers run below autograd. Errors of the op propagate.
     """
     torch = import_module("torch")
     everything = [*leaves(args), *leaves(kwargs)]
-    place = _place(everything)
+    device = _device(everything)
     written, outputs = _written(op, args, kwargs)
 
     def down(value: Any) -> Any:
@@ -54,10 +54,10 @@ def on_cpu(
             nonlocal moved
             if id(value) in originals:
                 return originals[id(value)]
-            if place is None or place.type == "cpu" or not is_tensor(value):
+            if device is None or device.type == "cpu" or not is_tensor(value):
                 return value
             moved += _bytes(value)
-            return value.to(place)
+            return value.to(device)
 
         return mapped(up, result), moved
 
@@ -65,7 +65,7 @@ def on_cpu(
 def _copies(
     tensors: dict[int, Any], written: set[int], outputs: set[int]
 ) -> tuple[dict[int, tuple[Any, Any]], int]:
-    """Return each tensor, by its id, with its copy on the CPU, and the bytes moved for them."""
+    """Return id -> (tensor, its copy on the CPU), and the bytes moved for the copies."""
     torch, moved = import_module("torch"), 0
     copies: dict[int, tuple[Any, Any]] = {}
     for group in _overlapping(tensors, written):
@@ -79,9 +79,9 @@ def _copies(
                 copies[id(tensor)] = tensor, whole.as_strided(size, stride, offset)
             continue
         (tensor,) = group
-        if id(tensor) in outputs and _is_plain(tensor):  # its content is about to be overwritten
-            size, stride, kind = tensor.size(), tensor.stride(), tensor.dtype
-            copy = torch.empty_strided(size, stride, dtype=kind, device="cpu")
+        if id(tensor) in outputs and _is_plain(tensor):  # the op will overwrite its content
+            size, stride = tensor.size(), tensor.stride()
+            copy = torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu")
         else:
             copy = tensor.cpu()
             moved += _bytes(tensor)
@@ -90,13 +90,13 @@ def _copies(
 
 
 def is_on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call with these arguments computes on another device than the CPU."""
-    place = _place([*leaves(args), *leaves(kwargs)])
-    return place is not None and place.type != "cpu"
+    """Return whether a call with these arguments computes on a device other than the CPU."""
+    device = _device([*leaves(args), *leaves(kwargs)])
+    return device is not None and device.type != "cpu"
 
 
 def fit_to(tensor: Any, like: Any) -> None:
-    """Resize `tensor`, an output, to the size and the strides of `like` if its size is another."""
+    """Resize the output `tensor` to the size and strides of `like`, unless the sizes are equal."""
     if tensor.size() != like.size():
         tensor.resize_(like.size())
         if _is_plain(tensor) and tensor.stride() != like.stride():
@@ -108,8 +108,8 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
-        kinds = [its.dtype for its in leaves([args, kwargs]) if is_tensor(its)]
-        short = next((kind for kind in kinds if kind in (torch.float16, torch.bfloat16)), None)
+        dtypes = [leaf.dtype for leaf in leaves([args, kwargs]) if is_tensor(leaf)]
+        short = next((dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)), None)
         if _NO_KERNEL not in str(error) or short is None:
             raise
     copies: dict[int, tuple[Any, Any]] = {}
@@ -168,8 +168,8 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _memory(tensor: Any) -> tuple[int, str]:
-    # Private (`_cdata`): the address of the storage itself, which two storages never share,
-    # while a device's own memory may have no address to ask for.
+    # Private (`_cdata`): the address of the storage object, which is unique. The memory of a
+    # device may have no readable address.
     return tensor.untyped_storage()._cdata, str(tensor.dtype)  # noqa: SLF001 - see above
 
 
@@ -189,10 +189,10 @@ def _bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _place(values: list[Any]) -> Any:
-    """Return the device on which a call with these arguments computes, None for the CPU alone.
+def _device(values: list[Any]) -> Any:
+    """Return the device that a call with these arguments computes on, or None for the CPU.
 
-    A `device=` decides. Without one, a tensor that is not on the CPU decides, then a generator.
+    A `device=` argument comes first, then a tensor that is not on the CPU, then a generator.
     """
     torch = import_module("torch")
     named = [value for value in values if isinstance(value, torch.device)]
@@ -202,7 +202,7 @@ def _place(values: list[Any]) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether `value` is a tensor of torch."""
+    """Return whether `value` is a tensor of torch."""
     return isinstance(value, import_module("torch").Tensor)
 
 
@@ -211,7 +211,7 @@ def _is_far(value: Any) -> bool:
 
 
 def leaves(values: Any) -> list[Any]:
-    """Return all that is in `values`, through lists, tuples and dicts."""
+    """Return the leaves of nested lists, tuples and dicts as one list."""
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, list | tuple):
@@ -220,7 +220,7 @@ def leaves(values: Any) -> list[Any]:
 
 
 def mapped(change: Change, values: Any) -> Any:
-    """Return `values` with everything in them changed, through lists, tuples and dicts."""
+    """Return `values` with `change` applied to every leaf of nested lists, tuples and dicts."""
     if isinstance(values, dict):
         return {key: mapped(change, value) for key, value in values.items()}
     if isinstance(values, list):

@@ -1,4 +1,4 @@
-"""What becomes ``torch.npu``: the functions that torch and its users ask of a device's module."""
+"""The module ``torch.npu``: functions that torch and its users need from the module of a device."""
 
 import torch
 
@@ -10,7 +10,7 @@ _current = [0]
 
 
 def _index(device: torch.device | str | int | None) -> int:
-    """Return the number of `device`, the current one where it names none."""
+    """Return the index of `device`; the current index if it has none."""
     if device is None or device == -1:
         return current_device()
     index = device if isinstance(device, int) else torch.device(device).index
@@ -30,7 +30,7 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Do nothing: the devices are in use from the start."""
+    """Do nothing: the devices are initialized from the start."""
 
 
 def _is_in_bad_fork() -> bool:
@@ -54,7 +54,7 @@ def get_device_name(device: torch.device | str | int | None = None) -> str:
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Return at once: every op is done when it returns."""
+    """Return at once: every op is finished when it returns."""
     _index(device)
 
 

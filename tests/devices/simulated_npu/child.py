@@ -1,4 +1,4 @@
-"""A long-lived process that has the device, and runs functions of test files on request."""
+"""A long-lived process with the device, which runs functions of test files on request."""
 
 import importlib.util
 import multiprocessing
@@ -18,20 +18,20 @@ POLICE = Path(__file__).parents[2] / "conftest.py"
 
 
 class ChildError(Exception):
-    """A function ended its process, took too long, or left something behind there."""
+    """A function ended its process, took too long, or left a change behind in it."""
 
 
 class Child:
-    """The process: started at the first call, and anew at the call after it was lost."""
+    """The process; it starts at the first call, and again at the first call after it was lost."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> Any:
-        """Run `function`, at the top of its file, in the child; return or raise what it does.
+        """Run the module-level `function` in the child; return its result or raise its error.
 
-        Raises `ChildError` where the child ends, takes longer than `timeout` seconds, or is left
-        with a profile in force or another flag than before.
+        Raises `ChildError` if the child ends, takes longer than `timeout` seconds, or is left
+        with an active profile or another flag than before.
         """
         name = function.__qualname__
         if not name.isidentifier():
@@ -49,7 +49,7 @@ class Child:
             raise ChildError(f"{name}{args}: {why}") from error
 
     def stop(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if it runs."""
         if self._pool is not None:
             for process in [*(self._pool._processes or {}).values()]:
                 process.kill()

@@ -1,4 +1,4 @@
-"""Ops that cannot be deterministic, as real devices have them, and say so or do not."""
+"""Nondeterministic ops, as real devices have them, with and without an alert."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ _varying: dict[str, Iterator[int]] = {}
 
 
 def alert_on(*ops: str) -> None:
-    """Let the kernels of `ops`, such as "aten::cumsum", have no deterministic implementation.
+    """Remove the deterministic implementation of `ops`, such as "aten::cumsum".
 
-    Until `reset`, every overload raises torch's own `RuntimeError` for that while deterministic
-    algorithms are set to, and runs as ever otherwise.
+    Until `reset`, every overload raises the `RuntimeError` of torch if deterministic algorithms
+    are required, and runs otherwise.
     """
     _alerting.update(map(_known, ops))
 
 
 def vary(*ops: str) -> None:
-    """Let the floating-point results of `ops` differ a little from call to call, without a word.
+    """Let the floating-point results of `ops` differ a little from call to call, without an error.
 
     Until `reset`, the n-th call adds n * 1e-7 to every element, on all overloads of an op.
     """
@@ -36,13 +36,13 @@ def vary(*ops: str) -> None:
 
 
 def reset() -> None:
-    """Let every kernel be deterministic again."""
+    """Make every kernel deterministic again."""
     _alerting.clear()
     _varying.clear()
 
 
 def alert(op: torch._ops.OpOverload) -> None:
-    """Do what a kernel without a deterministic implementation does first, where `op` has none."""
+    """Raise as a kernel without a deterministic implementation does, if `op` is one."""
     name = _without_overload(op.name())
     refuses = torch.get_deterministic_debug_mode() == 2
     if name in _alerting and refuses:
@@ -50,7 +50,7 @@ def alert(op: torch._ops.OpOverload) -> None:
 
 
 def disturb(op: torch._ops.OpOverload, results: Iterator[torch.Tensor]) -> None:
-    """Add to `results`, which are on the host, where `op` varies."""
+    """Add to `results`, which are on the host, if `op` varies."""
     calls = _varying.get(_without_overload(op.name()))
     if calls is None:
         return
@@ -65,7 +65,7 @@ def _without_overload(name: str) -> str:
 
 
 def _known(op: str) -> str:
-    """Return `op`; raises `ValueError` where it names no op of aten, without an overload."""
+    """Return `op`; raises `ValueError` if it is not an op of aten without an overload."""
     namespace, _, name = op.partition("::")
     if namespace != "aten" or not hasattr(torch.ops.aten, name):
         raise ValueError(f"no op called {op!r}: write it like 'aten::cumsum'")

@@ -1,4 +1,4 @@
-"""The random numbers of the device: per device a seed and an offset, counted as philox does."""
+"""The random numbers of the device: a seed and an offset per device, as in Philox."""
 
 import hashlib
 import struct
@@ -13,9 +13,9 @@ _STEP = 4  # a philox call makes four numbers, so offsets are multiples of it
 
 
 class Generator:
-    """The generator of one device; its state is 16 bytes, as torch_npu's is.
+    """The generator of one device; its state has 16 bytes, as in torch_npu.
 
-    It is no ``torch.Generator``: one for a private-use device can be made in C++ only.
+    It is not a ``torch.Generator``, which for a private-use device needs C++.
     """
 
     def __init__(self, index: int) -> None:
@@ -51,7 +51,7 @@ class Generator:
 
     @contextmanager
     def in_place_of_the_hosts(self) -> Iterator[None]:
-        """Let ops on the host draw this device's numbers; the host's generator stays put."""
+        """Let ops on the host draw the numbers of this device, not those of the host."""
         # The CPU's generator reads only 32 bits of a seed: hash all of the state into them.
         digest = hashlib.blake2b(self._packed(), digest_size=4).digest()
         stream = torch.Generator().manual_seed(int.from_bytes(digest, "little"))

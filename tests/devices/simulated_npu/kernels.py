@@ -1,4 +1,4 @@
-"""Every kernel of the device: the CPU's kernel of the same op on the same memory."""
+"""Every kernel of the device: the CPU kernel of the same op on the same memory."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from simulated_npu.memory import give_memory, is_on_device, on_cpu_kernel, on_de
 
 
 class Log(list[str]):
-    """The names of the ops that kernels of the device ran, in order, such as "aten::add.Tensor"."""
+    """The names of ops that kernels of the device ran, in order, such as "aten::add.Tensor"."""
 
     to_host = 0
     """How many of them gave the host values: a copy to it, or a number."""
@@ -26,7 +26,7 @@ class Log(list[str]):
 
     @property
     def launches(self) -> int:
-        """How many of them start work on a device: all but views, and memory without values."""
+        """The number of ops that start work on a device: all but views and allocations."""
         return sum(count for name, count in self.counts.items() if _launches(name))
 
     def clear(self) -> None:
@@ -51,7 +51,7 @@ def _gives_host_values(op: torch._ops.OpOverload, args: Any) -> bool:
 
 
 def run(op: torch._ops.OpOverload, /, *args: Any, **kwargs: Any) -> Any:
-    """Run `op`, some argument of which is on the device, as a kernel of the device."""
+    """Run `op`, with some argument on the device, as a kernel of the device."""
     log.append(op.name())
     log.to_host += _gives_host_values(op, args)
     faults.alert(op)
@@ -82,11 +82,11 @@ class _Loan:
         return _changed(self._lend, value)
 
     def to_host_empty(self, output: torch.Tensor) -> torch.Tensor:
-        """Return what a kernel on the host may give memory and a shape in place of `output`."""
+        """Return a placeholder for `output` to which a host kernel can give memory and a shape."""
         return self._noted(torch.empty(0, dtype=output.dtype), output)
 
     def back_on_device(self, value: Any) -> Any:
-        """Return `value`, some results, on the device; what was an argument is that argument."""
+        """Return `value` on the device; a result that was an argument is that argument."""
         for host, tensor in self._lent.values():
             if host.shape != tensor.shape:
                 _reshape(tensor, host)
@@ -112,7 +112,7 @@ class _Loan:
 
 
 def _reshape(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    """Give `tensor` the shape that a kernel gave `host`, which stood for it."""
+    """Give `tensor` the shape of `host`, its placeholder, after a kernel ran."""
     if host.data_ptr() == tensor.data_ptr():
         start = tensor.storage_offset()
         _set(tensor, tensor.untyped_storage(), start, host.shape, host.stride())
@@ -143,7 +143,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _empty_outputs(loan: _Loan, op: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return stand-ins for outputs without memory: a kernel gives them a shape."""
+    """Return placeholders for outputs without memory, to which a kernel gives a shape."""
     outputs = {a.name for a in op._schema.arguments if a.is_out} & kwargs.keys()
     empty = {n for n in outputs if is_on_device(kwargs[n]) and not kwargs[n].numel()}
     return {name: loan.to_host_empty(kwargs[name]) for name in empty}
@@ -166,7 +166,7 @@ MAY_MIX = {  # arguments that every device takes from the host too
 
 
 def _place(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> int:
-    """Return the device of a call; raises `RuntimeError`, as torch does, where it has several."""
+    """Return the device of a call; raises `RuntimeError`, as torch does, if it has several."""
     tensors = list(_tensors((args, kwargs)))
     on_devices = [tensor.device for tensor in tensors if is_on_device(tensor)]
     if not on_devices:
@@ -193,7 +193,7 @@ def _set_empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _resize(tensor: torch.Tensor, size: list[int], *, memory_format: Any = None) -> torch.Tensor:
-    """Give `tensor` another shape, in its own memory where that is large enough."""
+    """Resize `tensor`, in its own memory if that is large enough."""
     strided = torch.empty(size, dtype=tensor.dtype, memory_format=memory_format)
     start = tensor.storage_offset()
     room = tensor.untyped_storage().nbytes() // tensor.element_size() - start

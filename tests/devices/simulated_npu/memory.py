@@ -1,4 +1,4 @@
-"""Tensors of the device share the memory of the host; only the name of the place differs."""
+"""Tensors of the device share the memory of the host; only the name of the device differs."""
 
 import ctypes
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _open_capsule.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 class _Place(ctypes.Structure):
-    """How every DLTensor begins: where its memory is, and on which device."""
+    """The first fields of every DLTensor: the address of its memory, and its device."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -48,7 +48,7 @@ def is_on_device(value: object) -> bool:
 
 
 def on_cpu_kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return a function that runs the CPU's kernel of `op`, past everything above it."""
+    """Return a function that runs the CPU kernel of `op`, below all other dispatch keys."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     for_tensors = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
 

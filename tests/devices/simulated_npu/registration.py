@@ -1,4 +1,4 @@
-"""Making torch know the device, once and for good in this process."""
+"""Registers the device with torch, permanently for this process."""
 
 from functools import cache, partial
 
@@ -19,7 +19,7 @@ Private, because torch has no public way without C++; where it is gone, the test
 
 @cache
 def install() -> None:
-    """Register the device type "npu", with two devices, through torch's dispatcher."""
+    """Register the device type "npu", with two devices, in the dispatcher of torch."""
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
         def is_available(self) -> bool:
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Copy a storage as `copy.deepcopy` asks; torch's own way needs an allocator made in C++."""
+    """Copy a storage for `copy.deepcopy`; the implementation of torch needs an allocator in C++."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage).clone().untyped_storage()
 

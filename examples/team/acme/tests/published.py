@@ -1,6 +1,6 @@
-"""What each version of this pack has published: the digest of every profile and piece.
+"""The digests of all profiles and pieces, for each published version of this pack.
 
-After a change that is meant, raise `version` in pyproject.toml and run this file.
+After an intended change, raise `version` in pyproject.toml and run this file.
 """
 
 import json
@@ -26,21 +26,21 @@ def version() -> str:
 
 
 def published() -> dict[str, dict[str, str]]:
-    """Return the digests that were pinned: version -> name -> digest."""
+    """Return the pinned digests: version -> name -> digest."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def main() -> None:
-    """Pin the digests of this version, unless it was pinned with others."""
+    """Pin the digests of this version; exit if it is pinned with different digests."""
     pins = published()
     digests = {name: torchrepro.load(name).digest for name in NAMES}
     if pins.get(version(), digests) != digests:
         sys.exit(
-            f"{version()} has other digests: raise the version in pyproject.toml, or, "
-            f"if nobody has {version()} yet, take it out of {FILE.name}"
+            f"{version()} has different digests: raise the version in pyproject.toml, or, "
+            f"if {version()} is not published yet, remove it from {FILE.name}"
         )
     FILE.write_text(json.dumps(pins | {version(): digests}, indent=2) + "\n", encoding="utf-8")
-    print(f"{FILE.name} holds the digests of {version()}")
+    print(f"{FILE.name} contains the digests of {version()}")
 
 
 if __name__ == "__main__":
