@@ -175,7 +175,7 @@ def test_a_folder_gets_the_manifest_and_the_last_one_counts(tmp_path, under_seed
         (["mlfow"], "did you mean: mlflow"),
         ([3], "legal: mlflow or a run of it"),
         (["mlflow"], "to do: start one: mlflow.start_run()"),
-        (["tensorboard"], "hand over the SummaryWriter itself"),
+        (["tensorboard"], "pass the SummaryWriter itself"),
         ([], r"nothing is active.*\n.*wandb\.init\(\)"),
     ],
 )

@@ -189,8 +189,8 @@ def test_a_seed_that_a_module_gives_as_it_is_imported_has_no_effect_and_is_named
     """
     pytester.makepyfile(test_seeding=SEEDING, test_plain="def test_of_nothing(): pass")
     named = [
-        f"*test_seeding.py:{line}: PytestWarning: {call} has no effect on what tests draw: "
-        "each starts from the seed of seed-only. Seed in the test or in a fixture of it"
+        f"*test_seeding.py:{line}: PytestWarning: {call} does not affect the random numbers of "
+        "tests: each test starts from the seed of seed-only. Seed in the test or in a fixture"
         for line, call in ((3, "torch.manual_seed(0)"), (4, "random.seed(1)"))
     ]
 
@@ -201,7 +201,7 @@ def test_a_seed_that_a_module_gives_as_it_is_imported_has_no_effect_and_is_named
         assert _drawn(result) == {"module": [str(own)], "test": ["True"], "fixture": ["True"]}
         result.stdout.fnmatch_lines(named)
     for words in ((), ("--repro=seed-only", "--repro-set=seed=null")):
-        assert "no effect on" not in run(*words).stdout.str()
+        assert "does not affect" not in run(*words).stdout.str()
 
 
 def test_the_header_says_all_that_a_run_starts_with(monkeypatch):
@@ -240,11 +240,11 @@ def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, r
         "torchrepro: unknown profile 'seed-onli'",
         "*did you mean: seed-only",
         "torchrepro: override sead=3: unknown key",
-        "torchrepro: @pytest.mark.repro: seed-only, train-fast: it takes one profile",
-        "torchrepro: @pytest.mark.repro: seed=3: `overrides` is a list of texts",
+        "torchrepro: @pytest.mark.repro: seed-only, train-fast: the marker takes one profile",
+        "torchrepro: @pytest.mark.repro: seed=3: `overrides` must be a list of texts",
         "seed-only (seeded) sha256:*",
         "to repeat: pytest test_a_marked.py::test_of_its_own",
-        "no torchrepro profile is in force for this test: name one with --repro=PROFILE*",
+        "no torchrepro profile is active in this test: name one with --repro=PROFILE*",
     ):
         result.stdout.fnmatch_lines([message])
     result.stdout.fnmatch_lines(
