@@ -100,9 +100,9 @@ WISHES = [  # with the word that the refusal has to show
         Case(PLAIN, said, words=tuple(words.split()))
         for words, said in {
             # Hydra would end in its own traceback, or show a config without calling anybody.
-            "+repro=null": "null is no profile",
-            "repro=null": "null is no profile",
-            "-m +repro=debug-strict,null": "null is no profile",
+            "+repro=null": "null is not a profile",
+            "repro=null": "null is not a profile",
+            "-m +repro=debug-strict,null": "null is not a profile",
             "+repro=[seed-only,train-fast]": "two profiles at once",
             "--cfg job +repro=debug-strickt": "did you mean: debug-strict",
             "--cfg=all +repro=debug-strickt": "did you mean: debug-strict",
@@ -110,7 +110,7 @@ WISHES = [  # with the word that the refusal has to show
             "+repro=xyz": "legal: debug-strict, npu-align, seed-only, train-fast",
             "-m +repro=xyz,seed-only": "legal: debug-strict, npu-align, seed-only, train-fast",
             # A sweep whose callback was taken away stops before its first job.
-            "-m +repro=debug-strict ~hydra.callbacks.torchrepro": "let Hydra call torchrepro",
+            "-m +repro=debug-strict ~hydra.callbacks.torchrepro": "keep torchrepro's callback",
         }.items()
     ),
 ]
@@ -172,7 +172,7 @@ def test_what_is_the_apps_own_is_left_alone(became, case):
     assert ended["status"] == 0, ended["said"]
     assert ended["config"]["repro"] == case.expected
     assert (ended["deterministic"], ended["seed"]) == (False, 99)
-    assert ended["said"].count("asks for no profile") == len(ended["said"].splitlines()) == named
+    assert ended["said"].count("requests no profile") == len(ended["said"].splitlines()) == named
 
 
 @pytest.mark.sampled(4)

@@ -167,7 +167,7 @@ def test_a_job_without_the_callback_says_so_at_its_end(little):
 
 def test_a_composed_profile_that_nobody_applies_is_reported_at_exit(composed, fork_under):
     """Asked for on the command line it is status 3, else a line; applied or under run, nothing."""
-    said, asked = "composed by Hydra, and nothing put it in force", "+repro=seed-only"
+    said, asked = "was composed by Hydra but never applied", "+repro=seed-only"
     typed = composed(asked)
     failed = composed(asked, fails=True)
     in_code = composed(asked=[asked])
