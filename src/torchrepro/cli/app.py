@@ -57,7 +57,7 @@ torchrepro plan debug-strict  # what would happen to each setting here, and why
 torchrepro plan train-fast seed=7 --json  # the plan as one JSON document
 torchrepro explain backends.cudnn.benchmark  # a key of a profile
 torchrepro explain CUBLAS_WORKSPACE_CONFIG  # an environment variable
-eval "$(torchrepro env debug-strict)"  # set them in this shell
+eval "$(torchrepro env debug-strict)"  # set the variables in this shell
 torchrepro env debug-strict --format dotenv  # for a .env file
 torchrepro env debug-strict --format slurm  # for a job script, after #SBATCH
 torchrepro schema  # every key of a profile and its legal values

@@ -230,7 +230,7 @@ def examine_machine(
     allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Show what on this machine would keep a profile from taking effect; exit 1 if anything."""
+    """List problems on this machine that would make a profile ineffective; exit 1 if any exist."""
     from torchrepro.doctor import examine
 
     resolved = resolved_profile(profile, overrides)
@@ -288,7 +288,7 @@ def new_pack(
     ],
     as_json: Json = False,  # noqa: FBT002 - an option of the command line
 ) -> None:
-    """Write a Python package of profiles, with tests and ready to publish, into the folder NAME."""
+    """Write a Python package of profiles, with tests and ready to publish, into a new folder."""
     from torchrepro.scaffold import write_pack
 
     pack = write_pack(Path(name))

@@ -89,6 +89,7 @@ def variables_put_back(names: Iterable[str] | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in before.keys() | os.environ.keys() if names is None else names:
+        restored = before.keys() | os.environ.keys() if names is None else names
+        for name in restored:
             if os.environ.get(name) != before.get(name):
                 set_variable(name, before.get(name))

@@ -122,7 +122,9 @@ def _imported_early(config: pytest.Config) -> Iterator[str]:
     has imported it. CPython works so but does not promise it, so the line mentions the order.
     """
     order, plugins = list(sys.modules), {*map(id, config.pluginmanager.get_plugins())}
-    for library in (library for library in LIBRARIES if library in sys.modules):
+    for library in LIBRARIES:
+        if library not in sys.modules:
+            continue
         later = order[order.index(library) :]
         later_plugins = (
             name for name in later if id(sys.modules[name]) in plugins and name != __name__
