@@ -167,7 +167,7 @@ def as_override(pieces: Sequence[str]) -> list[str]:
     return [f"{PIECES}=[{','.join(pieces)}]"] if pieces else []
 
 
-chosen = Choice()  # the configs that Hydra requested in this composition
+chosen = Choice()  # the profiles and pieces that Hydra requested in this composition
 _profiles: dict[str, DictConfig] = {}  # the composed profiles of this composition
 _sources: list[ReproConfigSource] = []  # the source of this composition
 _last_config: list[str] = []  # the last requested config that is not Hydra's own
@@ -203,7 +203,7 @@ class ReproConfigSource(ConfigSource):
         return any(folder.has_group(inner) for folder in folders)
 
     def _app_has_a_plain_value(self) -> bool:
-        # Hydra calls `is_group` for an override right after it has requested the primary config.
+        # Hydra calls `is_group` for an override right after it has requested its config.
         names = [f"{name.removesuffix('.yaml')}.yaml" for name in _last_config]
         files = [root / name for name in names for root, _ in self._roots()]
         configs: Any = [values_in(path) for path in files if path.is_file()]
@@ -213,7 +213,7 @@ class ReproConfigSource(ConfigSource):
         return any(section is not None and not isinstance(section, Mapping) for section in sections)
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether `config_path` names a profile that can be read, well-formed or not."""
+        """Return whether `load_config` handles `config_path`: it loads or refuses it."""
         # Hydra copies its sources for every composition and calls the first one for every config,
         # so another copy means another composition.
         if _sources[-1:] != [self]:
@@ -362,7 +362,7 @@ class _Unapplied:
     """The profiles that were composed in this process and not applied yet."""
 
     names: dict[str, str] = field(default_factory=dict)  # name in Hydra -> name in the profile
-    composer: str = ""
+    composer: str = ""  # as in `_TODO`
     sweeping: bool = False  # whether our callback was called at the start of this sweep
     sweep_words: list[str] | None = None  # in a launcher's process: the sweep's words on `repro`
     reporter: int = 0  # the id of the process that reports `names` at its end
@@ -371,7 +371,7 @@ class _Unapplied:
 unapplied = _Unapplied()
 
 
-def note_composed(name: str, own_name: str) -> None:
+def note_composed(name: str, profile_name: str) -> None:
     """Note that Hydra has composed the profile `name`, for a job or for a caller of `compose`.
 
     Ends the process before a job of a sweep in which our callback is not called.
@@ -394,7 +394,7 @@ def note_composed(name: str, own_name: str) -> None:
     if composer == "main":  # a new program starts; `compose` may run inside a sweep
         unapplied.sweeping = False
     unapplied.composer = composer
-    unapplied.names[name] = own_name
+    unapplied.names[name] = profile_name
     if unapplied.reporter != os.getpid():
         unapplied.reporter = os.getpid()
         atexit.register(_report_unapplied, os.getpid(), ExitStatus())
