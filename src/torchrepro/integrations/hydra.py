@@ -48,14 +48,14 @@ from torchrepro.ground.messages import near, some
 from torchrepro.ground.patching import variables_put_back
 from torchrepro.ground.redaction import shareable
 from torchrepro.integrations.hydra_source import (
-    APPS_OWN,
+    APP_PREFIX,
     CALLBACK,
     REFUSED_STATUS,
     SCHEME,
     SEPARATOR,
     chosen,
     exit_on_error,
-    note_on_the_apps_own,
+    note_on_app_section,
     refuse_switched_off,
     resolved_profile,
     unapplied,
@@ -125,7 +125,7 @@ class _ProfilesElement:
     @property
     def path(self) -> str:
         paths = [
-            (APPS_OWN if element.provider == "main" else "") + element.path
+            (APP_PREFIX if element.provider == "main" else "") + element.path
             for element in self.owner.get_path()
             if not isinstance(element, _ProfilesElement) and element.path
         ]
@@ -276,7 +276,7 @@ def _note_once(text: str) -> None:
 
 
 def _start_without_profile(config: DictConfig) -> None:
-    _note_once(note_on_the_apps_own(config))
+    _note_once(note_on_app_section(config))
     if inherited() is not None:
         OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
         return

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 
 GROUP = SECTION
-APPS_OWN = "main="  # prefix of the app's own config folder, from Hydra's provider "main"
+APP_PREFIX = "main="  # prefix of the app's own config folder, from Hydra's provider "main"
 APP = "this app's config"  # the origin of values that the app sets
 CALLBACK = "torchrepro"  # the name of our callback, also in the defaults list
 SCHEME = "torchrepro"
@@ -97,7 +97,7 @@ def values_in(path: Path) -> Any:
 
 def files_named(name: str, folders: Iterable[ProfileFolder]) -> list[Path]:
     """Return the app's own files, in its `folders`, that Hydra would compose as `name`."""
-    app_folders = [folder.path for folder in folders if folder.origin.startswith(APPS_OWN)]
+    app_folders = [folder.path for folder in folders if folder.origin.startswith(APP_PREFIX)]
     paths = [path / f"{name.removesuffix('.yaml')}.yaml" for path in app_folders]
     return [path for path in paths if path.is_file()]
 
@@ -225,7 +225,7 @@ class ReproConfigSource(ConfigSource):
         if not config_path.startswith("hydra/"):
             _last_config[:] = [config_path]
         name = _profile_name(config_path)
-        if name is None or self._is_the_apps_own(name):
+        if name is None or self._is_config_of_app(name):
             return False
         try:
             if original_meaning(name) is None:
@@ -241,7 +241,7 @@ class ReproConfigSource(ConfigSource):
             return True  # `load_config` reports the error
         return True
 
-    def _is_the_apps_own(self, name: str) -> bool:
+    def _is_config_of_app(self, name: str) -> bool:
         """Whether the app has a config of this name in its group `repro` that is not a profile.
 
         Hydra composes it like any other config of the app. But files outside of the app, as in a
@@ -326,7 +326,7 @@ class ReproConfigSource(ConfigSource):
 
     def _roots(self) -> Iterator[tuple[Path, str]]:
         for entry in self.path.split(SEPARATOR):
-            scheme, _, rest = entry.removeprefix(APPS_OWN).rpartition("://")
+            scheme, _, rest = entry.removeprefix(APP_PREFIX).rpartition("://")
             if scheme == "pkg":
                 name, _, inner = rest.partition("/")
                 roots = [root / inner for root in package_folders(name)[0]]
@@ -565,7 +565,7 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
         raise ProfileError([_with_remedy(problem) for problem in error.problems]) from None
 
 
-def note_on_the_apps_own(config: DictConfig) -> str:
+def note_on_app_section(config: DictConfig) -> str:
     """Return a line if the app's own `repro` happens to name a profile, else an empty string."""
     words = _SEPARATORS.split(str(_plain_section(config)))
     named = [name for folder in search_path() for name in folder.names() if name in words]
