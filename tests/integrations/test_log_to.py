@@ -1,4 +1,4 @@
-"""`torchrepro.log_to` into the real tools, offline, and what it says where it can not."""
+"""`torchrepro.log_to` writes to the real tools, offline, and its refusals say what to do."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ TIMEOUT = 600
 PLANTED = "sk-planted-0123456789"
 TOOLS = """
 import json, os, pathlib, sys, time
-here = pathlib.Path.cwd()
+folder = pathlib.Path.cwd()
 os.environ.update(
     MLFLOW_ALLOW_FILE_STORE="1", WANDB_MODE="offline", WANDB_SILENT="true", MY_TOKEN=sys.argv[2],
     WANDB_X_SERVICE_WAIT="300", WANDB_INIT_TIMEOUT="300",
@@ -24,8 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 def tags(run):
-    found = mlflow.MlflowClient().get_run(run.info.run_id).data.tags
-    return {key: text for key, text in found.items() if key.startswith("torchrepro.")}
+    all_tags = mlflow.MlflowClient().get_run(run.info.run_id).data.tags
+    return {key: text for key, text in all_tags.items() if key.startswith("torchrepro.")}
 
 def artifact(run):
     return json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/repro.json"))
@@ -40,30 +40,30 @@ def board(folder):
     texts, hparams = EventAccumulator(folder), EventAccumulator(f"{folder}/torchrepro")
     texts.Reload(), hparams.Reload()
     raw = hparams.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    said = HParamsPluginData.FromString(raw).session_start_info.hparams
+    hyperparameters = HParamsPluginData.FromString(raw).session_start_info.hparams
     events = texts.Tensors("torchrepro/manifest/text_summary")
     return {
-        "digest": said["torchrepro.digest"].string_value,
-        "seed": said["torchrepro.seed"].number_value,
+        "digest": hyperparameters["torchrepro.digest"].string_value,
+        "seed": hyperparameters["torchrepro.seed"].number_value,
         "steps": [event.step for event in events],
         "manifest": json.loads(events[-1].tensor_proto.string_val[0]),
     }
 
 def written(text):
-    "Whether wandb has written a text, which it may do a moment after a run is finished."
-    (path,) = here.glob("wandb/offline*/*.wandb")
+    "Whether wandb has written a text, possibly a moment after the end of a run."
+    (path,) = folder.glob("wandb/offline*/*.wandb")
     until = time.monotonic() + 300
     while time.monotonic() < until:
         data = path.read_bytes()
-        # Blocks of 32 KiB, each with a header of 7 bytes: a text may lie across two of them.
+        # A text may be split over two blocks of 32 KiB, each with a header of 7 bytes.
         blocks = (data[start + 7 : start + (1 << 15)] for start in range(0, len(data), 1 << 15))
         if text.encode() in b"".join(blocks):
             return True
         time.sleep(0.05)
     return False
 
-mlflow.set_tracking_uri(f"file:{here}/mlruns")
-run = wandb.init(dir=here)
+mlflow.set_tracking_uri(f"file:{folder}/mlruns")
+run = wandb.init(dir=folder)
 writers = SummaryWriter("tb"), tensorboardX.SummaryWriter("tbx")
 facts = {}
 secret = f"env_extra.ACME_NOTE={sys.argv[2]}"
@@ -104,17 +104,17 @@ main()
 
 @pytest.fixture
 def under_seed_only():
-    """A profile in force for what needs no tool."""
+    """Apply a profile, for tests that need no tool."""
     with torchrepro.apply("seed-only") as applied:
         yield applied
 
 
 @pytest.mark.slow
-def test_every_tool_gets_digest_values_and_manifest_in_its_own_terms(pytester):
-    """What each tool then holds is the profile in force: a second call replaces the first.
+def test_every_tool_gets_digest_values_and_manifest(pytester):
+    """Each tool stores the active profile, and a second call replaces the first.
 
-    Leaving the block logs what the run has done since; no secret gets in, be it the
-    profile's, a variable's or an argument's.
+    The end of the block logs what the run did in between. No secret is logged, neither of the
+    profile nor of a variable or an argument.
     """
     script = pytester.makepyfile(TOOLS)
 
@@ -149,16 +149,16 @@ def test_every_tool_gets_digest_values_and_manifest_in_its_own_terms(pytester):
 
 
 @pytest.mark.slow
-def test_hydra_s_output_is_found_without_importing_any_tool(pytester):
-    """In a Hydra job `log_to()` writes beside the job's own config, and imports no tool for it."""
+def test_in_a_hydra_job_log_to_writes_beside_the_config_and_imports_no_tool(pytester):
+    """Without targets, the job's output folder is the only destination."""
     done = pytester.runpython(pytester.makepyfile(HYDRA_APP))
 
     path = next(pytester.path.glob("outputs/*/*/.hydra/repro.json"))
     assert done.outlines == [f"hydra: {path}", "set()"]
 
 
-def test_a_folder_gets_the_manifest_and_the_last_one_counts(tmp_path, under_seed_only):
-    """A folder is made if it is not there, and holds one manifest whatever the number of calls."""
+def test_a_folder_contains_the_manifest_of_the_last_call(tmp_path, under_seed_only):
+    """A missing folder is created, and contains one manifest after any number of calls."""
     with torchrepro.log_to(tmp_path / "new" / "run") as logged:
         torchrepro.stream("split", rank=0)
 
@@ -175,20 +175,20 @@ def test_a_folder_gets_the_manifest_and_the_last_one_counts(tmp_path, under_seed
         (["mlfow"], "did you mean: mlflow"),
         ([3], "legal: mlflow or a run of it"),
         (["mlflow"], "to do: start one: mlflow.start_run()"),
-        (["tensorboard"], "hand over the SummaryWriter itself"),
+        (["tensorboard"], "pass the SummaryWriter itself"),
         ([], r"nothing is active.*\n.*wandb\.init\(\)"),
     ],
 )
 @pytest.mark.usefixtures("under_seed_only")
-def test_another_target_is_refused(targets, words):
-    """A typo makes no folder, and a tool in which nothing is active is said with what would be."""
+def test_an_unknown_or_inactive_target_is_refused(targets, words):
+    """A typo creates no folder, and for a tool without a run the message says how to start one."""
     with pytest.raises(torchrepro.TorchreproError, match=words):
         torchrepro.log_to(*targets)
 
 
 @pytest.mark.usefixtures("under_seed_only")
-def test_a_folder_is_named_by_text_as_by_a_path(tmp_path, monkeypatch):
-    """A bare word that is not nearly the name of a tool is a folder, which is made."""
+def test_a_target_may_be_the_name_of_a_folder(tmp_path, monkeypatch):
+    """A word that is not close to the name of a tool is a folder, which is created."""
     monkeypatch.chdir(tmp_path)
     for name in ("folder", "runs", "out-1"):
         torchrepro.log_to(name)
@@ -196,8 +196,8 @@ def test_a_folder_is_named_by_text_as_by_a_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("under_seed_only")
-def test_a_refusal_at_the_end_does_not_hide_what_went_wrong_in_the_block(tmp_path):
-    """The program's own exception comes out, with the refusal as a note."""
+def test_a_refusal_at_the_end_does_not_hide_the_exception_of_the_block(tmp_path):
+    """The program's exception propagates, with the refusal as a note."""
 
     def program():
         with torchrepro.log_to(tmp_path / "a"):
@@ -211,8 +211,8 @@ def test_a_refusal_at_the_end_does_not_hide_what_went_wrong_in_the_block(tmp_pat
     assert "log_to: folder refused: IsADirectoryError" in caught.value.__notes__[0]
 
 
-def test_without_a_profile_there_is_nothing_to_log(tmp_path):
-    """Outside of a profile nothing is written, and nothing raises."""
+def test_without_a_profile_nothing_is_logged(tmp_path):
+    """Without an active profile `log_to` writes nothing and does not raise."""
     with torchrepro.log_to(tmp_path) as logged:
         pass
 

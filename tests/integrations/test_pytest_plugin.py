@@ -1,4 +1,4 @@
-"""The pytest plugin on real pytest runs: in force in time, the same for every test, readable."""
+"""The plugin in real pytest runs: applied in time, the same for every test, with clear output."""
 
 import sys
 import sysconfig
@@ -130,7 +130,7 @@ def test_of_a_fixture(seeded):
 
 @pytest.fixture
 def run(pytester):
-    """Run pytest in a process of its own, without pytest-randomly unless it is asked for."""
+    """Return a function that runs pytest in another process, by default without pytest-randomly."""
 
     def run(*words, randomly=False):
         chosen = words if randomly else ("-p", "no:randomly", *words)
@@ -145,11 +145,11 @@ def _drawn(result):
 
 
 @pytest.mark.slow
-def test_a_session_is_under_its_profile_in_time_and_every_test_starts_alike(pytester, run):
-    """Conftest files find the profile in force; a test draws the same after others and alone.
+def test_the_profile_is_applied_before_conftest_and_every_test_starts_from_its_seed(pytester, run):
+    """Conftest files see the active profile; a test draws the same numbers alone and after others.
 
-    The header names what came too late and which plugin had imported torch. No flag or variable
-    leaks from one test into the next, also in a worker of xdist, and pytest-randomly seeds no test.
+    The header names late settings and the plugin that imported torch. No flag or variable leaks
+    from one test into the next, also in a worker of xdist, and pytest-randomly seeds no test.
     """
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_drawing=DRAWING, innocent="", culprit="import torch", later="")
@@ -177,20 +177,20 @@ def test_a_session_is_under_its_profile_in_time_and_every_test_starts_alike(pyte
     assert alone == {"second": drawn["second"]}
     shared, own, _ = drawn["first"][2:]
     assert drawn["second"][2:4] == [own, shared]
-    assert shared != own, "a shared fixture draws from a stream of its own"
+    assert shared != own, "a shared fixture has its own stream"
 
 
 @pytest.mark.slow
-def test_a_seed_that_a_module_gives_as_it_is_imported_has_no_effect_and_is_named(pytester, run):
-    """Each test starts from the profile's seed; a warning has the line, and what to do.
+def test_a_seed_at_the_import_of_a_test_module_has_no_effect_and_is_reported(pytester, run):
+    """Each test starts from the profile's seed; a warning names the line and what to do.
 
-    It fails no test under -W error. A seed that a test or its fixture gives counts. Nothing is said
-    of a profile without a seed, nor where there is no profile.
+    It fails no test under -W error. Seeds in a test or in its fixture take effect. There is no
+    warning under a profile without a seed, nor without a profile.
     """
     pytester.makepyfile(test_seeding=SEEDING, test_plain="def test_of_nothing(): pass")
     named = [
-        f"*test_seeding.py:{line}: PytestWarning: {call} has no effect on what tests draw: "
-        "each starts from the seed of seed-only. Seed in the test or in a fixture of it"
+        f"*test_seeding.py:{line}: PytestWarning: {call} does not affect the random numbers of "
+        "tests: each test starts from the seed of seed-only. Seed in the test or in a fixture"
         for line, call in ((3, "torch.manual_seed(0)"), (4, "random.seed(1)"))
     ]
 
@@ -201,11 +201,11 @@ def test_a_seed_that_a_module_gives_as_it_is_imported_has_no_effect_and_is_named
         assert _drawn(result) == {"module": [str(own)], "test": ["True"], "fixture": ["True"]}
         result.stdout.fnmatch_lines(named)
     for words in ((), ("--repro=seed-only", "--repro-set=seed=null")):
-        assert "no effect on" not in run(*words).stdout.str()
+        assert "does not affect" not in run(*words).stdout.str()
 
 
-def test_the_header_says_all_that_a_run_starts_with(monkeypatch):
-    """Conflicts and every reason are in it; the digest is for those who ask for more."""
+def test_the_header_has_conflicts_and_all_reasons_of_a_lowered_guarantee(monkeypatch):
+    """It is the same if quiet; the digest is shown only if verbose."""
     lowered = tuple(Lowered(f"knob.{i}", f"what {i} does", f"reason {i}") for i in range(5))
     rows = (KnobRow("env.OMP_DYNAMIC", Outcome.CONFLICT, "true", "false", "exported"),)
 
@@ -227,8 +227,8 @@ def test_the_header_says_all_that_a_run_starts_with(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, run):
-    """The nearest marker's profile holds from before fixtures to the end, and not beyond."""
+def test_a_marker_applies_its_profile_to_one_test_and_a_wrong_marker_is_an_error(pytester, run):
+    """The profile of the nearest marker is active from before the fixtures to the test's end."""
     pytester.makepyfile(test_a_marked=MARKED, test_b_unmarked=UNMARKED)
 
     result = run("--import-mode=importlib")
@@ -240,11 +240,11 @@ def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, r
         "torchrepro: unknown profile 'seed-onli'",
         "*did you mean: seed-only",
         "torchrepro: override sead=3: unknown key",
-        "torchrepro: @pytest.mark.repro: seed-only, train-fast: it takes one profile",
-        "torchrepro: @pytest.mark.repro: seed=3: `overrides` is a list of texts",
+        "torchrepro: @pytest.mark.repro: seed-only, train-fast: the marker takes one profile",
+        "torchrepro: @pytest.mark.repro: seed=3: `overrides` must be a list of texts",
         "seed-only (seeded) sha256:*",
         "to repeat: pytest test_a_marked.py::test_of_its_own",
-        "no torchrepro profile is in force for this test: name one with --repro=PROFILE*",
+        "no torchrepro profile is active in this test: name one with --repro=PROFILE*",
     ):
         result.stdout.fnmatch_lines([message])
     result.stdout.fnmatch_lines(
@@ -255,8 +255,8 @@ def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, r
 
 
 @pytest.mark.slow
-def test_a_request_that_is_refused_ends_pytest_with_its_message(pytester, run):
-    """An unknown profile, a wrong value, and values without a profile are usage errors."""
+def test_a_refused_option_is_a_usage_error(pytester, run):
+    """This covers an unknown profile, a wrong value, and values without a profile."""
     for words, message in (
         (["--repro=debug-strct"], "ERROR: torchrepro: unknown profile 'debug-strct'"),
         (["--repro=seed-only", "--repro-set=sead=1"], "ERROR: torchrepro: override sead=1: *"),
@@ -270,8 +270,8 @@ def test_a_request_that_is_refused_ends_pytest_with_its_message(pytester, run):
 
 
 @pytest.mark.slow
-def test_under_torchrepro_run_the_same_profile_agrees_and_another_is_refused(pytester):
-    """Under `torchrepro run` nothing is late and nothing warns; other values are an error."""
+def test_under_torchrepro_run_only_the_same_profile_is_accepted(pytester):
+    """Then no setting is late and there is no warning; other values are an error."""
     pytester.makepyfile("def test(repro): print('late', repro.report.counts.get('too_late'))")
     pytester.makefile(".ini", pytest="[pytest]\naddopts = -p no:randomly --repro=seed-only\n")
 
@@ -279,18 +279,20 @@ def test_under_torchrepro_run_the_same_profile_agrees_and_another_is_refused(pyt
         words = (CONSOLE_SCRIPT, "run", *profile, "--", sys.executable, "-m", "pytest")
         return pytester.run(*words, "-W", "error", "-rA", timeout=TIMEOUT)
 
-    same, other = under("seed-only"), under("seed-only", "seed=8")
+    same, different = under("seed-only"), under("seed-only", "seed=8")
 
     same.assert_outcomes(passed=1)
     same.stdout.fnmatch_lines(["late None"])
     same.stdout.no_fnmatch_line("*too late*")
     same.stdout.no_fnmatch_line("*too early*")
-    assert other.ret == pytest.ExitCode.USAGE_ERROR
-    other.stderr.fnmatch_lines(["*run seed-only*--repro asks for*", "  seed: run 8, --repro 1234"])
+    assert different.ret == pytest.ExitCode.USAGE_ERROR
+    different.stderr.fnmatch_lines(
+        ["*run seed-only*--repro asks for*", "  seed: run 8, --repro 1234"]
+    )
 
 
 def test_without_a_profile_the_plugin_imports_nothing(pytester):
-    """What pytest loads in every run is the plugin's own file: no torch, no profile, no tables."""
+    """Every pytest run loads only the plugin's file: not torch, nor the rest of torchrepro."""
     code = (
         "import pytest, sys; before = set(sys.modules)\n"
         "import torchrepro.integrations.pytest_plugin\n"

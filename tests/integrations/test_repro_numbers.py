@@ -1,4 +1,4 @@
-"""The fixture `repro_numbers` holds the numbers of a test to those in the file beside it."""
+"""The fixture `repro_numbers` checks results of a test against a file beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-import torch._dynamo  # noqa: F401 - it can be imported once, and each run below would
+import torch._dynamo  # noqa: F401 - can be imported once only, and each run below imports it
 
 from torchrepro.lock.locked_results import hold_test, numbers_of_training
 from torchrepro.manifest.environment import kind_of_machine
@@ -35,14 +35,14 @@ def test_training(repro_numbers):
 OTHER = "*other numbers from step 1: loss * in the lock, * here*"
 
 
-def test_numbers_are_written_once_and_held_from_then_on(pytester, monkeypatch):
-    """Others fail with the first step and both values, an update says why, and CI adds none."""
+def test_results_are_written_once_and_checked_afterwards(pytester, monkeypatch):
+    """A difference fails with its first step and both values; CI does not write missing results."""
     monkeypatch.delenv("CI", raising=False)
     file = pytester.makepyfile(TRAINING)
-    place = pytester.path / "repro_numbers" / f"{file.stem}.lock"
+    lock = pytester.path / "repro_numbers" / f"{file.stem}.lock"
     monkeypatch.setenv("CI", "true")
     missing = pytester.inline_run("-q")
-    nothing = not place.parent.exists()
+    nothing_written = not lock.parent.exists()
     monkeypatch.delenv("CI")
     pytester.inline_run("-q").assertoutcome(passed=1)
     monkeypatch.setenv("CI", "true")
@@ -54,28 +54,28 @@ def test_numbers_are_written_once_and_held_from_then_on(pytester, monkeypatch):
     refused = pytester.runpytest_inprocess("-q", "--repro-update", "  ")
 
     missing.assertoutcome(failed=1)
-    assert nothing
+    assert nothing_written
     differs.stdout.fnmatch_lines([OTHER, "*--repro-update*"])
     assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    tests = json.loads(place.read_text())["machines"][kind_of_machine()]
+    tests = json.loads(lock.read_text())["machines"][kind_of_machine()]
     assert [*tests] == ["test_training", "test_training 2"]
     assert tests["test_training"]["reason"] == "a larger rate"
     assert len(tests["test_training"]["steps"]) == 3
 
 
-def test_a_section_of_another_machine_is_no_number_of_this_one(tmp_path, monkeypatch):
-    """In CI that is a failure which says how to add one; elsewhere it is added beside the other."""
+def test_results_of_another_platform_are_not_used(tmp_path, monkeypatch):
+    """In CI missing results fail with a message on how to add them; elsewhere they are added."""
     path, numbers = tmp_path / "repro_numbers" / "a.lock", numbers_of_training([0.5, float("nan")])
-    held = partial(hold_test, path, "test_a", None, numbers)
+    check = partial(hold_test, path, "test_a", None, numbers)
     monkeypatch.delenv("CI", raising=False)
-    written = held("")
+    written = check("")
     contents = json.loads(path.read_text())
     machines = contents["machines"]
     machines["H100"] = machines.pop(kind_of_machine())
     path.write_text(json.dumps(contents))
     monkeypatch.setenv("CI", "1")
-    missing = held("")
-    added = held("CI, too"), held("")
+    missing = check("")
+    added = check("CI, too"), check("")
 
     assert (written, added) == ("", ("", ""))
     assert "holds no numbers of test_a" in missing

@@ -138,7 +138,7 @@ REFUSED = {
     ),
     "no reason": (("check", "repro.lock", "--update", " ", "--", *COMMAND), "no reason is given"),
     "no command": (("check", "repro.lock", "--update", "why"), "no command to start"),
-    "steps alone": (("lock", "plain.yaml", "--steps", "1"), "steps, and no command"),
+    "steps alone": (("lock", "plain.yaml", "--steps", "1"), "--steps and --every need a command"),
     "no lock": (("check", "train.py", "--", *COMMAND), "neither a manifest nor a lock"),
     "every nothing": (("lock", "plain.yaml", "--every", "0", "--", *COMMAND), "whole number"),
 }

@@ -1,4 +1,4 @@
-"""Packs that look installed: a package and its metadata, in a folder on the path of modules."""
+"""Packs that look installed: a package and its metadata, in a folder on `sys.path`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
 
 @dataclass(frozen=True)
 class InstalledPack:
-    """Where a pack lies: its site folder, its package, its metadata."""
+    """The paths of a pack: its site folder, its package, its metadata."""
 
     site: Path
     package: Path
@@ -34,27 +34,27 @@ class Link:
 
 @dataclass(frozen=True)
 class Pipe:
-    """A named pipe in place of a file: whoever reads it waits."""
+    """A named pipe in place of a file: reading it blocks."""
 
 
 def install(site, name, files, *, package="", entry_points=None, metadata=None, version="1.0"):
     """Write a distribution `name` into the folder `site`, as an installer would leave it.
 
-    `files` are those of its package, by their path in it: text, bytes, None for a folder, a `Link`
-    or a `Pipe`; a path that begins with / lies beside the package. Its pack is called `team` unless
-    `entry_points` says more. Returns an `InstalledPack`.
+    `files` maps paths in its package to text, bytes, None for a folder, a `Link` or a `Pipe`; a
+    path that begins with / is relative to `site`. The pack is called `team`, unless `entry_points`
+    names another. Returns an `InstalledPack`.
     """
     package = package or name.replace("-", "_")
     pack = InstalledPack(site, site / package, site / f"{package}-{version}.dist-info")
     declared = (
         f"[torchrepro.profiles]\nteam = {package}\n" if entry_points is None else entry_points
     )
-    its = METADATA.format(name=name, version=version) if metadata is None else metadata
+    about = METADATA.format(name=name, version=version) if metadata is None else metadata
     inside = {path: _place(pack, path) for path in {"__init__.py": "", **files}}
     for path, content in {"__init__.py": "", **files}.items():
         _write(inside[path], content)
     _write(pack.metadata / "entry_points.txt", declared)
-    _write(pack.metadata / "METADATA", its)
+    _write(pack.metadata / "METADATA", about)
     _write(pack.metadata / "INSTALLER", "pip\n")
     record = "".join(f"{path.relative_to(site)},,\n" for path in inside.values())
     if not (pack.metadata / "RECORD").exists():
@@ -80,9 +80,9 @@ def _write(path, content):
 
 @pytest.fixture
 def installed_pack(tmp_path, monkeypatch):
-    """Install a pack for this test, in this process and in those it starts; see `install`.
+    """Install a pack for this test, in this process and its children; see `install`.
 
-    The package is forgotten again, should somebody have imported it.
+    The end of the test removes its modules from `sys.modules`.
     """
     known = set(sys.modules)
 

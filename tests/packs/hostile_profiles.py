@@ -1,4 +1,4 @@
-"""What somebody might publish in a pack to do harm, and what each of them is told."""
+"""Packs that an attacker might publish, with words of the message that refuses each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANY = 1200
 
 @dataclass(frozen=True)
 class Hostile:
-    """Files of a pack, the profile in it that is asked for, and words of the refusal."""
+    """The files of a pack, the requested profile in it, and words of the refusal."""
 
     files: Mapping[str, Any]
     words: tuple[str, ...]
@@ -33,22 +33,22 @@ class Hostile:
     metadata: str | bytes | None = None
 
 
-def bad(content, *words, **more):
+def bad(content, *words, **files):
     """Return the case of one bad file."""
-    return Hostile({"bad.yaml": content, **more}, words)
+    return Hostile({"bad.yaml": content, **files}, words)
 
 
 def base(entry, *words, **files):
-    """Return the case of a profile whose defaults list names `entry`; a word may be its line."""
+    """Return the case of a profile whose defaults list names `entry`; `files` are further files."""
     content = f"defaults:\n- {entry}\nseed: 1\n"
-    place = () if files else ("acme-pack:bad.yaml:",)
-    return Hostile({"bad.yaml": content, **files}, (*words, *place))
+    source = () if files else ("acme-pack:bad.yaml:",)
+    return Hostile({"bad.yaml": content, **files}, (*words, *source))
 
 
-def named(entry_points, *words, **more):
+def named(entry_points, *words, **fields):
     """Return the case of a pack whose entry points are wrong."""
-    more = {"files": {"bad.yaml": "seed: 1\n"}, **more}
-    return Hostile(words=words, entry_points=entry_points, **more)
+    fields = {"files": {"bad.yaml": "seed: 1\n"}, **fields}
+    return Hostile(words=words, entry_points=entry_points, **fields)
 
 
 def _wide(section, line, count=MANY):
@@ -84,12 +84,12 @@ ENVIRONMENT = {
     "a preload": bad("env_extra: {LD_PRELOAD: /tmp/x.so}\n", "dangerous"),
     "a host": bad("env_extra: {https_proxy: 'http://x'}\n", "dangerous"),
     "a preload and its value": bad("env_extra: {'LD_PRELOAD=/x.so\\nA': x}\n", "not the name"),
-    "a variable that nobody knows": bad("env_extra: {ACME_FLAG: 1}\n", "--allow-env ACME_FLAG"),
+    "an unknown variable": bad("env_extra: {ACME_FLAG: 1}\n", "--allow-env ACME_FLAG"),
 }
 PATHS = {
     "an absolute base": base("/etc/hostname", "unknown profile"),
     "a way up": base("../secrets_here/creds", "unknown profile"),
-    "a folder at hand as a package": base("'pkg://secrets_here/creds'", "no such package"),
+    "a local folder as a package": base("'pkg://secrets_here/creds'", "no such package"),
     "a way up from a package": base("'pkg://acme_pack/../../x'", "unknown profile"),
     "a NUL in a base": base('"a\\0b"', "invisible control character"),
     "a link to a file": Hostile({"bad.yaml": Link("/etc/hostname")}, ("link points outside",)),
@@ -162,27 +162,27 @@ ENTRY_POINTS = {
     "a package with NUL": named(GROUP + "team = acme_pack\0\n", NOT_FOUND),
     "a line without a value": named(GROUP + "team\n", *UNREADABLE),
     "a broken line of another group": named(GROUP + "team = acme_pack\n[others]\nx\n", *UNREADABLE),
-    "a package of others": named(GROUP + "team = yaml\n", NOT_ITS_OWN),
+    "a foreign package": named(GROUP + "team = yaml\n", NOT_ITS_OWN),
     "torchrepro itself": named(GROUP + "team = torchrepro:conf.repro\n", NOT_ITS_OWN),
-    "a folder at hand": named(GROUP + "team = secrets_here\n", NOT_ITS_OWN, named="team/creds"),
-    "a folder at hand, for editing": named(
+    "a local folder": named(GROUP + "team = secrets_here\n", NOT_ITS_OWN, named="team/creds"),
+    "a local folder, as an editable install": named(
         GROUP + "team = secrets_here\n",
         NOT_ITS_OWN,
         named="team/creds",
         files={"/acme_pack-1.0.dist-info/direct_url.json": EDITED},
     ),
     "a pack called with": named(GROUP + "with = acme_pack\n", "unknown profile", named="with/bad"),
-    "entry points that are no text": named(b"[torchrepro.profiles]\nteam = \xff\n", "unknown"),
+    "entry points that are not text": named(b"[torchrepro.profiles]\nteam = \xff\n", "unknown"),
     "metadata with colours": named(
         None,
         "evil\\x1b[31m",
         files={"bad.yaml": "sede: 1\n"},
         metadata="Metadata-Version: 2.1\nName: evil\x1b[31m\nVersion: 1\x1b[31m\n",
     ),
-    "metadata that is no text": named(
+    "metadata that is not text": named(
         None, "without a name", files={"bad.yaml": "sede: 1\n"}, metadata=b"Name: \xff\n"
     ),
-    "a version that is none": named(
+    "an illegal version": named(
         None,
         "installed",
         files={"bad.yaml": "requires: {acme-pack: '>=1'}\n"},

@@ -1,4 +1,4 @@
-"""What a pack says of itself, in every place where somebody reads it, steers nothing."""
+"""Texts of a pack never control a terminal, a page or a shell that shows them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STEERING = "a\x1b[31mb\x1b]8;;http://x\x1b\\c\u202ed\re"
 
 @pytest.fixture(autouse=True)
 def _consent(monkeypatch):
-    """Consent to the variable of these profiles, whose value is to be anything."""
+    """Allow the variable of these profiles any value."""
     monkeypatch.setenv("TORCHREPRO_ALLOW_ENV", "TEAM")
 
 
-def test_no_part_of_an_answer_steers_a_terminal_or_a_page():
-    """HTML, rich's markup and emoji names are the text that they are; control is escaped."""
+def test_output_cannot_control_a_terminal_or_a_page():
+    """HTML, rich's markup and emoji names are shown as text; control characters are escaped."""
     for part in (table(("a",), [(MARKUP,)]), MARKUP):
         page = as_html(part)
         assert MARKUP in as_text(part)
@@ -34,8 +34,8 @@ def test_no_part_of_an_answer_steers_a_terminal_or_a_page():
         assert "\\x1b[31m" in text
 
 
-def test_a_list_shows_what_metadata_says_as_text(installed_pack, command):
-    """`list` escapes what the metadata of a pack holds, and shows markup as it is written."""
+def test_list_shows_metadata_as_text(installed_pack, command):
+    """`list` escapes control characters in the metadata of a pack, and shows markup literally."""
     installed_pack(
         "loud",
         {"a.yaml": f"description: '{MARKUP}'\n", "bad.yaml": 'name: "\\e[31m"\n'},
@@ -49,8 +49,8 @@ def test_a_list_shows_what_metadata_says_as_text(installed_pack, command):
 
 
 @pytest.mark.parametrize("value", ['"a\\nLD_PRELOAD=/x.so"', '"it\'s"', "'a\\b'"])
-def test_what_readers_of_dotenv_take_differently_is_refused(installed_pack, command, value):
-    """A value that could end its line, or that not all readers unquote alike, is status 2."""
+def test_a_value_that_dotenv_readers_parse_differently_is_refused(installed_pack, command, value):
+    """A value that could end its line, or that readers unquote differently, is status 2."""
     installed_pack("acme-pack", {"p.yaml": f"env_extra: {{TEAM: {value}}}\n"})
     status, out, err = command("env", "team/p", "--format", "dotenv")
 
@@ -60,19 +60,19 @@ def test_what_readers_of_dotenv_take_differently_is_refused(installed_pack, comm
 
 @pytest.mark.slow
 def test_a_pack_of_thousands_of_files_is_listed_and_read(installed_pack):
-    """A list looks at a bounded number of files; each profile can be asked for all the same."""
+    """`list` reads a bounded number of files, but every profile can be loaded."""
     pack = installed_pack("acme-pack", {"p0.yaml": "seed: 1\n"})
     for number in range(1, 3 * MANY):
         (pack.package / f"p{number}.yaml").touch()
     began = time.process_time()
 
-    assert len([each for each in listed() if each.name.startswith("team/")]) <= MANY
+    assert len([row for row in listed() if row.name.startswith("team/")]) <= MANY
     assert time.process_time() - began < 15
     assert torchrepro.load("team/p0").seed == 1
 
 
-def test_a_broken_pack_hurts_no_other(installed_pack):
-    """Beside packs that are broken in every way, one that is in order is listed and loaded."""
+def test_broken_packs_do_not_affect_others(installed_pack):
+    """A valid pack is listed and loaded beside packs with broken entry points."""
     for number, lines in enumerate(
         (b"[torchrepro.profiles]\nx\n", b"\xff", b"[torchrepro.profiles\n=")
     ):
@@ -80,13 +80,13 @@ def test_a_broken_pack_hurts_no_other(installed_pack):
     installed_pack("acme-pack", {"good.yaml": "seed: 4\n"})
 
     assert torchrepro.load("team/good").seed == 4
-    shown = {each.origin: each for each in listed()}
-    assert "team/good" in [each.name for each in shown.values()]
+    shown = {row.origin: row for row in listed()}
+    assert "team/good" in [row.name for row in shown.values()]
     assert "its entry points cannot be read" in shown["package broken0"].description
 
 
-def test_a_pack_takes_no_other_packs_files(installed_pack):
-    """A distribution that names another one's package is refused, and the owner is not its name."""
+def test_a_pack_cannot_claim_the_package_of_another_distribution(installed_pack):
+    """Its entry point is refused, and origins name the distribution that owns the package."""
     installed_pack("acme-pack", {"good.yaml": "seed: 4\n"})
     installed_pack("thief", {}, entry_points="[torchrepro.profiles]\nmine = acme_pack\n")
 

@@ -1,4 +1,4 @@
-"""A pack is data from others: whatever it holds, it is refused in words, quickly, without harm."""
+"""A hostile pack is refused quickly, with a clear message, and does nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .conftest import Link, install
 from .hostile_profiles import CALLBACK, HOSTILE, LEAVES_A_MARK
 
 STATUSES = {"show": 2, "hydra": 3}
-PROGRAM = Path(__file__).with_name("doors.py")
+PROGRAM = Path(__file__).with_name("guarded_process.py")
 SECRETS = ("the-secret-of-a-variable", "the-secret-of-a-file")
 OURS = Path(torchrepro.__file__).parent
 SITES = [path for path in sys.path if Path(path).name == "site-packages"]
@@ -42,8 +42,8 @@ def _at(folder, content):
 
 
 @pytest.fixture(scope="module")
-def doors(tmp_path_factory):
-    """Ask for a profile by all doors of one process; returns what was answered, by door."""
+def ask(tmp_path_factory):
+    """Return a function that requests a profile by `show` and Hydra and returns both answers."""
     root = tmp_path_factory.mktemp("hostile")
     folder = root / "at_hand"
     (folder / "secrets_here").mkdir(parents=True)
@@ -52,19 +52,19 @@ def doors(tmp_path_factory):
     )
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     with (
-        (root / "said").open("w+", encoding="utf-8") as said,
+        (root / "errors").open("w+", encoding="utf-8") as errors,
         subprocess.Popen(
             [sys.executable, "-P", PROGRAM],
             cwd=root,
             env={**os.environ, "SECRET": SECRETS[0], "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=errors,
             text=True,
         ) as process,
     ):
 
-        def ask(named, files, **options):
+        def ask_once(named, files, **options):
             site = tmp_path_factory.mktemp("site")
             files = {name: _at(folder, content) for name, content in files.items()}
             install(site, "acme-pack", files, **options)
@@ -72,19 +72,19 @@ def doors(tmp_path_factory):
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
-            assert answer, said.seek(0) or said.read()
+            assert answer, errors.seek(0) or errors.read()
             return json.loads(answer), site
 
-        yield ask
+        yield ask_once
         process.stdin.close()
 
 
 @pytest.fixture(scope="module", params=HOSTILE)
-def asked(request, doors):
-    """Ask for each hostile profile once; returns the case, the answers, and where its pack lies."""
+def asked(request, ask):
+    """Request each hostile profile once; returns the case, the answers, and the pack's folder."""
     hostile = HOSTILE[request.param]
     code = {"__init__.py": LEAVES_A_MARK, "/evil_code.py": LEAVES_A_MARK}
-    answers, site = doors(
+    answers, site = ask(
         hostile.named,
         {**code, **hostile.files},
         entry_points=hostile.entry_points,
@@ -94,33 +94,33 @@ def asked(request, doors):
 
 
 def _may_be_opened(path, site):
-    at = Path(path)
-    if not at.is_absolute() or path.startswith(("/dev/null", "/proc/self")):
-        return True  # of the folder at hand: see the test
-    whole = at.resolve()
-    # Python shows the line that a warning is about: Hydra 1.4 has one on `version_base`.
+    opened = Path(path)
+    if not opened.is_absolute() or path.startswith(("/dev/null", "/proc/self")):
+        return True  # in the current folder, which the test checks for secrets
+    target = opened.resolve()
+    # Python reads the source line of a warning, such as Hydra 1.4's on `version_base`.
     allowed = (site, PROGRAM.resolve(), *PYTHONS)
-    return any(whole.is_relative_to(each) for each in allowed)
+    return any(target.is_relative_to(folder) for folder in allowed)
 
 
 @pytest.mark.sampled(4)
-def test_a_hostile_profile_is_refused_by_every_door(asked):
-    """Each is refused with its status and a message that says why; no door falls over."""
+def test_a_hostile_profile_is_refused_by_every_command(asked):
+    """Each command exits with its status and a message that says why, without a traceback."""
     hostile, answers, _ = asked
 
-    assert {door: its["status"] for door, its in answers.items()} == STATUSES, answers
-    for its in answers.values():
-        said = its["err"]
-        assert its["out"] == ""
-        assert "Traceback" not in said
-        assert [word for word in hostile.words if word not in said] == [], said
-        assert len(said) < 6000
-        assert all(letter.isprintable() or letter == "\n" for letter in said)
+    assert {name: answer["status"] for name, answer in answers.items()} == STATUSES, answers
+    for answer in answers.values():
+        message = answer["err"]
+        assert answer["out"] == ""
+        assert "Traceback" not in message
+        assert [word for word in hostile.words if word not in message] == [], message
+        assert len(message) < 6000
+        assert all(letter.isprintable() or letter == "\n" for letter in message)
 
 
 @pytest.mark.sampled(4)
 def test_a_hostile_profile_does_nothing(asked):
-    """None runs code, is told a secret, opens what is not its own, starts or reaches anything."""
+    """It runs no code, shows no secret, opens no other files, starts and connects to nothing."""
     _, answers, site = asked
 
     assert list(site.rglob("marker")) == []
@@ -138,16 +138,16 @@ def test_a_hostile_profile_is_refused_at_once(asked):
     """Each refusal takes less than a second and a hundred megabytes."""
     _, answers, _ = asked
 
-    for door, its in answers.items():
-        assert its["seconds"] < SECONDS, door
-        assert its["memory"] < MEGABYTES * 1024, door
+    for name, answer in answers.items():
+        assert answer["seconds"] < SECONDS, name
+        assert answer["memory"] < MEGABYTES * 1024, name
 
 
-def test_the_doors_are_open_to_a_good_profile(doors):
-    """The very same doors show and run a profile of a pack that is in order."""
-    answers, _ = doors("team/good", {"good.yaml": GOOD, "base.yaml": "dropout: zero\n"})
+def test_a_valid_profile_is_shown_and_run(ask):
+    """The commands that refuse hostile profiles accept a valid one."""
+    answers, _ = ask("team/good", {"good.yaml": GOOD, "base.yaml": "dropout: zero\n"})
 
-    assert {its["status"] for its in answers.values()} == {0}, answers
+    assert {answer["status"] for answer in answers.values()} == {0}, answers
     assert "seed: 3" in answers["show"]["out"]
     assert answers["hydra"]["out"] == "RAN\n"
 
@@ -161,7 +161,7 @@ def main(config):
 
 main()
 """
-FILES = {  # what Hydra would compose by itself, if it came to see it
+FILES = {  # Hydra would compose these if its search path contained them
     "repro/plain.yaml": CALLBACK,
     "repro/_hidden.yaml": CALLBACK,
     "repro/.dotted.yaml": CALLBACK,
@@ -188,8 +188,8 @@ ASKED = (
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_no_file_of_a_pack_reaches_hydra_by_itself(installed_pack, fork_python, tmp_path, asked):
-    """Whatever its files are called, none of a pack is composed by Hydra: no code, no task."""
+def test_hydra_never_composes_a_file_of_a_pack(installed_pack, fork_python, tmp_path, asked):
+    """No name of a file gets around us: no code runs, and no task."""
     pack = installed_pack("acme-pack", {**FILES, "/evil_code.py": LEAVES_A_MARK})
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
     variables = {"PYTHONPATH": os.environ["PYTHONPATH"], "SECRET": "the secret"}

@@ -1,4 +1,4 @@
-"""What a profile says survives being written, shown and read, and is told apart by meaning."""
+"""Profiles survive being written, shown and read again, and digests depend on meaning only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PROFILES = st.fixed_dictionaries(
 
 @pytest.fixture(autouse=True)
 def _consent(monkeypatch):
-    """Consent to the variables of these profiles, whose values are to be anything."""
+    """Allow the variables of these profiles any values."""
     monkeypatch.setenv("TORCHREPRO_ALLOW_ENV", "TEAM,Team,T_1")
 
 
@@ -86,8 +86,8 @@ def _shuffled(values, seed):
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(values=PROFILES)
-def test_what_is_shown_is_the_profile(tmp_path_factory, values):
-    """What `show` prints, read again, is the same profile, with its name and its digest."""
+def test_the_output_of_show_is_the_same_profile(tmp_path_factory, values):
+    """Its values, its name and its digest are the same after `show` and another load."""
     folder = tmp_path_factory.mktemp("shown")
     profile = torchrepro.load(str(_file(folder, values)))
     shown = _shown(folder / "p.yaml")
@@ -102,8 +102,8 @@ def test_what_is_shown_is_the_profile(tmp_path_factory, values):
 
 @settings(max_examples=100)
 @given(values=PROFILES, seed=st.integers(0, 999))
-def test_the_digest_does_not_see_how_a_file_is_written(tmp_path_factory, values, seed):
-    """Order of keys, style, width, comments, blank lines, name and nulls leave a digest alone."""
+def test_the_digest_does_not_depend_on_formatting(tmp_path_factory, values, seed):
+    """Nor on the order of keys, comments, nulls, the name or the description."""
     folder = tmp_path_factory.mktemp("written")
     digest = torchrepro.load(str(_file(folder, values))).digest
     shuffled = _shuffled(values, seed)
@@ -118,7 +118,7 @@ def test_the_digest_does_not_see_how_a_file_is_written(tmp_path_factory, values,
 
 
 def _differences(outer, inner):
-    """Return what a job under `inner` is told of a run under `outer`: key -> both values."""
+    """Return the differences that a job under `inner` reports in a run under `outer`, by key."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PROFILE, json.dumps(outer.to_json()))
         try:
@@ -130,19 +130,19 @@ def _differences(outer, inner):
 
 
 @settings(max_examples=100)
-@given(one=PROFILES, two=PROFILES)
-def test_differences_are_those_of_meaning(tmp_path_factory, one, two):
-    """A profile differs in nothing from itself, and from another exactly if their digests do."""
+@given(first=PROFILES, second=PROFILES)
+def test_profiles_differ_exactly_if_their_digests_do(tmp_path_factory, first, second):
+    """The reported values are those of the two profiles, in either direction."""
     folder = tmp_path_factory.mktemp("two")
-    left = torchrepro.load(str(_file(folder, one, "one.yaml"))).resolved
-    right = torchrepro.load(str(_file(folder, two, "two.yaml"))).resolved
-    there, back = _differences(left, right), _differences(right, left)
+    left = torchrepro.load(str(_file(folder, first, "first.yaml"))).resolved
+    right = torchrepro.load(str(_file(folder, second, "second.yaml"))).resolved
+    forward, backward = _differences(left, right), _differences(right, left)
 
     assert _differences(left, left) == {}
-    assert there.keys() == back.keys()
-    for key, told in there.items():
-        values = [repr(flatten(each.values).get(key)) for each in (left, right)]
-        assert told == "run {}, job {}".format(*values)
-        assert back[key] == "run {}, job {}".format(*reversed(values))
+    assert forward.keys() == backward.keys()
+    for key, reported in forward.items():
+        values = [repr(flatten(profile.values).get(key)) for profile in (left, right)]
+        assert reported == "run {}, job {}".format(*values)
+        assert backward[key] == "run {}, job {}".format(*reversed(values))
         assert values[0] != values[1]
-    assert bool(there) == (left.digest != right.digest)
+    assert bool(forward) == (left.digest != right.digest)

@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 
 def test_without_a_profile_nothing_changes(app, tmp_path, run_python):
-    """An app that asks for no profile hears nothing, and its task sees the state from before."""
+    """Without a request nothing is printed, and the task sees an unchanged state."""
     ended = app("hydra.run.dir=out", run=run_python)  # a start that reads PYTHONWARNINGS
 
     assert (ended.status, ended.stderr) == (0, "")
@@ -65,7 +65,7 @@ def test_without_a_profile_nothing_changes(app, tmp_path, run_python):
 
 
 def test_applied_before_the_task_and_undone_after_it(app, run_python):
-    """The task runs under the profile and its overrides, and afterwards all is as before."""
+    """The task runs under the profile and its overrides, and afterwards the state is restored."""
     ended = app(
         *("+repro=debug-strict", "repro.seed=7", "repro.backends.cpu.mkldnn_deterministic=null"),
         run=run_python,
@@ -85,7 +85,7 @@ def test_applied_before_the_task_and_undone_after_it(app, run_python):
 
 
 def test_jobs_of_a_sweep_start_from_a_clean_state(app):
-    """Swept profiles and seeds are each in force in their own job, and nothing leaks onwards."""
+    """Each job has its swept profile and seed, and nothing leaks into the next job."""
     ended = app("-m", "+repro=debug-strict,train-fast", "repro.seed=1,2")
     seen = [(t["deterministic"], t["benchmark"], t["mkldnn"], t["seed"]) for t in ended.tasks]
 
@@ -100,7 +100,7 @@ def test_jobs_of_a_sweep_start_from_a_clean_state(app):
 
 
 def test_a_failing_job_is_undone(app):
-    """A job whose task raises leaves nothing behind, for the next job or for the program."""
+    """After a task that raises, the state is restored for the next job and for the program."""
     ended = app("-m", "+repro=debug-strict,train-fast", "+fail_if_deterministic=true")
 
     assert ended.status == 1
@@ -113,8 +113,8 @@ def test_a_failing_job_is_undone(app):
     assert ended.before == ended.after
 
 
-def test_a_job_that_leaves_the_program_leaves_nothing_to_the_next(write, answer_of, fork_python):
-    """A job that ends by sys.exit, which Hydra lets through, is undone before the next one."""
+def test_a_job_that_calls_sys_exit_is_undone(write, answer_of, fork_python):
+    """Hydra does not catch SystemExit; the state is restored before the next job."""
     write({"twice.py": TWICE})
 
     assert answer_of("twice.py", run=fork_python, env={"PYTHONHASHSEED": "0"}) == [
@@ -128,7 +128,7 @@ def test_a_job_that_leaves_the_program_leaves_nothing_to_the_next(write, answer_
     not find_spec("hydra_plugins.hydra_joblib_launcher"), reason="hydra-joblib-launcher is missing"
 )
 def test_jobs_in_other_processes(little, run_python):
-    """Jobs that joblib starts are each under their profile, and a refused one is status 3."""
+    """Each job that joblib starts has its profile, and a refused profile is status 3."""
     launcher = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     good = little(*launcher, "+repro=debug-strict,train-fast", "repro.seed=1,2", run=run_python)
     bad = little(*launcher, "+repro=debug-strict", "repro.seed=1,-1", run=run_python)
@@ -142,7 +142,7 @@ def test_jobs_in_other_processes(little, run_python):
 
 @pytest.mark.slow
 def test_a_closed_dataclass_with_the_field(write, fork_python, run_python):
-    """An app whose config is a closed dataclass takes a profile in a field `repro: Any = None`."""
+    """An app with a closed dataclass accepts a profile in a field `repro: Any = None`."""
     write({"closed.py": CLOSED})
     without = run_python("closed.py", env=DEPRECATED)
     words = ("+repro=debug-strict", "repro.seed=5", "size=4")
@@ -151,7 +151,7 @@ def test_a_closed_dataclass_with_the_field(write, fork_python, run_python):
 
     assert (without.stdout, without.stderr) == ("task 3 False\n", "")
     assert below.stdout == "task 4 True\n", below.stderr
-    assert (plain.returncode, plain.stdout) == (1, "")  # Hydra's own: it asks for the +
+    assert (plain.returncode, plain.stdout) == (1, "")  # Hydra's message: use +repro=
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_closed_dataclass_with_the_field(write, fork_python, run_python):
         (["+repro=pkg://acme.profiles/strict"], 9),
     ],
 )
-def test_profiles_elsewhere(little, write, tmp_path, words, seed):
+def test_profiles_outside_of_the_search_path(little, write, tmp_path, words, seed):
     """Profiles are found in --config-dir, hydra.searchpath, a package, and at a path."""
     write(
         {
@@ -177,8 +177,8 @@ def test_profiles_elsewhere(little, write, tmp_path, words, seed):
     assert result.tasks == [f"task False {seed}"], result.stderr
 
 
-def test_the_manifest_tells_what_ran_and_no_secret(little, tmp_path):
-    """The manifest holds profile, digest, report, and no variable outside the allow-list."""
+def test_the_manifest_describes_the_run_without_secrets(little, tmp_path):
+    """It contains the profile, digest and report, and only variables on the allow-list."""
     secret = "hunter2-5f1c"
     result = little(
         "+repro=debug-strict", "repro.seed=7", "hydra.run.dir=out", env={"SECRET_TOKEN": secret}
@@ -197,8 +197,8 @@ def test_the_manifest_tells_what_ran_and_no_secret(little, tmp_path):
     assert secret not in result.stderr
 
 
-def test_of_an_override_that_is_written_twice_the_last_one_counts(little, tmp_path):
-    """Its origin is the override that holds, and the consent that an override is goes with it."""
+def test_the_last_of_several_equal_overrides_counts(little, tmp_path):
+    """The origin is that override, which also allows the variable that it sets."""
     seeds = ("repro.seed=1", "repro.seed=2", "repro.seed=1")
     flags = [f"++repro.env_extra.ACME=x{number}" for number in (1, 2, 1)]
     result = little("+repro=seed-only", *seeds, *flags, "hydra.run.dir=out")
@@ -211,22 +211,22 @@ def test_of_an_override_that_is_written_twice_the_last_one_counts(little, tmp_pa
     assert manifest["started"]["asked"][1:4] == ["seed=1", "seed=2", "seed=1"]
 
 
-def test_a_value_that_the_app_sets_is_said_to_be_the_apps(little, tmp_path):
-    """It is not the one of the file that the app has chosen."""
+def test_the_origin_of_a_value_in_the_apps_config_is_the_app(little, tmp_path):
+    """It is not the profile's file, although the app has chosen that profile."""
     config = "defaults: [{repro: seed-only}, _self_]\nrepro: {seed: 3}\n"
     little("hydra.run.dir=out", config=config)
-    held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
+    manifest = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
 
-    assert held["origins"]["seed"]["set_by"] == "this app's config"
+    assert manifest["origins"]["seed"]["set_by"] == "this app's config"
 
 
 def test_variables_that_hydra_sets(app):
-    """A variable that hydra.job.env_set sets counts as the user's, and is gone after the job."""
+    """A variable of hydra.job.env_set counts as exported, and is removed after the job."""
     good = app("+repro=debug-strict", "+hydra.job.env_set.CUBLAS_WORKSPACE_CONFIG=':16:8'")
     bad = app("+repro=debug-strict", "+hydra.job.env_set.CUBLAS_WORKSPACE_CONFIG=':0:0'")
 
     assert good.tasks[0]["env"]["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-    assert "drift" not in good.stderr  # read again while the variable is there
+    assert "drift" not in good.stderr  # the last check runs with the variable set
     assert good.after["env"] == {}
     assert (bad.status, bad.tasks) == (3, [])
     assert good.before == good.after
@@ -234,7 +234,7 @@ def test_variables_that_hydra_sets(app):
 
 
 def test_a_composed_profile_can_be_applied_by_hand(write, answer_of, fork_python):
-    """apply takes the profile of a composed config, the whole or its part, or refuses it."""
+    """`apply` accepts a composed config or its section, or refuses its profile."""
     bad = write({"bad.yaml": "seed: 1\n_target_: os.system\n"})
     source = """
 import json, sys, torchrepro

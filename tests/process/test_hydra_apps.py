@@ -1,4 +1,4 @@
-"""Hydra apps that never ask for a profile are composed as if torchrepro were not installed."""
+"""Hydra apps that request no profile are composed as if torchrepro were not installed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def customizes_hydra():
     store.store("config", HydraConf(job=JobConf(chdir=False)), "hydra", **extra)
 """
 
-# What an app is called: the primary config, what its author wrote around it, the command line.
+# The primary config of an app, code of its author, and its command line.
 APPS = """
 from others import *
 
@@ -66,8 +66,8 @@ SHAPES = {
     "files": (FILES, None, ["db=big", "size=4"]),
     "files, an override of Hydra's": (FILES, None, ["hydra.job.name=other", "hydra.verbose=[a]"]),
     "a closed dataclass": ((None, "closed"), stores("closed", Closed), ["size=4"]),
-    "a dataclass with a part for Hydra": ((None, "own"), stores("own", WithHydra), []),
-    "hydra/config of its own": (FILES, customizes_hydra, []),
+    "a dataclass with a section for Hydra": ((None, "own"), stores("own", WithHydra), []),
+    "its own hydra/config": (FILES, customizes_hydra, []),
     "hydra/env/default before Hydra's": (FILES, registers(Prepends), []),
     "the same, by a plugin before ours": (FILES, registers(Prepends, 0), []),
     "the same, in a sweep": (FILES, registers(Prepends, 0), ["-m", "size=1,2"]),
@@ -120,7 +120,7 @@ import copy, json, sys, warnings
 from pathlib import Path
 
 if sys.argv.pop() == "without":
-    sys.modules["hydra_plugins.torchrepro"] = None  # as if it were not there
+    sys.modules["hydra_plugins.torchrepro"] = None  # as if it were not installed
 warnings.simplefilter("ignore")
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -128,15 +128,15 @@ from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 
-Plugins.instance()  # some register their configs as they are imported, which happens once
+Plugins.instance()  # imports plugins, some of which register configs at that moment
 NONE = (None, None)
 exec(Path("shapes.py").read_text())
-found = {}
+composed = {}
 for shape, ((path, name), prepare, words) in SHAPES.items():
     state = Singleton.get_state()
     if prepare:
         prepare()
-    jobs = found[shape] = []
+    jobs = composed[shape] = []
 
     def task(config):
         config = {**config, "hydra": HydraConfig.get()}
@@ -147,18 +147,19 @@ for shape, ((path, name), prepare, words) in SHAPES.items():
                config_name=name)(task)()
     Singleton.set_state(state)
 print()
-print(json.dumps(found))
+print(json.dumps(composed))
 """
 
 
-def part_of_ours(job):
-    """Take our part out of a job's config; returns the callback, its place, and the sources."""
+def remove_ours(job):
+    """Remove our entries from a job's config; returns the callback, its index, and our sources."""
     hydra = job["hydra"]
-    place = list(hydra["callbacks"]).index("torchrepro")
-    sources = [one for one in hydra["runtime"]["config_sources"] if one["schema"] == "torchrepro"]
-    for source in sources:
-        hydra["runtime"]["config_sources"].remove(source)
-    return hydra["callbacks"].pop("torchrepro"), place, len(sources)
+    index = list(hydra["callbacks"]).index("torchrepro")
+    sources = hydra["runtime"]["config_sources"]
+    ours = [source for source in sources if source["schema"] == "torchrepro"]
+    for source in ours:
+        sources.remove(source)
+    return hydra["callbacks"].pop("torchrepro"), index, len(ours)
 
 
 CALLBACK = """
@@ -191,15 +192,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_an_app_is_composed_as_without_us(write, answer_of):
-    """Our callback, the first of all, and our source are the only difference in any app.
+def test_an_app_is_composed_as_without_torchrepro(write, answer_of):
+    """The only differences are our callback, which is the first, and our source.
 
-    Where TORCHREPRO_HYDRA is 0 there is none.
+    With TORCHREPRO_HYDRA=0 there is no difference.
     """
     write({**FILES, "shapes.py": APPS, "compose.py": COMPOSED})
     installed, absent = (answer_of("compose.py", ours) for ours in ("with", "without"))
     switched_off = answer_of("compose.py", "with", env={"TORCHREPRO_HYDRA": "0"})
-    ours = [part_of_ours(job) for jobs in installed.values() for job in jobs]
+    ours = [remove_ours(job) for jobs in installed.values() for job in jobs]
 
     assert [shape for shape in absent if switched_off[shape] != absent[shape]] == []
     assert [shape for shape in absent if installed[shape] != absent[shape]] == []
@@ -209,10 +210,10 @@ def test_an_app_is_composed_as_without_us(write, answer_of):
     assert env_set["hydra/env/default before Hydra's"] == {"FOO": "theirs"}
 
 
-def test_other_callbacks_are_under_the_profile(write, hydra_app, fork_python):
-    """The profile is in force before any other callback starts, and until the last one has ended.
+def test_other_callbacks_run_under_the_profile(write, hydra_app, fork_python):
+    """The profile is active before any other callback starts, until the last one has ended.
 
-    Where Hydra has a whitelist of what a config may run, an app that has one is no exception.
+    This includes apps with a whitelist, if this Hydra has one, of classes that configs may create.
     """
     write(FILES)
     write({"others.py": CALLBACK})
@@ -254,10 +255,10 @@ with open("config.pickle", "rb") as file:
 """
 
 
-def test_the_config_of_a_job_without_a_profile_is_read_anywhere(
+def test_the_pickled_config_of_a_job_without_a_profile_needs_no_torchrepro(
     write, hydra_app, run_python, fork_python
 ):
-    """What an app pickles of a job without a profile can be read without torchrepro."""
+    """A config that an app pickles can be loaded where torchrepro is not installed."""
     hydra_app(PICKLES, "hydra: {job: {chdir: false}}\n")
     write({"read.py": READS})
     pickled = fork_python("app.py")

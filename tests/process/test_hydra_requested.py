@@ -1,4 +1,4 @@
-"""Which apps request a profile: the others are left alone, and a typo is refused."""
+"""Apps that request a profile get it, typos are refused, and all other apps stay unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOSEN = "defaults: [{{repro: {}}}, _self_]\n"
 
 
 class Case(NamedTuple):
-    """An app, the words it is started with, and what it is to come to."""
+    """The config and files of an app, its command line, and the expected result."""
 
     config: str
     expected: object
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     words: tuple[str, ...] = ()
 
 
-OWN = [  # with what stands under `repro` in the config that the task gets
+NOT_REQUESTED = [  # with the expected value of `repro` in the config of the task
     Case("repro: true\n", True),
     Case("repro: true\n", False, words=("repro=false",)),
     Case("repro: 1\n", 1),
@@ -66,7 +66,7 @@ OWN = [  # with what stands under `repro` in the config that the task gets
         },
     ),
 ]
-WISHES = [  # with the word that the refusal has to show
+REFUSED = [  # with words of the expected message
     Case("repro: debug-strict\n", "- repro: debug-strict"),
     Case("repro: debug-strct\n", "did you mean: debug-strict"),
     Case("p: debug-strict\nrepro: ${p}\n", "- repro: debug-strict"),
@@ -97,24 +97,24 @@ WISHES = [  # with the word that the refusal has to show
         PLAIN, "broken.yaml:3", {"repro/broken.yaml": "seed: 9\n\ndropout: x\n"}, ("+repro=broken",)
     ),
     *(
-        Case(PLAIN, said, words=tuple(words.split()))
-        for words, said in {
-            # Hydra would end in its own traceback, or show a config without calling anybody.
-            "+repro=null": "null is no profile",
-            "repro=null": "null is no profile",
-            "-m +repro=debug-strict,null": "null is no profile",
+        Case(PLAIN, message, words=tuple(words.split()))
+        for words, message in {
+            # Without us Hydra would print a traceback, or show a config without calling callbacks.
+            "+repro=null": "null is not a profile",
+            "repro=null": "null is not a profile",
+            "-m +repro=debug-strict,null": "null is not a profile",
             "+repro=[seed-only,train-fast]": "two profiles at once",
             "--cfg job +repro=debug-strickt": "did you mean: debug-strict",
             "--cfg=all +repro=debug-strickt": "did you mean: debug-strict",
-            # A name that is like no other gets all that there are.
+            # If no name is close, the message lists all names.
             "+repro=xyz": "legal: debug-strict, npu-align, seed-only, train-fast",
             "-m +repro=xyz,seed-only": "legal: debug-strict, npu-align, seed-only, train-fast",
-            # A sweep whose callback was taken away stops before its first job.
-            "-m +repro=debug-strict ~hydra.callbacks.torchrepro": "let Hydra call torchrepro",
+            # A sweep without our callback stops before its first job.
+            "-m +repro=debug-strict ~hydra.callbacks.torchrepro": "keep torchrepro's callback",
         }.items()
     ),
 ]
-ASKED = [  # with the seed that the task starts from; the daily first one has all kinds of words
+APPLIED = [  # with the expected seed; the first, which runs daily, has all kinds of words
     Case(CHOSEN.format("seed-only") + "repro: {seed: 4}\n", 4, words=("repro=train-fast",)),
     Case(PLAIN, 7, words=("+repro={seed: 7}",)),
     Case(PLAIN, 7, words=("+repro.seed=7",)),
@@ -135,10 +135,10 @@ ASKED = [  # with the seed that the task starts from; the daily first one has al
 
 
 @pytest.fixture(scope="module")
-def became(request, tmp_path_factory):
-    """What became of every case that is asked for, by its place in the lists above."""
-    here = (item for item in request.session.items if item.path == request.path)
-    cases = [item.callspec.params["case"] for item in here]
+def answers(request, tmp_path_factory):
+    """Run the app of every selected case in one process; returns the answers by id of the case."""
+    tests = (test for test in request.session.items if test.path == request.path)
+    cases = [test.callspec.params["case"] for test in tests]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHREPRO")}
     done = subprocess.run(
         [sys.executable, MANY_APPS],
@@ -150,8 +150,8 @@ def became(request, tmp_path_factory):
         timeout=300,
         check=True,
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {id(case): answer for case, answer in zip(cases, found, strict=True)}
+    in_order = json.loads(done.stdout.splitlines()[-1])
+    return {id(case): answer for case, answer in zip(cases, in_order, strict=True)}
 
 
 def _id(case):
@@ -159,39 +159,38 @@ def _id(case):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", OWN, ids=_id)
-def test_what_is_the_apps_own_is_left_alone(became, case):
-    """An app's own `repro` reaches the task as written, and no knob is moved.
+@pytest.mark.parametrize("case", NOT_REQUESTED, ids=_id)
+def test_an_apps_own_repro_is_left_alone(answers, case):
+    """It reaches the task as written, and no knob is set.
 
-    One line is said where it names a profile of ours, and nothing where it does not.
+    A line is printed only if the value names one of our profiles.
     """
     named = any(name in str(case.expected) for name in ("debug-strict", "seed-only"))
 
-    ended = became[id(case)]
+    ended = answers[id(case)]
 
     assert ended["status"] == 0, ended["said"]
     assert ended["config"]["repro"] == case.expected
     assert (ended["deterministic"], ended["seed"]) == (False, 99)
-    assert ended["said"].count("asks for no profile") == len(ended["said"].splitlines()) == named
+    assert ended["said"].count("requests no profile") == len(ended["said"].splitlines()) == named
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", WISHES, ids=_id)
-def test_what_was_meant_as_a_profile_is_refused(became, case):
-    """A profile that cannot be in force stops with status 3, the near match and what to do."""
-    ended = became[id(case)]
+@pytest.mark.parametrize("case", REFUSED, ids=_id)
+def test_a_wrong_request_is_refused(answers, case):
+    """The app stops with status 3, a near match and what to do, before its task."""
+    ended = answers[id(case)]
 
     assert (ended["status"], "config" in ended) == (3, False), ended["said"]
     assert case.expected in ended["said"]
-    assert [
-        each for each in ("Traceback", "%20", "Config search path") if each in ended["said"]
-    ] == []
+    unwanted = ("Traceback", "%20", "Config search path")
+    assert [text for text in unwanted if text in ended["said"]] == []
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", ASKED, ids=_id)
-def test_what_was_requested_is_in_force(became, case):
-    """A profile that was typed, chosen on the search path, or inherits one of ours is in force."""
-    ended = became[id(case)]
+@pytest.mark.parametrize("case", APPLIED, ids=_id)
+def test_a_requested_profile_is_applied(answers, case):
+    """Requests are words of the command line, choices of our names, and files that inherit ours."""
+    ended = answers[id(case)]
 
     assert (ended["status"], ended["seed"]) == (0, case.expected), ended["said"]

@@ -1,4 +1,4 @@
-"""What stops a Hydra app with status 3, before its task and with nothing changed."""
+"""Errors that stop a Hydra app with status 3, before its task and with the state unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrepro import plan
 
 
 def test_an_exported_contradiction_stops_before_the_task(app):
-    """It is named with status 3, nothing was changed, and no relaunch overrules it."""
+    """The message names the variable, and a relaunch does not override it."""
     env = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "PYTHONHASHSEED": "0"}
     ended = app("+repro=debug-strict", "repro.on_late=relaunch", env=env)
 
@@ -21,8 +21,8 @@ def test_an_exported_contradiction_stops_before_the_task(app):
     assert "Traceback" not in ended.stderr
 
 
-def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(app, tmp_path):
-    """A job whose manifest cannot be written is stopped, readably, and its profile is undone."""
+def test_an_unwritable_manifest_stops_the_job_and_restores_the_state(app, tmp_path):
+    """The message names the file."""
     (tmp_path / "out" / ".hydra" / "repro.json").mkdir(parents=True)
     ended = app("+repro=debug-strict", "hydra.run.dir=out")
 
@@ -32,8 +32,8 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(app, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_app_under_run_agrees_with_its_profile(app, fork_under, tmp_path):
-    """The same profile in run and in the job changes nothing; only the task draws numbers."""
+def test_an_app_may_request_the_profile_of_run(app, fork_under, tmp_path):
+    """The job then changes nothing; only the task draws random numbers."""
     words = ["hydra.run.dir=out", "+repro=debug-strict"]
     ended = app(*words, run=partial(fork_under, "debug-strict"))
     manifest = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))
@@ -47,8 +47,8 @@ def test_an_app_under_run_agrees_with_its_profile(app, fork_under, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_app_under_another_run_is_stopped(little, fork_under):
-    """Another profile in the job than in run is status 3 and names the keys that differ."""
+def test_an_app_under_another_profile_of_run_is_stopped(little, fork_under):
+    """The message names the keys that differ."""
     strict = partial(fork_under, "debug-strict")
     other = little("+repro=train-fast", run=strict)
     seed = little("+repro=debug-strict", "repro.seed=5", run=strict)

@@ -1,4 +1,4 @@
-"""A profile that Hydra composed and nothing put in force: never without a word."""
+"""A profile that Hydra composed and that was never applied is always reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(
 
 @pytest.fixture
 def composed(write, fork_python):
-    """Run a program that composes a config, asked for by itself or by its command line."""
+    """Run a program that composes a config, requested in code or on its command line."""
 
     def composed(*words, asked=(), applied=False, fails=False, run=fork_python):
         head = f"ASKED, APPLIED, FAILS = {list(asked)}, {applied}, {fails}\n"
@@ -56,8 +56,8 @@ CONFIG = PICKLED if BY_PICKLE else "size: 3\n"
 AGAIN = ("--experimental-rerun", "out/.hydra/config.pickle" if BY_PICKLE else "out")
 
 
-def test_a_job_that_is_run_again_is_never_without_its_profile(little):
-    """Hydra 1.3 is stopped where it would run a job again without its profile; 1.4 composes it."""
+def test_hydra_never_reruns_a_job_without_its_profile(little):
+    """Hydra 1.3 would, and is stopped; Hydra 1.4 composes the profile again."""
     words = ("+repro=debug-strict", "repro.seed=7", "hydra.run.dir=out")
     first = little(*words, config=CONFIG)
     second = little(*AGAIN, config=CONFIG)
@@ -71,15 +71,15 @@ def test_a_job_that_is_run_again_is_never_without_its_profile(little):
 
 @pytest.mark.skipif(not BY_PICKLE, reason="Hydra 1.4 reads no pickle")
 def test_a_program_with_an_option_like_hydras_is_left_alone(little, write, fork_python):
-    """What reads the config of a job for itself gets the config, and no profile."""
+    """A program that loads the pickled config of a job gets it, and no profile is applied."""
     little("+repro=debug-strict", "hydra.run.dir=out", config=PICKLED)
     read = fork_python(write({"read.py": READING}), "--exp", "out")
 
     assert read.stdout == "debug-strict False True\n", read.stderr
 
 
-def test_a_job_under_run_is_run_again_as_protected(little, fork_under):
-    """Hydra runs a job of `torchrepro run` again under that profile, or is stopped."""
+def test_hydra_reruns_a_job_of_run_under_its_profile_or_is_stopped(little, fork_under):
+    """The profile of `torchrepro run` is part of such a job."""
     run = partial(fork_under, ["seed-only", "seed=8"])
     first = little("hydra.run.dir=out", config=CONFIG, run=run)
     second = little(*AGAIN, config=CONFIG)
@@ -92,8 +92,8 @@ def test_a_job_under_run_is_run_again_as_protected(little, fork_under):
 OFF = {"TORCHREPRO_HYDRA": "0"}
 
 
-def test_an_app_without_our_group_shows_nothing_of_it(little, write):
-    """With TORCHREPRO_HYDRA=0 its help, its completion and its own `repro` are the app's alone."""
+def test_the_plugin_can_be_disabled(little, write):
+    """With TORCHREPRO_HYDRA=0 the help of an app and its own group `repro` are unchanged."""
     write({"conf/repro/paper1.yaml": "author: me\n"})
     config = "defaults: [{repro: paper1}, _self_]\n"
     with_group, without = (little("--help", env=env, config=config) for env in ({}, OFF))
@@ -114,8 +114,8 @@ def test_an_app_without_our_group_shows_nothing_of_it(little, write):
     ],
     ids=" ".join,
 )
-def test_a_profile_that_hydra_is_not_to_know_is_refused(little, words):
-    """With TORCHREPRO_HYDRA=0 a program that asks for a profile never runs without it."""
+def test_a_request_is_refused_if_the_plugin_is_disabled(little, words):
+    """With TORCHREPRO_HYDRA=0 an app never runs without the requested profile."""
     result = little(*words, env=OFF)
 
     assert (result.returncode, result.tasks) == (3, [])
@@ -124,8 +124,8 @@ def test_a_profile_that_hydra_is_not_to_know_is_refused(little, words):
 
 
 @pytest.mark.parametrize("env", ["mine", "null"])
-def test_no_job_of_a_sweep_is_unprotected(little, write, env):
-    """Whatever the app puts in place of Hydra's groups, each job of a sweep has its profile."""
+def test_every_job_of_a_sweep_has_its_profile(little, write, env):
+    """This is so even if the app replaces a group of Hydra."""
     write({"conf/hydra/env/mine.yaml": "# @package _global_\nhydra: {job: {name: zz}}\n"})
     config = f"defaults: [{{override hydra/env: {env}}}, _self_]\n"
     result = little("-m", "+repro=debug-strict,seed-only", config=config)
@@ -133,8 +133,8 @@ def test_no_job_of_a_sweep_is_unprotected(little, write, env):
     assert result.tasks == ["task True 1234", "task False 1234"], result.stderr
 
 
-def test_a_job_of_a_sweep_may_compose_for_itself(write, fork_python):
-    """What one job of a sweep composes stops none of the jobs after it."""
+def test_a_job_of_a_sweep_may_call_compose(write, fork_python):
+    """A config that a job composes does not stop the next jobs."""
     app = """
 import hydra, torch
 
@@ -152,8 +152,8 @@ main()
     assert (result.returncode, tasks) == (0, ["task 1234 1 9", "task 1234 2 9"]), result.stderr
 
 
-def test_a_job_without_the_callback_says_so_at_its_end(little):
-    """A run that requested a profile without effect ends with status 3 and names it."""
+def test_a_job_without_the_callback_is_reported_at_its_end(little):
+    """If the profile was requested and not applied, the run ends with status 3 and names it."""
     asked = little("+repro=seed-only", *WITHOUT_CALLBACK)
     shown = little("+repro=seed-only", *WITHOUT_CALLBACK, "--cfg", "job")
     wrong = little("+repro=seed-only", *WITHOUT_CALLBACK, "nonsense=1")
@@ -165,9 +165,9 @@ def test_a_job_without_the_callback_says_so_at_its_end(little):
     assert "torchrepro:" not in wrong.stderr
 
 
-def test_a_composed_profile_that_nobody_applies_is_reported_at_exit(composed, fork_under):
-    """Asked for on the command line it is status 3, else a line; applied or under run, nothing."""
-    said, asked = "composed by Hydra, and nothing put it in force", "+repro=seed-only"
+def test_a_composed_profile_that_is_never_applied_is_reported_at_exit(composed, fork_under):
+    """Requested on the command line it is status 3, else a line, and nothing under `run`."""
+    message, asked = "was composed by Hydra but never applied", "+repro=seed-only"
     typed = composed(asked)
     failed = composed(asked, fails=True)
     in_code = composed(asked=[asked])
@@ -177,9 +177,9 @@ def test_a_composed_profile_that_nobody_applies_is_reported_at_exit(composed, fo
 
     assert (typed.returncode, in_code.returncode) == (3, 0)
     assert failed.returncode != 0
-    assert (said in typed.stderr, said in in_code.stderr) == (True, True)
-    assert (applied.returncode, applied.stdout, said in applied.stderr) == (0, "8\n", False)
-    assert (below.returncode, said in below.stderr) == (0, False)
+    assert (message in typed.stderr, message in in_code.stderr) == (True, True)
+    assert (applied.returncode, applied.stdout, message in applied.stderr) == (0, "8\n", False)
+    assert (below.returncode, message in below.stderr) == (0, False)
     assert (unasked.returncode, "torchrepro:" in unasked.stderr) == (0, False)
 
 
@@ -197,8 +197,8 @@ for config in composed[:APPLIED]:
 
 
 @pytest.mark.parametrize("applied", [1, 2])
-def test_one_of_two_composed_profiles_that_nobody_applies_is_reported(write, fork_python, applied):
-    """A program that composes twice hears of the one that it has not put in force."""
+def test_only_the_unapplied_one_of_two_composed_profiles_is_reported(write, fork_python, applied):
+    """A program composes two profiles and applies one or both."""
     result = fork_python(write({"two.py": f"APPLIED = {applied}\n{TWO}"}))
 
     assert result.returncode == 0, result.stderr

@@ -12,7 +12,7 @@ SAID = {
     "show debug-strikt": ("debug-strikt", "did you mean", "debug-strict"),
     "show debug-strict seed=-1": ("override seed=-1", "4294967295"),
     "show debug-strict sead=1": ("override sead=1", "seed"),
-    "show debug-strict seed-only": ("one profile at a time", "seed-only"),
+    "show debug-strict seed-only": ("a command takes one profile", "seed-only"),
     "diff seed-only missing.json": ("missing.json",),
     "plan ./missing.yaml": ("no such file", "missing.yaml"),
     "env debug-strict --format csv": ("csv", "dotenv"),

@@ -1,4 +1,4 @@
-"""Hydra scans this namespace: the plugin itself lives in the package."""
+"""Hydra scans this namespace package for plugins; the code is in `torchrepro.integrations`."""
 
 from torchrepro.integrations.hydra import ReproSearchPath as ReproSearchPath
 from torchrepro.integrations.hydra_source import ReproConfigSource as ReproConfigSource

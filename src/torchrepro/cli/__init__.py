@@ -13,13 +13,13 @@ import traceback
 from collections.abc import Sequence
 
 LAUNCHER = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|mpirun|srun|bash|uv)")
-"""What a command to start mostly begins with."""
+"""The programs that the command to start usually begins with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not in force.
+    """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not applied.
 
-    An error of torchrepro's own ends it with 70.
+    An internal error of torchrepro exits with 70.
     """
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands
@@ -29,38 +29,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     atexit.register(gc.freeze)  # with torch, collecting garbage at the end takes half a second
     words = list(sys.argv[1:] if arguments is None else arguments)
-    theirs = None
+    started_command = None
     try:
         if words and words[0] in ROWS and ROWS[words[0]].starts:
             if "--" in words:
-                # Typer consumes `--`, which begins the command to start.
+                # typer consumes `--`, so the command to start is split off before.
                 at = words.index("--")
-                words, theirs = words[:at], words[at + 1 :]
+                words, started_command = words[:at], words[at + 1 :]
             elif repaired := _with_dashes(words, 1 + ROWS[words[0]].starts.startswith("[")):
                 todo = f"write it after `--`: torchrepro {shlex.join(repaired)}"
                 raise ProfileError.about("no `--` before the command to start", todo=todo)  # noqa: TRY301
-        app(words, prog_name="torchrepro", obj=theirs)
+        app(words, prog_name="torchrepro", obj=started_command)
     except TorchreproError as error:
         say(error)
         sys.exit(error.exit_status)
     except BrokenPipeError:
-        sys.stderr.close()  # nobody reads our output any more
+        sys.stderr.close()  # the reader of our output, such as `head`, has ended
         sys.exit(1)
-    except Exception:  # noqa: BLE001 - whatever it is, it is not the answer `no`
+    except Exception:  # noqa: BLE001 - exit status 1 would be read as the answer `no`
         traceback.print_exc()
-        say("an error of torchrepro's own, no answer\n    to do: report it with the lines above")
+        say("an internal error of torchrepro\n    to do: report it with the lines above")
         sys.exit(INTERNAL)
 
 
 def _with_dashes(words: list[str], first: int) -> list[str]:
-    """Return the words with `--` before the first that names a program; nothing if none does.
+    """Return `words` with `--` before the first program name, or an empty list without one.
 
-    `first` is where one may stand: a lock, or the folder of a run, comes before its program.
+    The search starts at the index `first`: a lock or the folder of a run precedes the program.
     """
     for at, word in enumerate(words[first:], first):
         is_script = word.endswith(".py") and not os.access(word, os.X_OK)
-        value = words[at - 1].startswith("-")  # or a flag stands before the program
-        is_script = is_script and not (value and first > 1)  # as in `-o FILE`
-        if is_script or LAUNCHER.fullmatch(word) or (not value and shutil.which(word)):
+        follows_option = words[at - 1].startswith("-")  # so it may be the option's value
+        is_script = is_script and not (follows_option and first > 1)  # as in `-o FILE`
+        if is_script or LAUNCHER.fullmatch(word) or (not follows_option and shutil.which(word)):
             return [*words[:at], "--", *["python"] * is_script, *words[at:]]
     return []

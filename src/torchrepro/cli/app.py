@@ -1,6 +1,6 @@
-"""What all commands share: their table, the app, common arguments, progress, and their answers.
+"""Shared by all commands: the table of examples, the app, common arguments, progress and output.
 
-A new command has its examples in `HELP`, and is a function that `command` decorates.
+To add a command, add its examples to `HELP` and decorate a function with `command`.
 """
 
 from __future__ import annotations
@@ -29,59 +29,59 @@ if TYPE_CHECKING:
 
 HELP = """\
 Runs
-torchrepro quickstart  # into this folder
-torchrepro quickstart first-try  # into a folder of its own
-torchrepro run debug-strict -- python train.py  # a run under the profile
+torchrepro quickstart  # write into the current folder
+torchrepro quickstart first-try  # write into the new folder first-try
+torchrepro run debug-strict -- python train.py  # run under the profile
 torchrepro run debug-strict --record runs/a -- python train.py
-    # record what it computes, for `torchrepro compare`
+    # record the results of every op, for `torchrepro compare`
 torchrepro run --lock repro.lock -- python train.py  # start only if the lock is met
-torchrepro rerun outputs/2026-11-20/10-30-00  # a Hydra job once more
-torchrepro rerun runs/a --dry-run  # what differs from then; starts nothing
+torchrepro rerun outputs/2026-11-20/10-30-00  # run a Hydra job again
+torchrepro rerun runs/a --dry-run  # show what differs from that run; start nothing
 torchrepro rerun runs/a -- python train.py --token $TOKEN
-    # with the arguments that its manifest hides
-torchrepro verify -- python train.py  # two runs of the program as it is
+    # pass the arguments that the manifest hides
+torchrepro verify -- python train.py  # two runs of the unchanged program
 torchrepro verify debug-strict -- python train.py  # two runs under a profile
 torchrepro verify debug-strict --stress --open -- python train.py
-    # perturb what must not matter, and show the page of the verdict
-torchrepro compare runs/a runs/b  # the first op whose results differ
-torchrepro compare runs/a runs/b --open  # the same as a page in the browser
+    # perturb what must not affect results, and open the verdict in the browser
+torchrepro compare runs/a runs/b  # find the first op whose results differ
+torchrepro compare runs/a runs/b --open  # show the answer as a page in the browser
 torchrepro compare runs/a runs/b --rtol 1e-3 --atol 1e-5
-    # the same numbers within a tolerance: needs runs with --statistics
+    # equal within a tolerance: needs runs recorded with --statistics
 Profiles
-torchrepro list  # the profiles that can be named here
-torchrepro list --pieces  # what can be laid on top of a profile
+torchrepro list  # the profiles that you can use here
+torchrepro list --pieces  # the pieces that you can add to a profile
 torchrepro show debug-strict  # every value of the profile
-torchrepro show debug-strict seed=7  # the same with another seed
+torchrepro show debug-strict seed=7  # with another seed
 torchrepro show debug-strict --origin  # the file and line of each value
-torchrepro plan debug-strict  # what each setting would become here, and why
-torchrepro plan train-fast seed=7 --json  # the same as one JSON document
-torchrepro explain backends.cudnn.benchmark  # by the key in a profile
-torchrepro explain CUBLAS_WORKSPACE_CONFIG  # by the name of a variable
-eval "$(torchrepro env debug-strict)"  # set them in this shell
+torchrepro plan debug-strict  # what would happen to each setting here, and why
+torchrepro plan train-fast seed=7 --json  # the plan as one JSON document
+torchrepro explain backends.cudnn.benchmark  # a key of a profile
+torchrepro explain CUBLAS_WORKSPACE_CONFIG  # an environment variable
+eval "$(torchrepro env debug-strict)"  # set the variables in this shell
 torchrepro env debug-strict --format dotenv  # for a .env file
 torchrepro env debug-strict --format slurm  # for a job script, after #SBATCH
-torchrepro schema  # every key of a profile, and what it may be
+torchrepro schema  # every key of a profile and its legal values
 torchrepro schema > profile.schema.json  # for an editor that completes keys
 torchrepro new-pack acme  # a package for the profiles of a team
-torchrepro new-pack packs/acme --json  # and its files as JSON
-Hold runs to a lock
+torchrepro new-pack packs/acme --json  # list the written files as JSON
+Check later runs against a lock
 torchrepro lock debug-strict  # write repro.lock, to be committed
 torchrepro lock debug-strict seed=7 -o gpu.lock  # another seed and file
-torchrepro lock debug-strict -- python train.py  # with the numbers that it computes
-torchrepro check repro.lock  # exit status 1 if numbers may change here
-torchrepro check repro.lock -- python train.py  # the same numbers, or who changed them
+torchrepro lock debug-strict -- python train.py  # also record losses and parameters
+torchrepro check repro.lock  # exit status 1 if results may change on this machine
+torchrepro check repro.lock -- python train.py  # if results changed, find out why
 torchrepro check repro.lock --update "addmm of torch 2.14" -- python train.py
-    # write the new numbers, and why
+    # accept the new results, and note the reason
 torchrepro diff debug-strict train-fast  # two profiles
 torchrepro diff runs/a runs/b  # two runs
-torchrepro diff repro.lock debug-strict  # a lock and its profile as it is
+torchrepro diff repro.lock debug-strict  # a lock and the current profile
 This machine
-torchrepro doctor  # what is in the way of debug-strict here
-torchrepro doctor npu-align  # and of another profile
-torchrepro selftest  # what is held here, on each device, in half a minute
-torchrepro selftest --json  # with the facts of the machine, to be sent
+torchrepro doctor  # what would prevent debug-strict from taking effect here
+torchrepro doctor npu-align  # the same for another profile
+torchrepro selftest  # which guarantees work here, on each device, in half a minute
+torchrepro selftest --json  # with a description of the machine, for a bug report
 """
-"""Every command below its group: command lines that work as they are written, and what for."""
+"""Every command below its group: command lines that work as written, with their purpose."""
 
 
 class CommandHelp(NamedTuple):
@@ -92,43 +92,44 @@ class CommandHelp(NamedTuple):
 
     @property
     def starts(self) -> str:
-        """What it starts, as its usage shows it; in brackets where it knows one itself."""
-        given = [" -- " in line for line, _ in self.examples]
-        return "-- COMMAND..." if all(given) else "[-- COMMAND...]" * any(given)
+        """How the usage shows the command to start: in brackets if it may be omitted."""
+        has_command = [" -- " in line for line, _ in self.examples]
+        return "-- COMMAND..." if all(has_command) else "[-- COMMAND...]" * any(has_command)
 
 
 def _rows() -> dict[str, CommandHelp]:
+    """Parse `HELP`."""
     group, rows = "", dict[str, CommandHelp]()
     for line in HELP.replace("\n    #", "  #").splitlines():
-        example, _, what = line.partition("  # ")
-        if not what:
+        example, _, purpose = line.partition("  # ")
+        if not purpose:
             group = line
             continue
         name = example.partition("torchrepro ")[2].split()[0]
-        rows.setdefault(name, CommandHelp(group, [])).examples.append((example, what))
+        rows.setdefault(name, CommandHelp(group, [])).examples.append((example, purpose))
     return rows
 
 
 ROWS = _rows()
 
 FIRST_STEPS = (
-    ("torchrepro quickstart", "write a program and a profile to try it on"),
-    ("torchrepro verify -- python train.py", "does yours compute the same twice?"),
-    ("torchrepro run debug-strict -- python train.py", "run it so that it does"),
+    ("torchrepro quickstart", "write an example program and a profile"),
+    ("torchrepro verify -- python train.py", "do two runs of your program agree?"),
+    ("torchrepro run debug-strict -- python train.py", "run it so that they do"),
     ("torchrepro --help", "every command; COMMAND --help shows examples"),
 )
-"""What `torchrepro` alone says to do first."""
+"""The first steps that `torchrepro` without arguments suggests."""
 
 
 class Command(TyperCommand):
-    """A command whose help names a type only where a value of that type is written."""
+    """A command whose help names a type only where the user types a value of that type."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words after the command; every error shows the usage and names --help."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            # The parser leaves it out of an error about an option without its value.
+            # An error about an option without a value has no context, so no usage is shown.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__.update(ctx=ctx, cmd=ctx.command)
             raise
@@ -137,14 +138,14 @@ class Command(TyperCommand):
         return _without_idle_types(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        ours = super().collect_usage_pieces(ctx)
+        usage = super().collect_usage_pieces(ctx)
         starts = ROWS[self.name or ""].starts
         if not starts:
-            return ours
+            return usage
         for param in self.get_params(ctx):
             if getattr(param, "hidden", False) and isinstance(param, TyperArgument):
-                ours = [piece for piece in ours if piece not in param.get_usage_pieces(ctx)]
-        return [*ours, starts]
+                usage = [piece for piece in usage if piece not in param.get_usage_pieces(ctx)]
+        return [*usage, starts]
 
 
 class Commands(TyperGroup):
@@ -158,18 +159,18 @@ class Commands(TyperGroup):
 
 
 def _without_idle_types(params: list[Any]) -> list[Any]:
-    """Take the type away from flags, which take no value, and from arguments, which have a name."""
+    """Hide the type of flags, which have no value, and of arguments, which have a name."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
         elif isinstance(param, TyperArgument):
-            # typer has no setting for it. One that asks another method shows the type again.
+            # typer has no setting for it. A version that calls another method shows the type again.
             param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
     return params
 
 
 VERBOSITY = "torchrepro.verbosity"
-"""The key under which a command remembers which of `--quiet` and `--verbose` it was given."""
+"""The key of typer's context under which `--quiet` or `--verbose` is stored."""
 
 app = typer.Typer(
     cls=Commands,
@@ -187,7 +188,7 @@ def _show_version(wanted: bool) -> None:  # noqa: FBT001 - the value of an optio
 
 
 @app.callback()
-def say_what_to_do_first(
+def show_first_steps(
     context: typer.Context,
     version: Annotated[  # noqa: FBT002 - an option of the command line
         bool,
@@ -199,8 +200,8 @@ def say_what_to_do_first(
     """Reproducible PyTorch runs from one declared profile."""
     if context.invoked_subcommand is None:
         width = max(len(line) for line, _ in FIRST_STEPS)
-        lines = [f"  {line:{width}}  {what}" for line, what in FIRST_STEPS]
-        head = "torchrepro makes PyTorch runs repeatable. First:"
+        lines = [f"  {line:{width}}  {purpose}" for line, purpose in FIRST_STEPS]
+        head = "torchrepro makes PyTorch runs reproducible. First steps:"
         sys.stdout.write("\n".join([head, *lines, ""]))
 
 
@@ -211,7 +212,7 @@ def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         # Each paragraph is one line: versions of typer differ in whether they keep line breaks.
         paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-        examples = (f"{line}\n    {what}" for line, what in row.examples)
+        examples = (f"{line}\n    {purpose}" for line, purpose in row.examples)
         decorate = app.command(
             name,
             cls=Command,
@@ -235,18 +236,21 @@ ProfileName = Annotated[
     str,
     typer.Argument(
         metavar="PROFILE",
-        help="A name on the search path, a path to a YAML file, or pkg://package.path/name.",
+        help="A name from `torchrepro list`, a path to a YAML file, or pkg://package.path/name.",
         autocompletion=_complete,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="OVERRIDE", help="As in seed=7 or backends.cudnn.benchmark=false."),
+    typer.Argument(
+        metavar="OVERRIDE",
+        help="Change a value of the profile: seed=7 or backends.cudnn.benchmark=false.",
+    ),
 ]
 
 
 def _set_variables(context: typer.Context, variables: Mapping[str, str]) -> None:
-    # Here and in children, until the command ends.
+    """Set variables in this process and its children until the command ends."""
     context.with_resource(variables_put_back(variables))
     os.environ.update(variables)
 
@@ -264,41 +268,41 @@ AllowEnv = Annotated[
         "--allow-env",
         metavar="NAME",
         callback=_consent,
-        help="Let the profile set this variable, which is not on the list of harmless ones.",
+        help="Allow the profile to set this variable, which is not on the list of safe ones.",
     ),
 ]
 """For every command that reads a profile. The callback acts; commands ignore the value."""
 
 
-def _saying(wanted: Verbosity) -> Callable[[typer.Context, bool], None]:
-    def say_so(context: typer.Context, given: bool) -> None:  # noqa: FBT001 - the value of an option
+def _setting_verbosity(wanted: Verbosity) -> Callable[[typer.Context, bool], None]:
+    def set_verbosity(context: typer.Context, given: bool) -> None:  # noqa: FBT001 - an option
         if not given or context.resilient_parsing:
             return
         if context.meta.setdefault(VERBOSITY, wanted) is not wanted:
-            context.close()  # takes back what the first of the two has set
+            context.close()  # restores the variables that the first option has set
             raise typer.BadParameter("--quiet and --verbose contradict each other")
         _set_variables(context, environment_for(wanted))
 
-    return say_so
+    return set_verbosity
 
 
 Verbose = Annotated[
     bool,
     typer.Option(
         "--verbose",
-        callback=_saying(Verbosity.VERBOSE),
-        help="Show every setting at the start, as TORCHREPRO_VERBOSE=1 does.",
+        callback=_setting_verbosity(Verbosity.VERBOSE),
+        help="Show every setting at the start; same as TORCHREPRO_VERBOSE=1.",
     ),
 ]
 Quiet = Annotated[
     bool,
     typer.Option(
         "--quiet",
-        callback=_saying(Verbosity.QUIET),
-        help="Say nothing but errors and a lowered guarantee, as TORCHREPRO_QUIET=1 does.",
+        callback=_setting_verbosity(Verbosity.QUIET),
+        help="Show only errors and a lowered guarantee; same as TORCHREPRO_QUIET=1.",
     ),
 ]
-"""Both act by their callbacks, and win over the variables."""
+"""The callbacks of both act; they win over the environment variables."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
@@ -327,8 +331,8 @@ def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfi
         if "=" not in text and not text.startswith("~"):
             both = f"defaults: [{profile}, {text}, _self_]"
             todo = f"write key=value, or a profile that inherits both: {both}"
-            what = "not an override; one profile at a time"
-            raise ProfileError.about(what, found=text, todo=todo)
+            problem = "not an override, and a command takes one profile"
+            raise ProfileError.about(problem, found=text, todo=todo)
     return load(profile, overrides or ()).resolved
 
 
@@ -336,38 +340,38 @@ IMPORTING = "importing torch"
 
 
 class Progress:
-    """Lines that stay, and on a terminal also what is true for the moment and then erased."""
+    """Permanent lines, and on a terminal also a status text that is erased later."""
 
     def __init__(self) -> None:
-        self._for_now = ""
+        self._status = ""
         self.is_watched = sys.stderr is not None and sys.stderr.isatty()
-        """Whether anybody sees what is true for the moment."""
+        """Whether the status is shown: only on a terminal."""
 
     def say(self, text: str) -> None:
-        """Write text that stays, at once, also within a line."""
+        """Write permanent text at once; it need not end a line."""
         self.erase()
         _write(text)
 
     def for_now(self, text: str) -> None:
-        """Show text until the next one."""
+        """Show `text` as the status until the next text."""
         if self.is_watched:
             self.erase()
-            self._for_now = text
+            self._status = text
             _write(text)
 
     def erase(self) -> None:
-        """Take away what was true for the moment."""
-        back = "\b" * len(self._for_now)
+        """Erase the status."""
+        back = "\b" * len(self._status)
         if back:
             _write(f"{back}{' ' * len(back)}{back}")
-        self._for_now = ""
+        self._status = ""
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
-    """Show on a terminal what the block does, for as long as it takes."""
+def doing(activity: str) -> Iterator[None]:
+    """Show `activity` on a terminal while the block runs."""
     progress = Progress()
-    progress.for_now(f"{what} ...")
+    progress.for_now(f"{activity} ...")
     try:
         yield
     finally:

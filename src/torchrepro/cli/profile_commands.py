@@ -1,4 +1,4 @@
-"""The commands about profiles; each calls one function of the package and prints its answer."""
+"""The commands about profiles; each calls one function of the package and prints the result."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 def list_profiles(
     as_json: Json = False,  # noqa: FBT002 - an option of the command line
     only_pieces: Annotated[  # noqa: FBT002
-        bool, typer.Option("--pieces", help="Show what can be laid on top of profiles instead.")
+        bool, typer.Option("--pieces", help="Show the pieces that you can add to a profile.")
     ] = False,
 ) -> None:
     """Show the profiles on the search path, with their guarantee and origin."""
     from torchrepro.profile.load import PIECE, PROFILE, listed
     from torchrepro.profile.search_path import VARIABLE, missing_folders
 
-    kind = PIECE if only_pieces else PROFILE
-    entries = [entry for entry in listed() if entry.kind == kind]
+    listed_kind = PIECE if only_pieces else PROFILE
+    entries = [entry for entry in listed() if entry.kind == listed_kind]
     rows = [(e.name, e.guarantee, e.origin, e.description) for e in entries]
-    headings = (kind, "guarantee", "origin", "what it is for")
+    headings = (listed_kind, "guarantee", "origin", "purpose")
     answer([e.to_json() for e in entries], [table(headings, rows)], as_json=as_json)
     for folder in missing_folders():
-        say(f"note: {VARIABLE} names {shown(folder)}, which is no folder")
+        say(f"note: {VARIABLE} names {shown(folder)}, which is not a folder")
 
 
 @command("show")
@@ -61,21 +61,25 @@ def show_profile(
     allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
     origin: Annotated[  # noqa: FBT002
-        bool, typer.Option("--origin", help="Say which file or override set each value.")
+        bool, typer.Option("--origin", help="Show which file or override set each value.")
     ] = False,
 ) -> None:
-    """Show the resolved profile, and what its guarantee leaves open if it is put in force here."""
+    """Show the resolved profile, and what would lower its guarantee on this machine."""
     from torchrepro.application.planner import make_plan
 
     resolved = resolved_profile(profile, overrides)
     if origin:
         rows, cells = [], []
         for key, value in flatten(resolved.values).items():
-            its = resolved.origins[key].to_json()
-            row = {"key": key, "value": plain(value), "origin": its.pop("set_by"), **its}
+            origin_json = resolved.origins[key].to_json()
+            set_by = origin_json.pop("set_by")
+            row = {"key": key, "value": plain(value), "origin": set_by, **origin_json}
             rows.append(row)
-            others = [each for each in row["replaced"] if each["value"] != row["value"]]
-            replaced = ", ".join(f"{shown(each['value'])} ({each['set_by']})" for each in others)
+            replaced = ", ".join(
+                f"{shown(old['value'])} ({old['set_by']})"
+                for old in row["replaced"]
+                if old["value"] != row["value"]
+            )
             cells.append((key, shown(row["value"]), row["origin"], row["package"], replaced))
         headings = ("key", "value", "set by", "package", "replaced")
         answer(rows, [table(headings, cells)], as_json=as_json)
@@ -99,14 +103,14 @@ def plan_profile(
     allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Show what putting the profile in force at the start of a program would do."""
+    """Show what the profile would set if it were applied at the start of a program."""
     from torchrepro.application.planner import make_plan
     from torchrepro.ground.imports import import_torch
     from torchrepro.reporting.process_state import closed_doors
     from torchrepro.reporting.report import headline_parts, knob_parts
 
     resolved = resolved_profile(profile, overrides)
-    closed = closed_doors()  # as a program finds them that has not imported torch yet
+    closed = closed_doors()  # before torch is imported, as at the start of a program
     with doing(IMPORTING):
         import_torch()
     report = make_plan(resolved, closed=closed).report
@@ -118,58 +122,58 @@ def _in_shell(variables: Mapping[str, str]) -> str:
 
 
 def _in_dotenv(variables: Mapping[str, str]) -> str:
-    """Return lines whose quotes keep every reader of such files, a shell too, from replacing."""
+    """Return lines quoted so that no reader of .env files, nor a shell, expands the values."""
     lines = []
     for name, value in variables.items():
         if any(letter in value for letter in "'\\") or not value.isprintable():
-            what = "a character that programs read differently in .env files"
-            raise _unwritable(name, value, what)
+            problem = "has a character that programs read differently in .env files"
+            raise _unwritable(name, value, problem)
         plain = all(letter.isalnum() or letter in "_-.,:;/+@%=[]" for letter in value)
         lines.append(f'{name}="{value}"\n' if plain else f"{name}='{value}'\n")
     return "".join(lines)
 
 
 def _in_docker(variables: Mapping[str, str]) -> str:
-    """Return the lines of a file for `docker run --env-file`, which takes quotes as they are.
+    """Return the lines of a file for `docker run --env-file`, which keeps quotes in the value.
 
     https://docs.docker.com/reference/cli/docker/container/run/#env
     """
     for name, value in variables.items():
         if len(value.splitlines()) > 1 or value.endswith(("\n", "\r")):
-            raise _unwritable(name, value, "a line end, which an --env-file has no way to write")
+            raise _unwritable(name, value, "has a line end, which an --env-file cannot contain")
     return "".join(f"{name}={value}\n" for name, value in variables.items())
 
 
 def _in_slurm(variables: Mapping[str, str]) -> str:
-    """Return lines for a job script, to stand after its #SBATCH lines.
+    """Return lines for a job script, to be placed after its #SBATCH lines.
 
-    A value with a comma is cut in `--export=NAME=value`, and `srun` starts its tasks without the
-    script's own variables under `--export=NONE`: https://slurm.schedmd.com/srun.html.
+    `sbatch --export=NAME=value` would cut a value at a comma, and after `--export=NONE` `srun`
+    starts its tasks without the script's own variables: https://slurm.schedmd.com/srun.html.
     """
     return _in_shell(variables) + "export SLURM_EXPORT_ENV=ALL\n"
 
 
 def _in_k8s(variables: Mapping[str, str]) -> str:
-    """Return the `env` list of a container in a pod's YAML, in which `$$` stands for `$`.
+    """Return the `env` list of a container in a pod's YAML, in which `$$` means `$`.
 
     https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables
     """
     lines = ["env:\n"]
     for name, value in variables.items():
         quoted = json.dumps(value.replace("$", "$$"), ensure_ascii=False)
-        # JSON's own escapes would not do for the rest: YAML has no surrogate pairs, and takes
-        # U+0085, U+2028 and U+2029 for ends of a line.
+        # JSON's escapes are not enough: YAML has no surrogate pairs, and reads U+0085, U+2028 and
+        # U+2029 as line ends.
         text = "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in quoted)
         lines.append(f"  - name: {name}\n    value: {text}\n")
     return "".join(lines)
 
 
-def _unwritable(name: str, value: str, what: str) -> ProfileError:
+def _unwritable(name: str, value: str, problem: str) -> ProfileError:
     todo = "use --format sh or --format json"
-    return ProfileError.about(what, key=name, found=shown(value), todo=todo)
+    return ProfileError.about(problem, key=name, found=shown(value), todo=todo)
 
 
-EnvFormat = StrEnum("EnvFormat", "SH DOTENV JSON DOCKER SLURM K8S")  # what reads the variables
+EnvFormat = StrEnum("EnvFormat", "SH DOTENV JSON DOCKER SLURM K8S")
 
 WRITERS: dict[EnvFormat, Callable[[Mapping[str, str]], str]] = {
     EnvFormat.SH: _in_shell,
@@ -179,9 +183,9 @@ WRITERS: dict[EnvFormat, Callable[[Mapping[str, str]], str]] = {
     EnvFormat.SLURM: _in_slurm,
     EnvFormat.K8S: _in_k8s,
 }
-"""How variables are written for what starts a program: each text gives it the very values.
+"""The writer of each format. The program that reads the text gets exactly the given values.
 
-A writer raises `ProfileError` for a value that its format cannot hold.
+A writer raises `ProfileError` for a value that its format cannot represent.
 """
 
 
@@ -191,7 +195,7 @@ def show_environment(
     overrides: Overrides = None,
     allow_env: AllowEnv = None,
     form: Annotated[
-        EnvFormat, typer.Option("--format", help="What is to read them.")
+        EnvFormat, typer.Option("--format", help="The program or kind of file that reads them.")
     ] = EnvFormat.SH,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
@@ -202,18 +206,21 @@ def show_environment(
 
 @command("explain")
 def explain_knob(
-    knob: Annotated[str, typer.Argument(metavar="KNOB", help="As reports call it, or an alias.")],
+    knob: Annotated[
+        str,
+        typer.Argument(metavar="KNOB", help="A key of a profile, a variable, or an alias."),
+    ],
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say what a knob does, until when it can be set, what it costs, and where that is written."""
+    """Explain a knob: what it does, until when it can be set, its cost, and its documentation."""
     from torchrepro.knobs.catalogue import explanations
 
-    found = explanations(knob)
+    explained = explanations(knob)
     shown: list[Part] = []
-    for entry in found:
-        rows = [(f"  {k}", text) for k, text in entry.items() if text and k != "knob"]
-        shown += [entry["knob"], listing(rows)]
-    answer(found, shown, as_json=as_json)
+    for explanation in explained:
+        rows = [(f"  {k}", text) for k, text in explanation.items() if text and k != "knob"]
+        shown += [explanation["knob"], listing(rows)]
+    answer(explained, shown, as_json=as_json)
 
 
 @command("doctor")
@@ -223,25 +230,24 @@ def examine_machine(
     allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say what on this machine would make a profile ineffective; exit 1 if something would."""
+    """List problems on this machine that would make a profile ineffective; exit 1 if any exist."""
     from torchrepro.doctor import examine
 
     resolved = resolved_profile(profile, overrides)
     with doing(IMPORTING):
         findings = examine(resolved)
     serious = [finding for finding in findings if finding.serious]
-    things = f"{len(serious)} thing{'s' * (len(serious) > 1)}"
-    verdict = f"{things} on this machine would" if serious else "nothing on this machine would"
-    lines = [f"{verdict} keep {resolved.name} from taking effect"]
+    obstacles = f"{len(serious)} thing{'s' * (len(serious) > 1)}" if serious else "nothing"
+    lines = [f"{obstacles} on this machine would keep {resolved.name} from taking effect"]
     for finding in findings:
         lines.append(f"  {'!' if finding.serious else '-'} {finding.what}")
         lines += [f"      to do: {finding.to_do}"] * bool(finding.to_do)
-    found = {
+    document = {
         "profile": resolved.name,
         "effective": not serious,
         "findings": [asdict(finding) for finding in findings],
     }
-    answer(found, lines, as_json=as_json)
+    answer(document, lines, as_json=as_json)
     raise typer.Exit(1 if serious else 0)
 
 
@@ -256,36 +262,37 @@ def show_schema() -> None:
 @command("quickstart")
 def quickstart(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to write; it is made if it is not there.")
+        Path, typer.Argument(metavar="DIR", help="The folder to write to; created if missing.")
     ] = Path(),
     as_json: Json = False,  # noqa: FBT002 - an option of the command line
 ) -> None:
-    """Write a small program and a profile of your own, and say what to run next."""
+    """Write a small program and a profile to try torchrepro on, and show what to run next."""
     from torchrepro.scaffold import write_quickstart
 
     files, commands = write_quickstart(folder)
-    found = {
+    document = {
         "files": [str(path) for path in files],
-        "next": [{"command": line, "what": what} for line, what in commands.items()],
+        "next": [{"command": line, "what": purpose} for line, purpose in commands.items()],
     }
     lines = [f"wrote {' and '.join(map(str, files))}; next:"]
-    for line, what in commands.items():
-        lines += ["", f"  # {what}", f"  {line}"]
-    answer(found, lines, as_json=as_json)
+    for line, purpose in commands.items():
+        lines += ["", f"  # {purpose}", f"  {line}"]
+    answer(document, lines, as_json=as_json)
 
 
 @command("new-pack")
 def new_pack(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The pack, or the path of its new folder.")
+        str,
+        typer.Argument(metavar="NAME", help="The name of the pack, or the path of its new folder."),
     ],
     as_json: Json = False,  # noqa: FBT002 - an option of the command line
 ) -> None:
-    """Write a package of profiles that is tested and ready to publish into the new folder NAME."""
+    """Write a Python package of profiles, with tests and ready to publish, into a new folder."""
     from torchrepro.scaffold import write_pack
 
     pack = write_pack(Path(name))
-    found = {
+    document = {
         "folder": str(pack.folder),
         "name": pack.name,
         "distribution": pack.distribution,
@@ -294,11 +301,11 @@ def new_pack(
     }
     folder = pack.folder if pack.folder.is_absolute() else f"./{pack.folder}"
     lines = [
-        f"{pack.folder}/ holds the pack {pack.name}:",
+        f"wrote the pack {pack.name} to {pack.folder}/:",
         *(f"  {path}" for path in pack.files),
         "next:",
         f'  pip install -e "{folder}[test]"',
         f"  pytest {pack.folder}",
         f"  python train.py +repro={pack.name}/strict",
     ]
-    answer(found, lines, as_json=as_json)
+    answer(document, lines, as_json=as_json)

@@ -1,6 +1,6 @@
 """The commands about runs: lock, check, diff, run, rerun, compare, verify and selftest.
 
-Each calls one function of the package and prints its answer.
+Each calls one function of the package and prints the result.
 """
 
 from __future__ import annotations
@@ -43,45 +43,46 @@ if TYPE_CHECKING:
 
 Level = StrEnum("Level", "STEP MODULE OP")  # how much of a run is recorded
 RelationName = StrEnum("RelationName", "RESUME WORKERS COMPILE")
-Unwritable = StrEnum("Unwritable", "STOP WARN")  # what a run does whose trace cannot be written
+Unwritable = StrEnum("Unwritable", "STOP WARN")  # what to do if the trace cannot be written
 
-BISECT = 125  # the exit status by which `git bisect run` passes a commit over
+BISECT = 125  # the exit status that makes `git bisect run` skip a commit
 
 Record = Annotated[
-    str, typer.Option(metavar="DIR", help="Record what is computed into a new or empty folder.")
+    str, typer.Option(metavar="DIR", help="Record the run into this new or empty folder.")
 ]
 Steps = Annotated[
     str,
     typer.Option(
         metavar="FIRST:LAST",
-        help="Record only these steps, counted from 0 by calls of an optimizer's step().",
+        help="Record only these steps. A step is a call of an optimizer's step(); the first is 0.",
     ),
 ]
 Every = Annotated[
     str,
     typer.Option(
-        metavar="N", help="Record steps 0, N, 2N, ... in full, and all others at level step."
+        metavar="N", help="Record steps 0, N, 2N, ... in full, and the others at level step."
     ),
 ]
 MaxSize = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help="What the recording may take on disk, as in 500MB: the oldest records are dropped. "
-        "Each rank has an equal share.",
+        help="The limit of the recording on disk, such as 500MB: the oldest records are dropped. "
+        "Each rank gets an equal share.",
     ),
 ]
 Keep = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="MODULE", help="Keep all values of the tensors of these modules; a pattern."
+        metavar="MODULE", help="Store the full tensors of the modules that match this pattern."
     ),
 ]
 
 Ignore = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="FILE:LINE", help="Leave out what this line computes, and what only that feeds."
+        metavar="FILE:LINE",
+        help="Ignore the ops of this line and those that depend only on them.",
     ),
 ]
 
@@ -91,9 +92,9 @@ Report = Annotated[
 Open = Annotated[
     bool, typer.Option("--open", help="Show the answer as a page in the browser, see --report.")
 ]
-DIGITS = 19  # no run has a step with a number of so many
+DIGITS = 19  # no step has a number with so many digits
 
-Side = "A profile, a manifest, a lock, or the folder of a run."
+OPERAND = "A profile, a manifest, a lock, or the folder of a run."
 
 
 @command("lock")
@@ -103,55 +104,55 @@ def lock_profile(  # noqa: PLR0913, PLR0917 - options of the command line
     overrides: Overrides = None,
     allow_env: AllowEnv = None,
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="Where the lock is written.")
+        str, typer.Option("--output", "-o", metavar="FILE", help="The lock file to write.")
     ] = "repro.lock",
     steps: Steps = "",
     every: Annotated[
-        str, typer.Option(metavar="N", help="Hold the numbers of steps 0, N, 2N, ... only.")
+        str, typer.Option(metavar="N", help="Lock the results of steps 0, N, 2N, ... only.")
     ] = "",
     as_json: Json = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Write a lock: what a run of the profile is here, for later runs to be checked against.
+    """Write a lock: the profile, the machine and the code, to check later runs against.
 
-    With COMMAND, which is run twice, it holds the numbers of each step as well: losses and a digest
-    of the parameters. If they do not repeat, nothing is written.
+    With COMMAND, the lock also stores the results of each step: losses and a digest of the
+    parameters. COMMAND is run twice; if the results do not repeat, nothing is written.
     """
     from torchrepro.lock.lock_file import write_lock
 
-    resolved_profile(profile, overrides)  # refuses a wrong one before torch is imported
+    resolved_profile(profile, overrides)  # raises for a wrong profile before torch is imported
     if not context.obj:
         if steps or every:
             todo = "write it after `--`: torchrepro lock PROFILE -- python train.py"
-            raise ProfileError.about("steps, and no command that has any", todo=todo)
+            raise ProfileError.about("--steps and --every need a command to run", todo=todo)
         with doing(IMPORTING):
             report = write_lock(Path(output), profile, overrides or ())
-        its = {"lock": output, "written": True, "digest": report.digest}
+        document = {"lock": output, "written": True, "digest": report.digest}
         lines = (
             f"{output} locks {report.profile} ({report.guarantee}) as it is on this machine",
             f"  {report.digest}",
             f"  torchrepro check {output}",
             f"  torchrepro run --lock {output} -- COMMAND",
         )
-        answer(its, lines, as_json=as_json)
+        answer(document, lines, as_json=as_json)
         return
     from torchrepro.checking.attribution import LockedCommand
     from torchrepro.checking.check_runs import lock_numbers
 
-    each = _number(every) if every else 1
-    if not isinstance(each, int) or each < 1:
+    interval = _number(every) if every else 1
+    if not isinstance(interval, int) or interval < 1:
         legal = "as in 100, for steps 0, 100, 200, ..."
         raise TraceError.about("not a whole number from 1 on", "--every", found=every, legal=legal)
-    asked = LockedCommand.here(context.obj, _steps(steps), each)
+    locked_command = LockedCommand.here(context.obj, _steps(steps), interval)
     with _progress() as options:
-        found = lock_numbers(Path(output), profile, overrides or (), asked, **options)
-    answer(found.to_json(), parts(found), as_json=as_json)
-    raise typer.Exit(int(found.numbers is None))
+        locked = lock_numbers(Path(output), profile, overrides or (), locked_command, **options)
+    answer(locked.to_json(), parts(locked), as_json=as_json)
+    raise typer.Exit(int(locked.numbers is None))
 
 
 @contextmanager
 def _progress() -> Iterator[dict[str, Any]]:
-    """Show how far runs are, and end as a shell shows it if a signal asks us to."""
+    """Show the progress of runs; if a signal interrupts them, exit as a shell reports it."""
     from torchrepro.verification.runner import Interrupted
 
     progress = Progress()
@@ -170,33 +171,37 @@ def check_lock(
     context: typer.Context,
     lock: Annotated[str, typer.Argument(metavar="FILE", help="A lock.")],
     strict: Annotated[  # noqa: FBT002
-        bool, typer.Option("--strict", help="Forbid also what should not change numbers.")
+        bool,
+        typer.Option("--strict", help="Fail also for differences that should not affect results."),
     ] = False,
     no_blame: Annotated[  # noqa: FBT002
-        bool, typer.Option("--no-blame", help="Do not find out who changed the numbers.")
+        bool, typer.Option("--no-blame", help="Do not find out what changed the results.")
     ] = False,
     update: Annotated[
         str | None,
-        typer.Option(metavar="REASON", help="Write the numbers that COMMAND has now, and why."),
+        typer.Option(
+            metavar="REASON", help="Lock the results that COMMAND has now, and note this reason."
+        ),
     ] = None,
     allow_env: AllowEnv = None,
     quiet: Quiet = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say in what this machine differs from a lock, the likeliest first; exit 1 if it does.
+    """Show what differs from a lock on this machine, the most likely to change results first.
 
-    With COMMAND, that of the lock: whether it still computes the numbers of the lock, and if not,
-    who changed them: your change, or the environment. The code of the lock is run for that.
+    Exit 1 if the lock is not met. With COMMAND, which must be the command of the lock, run it and
+    compare its results with the lock. If they differ, find out what changed them, your change or
+    the environment, by running the code of the lock as well.
     """
     from torchrepro.lock.lock_file import check
 
     if not context.obj:
         if update is not None or no_blame:
-            _given_command(context, f"check {lock}")
+            _command_to_start(context, f"check {lock}")
         with doing(IMPORTING):
-            found = check(Path(lock), strict=strict)
-        answer(found.to_json(), parts(found), as_json=as_json)
-        raise typer.Exit(int(not found.met))
+            checked = check(Path(lock), strict=strict)
+        answer(checked.to_json(), parts(checked), as_json=as_json)
+        raise typer.Exit(int(not checked.met))
     from torchrepro.checking.check_runs import check_numbers, update_numbers
 
     with _progress() as options:
@@ -205,7 +210,7 @@ def check_lock(
             answer(updated.to_json(), parts(updated), as_json=as_json)
             raise typer.Exit(int(updated.numbers is None))
         try:
-            its = check_numbers(
+            compared = check_numbers(
                 Path(lock), context.obj, strict=strict, blame=not no_blame, **options
             )
         except OtherMachineError as error:
@@ -214,24 +219,24 @@ def check_lock(
                 print_json({"met": False, "lock": lock, "strict": strict, "numbers": numbers})
                 raise typer.Exit(error.exit_status) from None
             raise
-    answer(its.to_json(), parts(its), as_json=as_json)
-    raise typer.Exit(int(not its.met))
+    answer(compared.to_json(), parts(compared), as_json=as_json)
+    raise typer.Exit(int(not compared.met))
 
 
 @command("diff")
 def show_differences(
-    left: Annotated[str, typer.Argument(metavar="A", help=Side)],
-    right: Annotated[str, typer.Argument(metavar="B", help=Side)],
+    left: Annotated[str, typer.Argument(metavar="A", help=OPERAND)],
+    right: Annotated[str, typer.Argument(metavar="B", help=OPERAND)],
     allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say in what two profiles, manifests, locks or runs differ; exit 1 if they do."""
+    """Show the differences of two profiles, manifests, locks or runs; exit 1 if there are any."""
     from torchrepro.lock.diff import differences_of
 
     with doing(IMPORTING):
-        found = differences_of(left, right)
-    answer(found.to_json(), parts(found), as_json=as_json)
-    raise typer.Exit(int(not found.same))
+        differences = differences_of(left, right)
+    answer(differences.to_json(), parts(differences), as_json=as_json)
+    raise typer.Exit(int(not differences.same))
 
 
 @command("run")
@@ -241,16 +246,16 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     overrides: Overrides = None,
     allow_env: AllowEnv = None,
     lock: Annotated[
-        str, typer.Option(metavar="FILE", help="Start only if this lock is met; names the profile.")
+        str, typer.Option(metavar="FILE", help="Use this lock's profile; start only if it is met.")
     ] = "",
     record: Record = "",
     log_to: Annotated[
         str,
         typer.Option(
-            metavar="DIR", help="Write the manifest into this folder; --record DIR does so too."
+            metavar="DIR", help="Write the manifest into this folder; --record DIR does so, too."
         ),
     ] = "",
-    level: Annotated[Level, typer.Option(help="How much is recorded.")] = Level.OP,
+    level: Annotated[Level, typer.Option(help="How much to record.")] = Level.OP,
     steps: Steps = "",
     every: Every = "",
     max_size: MaxSize = "",
@@ -259,27 +264,30 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
         bool,
         typer.Option(
             "--statistics",
-            help="Record what comparing within a tolerance needs; so does `aligned`.",
+            help="Record statistics, so that runs can be compared within a tolerance; a profile "
+            "with the guarantee `aligned` always does.",
         ),
     ] = False,
     detail: Annotated[  # noqa: FBT002
         bool,
-        typer.Option("--detail", help="Read every input again: sees what changed outside torch."),
+        typer.Option(
+            "--detail", help="Read every input again, to detect changes made outside of torch."
+        ),
     ] = False,
     on_unwritable: Annotated[
-        Unwritable, typer.Option(help="What to do where the trace cannot be written.")
+        Unwritable, typer.Option(help="What to do if the trace cannot be written.")
     ] = Unwritable.STOP,
     verbose: Verbose = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Start a command with the profile in force from before Python starts.
+    """Run a command under a profile, which is applied before Python starts.
 
-    It is in force in COMMAND and in every Python process that COMMAND starts, unless one replaces
-    PYTHONPATH or starts Python with -I, -E or -S.
+    The profile is active in COMMAND and in every Python process that COMMAND starts, unless one
+    replaces PYTHONPATH or starts Python with -I, -E or -S.
     """
     from torchrepro.application.launch import start
 
-    command = _given_command(context, f"run {profile or 'PROFILE'}")
+    command = _command_to_start(context, f"run {profile or 'PROFILE'}")
     if lock:
         resolved = _locked_profile(lock, profile, overrides)
     elif profile:
@@ -289,11 +297,13 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
         raise ProfileError.about("no profile is named", todo=todo)
     if log_to:
         refuse_used_folder(Path(log_to))
-    more = {LOG_TO: os.path.abspath(log_to or record)} if log_to or record else {}  # noqa: PTH100 - text
+    variables = {}
+    if log_to or record:
+        variables[LOG_TO] = os.path.abspath(log_to or record)  # noqa: PTH100 - text
     if lock:
         from torchrepro.application.guard import LOCKED
 
-        more[LOCKED] = "1"
+        variables[LOCKED] = "1"
     if record:
         try:
             request = RecordingRequest(
@@ -308,27 +318,30 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
                 max_size=bytes_of(max_size) if max_size else None,
             )
         except TraceError as error:
-            raise _of_option(error) from None
+            raise _about_option(error) from None
         request.prepare_folder()
-        more[VARIABLE] = request.to_variable()
-    elif given := _given(context, OF_A_RECORDING):
-        todo = "say where to: --record DIR"
-        raise TraceError.about("nothing is recorded", key=", ".join(given), todo=todo)
-    start(resolved, command, more)
+        variables[VARIABLE] = request.to_variable()
+    elif explicit := _explicit_options(context, RECORDING_OPTIONS):
+        todo = "name a folder to record into: --record DIR"
+        raise TraceError.about("nothing is recorded", key=", ".join(explicit), todo=todo)
+    start(resolved, command, variables)
 
 
-def _of_option(error: TraceError) -> TraceError:
+def _about_option(error: TraceError) -> TraceError:
+    """Name the option of the command line in place of the key that `error` names."""
     key = error.problem.key
-    return TraceError(error.problem._replace(key=_option(key))) if key in OF_A_RECORDING else error
+    if key not in RECORDING_OPTIONS:
+        return error
+    return TraceError(error.problem._replace(key=_option(key)))
 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _given(context: typer.Context, names: Iterable[str]) -> list[str]:
+def _explicit_options(context: typer.Context, names: Iterable[str]) -> list[str]:
     sources = [(name, context.get_parameter_source(name)) for name in names]
-    return [_option(name) for name, its in sources if its and its.name == "COMMANDLINE"]
+    return [_option(name) for name, source in sources if source and source.name == "COMMANDLINE"]
 
 
 @command("rerun")
@@ -336,77 +349,78 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - see above
     context: typer.Context,
     run: Annotated[
         str,
-        typer.Argument(metavar="DIR", help="The folder of a run with a manifest, or a manifest."),
+        typer.Argument(metavar="DIR", help="A manifest, or the folder of a run that has one."),
     ],
-    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    superfluous: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     allow_env: AllowEnv = None,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="DIR", help="The folder of the new run.")
     ] = "",
     strict: Annotated[  # noqa: FBT002
-        bool, typer.Option("--strict", help="Start only if nothing that may matter differs.")
+        bool, typer.Option("--strict", help="Start only if no difference may affect results.")
     ] = False,
     dry_run: Annotated[  # noqa: FBT002
-        bool, typer.Option("--dry-run", help="Say what differs and what would be started.")
+        bool, typer.Option("--dry-run", help="Show what differs and what would be started.")
     ] = False,
     verbose: Verbose = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
     as_json: Annotated[  # noqa: FBT002
-        bool, typer.Option("--json", help="Print that as one JSON document, and start nothing.")
+        bool, typer.Option("--json", help="As --dry-run, in one JSON document.")
     ] = False,
 ) -> None:
     """Start the command of an earlier run again, with its profile and overrides, in a new folder.
 
-    What differs from then is said first. The values of the profile are those in the manifest,
-    whatever its files hold now. COMMAND is needed only where the manifest hides arguments.
+    First show what differs from the earlier run. The values of the profile come from the manifest,
+    even if the files of the profile have changed. Write COMMAND only if the manifest hides
+    arguments.
     """
     from torchrepro.application.launch import untouched
     from torchrepro.start.rerun import prepare
 
-    if more:
-        what = "a rerun takes one folder and no overrides: it is under the original profile"
-        todo = "for another profile start anew: torchrepro run PROFILE OVERRIDES -- COMMAND"
-        raise ProfileError.about(what, found=" ".join(more), todo=todo)
-    given = _given_command(context, f"rerun {run}") if context.obj is not None else ()
+    if superfluous:
+        problem = "`rerun` takes one folder and no overrides: it uses the original profile"
+        todo = "use another profile with: torchrepro run PROFILE OVERRIDES -- COMMAND"
+        raise ProfileError.about(problem, found=" ".join(superfluous), todo=todo)
+    command = _command_to_start(context, f"rerun {run}") if context.obj is not None else ()
     with untouched(), doing(IMPORTING):
-        found = prepare(run, given, output, strict=strict)
+        rerun = prepare(run, command, output, strict=strict)
     if dry_run or as_json:
-        answer(found.to_json(), parts(found), as_json=as_json)
-        raise typer.Exit(int(found.refused))
-    if found.refused or verbosity() is not Verbosity.QUIET:
-        show_aside(*parts(found))
-    if found.refused:
+        answer(rerun.to_json(), parts(rerun), as_json=as_json)
+        raise typer.Exit(int(rerun.refused))
+    if rerun.refused or verbosity() is not Verbosity.QUIET:
+        show_aside(*parts(rerun))
+    if rerun.refused:
         raise typer.Exit(1)
-    found.start()
+    rerun.start()
 
 
 def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> ResolvedProfile:
-    """Return the profile of a lock that is met here; otherwise print what differs and exit with 1.
+    """Return the profile of a lock; if the lock is not met, print what differs and exit with 1.
 
-    `profile` and `overrides` replace the lock's own name for it.
+    `profile` and `overrides` replace those that the lock names.
     """
     from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import check
 
     with untouched(), doing(IMPORTING):
-        found = check(Path(lock), profile=profile, overrides=overrides or ())
-    if found.resolved is not None and found.met:
-        return found.resolved
-    show_aside(*parts(found))
+        checked = check(Path(lock), profile=profile, overrides=overrides or ())
+    if checked.resolved is not None and checked.met:
+        return checked.resolved
+    show_aside(*parts(checked))
     raise typer.Exit(1)
 
 
-def _given_command(context: typer.Context, words: str) -> list[str]:
+def _command_to_start(context: typer.Context, words: str) -> list[str]:
     if not context.obj:
         todo = f"write it after `--`: torchrepro {words} -- python train.py"
         raise ProfileError.about("no command to start", todo=todo)
     return list(context.obj)
 
 
-OF_A_RECORDING = (
+RECORDING_OPTIONS = (
     *("level", "steps", "every", "max_size", "keep", "statistics", "detail", "on_unwritable"),
 )
-"""Options of `run` that say nothing without a folder to record into."""
+"""Options of `run` that need --record."""
 
 
 def _steps(text: str) -> tuple[int, int] | None:
@@ -421,14 +435,14 @@ def _steps(text: str) -> tuple[int, int] | None:
 
 
 def _number(text: str) -> Any:
-    # Any other text stays as it is, for whoever checks it to show.
+    # Other text is returned unchanged: the caller's check shows it in its message.
     return int(text) if text.isdecimal() and len(text) < DIGITS else text
 
 
 @command("compare")
 def compare_runs(
-    left: Annotated[str, typer.Argument(metavar="RUN_A", help="A folder of a recording.")],
-    right: Annotated[str, typer.Argument(metavar="RUN_B", help="Another.")],
+    left: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder of a recording.")],
+    right: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder of another.")],
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
     ignore: Ignore = None,
@@ -436,17 +450,17 @@ def compare_runs(
     open_page: Open = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say whether two recorded runs are the same, or where they diverge; exit 1 if they do."""
+    """Compare two recorded runs and show where they diverge; exit 1 if they do."""
     from torchrepro.verdict.comparison import compare
     from torchrepro.verdict.page import page
     from torchrepro.verdict.render import verdict_parts
 
     _check_page(report)
     with doing("comparing the runs"):
-        found = compare(left, right, rtol=rtol, atol=atol, ignore=ignore or ())
-    answer(found.to_json(), verdict_parts(found), as_json=as_json)
-    _offer_page(lambda: page(found), report, opened=open_page)
-    raise typer.Exit(int(not found.same))
+        verdict = compare(left, right, rtol=rtol, atol=atol, ignore=ignore or ())
+    answer(verdict.to_json(), verdict_parts(verdict), as_json=as_json)
+    _offer_page(lambda: page(verdict), report, opened=open_page)
+    raise typer.Exit(int(not verdict.same))
 
 
 @command("verify")
@@ -455,20 +469,25 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     profile: ProfileName = "",
     overrides: Overrides = None,
     allow_env: AllowEnv = None,
-    runs: Annotated[int, typer.Option(min=2, help="How often the command is run.")] = 2,
+    runs: Annotated[int, typer.Option(min=2, help="How often to run the command.")] = 2,
     stress: Annotated[  # noqa: FBT002
-        bool, typer.Option("--stress", help="Perturb what a reproducible run must not depend on.")
+        bool,
+        typer.Option(
+            "--stress",
+            help="Perturb what must not affect results: memory, timing, file order and more.",
+        ),
     ] = False,
     escalate: Annotated[  # noqa: FBT002
         bool, typer.Option("--escalate", help="Find the settings that make diverging runs equal.")
     ] = False,
     no_closer: Annotated[  # noqa: FBT002
-        bool, typer.Option("--no-closer", help="Do not record a divergence again in detail.")
+        bool,
+        typer.Option("--no-closer", help="Do not repeat diverging runs to record more detail."),
     ] = False,
     folder: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep the recordings in a new or empty folder.")
+        str, typer.Option(metavar="DIR", help="Keep the recordings in this new or empty folder.")
     ] = "",
-    level: Annotated[Level, typer.Option(help="How much is recorded.")] = Level.OP,
+    level: Annotated[Level, typer.Option(help="How much to record.")] = Level.OP,
     every: Every = "",
     max_size: MaxSize = "",
     keep: Keep = None,
@@ -477,21 +496,21 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     ignore: Ignore = None,
     relation: Annotated[
         RelationName | None,
-        typer.Option(help="Compare with another execution that ought to agree."),
+        typer.Option(help="Compare with a run in another way that ought to agree; see above."),
     ] = None,
     checkpoint: Annotated[
-        str, typer.Option(metavar="GLOB", help="The files that are a checkpoint, for resume.")
+        str, typer.Option(metavar="GLOB", help="The files of a checkpoint, for resume.")
     ] = "",
     resume_command: Annotated[
         str,
         typer.Option(
-            metavar="TEXT", help="The command that goes on from {checkpoint}, if it is another one."
+            metavar="TEXT", help="The command that resumes from {checkpoint}, if it is another one."
         ),
     ] = "",
     bisect: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
-            "--bisect", help="For `git bisect run`: exit 125 where it is neither yes nor no."
+            "--bisect", help="For `git bisect run`: exit 125 if there is no answer, yes or no."
         ),
     ] = False,
     report: Report = "",
@@ -500,40 +519,41 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     quiet: Quiet = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Run a command several times, compare all it computes, and name the first divergence.
+    """Run a command several times, compare all that it computes, and name the first divergence.
 
-    Without PROFILE the command runs as it is, recorded and nothing set: `torchrepro verify --
-    python train.py`. The same means the same bits, whatever the profile promises; --rtol and
-    --atol, or a profile with the guarantee `aligned`, ask for the same numbers within a tolerance.
-    Exit 1 if the runs differ.
+    Exit 1 if the runs differ. Without PROFILE the command is recorded and otherwise unchanged:
+    `torchrepro verify -- python train.py`. Results must be bitwise identical, also under a profile
+    that promises less; --rtol and --atol, or a profile with the guarantee `aligned`, allow a
+    tolerance.
 
-    To record every op makes large steps take a third longer, and those of tiny ops six times as
-    long. For a program of hours: --every 100 records each hundredth step in full, --level step none
-    (the others by parameters, gradients and losses), --max-size 2GB bounds a run's place on disk.
+    Recording every op makes steps of large ops a third slower, and steps of tiny ops six times. If
+    the program runs for hours: --every 100 records each hundredth step in full, --level step
+    records parameters, gradients and losses only, --max-size 2GB limits each run's size on disk.
 
-    With --relation it is another question: does a run that is resumed from its checkpoint
-    (resume), one with another number of loader workers (workers), or one without torch.compile
-    (compile) compute the same? Exit 4 if that cannot be told.
+    --relation asks another question. Does the command compute the same if it is resumed from its
+    checkpoint (resume), with another number of loader workers (workers), or without torch.compile
+    (compile)? Exit 4 if there is no answer.
     """
     from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import plan_of_a_run
 
     with _for_bisect(wanted=bisect):
-        command = _given_command(context, f"verify {profile}".rstrip())
+        command = _command_to_start(context, f"verify {profile}".rstrip())
         _check_page(report)
-        if relation is not None and (given := _given(context, OF_RUNS_ALIKE)):
-            todo = "leave it out, or leave out --relation"
-            raise ProfileError.about("is for runs that are alike", key=given[0], todo=todo)
-        if relation is None and (given := _given(context, OF_A_RELATION)):
+        if relation is not None and (explicit := _explicit_options(context, REPEAT_OPTIONS)):
+            todo = "remove it, or remove --relation"
+            problem = "cannot be used with --relation"
+            raise ProfileError.about(problem, key=explicit[0], todo=todo)
+        if relation is None and (explicit := _explicit_options(context, RELATION_OPTIONS)):
             todo = "add --relation resume"
-            raise ProfileError.about("is for a relation", key=given[0], todo=todo)
+            raise ProfileError.about("needs --relation", key=explicit[0], todo=todo)
         if profile:
-            resolved = resolved_profile(profile, overrides)  # refuses a wrong one at once
+            resolved = resolved_profile(profile, overrides)  # raises at once for a wrong profile
             if verbosity() is Verbosity.VERBOSE:
                 with untouched(), doing(IMPORTING):
                     planned = plan_of_a_run(resolved)
-                show_aside(*parts(planned))  # the runs print into files of their own
-        asked: dict[str, Any] = {
+                show_aside(*parts(planned))  # the output of the runs goes to files
+        arguments: dict[str, Any] = {
             "overrides": overrides or (),
             "folder": folder,
             "level": level.value,
@@ -546,7 +566,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
         }
         try:
             with _progress() as options:
-                asked |= options
+                arguments |= options
                 if relation is not None:
                     from torchrepro.verification.relations.relation import relate
                     from torchrepro.verification.relations.variants import (
@@ -554,30 +574,30 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
                         related_page,
                     )
 
-                    asked |= {"checkpoint": checkpoint, "resume_command": resume_command}
-                    found: Any = relate(relation.value, profile or None, command, **asked)
-                    document, status = related_json(found), found.status
-                    page = partial(related_page, found)
+                    arguments |= {"checkpoint": checkpoint, "resume_command": resume_command}
+                    outcome: Any = relate(relation.value, profile or None, command, **arguments)
+                    document, status = related_json(outcome), outcome.status
+                    page = partial(related_page, outcome)
                 else:
                     from torchrepro.verification.perturbations import EVERYTHING
                     from torchrepro.verification.result import verification_json, verification_page
                     from torchrepro.verification.verifier import verify
 
-                    asked |= {"runs": runs, "escalate": escalate, "closer": not no_closer}
+                    arguments |= {"runs": runs, "escalate": escalate, "closer": not no_closer}
                     perturbed = EVERYTHING if stress else ()
-                    found = verify(profile or None, command, stress=perturbed, **asked)
-                    document, status = verification_json(found), int(not found.same)
-                    page = partial(verification_page, found)
+                    outcome = verify(profile or None, command, stress=perturbed, **arguments)
+                    document, status = verification_json(outcome), int(not outcome.same)
+                    page = partial(verification_page, outcome)
         except TraceError as error:
-            raise _of_option(error) from None
-        answer(document, parts(found), as_json=as_json)
+            raise _about_option(error) from None
+        answer(document, parts(outcome), as_json=as_json)
         _offer_page(page, report, opened=open_page)
         raise typer.Exit(status)
 
 
 @contextmanager
 def _for_bisect(*, wanted: bool) -> Iterator[None]:
-    """End with what `git bisect run` takes for an answer, where that is wanted."""
+    """If `wanted`, make `git bisect run` skip a commit for which there is no answer."""
     try:
         yield
     except typer.Exit as ended:
@@ -591,46 +611,46 @@ def _for_bisect(*, wanted: bool) -> Iterator[None]:
         raise typer.Exit(BISECT) from None
 
 
-OF_RUNS_ALIKE = ("runs", "stress", "escalate", "no_closer")
-OF_A_RELATION = ("checkpoint", "resume_command")
-"""Options of `verify` that say nothing with a relation, and without one."""
+REPEAT_OPTIONS = ("runs", "stress", "escalate", "no_closer")
+RELATION_OPTIONS = ("checkpoint", "resume_command")
+"""Options of `verify` that exclude --relation, and options that need it."""
 
 
 def _check_page(report: str) -> None:
-    """Raise `TraceError` if a page cannot be written, before hours are spent on what is in it."""
-    place = Path(report)
-    if report and (place.is_dir() or not place.absolute().parent.is_dir()):
-        todo = "name a file in a folder that is there"
-        raise TraceError.about("the page cannot be written there", found=report, todo=todo)
+    """Raise `TraceError` if the page cannot be written, before hours are spent on the runs."""
+    path = Path(report)
+    if report and (path.is_dir() or not path.absolute().parent.is_dir()):
+        todo = "name a file in an existing folder"
+        raise TraceError.about("the page cannot be written to it", found=report, todo=todo)
 
 
 def _offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
     if not report and not opened:
         return
     if not report:
-        # It stays: a browser reads it after the command has ended.
+        # The file is never removed: a browser reads it after the command has ended.
         descriptor, report = tempfile.mkstemp(prefix="torchrepro-", suffix=".html")
         os.close(descriptor)
-    place = Path(report)
-    write_in_place(place, page(), "the page")
-    say(f"the page is in {place}")
+    path = Path(report)
+    write_in_place(path, page(), "the page")
+    say(f"the page is in {path}")
     if opened:
         import webbrowser
 
-        if not webbrowser.open(place.absolute().as_uri()):
-            say("no browser could be started here: open that file where there is one")
+        if not webbrowser.open(path.absolute().as_uri()):
+            say("no browser could be started: open the file on a machine that has one")
 
 
 @command("selftest")
 def selftest_here(as_json: Json = False) -> None:  # noqa: FBT002 - an option of the command line
-    """Try every promise on the devices of this machine: held, failed or not here; exit 1 if one
-    failed.
+    """Test every guarantee on the devices of this machine; exit 1 if a test failed.
 
-    It takes half a minute for each device, and leaves no file and no setting behind.
+    Each test is reported as held, failed, or not available on this machine. It takes half a minute
+    for each device, writes no files and changes no settings.
     """
     from torchrepro.selftest import selftest
 
     with _progress() as options:
-        found = selftest(meanwhile=options["meanwhile"] or (lambda text: None))
-    answer(found.to_json(), parts(found), as_json=as_json)
-    raise typer.Exit(int(not found.held))
+        tested = selftest(meanwhile=options["meanwhile"] or (lambda text: None))
+    answer(tested.to_json(), parts(tested), as_json=as_json)
+    raise typer.Exit(int(not tested.held))

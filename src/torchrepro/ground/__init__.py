@@ -1,1 +1,1 @@
-"""Functions that every other package is built on; none of them knows of profiles."""
+"""Helpers for all other packages; none of them depends on profiles."""

@@ -1,4 +1,4 @@
-"""Which code, and which line of the program, a call came from."""
+"""The frames of a call, and the line of the program that it came from."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-address = id  # the function itself, and quick: another may stand in for it among the built-in ones
+address = id  # the original `id`: torchrepro replaces the built-in to observe who calls it
 
 _MANY = 1000
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    # Also those of a Python below this environment, of the user, and Debian's.
-    *(each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")),
+    # Also of the Python that this environment is based on, of the user, and Debian's.
+    *(folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")),
     "<frozen ",  # Python's import machinery
     str(Path(__file__).parent.parent),  # ours
 )
-"""Beginnings of the files that are not the program's."""
+"""Prefixes of the files that do not belong to the program."""
 
 
 def frames(innermost: FrameType | None = None) -> Iterator[FrameType]:
-    """Return `innermost` and the frames that called it, outwards; without it, the caller's own."""
-    # Documented, if only for CPython; `inspect` takes 100 times as long.
+    """Yield `innermost`, or else the frame of the caller, and then its callers outwards."""
+    # `_getframe` is documented, if only for CPython; `inspect` takes 100 times as long.
     return _outwards(innermost or sys._getframe(1))  # noqa: SLF001 - see above
 
 
@@ -35,30 +35,30 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def package(frame: FrameType) -> str:
-    """Return the top-level package whose code `frame` runs; empty for code of no module."""
+    """Return the top-level package whose code `frame` runs; empty for code outside of modules."""
     name = frame.f_globals.get("__name__")
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
 def is_library(file: str) -> bool:
-    """Whether code of `file` is a library's, or torchrepro's own, and not the program's."""
+    """Whether `file` belongs to a library, or to torchrepro, and not to the program."""
     return file.startswith(_LIBRARIES)
 
 
 def program_files() -> list[str]:
-    """Return the files of the modules that the program has imported and that are no library's."""
-    modules = [getattr(each, "__file__", None) for each in [*sys.modules.values()]]
-    files = {file for file in modules if isinstance(file, str) and file.startswith(os.sep)}
+    """Return the files of the imported modules that belong to the program, the first thousand."""
+    paths = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    files = {path for path in paths if isinstance(path, str) and path.startswith(os.sep)}
     return sorted(file for file in files if not is_library(file))[:_MANY]
 
 
 def line(frame: FrameType) -> str:
-    """Return the ``file:line`` that `frame` runs."""
+    """Return the current ``file:line`` of `frame`."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def call_text(frame: FrameType) -> str:
-    """Return the text of the call that `frame` makes; empty if it has several lines, or none."""
+    """Return the source text of the call that `frame` makes; empty unless it is on one line."""
     from linecache import getline
 
     first, last, start, end = [*frame.f_code.co_positions()][frame.f_lasti // 2]
@@ -68,5 +68,5 @@ def call_text(frame: FrameType) -> str:
 
 
 def program_place(frame: FrameType) -> str:
-    """Return ``file:line`` of the nearest caller that is the program's, or of `frame`."""
+    """Return ``file:line`` of the nearest caller in the program, or else of `frame`."""
     return line(next((f for f in frames(frame) if not is_library(f.f_code.co_filename)), frame))

@@ -1,10 +1,9 @@
-"""Tables and lines for people, and how much is said: as text, as HTML, on a terminal.
+"""Output for people: tables and lines as text, as HTML or on a terminal, and its verbosity.
 
 A table that is wider than the terminal is shown as records, one block of ``name: value`` lines for
-each row, so no column is lost. Text has one line for each row of a table, however long, as what
-reads a pipe expects it; a label's text is prose, and has several. Colours appear only on a
-terminal. rich is imported when something is rendered, so a table can be made by whoever has
-something to show.
+each row, so no column is lost. Plain text has one line for each row of a table, however long, so
+that the reader of a pipe can parse it; only prose beside a label is wrapped. Colours appear only on
+a terminal. rich is imported when something is rendered, so making a `Table` costs no import.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from typing import Any, NamedTuple, TextIO, TypeAlias
 from torchrepro.ground.messages import ends_in_line_number, printable, shortened
 
 _UNBOUNDED = 10**9  # columns
-_PROSE_LINE = 100  # columns of a label with its text, however wide the terminal is
+_PROSE_LINE = 100  # columns of a label with its text, even if the terminal is wider
 _PAGE = 200  # columns of a page, which can be scrolled
 _GAP = 2  # columns between two columns of a table
-_PROSE = 24  # columns that a text of several words needs at least
+_PROSE = 24  # the least columns for a text of several words
 _WORD = re.compile(r"\S+")
 
 
 class Styled(NamedTuple):
-    """The text of a cell, with the style in which a terminal shows it."""
+    """The text of a cell, and its style on a terminal."""
 
     text: str
     style: str
 
 
 class UnbrokenText(str):
-    """The text of a cell that is copied in one piece, such as a command, and so never folded."""
+    """The text of a cell that users copy, such as a command, and that is therefore never folded."""
 
     __slots__ = ()
 
@@ -44,9 +43,9 @@ class UnbrokenText(str):
 class Table(NamedTuple):
     """A plain table."""
 
-    headings: tuple[str, ...]  # empty for a list of labels and texts, which has no headings
+    headings: tuple[str, ...]  # empty for a list of labels and texts
     rows: tuple[tuple[str | Styled, ...], ...]
-    fold: int  # the column that takes several lines where a terminal has no room
+    fold: int  # the column that is wrapped if the terminal is too narrow
     first_style: str = ""  # the style of the first column
 
 
@@ -54,13 +53,13 @@ Part: TypeAlias = Table | str
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]], fold: int = -1) -> Table:
-    """Return a table; the column `fold` takes several lines where a terminal has no room."""
+    """Return a table; the column `fold` (the last) is wrapped if the terminal is too narrow."""
     cells = (tuple(c if isinstance(c, Styled) else str(c) for c in row) for row in rows)
     return Table(tuple(headings), tuple(cells), len(headings) - 1 if fold < 0 else fold)
 
 
 def listing(rows: Iterable[Sequence[str]], style: str = "") -> Table:
-    """Return rows of a label, which has this style, and a text, without headings."""
+    """Return a table without headings; each row is a label in this style and a text."""
     return Table((), tuple(map(tuple, rows)), fold=1, first_style=style)
 
 
@@ -68,13 +67,13 @@ def listing(rows: Iterable[Sequence[str]], style: str = "") -> Table:
 def parts(value: Any) -> tuple[Part, ...]:
     """Return the tables and lines that show `value`.
 
-    Whoever makes values of a class registers how they are rendered.
+    The module of a class registers an implementation for it (`parts.register`).
     """
     return (repr(value),)
 
 
 class Displayed:
-    """A value that shows itself as `parts` says.
+    """A value whose text and HTML come from `parts`.
 
     A notebook asks for `_repr_html_`:
     https://ipython.readthedocs.io/en/stable/config/integrating.html
@@ -90,9 +89,9 @@ class Displayed:
 
 
 class Verbosity(StrEnum):
-    """How much is said."""
+    """How much torchrepro prints."""
 
-    QUIET = "quiet"  # errors, and a guarantee that is lowered
+    QUIET = "quiet"  # errors, and a lowered guarantee
 
     NORMAL = "normal"  # one line, and what needs attention
 
@@ -103,35 +102,38 @@ VARIABLES: Mapping[Verbosity, str] = {
     Verbosity.VERBOSE: "TORCHREPRO_VERBOSE",
     Verbosity.QUIET: "TORCHREPRO_QUIET",
 }
-"""The variable that asks for each, the one that wins first; empty and 0 ask for nothing."""
+"""The variable of each level; the first that is set wins. Empty and 0 count as not set."""
 
 
 def verbosity() -> Verbosity:
-    """Return how much is to be said in this process."""
-    asked = (each for each, name in VARIABLES.items() if os.environ.get(name, "") not in ("", "0"))
-    return next(asked, Verbosity.NORMAL)
+    """Return the verbosity of this process."""
+    for level, name in VARIABLES.items():
+        if os.environ.get(name, "") not in ("", "0"):
+            return level
+    return Verbosity.NORMAL
 
 
 def environment_for(wanted: Verbosity) -> dict[str, str]:
-    """Return the variables by which a process and all that it starts say as much as is `wanted`."""
-    return {name: str(int(each is wanted)) for each, name in VARIABLES.items()}
+    """Return the variables that set the verbosity `wanted` for a process and its children."""
+    return {name: str(int(level is wanted)) for level, name in VARIABLES.items()}
 
 
 def say(*lines: object) -> None:
     """Write each of `lines` to standard error, unless it is closed, as in some services."""
-    for line in lines if sys.stderr is not None else ():
-        sys.stderr.write(f"torchrepro: {line}\n")
+    if sys.stderr is not None:
+        for line in lines:
+            sys.stderr.write(f"torchrepro: {line}\n")
 
 
 def note(*lines: object) -> None:
-    """Say what is neither an error nor lowers a guarantee; nothing if quiet."""
+    """Do as `say`, unless quiet: for lines that report no error and no lowered guarantee."""
     if verbosity() is not Verbosity.QUIET:
         say(*lines)
 
 
 @cache
 def say_once(line: str) -> None:
-    """Say a line the first time that this process has it to say."""
+    """Do as `say`, once for each line in a process."""
     say(line)
 
 
@@ -141,7 +143,7 @@ def show(*parts: Part) -> None:
 
 
 def show_aside(*parts: Part) -> None:
-    """Print tables and lines to standard error, where there is one."""
+    """Print tables and lines to standard error, unless it is closed."""
     if sys.stderr is not None:
         _show(sys.stderr, parts)
 
@@ -152,7 +154,7 @@ def _show(stream: TextIO, parts: Sequence[Part]) -> None:
 
 
 def as_text(*parts: Part) -> str:
-    """Return tables and lines as plain text, without trailing blanks: one line for each row."""
+    """Return tables and lines as plain text, one line for each row, without trailing spaces."""
     return _printed(_rich()(file=io.StringIO(), color_system=None, width=_UNBOUNDED), parts)
 
 
@@ -168,7 +170,7 @@ def as_html(*parts: Part) -> str:
 def _rich() -> Any:
     import random
 
-    state = random.getstate()  # rich draws from the global generator while it is imported
+    state = random.getstate()  # the import of rich draws from the global generator
     from rich.console import Console
 
     random.setstate(state)
@@ -182,14 +184,16 @@ def _printed(console: Any, parts: Iterable[Part]) -> str:
 
 
 def _print(console: Any, parts: Iterable[Part]) -> None:
-    # What is wider than `room` is broken by the terminal, not by rich.
+    # The terminal wraps lines that are wider than `room`; rich must not.
     room, console.width = console.width, _UNBOUNDED
     for part in parts:
-        for each in [_text(part)] if isinstance(part, str) else _laid_out(part, console, room):
-            console.print(each, highlight=False)
+        lines = [_text(part)] if isinstance(part, str) else _laid_out(part, console, room)
+        for line in lines:
+            console.print(line, highlight=False)
 
 
 def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
+    """Yield a table for `room` columns: as a grid if it fits, else as records."""
     import rich.table
     from rich.measure import Measurement
     from rich.text import Text
@@ -197,8 +201,9 @@ def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
     if not table.headings:
         room = min(room, _PROSE_LINE)
     rows = [list(map(_text, row)) for row in table.rows]
-    for row in rows if table.first_style else ():
-        row[0].style = table.first_style
+    if table.first_style:
+        for row in rows:
+            row[0].style = table.first_style
     headings = [Text(heading, "bold") for heading in table.headings]
     shown = [headings, *rows] if headings else rows
     if not shown:
@@ -207,12 +212,12 @@ def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
         [Measurement.get(console, console.options, cell) for cell in column]
         for column in zip(*shown, strict=True)
     ]
-    widths = [max(each.maximum for each in column) for column in measured]
+    widths = [max(cell.maximum for cell in column) for column in measured]
     fold = table.fold
-    left = room - sum(widths) + widths[fold] - _GAP * (len(widths) - 1)
-    longest_word = max(each.minimum for each in measured[fold])
-    if not headings or left >= min(widths[fold], max(_PROSE, longest_word)):
-        width = max(left, min(widths[fold], _PROSE))
+    fold_room = room - sum(widths) + widths[fold] - _GAP * (len(widths) - 1)
+    longest_word = max(cell.minimum for cell in measured[fold])
+    if not headings or fold_room >= min(widths[fold], max(_PROSE, longest_word)):
+        width = max(fold_room, min(widths[fold], _PROSE))
         grid = rich.table.Table.grid(padding=(0, _GAP, 0, 0))
         for row in shown:
             if not row[fold].no_wrap:
@@ -220,22 +225,24 @@ def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
             grid.add_row(*row)
         yield grid
         return
-    first, other, further = "", "  ", "    "  # indents of lines of a record, and of what goes on
+    first_field, next_field, continuation = "", "  ", "    "  # indents within a record
     for row in rows:
-        indent = first
+        indent = first_field
         for heading, cell in zip(headings, row, strict=True):
+            if not cell:
+                continue
             label = Text.assemble(heading, ": ", style="bold") if heading else Text()
-            for line in _broken(label + cell, console, room - len(further)) if cell else ():
+            for line in _broken(label + cell, console, room - len(continuation)):
                 yield Text.assemble(indent, line)
-                indent = further
-            indent = other if cell else indent
+                indent = continuation
+            indent = next_field
 
 
 def _broken(text: Any, console: Any, width: int) -> Iterator[Any]:
-    """Yield a text as lines of so many columns, broken between words.
+    """Yield a text as lines of at most `width` columns, broken between words.
 
-    A longer word is left to the terminal, from which it is copied in one piece; rich would fold it.
-    A longer ``file:line`` is cut in the middle, so that its line number is seen.
+    A longer word stays whole, so that users can copy it from the terminal; rich would fold it. A
+    longer ``file:line`` is cut in the middle, so that its line number stays visible.
     """
     from rich.cells import cell_len
 
@@ -261,6 +268,6 @@ def _text(cell: str | Styled) -> Any:
 
     if isinstance(cell, Styled):
         return Text(cell.text, cell.style)
-    # What others wrote must not steer the terminal.
+    # The text may come from a file or a program, and must not steer the terminal.
     text = "\n".join(map(printable, cell.split("\n")))
     return Text(text, no_wrap=isinstance(cell, UnbrokenText) or None)

@@ -1,4 +1,4 @@
-"""The exceptions that a caller may catch, and the status with which they end a process."""
+"""The exceptions that a caller may catch, and the exit statuses of the command line."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ EXIT_STATUSES = {
     1: "the answer is no: the runs diverged, a knob has drifted, a lock is not met",
     2: "the request is wrong: an unknown profile, an illegal value, a damaged file, a command that "
     "fails in every run",
-    3: "the profile could not be put in force",
-    4: "cannot tell: the plain program does not agree with itself, nothing could be compared, or "
-    "the lock holds no numbers of this kind of machine",
-    INTERNAL: "an error of torchrepro's own, which is no answer: please report it",
+    3: "the profile could not be applied",
+    4: "no answer: two runs of the unchanged program differ, nothing could be compared, or the "
+    "lock has no results for this platform",
+    INTERNAL: "an internal error of torchrepro, and no answer: please report it",
 }
-"""What a command says with the status that it ends with."""
+"""The meaning of each exit status of a command."""
 
 
 class TorchreproError(Exception):
-    """Whatever torchrepro refuses; `exit_status` is what the command line ends with.
+    """Base class of all errors of torchrepro; the command line exits with `exit_status`.
 
-    A program that one of them ends prints a traceback down to its own call, and not of how that was
-    found out: with the first of them, `sys.excepthook` becomes one that cuts it and goes on.
+    If one of them ends a program, the traceback stops at the program's own call and omits the
+    frames of torchrepro. For that the first of them wraps `sys.excepthook`.
     """
 
     exit_status = 3
@@ -43,25 +43,26 @@ class TorchreproError(Exception):
 
 
 def _print_down_to_the_call(
-    hook: Any, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    hook: Any, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    theirs, frame = None, traceback if isinstance(error, TorchreproError) else None
+    """Call `hook` with the traceback cut after the last frame that is not torchrepro's."""
+    last_of_program, frame = None, trace if isinstance(error, TorchreproError) else None
     while frame:
         if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "torchrepro":
-            theirs = frame
+            last_of_program = frame
         frame = frame.tb_next
-    if theirs:
-        theirs.tb_next = None
-    hook(kind, error, traceback)
+    if last_of_program:
+        last_of_program.tb_next = None
+    hook(error_type, error, trace)
 
 
 class _WrongRequestError(TorchreproError, ValueError):
-    """What is wrong with a request: one problem, or several."""
+    """A request is wrong, with one or several `problems`."""
 
     exit_status = 2
 
     def __init__(self, problems: Problem | str | Sequence[Problem]) -> None:
-        if isinstance(problems, str):  # what torch's loader makes of one that a worker has raised
+        if isinstance(problems, str):  # torch's loader raises a worker's error again with a text
             problems = Problem(problems)
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         lines = [str(problem) for problem in self.problems[:MANY]]
@@ -70,7 +71,7 @@ class _WrongRequestError(TorchreproError, ValueError):
 
     @classmethod
     def about(cls, what: str, *parts: str, **more: str) -> Self:
-        """Return the error about one `Problem`, which is made of these parts."""
+        """Return the error for one `Problem` with these fields."""
         return cls(Problem(what, *parts, **more))
 
     @property
@@ -87,11 +88,11 @@ class ProfileError(_WrongRequestError):
 
 
 class ApplyError(TorchreproError, RuntimeError):
-    """The profile could not be put in force; the process is as it was before."""
+    """The profile could not be applied; the process is unchanged."""
 
     def __init__(self, message: str, report: Any = None) -> None:
         self.report = report
-        """The `torchrepro.Report` on what was tried, where there is one."""
+        """The `torchrepro.Report` of the attempt, if there is one."""
         super().__init__(message)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,24 +100,24 @@ class ApplyError(TorchreproError, RuntimeError):
 
 
 class DriftError(TorchreproError, RuntimeError):
-    """A knob is no longer what the profile in force has set: later code changed it."""
+    """A knob no longer has the value that the active profile set: later code changed it."""
 
     exit_status = 1
 
     def __init__(self, drift: Sequence[Any]) -> None:
         self.drift = tuple(drift)
         """The `torchrepro.reporting.outcomes.KnobChange` of each knob that changed."""
-        lines = ["knobs have changed since the profile was put in force (guard: error):"]
-        for first, *others in by_write(self.drift):
+        lines = ["knobs have changed since the profile was applied (guard: error):"]
+        for first, *rest in by_write(self.drift):
             lines.append(str(first.problem))
-            for each in others:
-                had = f"the profile had set {shown(each.was)}"
-                lines.append(f"    also: {each.knob} = {shown(each.now)}: {had}")
+            for change in rest:
+                had = f"the profile had set {shown(change.was)}"
+                lines.append(f"    also: {change.knob} = {shown(change.now)}: {had}")
             if first.called:
                 lines.append(f"    called from: {printable(first.called)}")
         lines.append(
-            "    to do: let that code run before the profile is put in force, take the write out, "
-            "or have the profile ask for the value"
+            "    to do: run that code before the profile is applied, remove the write, or set the "
+            "value in the profile"
         )
         super().__init__("\n".join(lines))
 
@@ -125,16 +126,16 @@ class DriftError(TorchreproError, RuntimeError):
 
 
 def by_write(drift: Iterable[Any]) -> list[list[Any]]:
-    """Return drift, all of it that one line wrote together; where no line was seen, each alone."""
+    """Return changes of knobs grouped by the line that wrote them; without a line, each alone."""
     groups: dict[Any, list[Any]] = {}
-    for number, each in enumerate(drift):
-        one = (each.where, each.called, each.when) if each.where else number
-        groups.setdefault(one, []).append(each)
+    for number, change in enumerate(drift):
+        write = (change.where, change.called, change.when) if change.where else number
+        groups.setdefault(write, []).append(change)
     return list(groups.values())
 
 
 class LateError(ApplyError):
-    """A knob is past its phase and the profile asks to stop rather than to go on without it."""
+    """It is too late to set a knob, and the profile asks to stop in that case (`on_late`)."""
 
 
 class SeedingError(_WrongRequestError):
@@ -146,16 +147,16 @@ class TraceError(_WrongRequestError):
 
 
 class ExitStatus:
-    """Ends the process with the status `value`, if it has one, once nothing refers to it any more.
+    """Ends the process with the status `value`, if it is set, when it is garbage collected.
 
-    It is made to be an argument of an exit handler. Python lets go of the arguments once all
-    handlers have run, then flushes what is left in standard output
+    Pass it as an argument to an exit handler. Python releases the arguments after all handlers have
+    run, and before it flushes standard output
     (https://github.com/python/cpython/blob/main/Modules/atexitmodule.c). An exception in a handler
-    is printed and changes no status, and leaving from within one would keep those of others from
-    running.
+    would be printed without changing the status, and `os._exit` in a handler would skip the other
+    handlers.
 
-    With which status the program was about to end cannot be known here: Python keeps that of
-    ``sys.exit(5)`` to itself until the process is gone. A status of failure stays one, as `value`.
+    `value` also replaces the status of a program that ends with, say, ``sys.exit(5)``: Python gives
+    no access to that status. A failure therefore stays a failure, with another number.
     """
 
     value: int | None = None
@@ -164,7 +165,7 @@ class ExitStatus:
         if self.value is None:
             return
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):  # closed, or never there
+            with suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
         os._exit(self.value)
 

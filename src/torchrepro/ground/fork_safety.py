@@ -1,8 +1,8 @@
-"""Locks that a forked child finds free, whatever other threads of its parent were doing.
+"""Locks that are free in a forked child, even if another thread of the parent had acquired them.
 
-Also which processes Python forks by its fork server, which are forked before they run the program.
+Also a test for multiprocessing's fork server, whose children are forked before the program runs.
 
-The package imports this module at once, so it imports nothing that is not loaded already.
+`import torchrepro` loads this module, so it imports nothing that Python has not loaded already.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from _thread import RLock
 from _weakref import ref
 
 loading = RLock()
-"""Held while a public name is loaded: a child would wait for a half imported module for ever."""
+"""Acquired while a public name is loaded: a child would wait forever for a half-imported module."""
 
-applying = RLock()  # held while a profile is put in force or taken back
+applying = RLock()  # acquired while a profile is applied or restored
 
-_SECONDS = 0.05  # how long a fork waits for the second of the two with the first one in hand
+_SECONDS = 0.05  # how long a fork that has acquired `loading` waits for `applying`
 
 _locks: set[ref[RLock]] = set()
 
@@ -28,25 +28,25 @@ def comes_from_fork_server() -> bool:
 
 
 def is_fork_server() -> bool:
-    """Whether this process is the fork server: its children get another name as they begin."""
+    """Whether this process is the fork server itself; its children have another name."""
     from multiprocessing import current_process
 
     return comes_from_fork_server() and current_process().name == "MainProcess"
 
 
 def fork_safe_lock() -> RLock:
-    """Return a re-entrant lock that is free in a child that is forked while a thread holds it.
+    """Return a re-entrant lock that is free in a child, even if a thread of the parent had it.
 
-    Only the thread that forks lives on in the child: a lock that another one held would never be
-    released there (https://docs.python.org/3/library/os.html#os.register_at_fork).
+    Only the thread that forks exists in the child, so nothing would ever release a lock of another
+    thread (https://docs.python.org/3/library/os.html#os.register_at_fork).
     """
     lock = RLock()
     _locks.add(ref(lock, _locks.discard))
     return lock
 
 
-def _wait() -> None:
-    # Whoever holds one of the two may need the other: a fork does not wait for it with one in hand.
+def _acquire_both() -> None:
+    # A thread with one lock may need the other. So a fork releases `loading` and tries again.
     while True:
         loading.acquire()
         if applying.acquire(timeout=_SECONDS):
@@ -54,18 +54,18 @@ def _wait() -> None:
         loading.release()
 
 
-def _go_on() -> None:
+def _release_both() -> None:
     applying.release()
     loading.release()
 
 
-def _go_on_in_child() -> None:
-    """Free what other threads of the parent held; the thread that lives on keeps its own locks.
+def _release_in_child() -> None:
+    """Free the locks that other threads of the parent had acquired; this thread keeps its own.
 
-    Private (``_at_fork_reinit``), as Python's own modules do it. Where it is gone, a child that is
-    forked while another thread holds a lock waits for it for ever, as with any other lock.
+    Uses the private ``_at_fork_reinit``, as Python's own modules do. If Python removes it, a child
+    that is forked while another thread has the lock waits forever, as for any other lock.
     """
-    _go_on()
+    _release_both()
     for lock in filter(None, [reference() for reference in tuple(_locks)]):
         if lock.acquire(blocking=False):
             lock.release()
@@ -75,5 +75,7 @@ def _go_on_in_child() -> None:
             free()
 
 
-if hasattr(os, "register_at_fork"):  # POSIX alone has forks
-    os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_go_on_in_child)
+if hasattr(os, "register_at_fork"):  # only POSIX has forks
+    os.register_at_fork(
+        before=_acquire_both, after_in_parent=_release_both, after_in_child=_release_in_child
+    )

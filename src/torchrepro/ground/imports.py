@@ -1,6 +1,6 @@
-"""Importing other packages: torch, what is installed, and a call back after an import.
+"""Importing other packages: torch, the versions of distributions, and callbacks after an import.
 
-Every Python below `torchrepro run` loads this module as it starts: it imports next to nothing.
+Every Python process below `torchrepro run` loads this module at its start, so it imports little.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 put_off: list[Callable[[], object]] = []
-"""What begins with the import of torch, or as somebody else is about to change the same state."""
+"""Called at the import of torch, or earlier if code is about to change the same state."""
 
 
 def import_torch() -> None:
-    """Import torch, and numpy's random numbers, which are seeded with it.
+    """Import torch, and `numpy.random`, which is seeded together with it.
 
-    Raises `ApplyError` where torch is not installed or does not load.
+    Raises `ApplyError` if torch is not installed or cannot be imported.
     """
     try:
         import_module("numpy.random")
@@ -31,9 +31,9 @@ def import_torch() -> None:
     except (ImportError, RuntimeError) as error:
         from torchrepro.ground.errors import ApplyError
 
-        words = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise ApplyError(
-            f"torch cannot be imported: {words}\n  `torchrepro doctor` says more"
+            f"torch cannot be imported: {reason}\n  `torchrepro doctor` shows more"
         ) from None
 
 
@@ -46,23 +46,23 @@ def named(path: str) -> Any:
 def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution.
 
-    None for one that is not installed, for what is not the name of one, and for one whose
-    metadata holds no version. See https://docs.python.org/3/library/importlib.metadata.html.
+    Return None if it is not installed, if its metadata has no version, or if `distribution` is not
+    a legal name. See https://docs.python.org/3/library/importlib.metadata.html.
     """
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found: str | None = version(distribution)
+        installed: str | None = version(distribution)
     except (PackageNotFoundError, ValueError):
         return None
-    return found
+    return installed
 
 
 def when_imported(module: ModuleType, call: Callable[[], None]) -> None:
-    """Call `call` now, or where `module` is just being imported, once that has ended.
+    """Call `call` now; if `module` is being imported, call it after that import, or its failure.
 
-    Python keeps that in an attribute of the module's spec (`_initializing`), which is not public.
-    Without it this is now. An import that fails calls as well.
+    Python marks a running import in a private attribute of the module's spec (`_initializing`).
+    Without that attribute `call` is called now.
     """
     spec: Any = module.__spec__
     if not getattr(spec, "_initializing", False):
@@ -70,21 +70,21 @@ def when_imported(module: ModuleType, call: Callable[[], None]) -> None:
         return
     original = type(spec)
 
-    class Ending(original):  # type: ignore[misc, valid-type]  # what Python has made
+    class ObservedSpec(original):  # type: ignore[misc, valid-type]  # a class known at run time
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             if name == "_initializing" and not value:
                 self.__class__ = original
                 call()
 
-    spec.__class__ = Ending
+    spec.__class__ = ObservedSpec
 
 
 class AfterImport:
-    """Calls back once each of some modules has been imported.
+    """Calls `call` with the name of a module after its import, for each of `modules`.
 
-    A name that ends in `*` stands for every module whose name begins with the rest of it. A module
-    that is only looked for, as by `importlib.util.find_spec`, is waited for on.
+    A name that ends in `*` means every module that begins with the text before it. A search without
+    an import, as by `importlib.util.find_spec`, does not count as an import.
     """
 
     def __init__(self, modules: Iterable[str], call: Callable[[str], None]) -> None:
@@ -94,28 +94,28 @@ class AfterImport:
         self.call = call
 
     def waits_for(self, module: str) -> bool:
-        """Whether the import of `module` is one of those called back for."""
+        """Whether `module` is one of the modules whose import is reported."""
         return module in self.modules or module.startswith(self.beginnings)
 
     def watch(self) -> None:
-        """Begin to wait; changes `sys.meta_path`."""
+        """Watch later imports; changes `sys.meta_path`."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def watch_all(self) -> None:
-        """Begin to wait, and call back now for each that was imported before."""
+        """Watch later imports, and call back now for each module that is loaded already."""
         self.watch()
         for module in self.loaded():
             self.call(module)
 
     def loaded(self) -> list[str]:
-        """Return those that were imported before."""
+        """Return the modules that are loaded already."""
         if self.beginnings:
             return [name for name in list(sys.modules) if self.waits_for(name)]
-        return [name for name in self.modules if name in sys.modules]  # of thousands
+        return [name for name in self.modules if name in sys.modules]  # avoids a long loop
 
     def unwatch(self) -> None:
-        """Wait no longer; does nothing if somebody else has taken this out of `sys.meta_path`."""
+        """Stop watching; does nothing if other code has removed this from `sys.meta_path`."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -124,18 +124,18 @@ class AfterImport:
     ) -> ModuleSpec | None:
         if not self.waits_for(fullname):
             return None
-        # Only those behind this one: two that wait for one module would ask each other forever.
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
-        finders = (each for each in behind if hasattr(each, "find_spec"))
+        # Only the later finders: two that watch the same module would ask each other forever.
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        finders = (finder for finder in later if hasattr(finder, "find_spec"))
         specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
-            loader: Any = _Announcing(spec.loader, lambda: self.call(fullname))
+            loader: Any = _AnnouncingLoader(spec.loader, lambda: self.call(fullname))
             spec.loader = loader
         return spec
 
 
-class _Announcing:
+class _AnnouncingLoader:
     def __init__(self, loader: Any, announce: Callable[[], None]) -> None:
         self._loader = loader
         self._announce = announce
@@ -144,7 +144,7 @@ class _Announcing:
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its own loader: code that reads resources through it must not notice.
+        # The module gets its original loader: code that reads resources needs its methods.
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader

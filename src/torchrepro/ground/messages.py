@@ -1,4 +1,4 @@
-"""The parts that a message is built from: what is wrong, a near match, a value on one line."""
+"""Building blocks of messages: a problem and its hints, a near match, a value on one line."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 from torchrepro.ground.redaction import HIDDEN, sounds_secret
 
-WIDE = 80  # characters of a value that a message shows
+WIDE = 80  # a message shows so many characters of a value
 _ELLIPSIS = "..."
-_PLACE = re.compile(r"[^\s/\\]+:\d+[^\w\s]*$")  # a file's name, a line, and what closes it
-MANY = 12  # above this a list of legal names helps nobody without a near match
+_SOURCE_LINE = re.compile(r"[^\s/\\]+:\d+[^\w\s]*$")  # file name, line, and closing punctuation
+MANY = 12  # a list of more names is too long to read
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with a request, and all that a reader needs to mend it."""
+    """One thing that is wrong with a request, and all that a reader needs to fix it."""
 
     what: str
-    """The rule that is broken, in words."""
+    """The rule that is broken."""
 
     where: str = ""
     """``file:line``, the override, or the argument that holds the value."""
@@ -31,13 +31,13 @@ class Problem(NamedTuple):
     """The value found, as the user wrote it."""
 
     legal: str = ""
-    """What would be legal."""
+    """The legal values."""
 
     near: str = ""
     """A legal value close to the one found."""
 
     todo: str = ""
-    """What to do about it."""
+    """How to fix it."""
 
     def __str__(self) -> str:
         where, found = self.where, self.found
@@ -56,8 +56,8 @@ class Problem(NamedTuple):
 def near(word: str, words: Iterable[str]) -> str:
     """Return the entry of `words` closest to `word`, or an empty string if none is close."""
     folded = {entry.casefold(): entry for entry in words}
-    found = get_close_matches(word.casefold(), folded, n=1)
-    return folded[found[0]] if found else ""
+    matches = get_close_matches(word.casefold(), folded, n=1)
+    return folded[matches[0]] if matches else ""
 
 
 def some(words: Iterable[str]) -> str:
@@ -68,12 +68,12 @@ def some(words: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return `value` as a reader of YAML would write it, cut to a line."""
+    """Return `value` as a user would write it in YAML, cut to one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     try:
         text = value if isinstance(value, str) else repr(value)
-    except ValueError:  # Python writes no integer of more than some thousand digits
+    except ValueError:  # Python refuses to print integers of several thousand digits
         text = "a number of thousands of digits"
     text = printable(text) or "''"
     return shortened(text, WIDE)
@@ -84,14 +84,14 @@ def shortened(text: str, length: int) -> str:
     if len(text) <= length:
         return text
     room = length - len(_ELLIPSIS)
-    place = _PLACE.search(text[-length:])
-    end = place[0][-room:] if place else ""
+    source_line = _SOURCE_LINE.search(text[-length:])
+    end = source_line[0][-room:] if source_line else ""
     return text[: room - len(end)] + _ELLIPSIS + end
 
 
 def ends_in_line_number(text: str) -> bool:
     """Whether `text` ends in ``file:line``, with or without a bracket or a full stop."""
-    return _PLACE.search(text[-WIDE:]) is not None
+    return _SOURCE_LINE.search(text[-WIDE:]) is not None
 
 
 def printable(text: str) -> str:
@@ -105,7 +105,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def size(number: float) -> str:
     """Return a number of bytes with its unit."""
     for unit in _UNITS:
-        if number < 1000 or unit == _UNITS[-1]:  # noqa: PLR2004 - the step from unit to unit
+        if number < 1000 or unit == _UNITS[-1]:  # noqa: PLR2004 - the ratio of two units
             break
         number /= 1000
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"

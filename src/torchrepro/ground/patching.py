@@ -1,7 +1,7 @@
-"""Another value for an attribute or a variable of the environment, until it is undone.
+"""Replacing an attribute or an environment variable until an undo.
 
-Somebody else may wrap meanwhile what we have put in the place of an attribute. Their wrapper stays
-at the undo, with ours within: what ours does then is for it to decide.
+Other code may wrap our replacement of an attribute before the undo. The undo then keeps that
+wrapper, and our replacement inside it: so a replacement must work after its undo, too.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Any
 
 
 class MissingHookError(Exception):
-    """What a hook wraps is not where it was: the library has another version."""
+    """The function that a hook wraps does not exist: the library has another version."""
 
 
 def patch(undo: ExitStack, owner: Any, name: str, value: Any, before: Any) -> None:
-    """Give an attribute of `owner` another `value`, and that of `before` back as `undo` closes."""
+    """Set the attribute `name` of `owner` to `value`, and to `before` when `undo` closes."""
     setattr(owner, name, value)
 
-    def put_back() -> None:
+    def restore() -> None:
         if getattr(owner, name, None) is value:
             setattr(owner, name, before)
 
-    undo.callback(put_back)
+    undo.callback(restore)
 
 
 def wrap(undo: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
-    """Put ``wrapping(original)`` in the place of an attribute of `owner` until `undo` is closed.
+    """Replace the attribute `name` of `owner` by ``wrapping(original)`` until `undo` closes.
 
-    Raises `MissingHookError` where there is no such attribute.
+    Raises `MissingHookError` if `owner` has no such callable.
     """
     original = vars(owner).get(name)
     if not callable(original):
-        where = getattr(owner, "__qualname__", owner.__name__)
-        raise MissingHookError(f"{where}.{name}")
+        path = getattr(owner, "__qualname__", owner.__name__)
+        raise MissingHookError(f"{path}.{name}")
     patch(undo, owner, name, wraps(original)(wrapping(original)), original)
 
 
 def surround(undo: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Do as `wrap`: a call gives what ``around(original, *args, **kwargs)`` does."""
-    wrap(undo, owner, name, lambda original: lambda *args, **more: around(original, *args, **more))
+    """Do as `wrap` with a function that returns ``around(original, *args, **kwargs)``."""
+    wrap(undo, owner, name, lambda original: lambda *args, **kw: around(original, *args, **kw))
 
 
 def surround_everywhere(
@@ -53,29 +53,29 @@ def surround_everywhere(
     around: Callable[..., Any],
     among: Collection[Any] | None = None,
 ) -> None:
-    """Do as `surround` with a function of `module`, and where others have imported it by its name.
+    """Do as `surround` with a function of `module`, also in modules that imported it by its name.
 
-    The others are the modules `among`, or all: in a fork that copies memory of each of them.
+    Those are searched in `among`, or in all modules: after a fork that copies memory of each.
 
-    So it is undone: who has imported the wrapper by that name gets the function back. Who keeps it
-    under another one keeps the wrapper, which has to ask for itself whether a profile is in force.
-    Raises `MissingHookError` where there is no such function.
+    The undo restores the function in the same modules. A module that imported the wrapper under
+    another name keeps it, so the wrapper itself must check whether a profile is active. Raises
+    `MissingHookError` if `module` has no such function.
     """
     original = vars(module).get(name)
     surround(undo, module, name, around)
     wrapper = vars(module)[name]
 
     def replace_everywhere(present: Any, value: Any) -> None:
-        for each in list(sys.modules.values() if among is None else among):
-            if getattr(each, "__dict__", {}).get(name) is present:
-                setattr(each, name, value)
+        for importer in list(sys.modules.values() if among is None else among):
+            if getattr(importer, "__dict__", {}).get(name) is present:
+                setattr(importer, name, value)
 
     undo.callback(replace_everywhere, wrapper, original)
     replace_everywhere(original, wrapper)
 
 
 def set_variable(name: str, text: str | None) -> None:
-    """Give the variable `name` the value `text`, or take it away if that is None."""
+    """Set the variable `name` to `text`, or remove it if `text` is None."""
     if text is None:
         os.environ.pop(name, None)
     else:
@@ -84,11 +84,12 @@ def set_variable(name: str, text: str | None) -> None:
 
 @contextmanager
 def variables_put_back(names: Iterable[str] | None = None) -> Iterator[None]:
-    """Give the variables `names`, or all there are, back what they are now as the block ends."""
+    """Restore the variables `names`, or all, at the end of the block to their present values."""
     before = dict(os.environ)
     try:
         yield
     finally:
-        for name in before.keys() | os.environ.keys() if names is None else names:
+        restored = before.keys() | os.environ.keys() if names is None else names
+        for name in restored:
             if os.environ.get(name) != before.get(name):
                 set_variable(name, before.get(name))

@@ -1,4 +1,4 @@
-"""Leaves secrets out of texts, values and command lines that are shown or written down."""
+"""Hides secrets in texts, values and command lines before they are shown or written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 from urllib.parse import urlsplit
 
-HIDDEN = "(hidden)"  # stands where something was left out
+HIDDEN = "(hidden)"  # replaces a secret
 
 _PARTS = frozenset(
     (
@@ -19,7 +19,7 @@ _PARTS = frozenset(
         *("signature", "token", "tokens", "webhook"),
     )
 )
-"""A name sounds secret if one of its words is among these."""
+"""A name sounds secret if it contains one of these words."""
 
 _INSIDE = ("accesskey", "apikey", "credential", "passphrase", "passwd", "password", "secret")
 _LIKE_TOKEN = re.compile(r"token(?!iz)")
@@ -30,7 +30,7 @@ _TOKEN_SHAPES = re.compile(
     r"\b(?:gh[a-z]_|github_pat_|glpat-|hf_|sk-|pk-|rk_|xox[a-z]-|AKIA|ASIA|AIza|ya29\.|eyJ|npm_|"
     r"pypi-|dop_v1_|SG\.)[A-Za-z0-9_.\-]{8,}"
 )
-"""How the tokens of well-known services begin."""
+"""The tokens of well-known services, by their prefixes."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s\"'<>]+")
 _AFTER_SCHEME = re.compile(r"\b(bearer|basic|digest)\s+[^\s\"',]+", re.IGNORECASE)
@@ -45,10 +45,10 @@ _ORDINARY_TOKEN = re.compile(
 )
 
 _ORDINARY_CHARACTERS = re.compile(r"[A-Za-z0-9_./:+,\[\]\-]{0,200}")
-_LONG = 8  # a word of so many letters has vowels
-_UNREADABLE = 6  # a word has more than one vowel among so many letters
-_SHORT = 6  # shorter values are too common to be searched for in other text
-_LONG_SECRET = 12  # shorter values are searched for as words of their own
+_LONG = 8  # a word with at least so many letters has vowels
+_UNREADABLE = 6  # a word has at least one vowel for so many letters
+_SHORT = 6  # shorter values are not searched for in other text: they are too common
+_LONG_SECRET = 12  # shorter values are searched for as whole words only
 _EVERYDAY = re.compile(r"[a-z]{1,10}|\d{1,5}|[Tt]rue|[Ff]alse|/[^\n]*")
 
 _PRIVATE = frozenset(
@@ -59,18 +59,18 @@ _PRIVATE = frozenset(
         "webhook",
     )
 )
-"""Parts of an option's name after which nothing is shown, besides those that sound secret."""
+"""Words in the name of an option whose value is hidden, in addition to `_PARTS`."""
 
-_LONGEST_FLAG = 3  # characters of an option with one dash; a longer one may have its value in it
-_CODE = ("-c", "-H", "-e")  # options that code, a header or a variable follows
+_LONGEST_FLAG = 3  # an option with one dash and more characters may contain its value
+_CODE = ("-c", "-H", "-e")  # options that are followed by code, a header or a variable
 _NAMING = ("-m", "-f", "-i", "-o")
-"""Options of one letter after which a word is shown: Python's module, and by POSIX's convention
-a file, also one that is not there yet. After any other letter there may be a password."""
+"""Options of one letter whose value is shown: Python's module, and by POSIX's convention a file,
+which need not exist yet. Any other letter may be followed by a password."""
 _NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 
 
 def sounds_secret(name: str) -> bool:
-    """Whether a variable, an option or a key of this name may hold a secret."""
+    """Whether a variable, an option or a key of this name may be a secret."""
     parts = [part for part in _NOT_IN_NAMES.split(_CAMEL.sub("_", name).lower()) if part]
     parts += [part for part in _NOT_IN_NAMES.split(name.lower()) if part]
     folded = "".join(_NOT_IN_NAMES.split(name.lower()))
@@ -82,25 +82,26 @@ def sounds_secret(name: str) -> bool:
 
 
 def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values in `variables` that are secret, and their parts.
+    """Return the secret values in `variables`, and their parts.
 
-    Secret is the value of a variable whose name sounds so, and who logs in to a URL, and how.
+    A value is secret if its variable's name sounds secret. So are the logins of URLs in any value.
     """
-    found: set[str] = set()
+    secrets: set[str] = set()
     for name, value in variables.items():
         if sounds_secret(name):
             keys = {piece for piece in _PIECES.split(value) if not ordinary(piece)}
-            found |= {value, value.strip(), *(key for key in keys if len(key) >= _LONG)}
-        for url in _URL.findall(value) if "://" in value else ():
+            secrets |= {value, value.strip(), *(key for key in keys if len(key) >= _LONG)}
+        urls = _URL.findall(value) if "://" in value else []  # the pattern is slow on long texts
+        for url in urls:
             login, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
             if at:
                 user, _, password = login.partition(":")
-                found.add(password or user)
-    return tuple(filter(None, found))
+                secrets.add(password or user)
+    return tuple(filter(None, secrets))
 
 
 def ordinary(text: str) -> bool:
-    """Whether `text` is made of words and numbers only: no key or token looks like that."""
+    """Whether `text` consists of words and numbers only, unlike keys and tokens."""
     if not _ORDINARY_CHARACTERS.fullmatch(text):
         return False
     for token in filter(None, re.split(r"[^A-Za-z0-9]+", text)):
@@ -113,7 +114,7 @@ def ordinary(text: str) -> bool:
 
 
 def url_without_login(url: str) -> str:
-    """Return `url` as scheme, host and path, without login, query, and what looks like a key."""
+    """Return the scheme, host and path of `url`; login, query and parts like keys are hidden."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -122,28 +123,28 @@ def url_without_login(url: str) -> str:
     path = "/".join(part if ordinary(part) else HIDDEN for part in parts.path.split("/"))
     login = f"{HIDDEN}@" if "@" in parts.netloc else ""
     rest = f"?{HIDDEN}" if parts.query or parts.fragment else ""
-    place = host if ordinary(host) else HIDDEN
-    return f"{parts.scheme}://{login}{place}{f':{port}' if port else ''}{path}{rest}"
+    shown_host = host if ordinary(host) else HIDDEN
+    return f"{parts.scheme}://{login}{shown_host}{f':{port}' if port else ''}{path}{rest}"
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
-    """Return plain JSON values with nothing in any text, key or value, that must not leave."""
+    """Return plain JSON values with `secrets`, logins and tokens hidden in every key and text."""
     return cleaner(secrets)(value)
 
 
 def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
-    """Return `without_secrets` for these secrets, prepared for many values."""
+    """Return `without_secrets` as a function of one value, compiled for these secrets."""
     patterns = []
-    for secret in sorted(secrets, key=lambda one: (-len(one), one)):
-        everyday = _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - a value may be no path at all, and this never raises
+    for secret in sorted(secrets, key=lambda text: (-len(text), text)):
+        everyday = _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - unlike Path's method it never raises
         if len(secret) < _SHORT or everyday:
-            continue  # leaving it out would spoil other text
-        # As it is, and as Python writes it within quotes, where it escapes some.
+            continue  # hiding it would spoil other text
+        # Unchanged, and with the escapes that Python writes within quotes of either kind.
         quoted, among_quotes = repr(secret)[1:-1], repr(f"{secret}\"'")[1:-4]
-        found = "|".join(map(re.escape, dict.fromkeys((secret, quoted, among_quotes))))
+        pattern = "|".join(map(re.escape, dict.fromkeys((secret, quoted, among_quotes))))
         if len(secret) < _LONG_SECRET:
-            found = rf"(?<![A-Za-z0-9])(?:{found})(?![A-Za-z0-9])"
-        patterns.append(re.compile(found))
+            pattern = rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])"
+        patterns.append(re.compile(pattern))
 
     def clean_url(match: re.Match[str]) -> str:
         url = match.group()
@@ -159,22 +160,22 @@ def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
             value = _TOKEN_SHAPES.sub(HIDDEN, value)
             return _AFTER_SCHEME.sub(rf"\1 {HIDDEN}", value)
         if isinstance(value, Mapping):
-            return {clean(str(key)): clean(its) for key, its in value.items()}
-        return [clean(each) for each in value] if isinstance(value, list | tuple) else value
+            return {clean(str(key)): clean(member) for key, member in value.items()}
+        return [clean(member) for member in value] if isinstance(value, list | tuple) else value
 
     return clean
 
 
 def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
-    """Return `words` with `(hidden)` in the place of every one that is not known to be harmless.
+    """Return `words` with `(hidden)` in place of each word that may be a secret.
 
-    Shown are numbers, names of options, existing files, and words that look like words. A value
-    is hidden if its option or key sounds secret or has one letter that is not known to name a file,
-    if it is code, a header or JSON, if it looks like a key, or if one of `secrets` is in it; a URL
-    loses its login and query.
+    Numbers, names of options, existing files and ordinary words are shown. A value is hidden if its
+    option or key sounds secret or is a letter that need not name a file, if it is code, a header or
+    JSON, if it looks like a key, or if it contains one of `secrets`. The login and query of a URL
+    are hidden.
     """
     secrets = tuple(secrets)
-    # The first word is the program: a file that is there.
+    # The first word is the program, which often is an existing file.
     shown = [word if _is_file(word) or ordinary(word) else HIDDEN for word in words[:1]]
     hiding, right_after, before = False, False, ""
     for word in words[1:]:
@@ -184,7 +185,7 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
         else:
             shown.append(_shareable_word(word, before))
         name = word.lstrip("-")
-        # No option, as in `login password 445566`, or one.
+        # A plain word may announce a secret as well: `login password 445566`.
         hides = sounds_secret(word) if name == word else _is_private(name) or word in _CODE
         right_after = "=" not in word and hides
         hiding = right_after or (hiding and not is_option)
@@ -197,7 +198,7 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """Return `words`, of which some may be hidden, as one line that a shell takes."""
+    """Return `words`, some perhaps hidden, as one line for a shell."""
     return " ".join(word if HIDDEN in word else quote(word) for word in words)
 
 
@@ -227,7 +228,7 @@ def _shareable_assignment(name: str, value: str) -> str:
         return HIDDEN
     if _is_private(name):
         return f"{name}={HIDDEN}"
-    if "=" in value:  # an assignment within one, as in --set key=value
+    if "=" in value:  # nested, as in --set=key=value
         inner, _, last = value.partition("=")
         return f"{name}={_shareable_assignment(inner, last)}"
     return f"{name}={_shareable_word(value, name)}"

@@ -1,1 +1,1 @@
-"""Doors through which other frameworks reach torchrepro; nothing in the package imports them."""
+"""Plugins that other frameworks load; nothing in the package imports them."""

@@ -1,20 +1,20 @@
 """`+repro=NAME` on any Hydra app, with no change to its code.
 
-What becomes of a job:
+The steps of a job:
 
-1. Hydra starts and loads its plugins. `ReproSearchPath` puts a config source of our own before all
-   others and adds one callback to Hydra's own config.
-2. Hydra composes the job's config. The source (`hydra_source`) answers for the group `repro` alone
-   and leaves the app's own files there to Hydra. It reads every profile as data, because a file
-   that Hydra composes by itself can place callbacks and run code. It notes what was chosen.
+1. Hydra starts and loads its plugins. `ReproSearchPath` inserts our config source before all others
+   and adds a callback to Hydra's own config.
+2. Hydra composes the job's config. Our source (`hydra_source`) serves only the group `repro`, and
+   leaves the app's own files in that group to Hydra. It reads every profile as data, because a file
+   that Hydra composes can install callbacks and run code. It notes which profiles were chosen.
 3. Hydra calls `ReproCallback`. It gets the profile that the composed config requests
    (`hydra_source.resolved_profile`), applies it and writes the manifest. After the job it restores
    the state. Without a profile it does nothing.
 4. The process ends. `hydra_source` reports a profile that was composed and never applied.
 
-Hydra turns an exception in a callback into a warning and runs the task all the same, so whatever
-stops a run leaves as `SystemExit`, which Hydra lets through. It calls callbacks for the jobs of an
-app, unless the app removes ours, and none for `hydra.compose`, whose caller applies the profile.
+Hydra turns an exception in a callback into a warning and runs the task anyway. So our callback
+stops a run by `SystemExit`, which Hydra does not catch. Hydra calls callbacks for the jobs of an
+app, unless the app removes ours, but not for `hydra.compose`, whose caller applies the profile.
 
 See https://hydra.cc/docs/advanced/plugins/develop, https://hydra.cc/docs/experimental/callbacks and
 https://hydra.cc/docs/advanced/compose_api.
@@ -48,14 +48,14 @@ from torchrepro.ground.messages import near, some
 from torchrepro.ground.patching import variables_put_back
 from torchrepro.ground.redaction import shareable
 from torchrepro.integrations.hydra_source import (
-    APPS_OWN,
+    APP_PREFIX,
     CALLBACK,
     REFUSED_STATUS,
     SCHEME,
     SEPARATOR,
     chosen,
     exit_on_error,
-    note_on_the_apps_own,
+    note_on_app_section,
     refuse_switched_off,
     resolved_profile,
     unapplied,
@@ -80,43 +80,43 @@ if TYPE_CHECKING:
 
 
 SWITCH = "TORCHREPRO_HYDRA"
-"""Variable that is 0 where an app is to be as it is without torchrepro, in its help as well."""
+"""Environment variable; 0 disables the plugin, so that even the app's help is unchanged."""
 
 
 class ReproSearchPath(SearchPathPlugin):
-    """Puts our config source before every other place that Hydra looks in."""
+    """Inserts our config source before all others."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the source and the callback, or neither; called by Hydra at every start."""
+        """Add the source and the callback, unless disabled; Hydra calls this at every start."""
         if os.environ.get(SWITCH) == "0":
             refuse_switched_off(SWITCH)
             return
         elements: list[Any] = search_path.get_path()  # type: ignore[assignment]
         elements.insert(0, _ProfilesElement(search_path))
         # As the first entry in the defaults list of Hydra's own config, the callback starts before
-        # every other one and ends after it. The entry is a structured config, which Hydra turns
-        # into the callback itself: a `_target_` would have to be on the whitelist of every app.
+        # all others and ends after them. It is a structured config, which Hydra turns into the
+        # callback without a `_target_`, since a `_target_` needs an entry in an app's whitelist.
         store = ConfigStore.instance()
-        own = store.load("hydra/config.yaml")
-        defaults = own.node.get("defaults") or []
+        config = store.load("hydra/config.yaml")
+        defaults = config.node.get("defaults") or []
         if CALLBACK in defaults:
             return
-        with open_dict(own.node):
-            own.node.defaults = [CALLBACK, *defaults]
-        # Hydra 1.4 warns of an entry that is replaced by accident; 1.3 has no such argument.
+        with open_dict(config.node):
+            config.node.defaults = [CALLBACK, *defaults]
+        # Hydra 1.4 warns of an entry that is replaced without this argument; 1.3 does not have it.
         replace = {"replace": True} if "replace" in signature(store.store).parameters else {}
-        store.store("config", own.node, "hydra", own.package, own.provider, **replace)
-        place = f"hydra.callbacks.{CALLBACK}"
-        store.store(CALLBACK, ReproCallback, "hydra", place, SCHEME, **replace)
+        store.store("config", config.node, "hydra", config.package, config.provider, **replace)
+        package = f"hydra.callbacks.{CALLBACK}"
+        store.store(CALLBACK, ReproCallback, "hydra", package, SCHEME, **replace)
 
 
 @dataclass
 class _ProfilesElement:
     """An element of Hydra's search path whose `path` names all the other elements.
 
-    Hydra makes a source from an element's `provider` and `path` each time the search path has
-    changed. `path` is worked out at that moment, so that it includes `hydra.searchpath` and
-    `--config-dir`, which come later than this plugin.
+    Hydra creates a source from an element's `provider` and `path` whenever the search path has
+    changed. `path` is computed at that moment, so that it includes `hydra.searchpath` and
+    `--config-dir`, which Hydra adds after this plugin.
     """
 
     owner: ConfigSearchPath
@@ -124,12 +124,12 @@ class _ProfilesElement:
 
     @property
     def path(self) -> str:
-        others = [
-            (APPS_OWN if each.provider == "main" else "") + each.path
-            for each in self.owner.get_path()
-            if not isinstance(each, _ProfilesElement) and each.path
+        paths = [
+            (APP_PREFIX if element.provider == "main" else "") + element.path
+            for element in self.owner.get_path()
+            if not isinstance(element, _ProfilesElement) and element.path
         ]
-        return f"{SCHEME}://{SEPARATOR.join(others)}"
+        return f"{SCHEME}://{SEPARATOR.join(paths)}"
 
 
 _OPTION = "--experimental-rerun"
@@ -137,11 +137,11 @@ _MARKER = "torchrepro"
 
 
 class _NoRerun:
-    """Refuses `--experimental-rerun` of Hydra 1.3, in the pickled config of a job with a profile.
+    """Refuses Hydra 1.3's `--experimental-rerun`, as a part of a job's pickled config.
 
-    Hydra 1.3 reads the pickle and calls the task: no plugin, no source and no callback takes part.
-    Hydra 1.4 composes anew, as for any run. The marker lies in the cache that OmegaConf keeps with
-    a config (OmegaConf.get_cache).
+    Hydra 1.3 loads the pickle and calls the task, without any plugin, source or callback. Hydra 1.4
+    composes the config again, as for any run. The marker is stored in the cache that OmegaConf
+    keeps with a config (OmegaConf.get_cache).
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,10 +152,10 @@ class _NoRerun:
 
 
 def _no_rerun() -> _NoRerun:
-    pickles = [Path(each) for each in _rerun_values() if Path(each).is_file()]
+    pickles = [Path(value) for value in _rerun_values() if Path(value).is_file()]
     if pickles and not in_force():
         say(
-            "--experimental-rerun runs this job without the profile that it had\n"
+            "--experimental-rerun would run this job without its original profile\n"
             f"    to do: torchrepro rerun {pickles[0].parent.parent}"
         )
         raise SystemExit(REFUSED_STATUS)
@@ -163,12 +163,13 @@ def _no_rerun() -> _NoRerun:
 
 
 def _rerun_values() -> list[str]:
-    found = []
+    """Return the values of `--experimental-rerun`, or of an abbreviation, on the command line."""
+    values = []
     for word, following in pairwise([*sys.argv[1:], ""]):
         name, _, value = word.partition("=")
         if name.startswith("--e") and _OPTION.startswith(name):
-            found.append(value or following)
-    return found
+            values.append(value or following)
+    return values
 
 
 @dataclass
@@ -178,13 +179,13 @@ class ReproCallback(Callback):
     _convert_: str = "object"  # Hydra makes an instance of this class from a config of its type
 
     def __getstate__(self) -> dict[str, Any]:
-        """Take the requests along: a launcher's processes have other command lines."""
+        """Include the requests, because a launcher's processes have other command lines."""
         command, folder = sweep_or_this()
-        more = {"words": words_of_group(), "command": command, "folder": folder}
-        return {**self.__dict__, **more}
+        requests = {"words": words_of_group(), "command": command, "folder": folder}
+        return {**self.__dict__, **requests}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in a process in which a launcher composes and runs jobs of a sweep."""
+        """Restore the requests in a process in which a launcher runs jobs of a sweep."""
         unapplied.sweep_words = state.pop("words")
         note_sweep(state.pop("command"), state.pop("folder"))
         self.__dict__.update(state)
@@ -192,9 +193,9 @@ class ReproCallback(Callback):
         unapplied.sweeping = True
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the profile, and relaunch if it says so: no work has been done yet.
+        """Check the profile, and relaunch if it asks for that, before the task has done any work.
 
-        A sweep is never relaunched: its jobs may need different variables.
+        A sweep is never relaunched, because its jobs may need different variables.
         """
         with exit_on_error():
             unapplied.names.clear()
@@ -202,14 +203,16 @@ class ReproCallback(Callback):
             _restore()
             resolved = resolved_profile(config)
             if resolved is not None and inherited() is None:
-                why = stop_or_relaunch(plan(resolved), "", by_itself=True)
-                if why and world().rank == 0:
-                    words = shareable(
-                        ["torchrepro", "run", *resolved.asked], secrets_here(resolved)
-                    )
-                    instead = f"; `{shlex.join(words)} -- COMMAND` starts it in time"
-                    instead *= bool(resolved.asked)  # else no command line can name it
-                    say(f"not started again in time, because {why}{instead}")
+                obstacle = stop_or_relaunch(plan(resolved), "", by_itself=True)
+                if obstacle and world().rank == 0:
+                    alternative = ""
+                    if resolved.asked:  # otherwise no command line can name the profile
+                        words = shareable(
+                            ["torchrepro", "run", *resolved.asked], secrets_here(resolved)
+                        )
+                        command = f"{shlex.join(words)} -- COMMAND"
+                        alternative = f"; `{command}` sets everything in time"
+                    say(f"not relaunched, because {obstacle}{alternative}")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""
@@ -230,26 +233,26 @@ class ReproCallback(Callback):
             OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
-                # `run` has applied this very profile: there is nothing to change.
+                # `torchrepro run` has applied the same profile already.
                 _begin(_Job(config, started_under, started_under.report, from_run=True))
                 return
             applied = apply_resolved(resolved, "Hydra has started the job")
             applied.refuse = _exit
             _begin(_Job(config, applied, applied.report))
             if started_under is None or applied.report.guarantee.lowered:
-                announce(applied.report)  # otherwise `run` has said all of it
+                announce(applied.report)  # otherwise `torchrepro run` has announced it
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        """Complete the manifest and restore the state: the next job starts clean."""
+        """Complete the manifest and restore the state, so that the next job starts clean."""
         with exit_on_error():
-            # Those that Hydra has set for the job, and taken back by now.
-            its = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
-            with variables_put_back(its):
-                os.environ.update(its)
-                outer = inherited() is not None and config.hydra.mode is RunMode.RUN
-                # torch is never imported for the manifest of a job that asks for no profile.
-                asks_for_none = not _job and "torch" in sys.modules
-                if outer and asks_for_none and (applied := in_force_now()) is not None:
+            # Hydra had set these for the job, and has restored them already.
+            env_set = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
+            with variables_put_back(env_set):
+                os.environ.update(env_set)
+                under_run = inherited() is not None and config.hydra.mode is RunMode.RUN
+                # Of a job without a profile, unless that would need an import of torch.
+                needs_manifest = not _job and "torch" in sys.modules
+                if under_run and needs_manifest and (applied := in_force_now()) is not None:
                     _record(_Job(config, applied, applied.report, from_run=True))
                 _end()
                 _restore()
@@ -260,34 +263,34 @@ class _Job:
     config: DictConfig
     applied: Applied
     announced: Report
-    from_run: bool = False  # whether `torchrepro run` applied it, and reports its end as well
+    from_run: bool = False  # whether `torchrepro run` applied the profile, and reports its end
 
 
-_job: list[_Job] = []  # the present one
+_job: list[_Job] = []  # the running job, if any
 
 
 @cache
-def _note_once(words: str) -> None:
-    if words:
-        note(f"note: {words}")
+def _note_once(text: str) -> None:
+    if text:
+        note(f"note: {text}")
 
 
 def _start_without_profile(config: DictConfig) -> None:
-    _note_once(note_on_the_apps_own(config))
+    _note_once(note_on_app_section(config))
     if inherited() is not None:
         OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
         return
-    for folder in _rerun_values():  # of Hydra 1.4, which composes the job anew
+    for folder in _rerun_values():  # of Hydra 1.4, which composes the job again
         if (Path(folder) / ".hydra" / FILE).is_file():
             raise ApplyError(
-                f"the job in {folder} was under a profile of `torchrepro run`, and this run is "
-                f"under none\n    to do: torchrepro rerun {folder}"
+                f"the job in {folder} ran under a profile of `torchrepro run`, and this run has no "
+                f"profile\n    to do: torchrepro rerun {folder}"
             )
-    # Hydra has made its callbacks already, and other callbacks may pickle the config for a Python
-    # without torchrepro.
+    # Other callbacks may pickle the config for a Python without torchrepro, so it must not contain
+    # a class of ours. Hydra has created its callbacks already.
     configs: tuple[Any, ...] = (config, HydraConfig.instance().cfg)
-    for each in filter(None, configs):
-        callbacks = each.hydra.callbacks
+    for job_config in filter(None, configs):
+        callbacks = job_config.hydra.callbacks
         with read_write(callbacks), open_dict(callbacks):
             callbacks[CALLBACK] = dict(callbacks[CALLBACK])
 
@@ -304,7 +307,7 @@ def _end() -> None:
         if job.from_run:
             continue
         if world().rank == 0:
-            note(*(f"seeded by the program itself: {each}" for each in job.applied.seeding_calls))
+            note(*(f"seeded by the program itself: {call}" for call in job.applied.seeding_calls))
             note(*random_number_lines(job.applied.report))
             for name in never_drawn():
                 close = near(name, drawn_streams())
@@ -317,7 +320,7 @@ def _end() -> None:
 
 
 def _end_at_exit(process: int) -> None:
-    """Do the same for a job that left by `sys.exit`, after which Hydra calls no callback."""
+    """End a job that left by `sys.exit`, after which Hydra calls no callback."""
     if os.getpid() == process:
         try:
             _end()
@@ -326,7 +329,7 @@ def _end_at_exit(process: int) -> None:
 
 
 def _restore() -> None:
-    """Restore the state after a job: the one that ends, or one that left by `sys.exit`."""
+    """Restore the state after a job, which ended normally or by `sys.exit`."""
     atexit.unregister(_end_at_exit)
     while _job:
         job = _job.pop()
@@ -335,10 +338,11 @@ def _restore() -> None:
 
 
 def _record(job: _Job) -> None:
+    """Write the manifest of a job; raises `ApplyError`, with the state restored."""
     folder = hydra_folder(job.config.hydra)
     try:
-        its = manifest(job.applied.resolved, job.applied.report, job.config.hydra)
-        write_manifest(folder, its)
+        contents = manifest(job.applied.resolved, job.applied.report, job.config.hydra)
+        write_manifest(folder, contents)
     except OSError as error:
         _restore()
         path = folder / FILE
@@ -346,6 +350,6 @@ def _record(job: _Job) -> None:
 
 
 def _exit(error: TorchreproError) -> None:
-    """End the job: an exception would look like an error of the program."""
+    """End the process: an exception would look like an error of the program."""
     with exit_on_error():
         raise error

@@ -1,11 +1,12 @@
 """Hydra's config source for the group `repro`, and the profile that a composed config requests.
 
-Steps 2 and 3 of those that `hydra` describes. The source notes in `chosen` what Hydra asked it for,
-and the callback gets the profile from `resolved_profile`. What was composed and never applied is
-refused before a job of a sweep, or reported at exit.
+These are steps 2 and 3 of the module `hydra`. The source notes in `chosen` which configs Hydra
+requested, and the callback gets the profile from `resolved_profile`. A profile that is composed but
+would never be applied stops a job of a sweep, or is reported at exit.
 
-Nobody reserved the word `repro` for torchrepro. A profile is what ``+repro=`` names, a name on our
-search path, or a file of the app that inherits one of ours. Anything else is the app's own.
+An app may use the word `repro` for itself. A config is a profile if ``+repro=`` names it, if its
+name is on our search path, or if it is a file of the app that inherits one of our profiles. All
+other configs belong to the app.
 """
 
 from __future__ import annotations
@@ -78,16 +79,16 @@ if TYPE_CHECKING:
 
 
 GROUP = SECTION
-APPS_OWN = "main="  # begins the origin of the app's own config folder, Hydra's provider "main"
-APP = "this app's config"  # the place of values that it sets
-CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
+APP_PREFIX = "main="  # prefix of the app's own config folder, from Hydra's provider "main"
+APP = "this app's config"  # the origin of values that the app sets
+CALLBACK = "torchrepro"  # the name of our callback, also in the defaults list
 SCHEME = "torchrepro"
 SEPARATOR = "|"
 REFUSED_STATUS = 3
 
 
 def values_in(path: Path) -> Any:
-    """Return what the YAML file `path` of an app holds, or None if it cannot be read."""
+    """Return the contents of the YAML file `path` of an app, or None if it cannot be read."""
     try:
         return yaml.load(path.read_text(encoding="utf-8-sig"), Loader=LOADER)  # noqa: S506 - safe
     except (OSError, UnicodeError, ValueError, yaml.YAMLError, RecursionError):
@@ -96,39 +97,41 @@ def values_in(path: Path) -> Any:
 
 def files_named(name: str, folders: Iterable[ProfileFolder]) -> list[Path]:
     """Return the app's own files, in its `folders`, that Hydra would compose as `name`."""
-    own = [folder.path for folder in folders if folder.origin.startswith(APPS_OWN)]
-    paths = [path / f"{name.removesuffix('.yaml')}.yaml" for path in own]
+    app_folders = [folder.path for folder in folders if folder.origin.startswith(APP_PREFIX)]
+    paths = [path / f"{name.removesuffix('.yaml')}.yaml" for path in app_folders]
     return [path for path in paths if path.is_file()]
 
 
 def close_name(word: str, folders: Iterable[ProfileFolder] = ()) -> str:
     """Return the profile, in `folders` or on the search path, whose name is closest to `word`."""
-    return near(word, [name for each in (*folders, *search_path()) for name in each.names()])
+    return near(word, [name for folder in (*folders, *search_path()) for name in folder.names()])
 
 
 def inherits_a_profile(
     path: Path, folders: Sequence[ProfileFolder], above: tuple[Path, ...] = ()
 ) -> bool:
-    """Whether the app's file `path` inherits a profile of ours, by the app's own `folders`.
+    """Whether the app's file `path` inherits one of our profiles, perhaps through app `folders`.
 
-    A name that is nearly one of ours counts: the file is then refused at its line, and Hydra never
-    composes it. `above` are the files that inherit `path`.
+    A name that is close to one of ours counts as well: the message then names the line in the file,
+    and Hydra never composes it. `above` are the files that inherit `path`.
     """
     values = values_in(path)
-    entries = values.get("defaults") if isinstance(values, Mapping) else None
-    for entry in entries if isinstance(entries, list) else ():
-        if not isinstance(entry, str) or entry == "_self_":
+    defaults = values.get("defaults") if isinstance(values, Mapping) else None
+    if not isinstance(defaults, list):
+        return False
+    for name in defaults:
+        if not isinstance(name, str) or name == "_self_":
             continue
-        if not is_name(entry):
-            if entry.startswith("pkg://"):
+        if not is_name(name):
+            if name.startswith("pkg://"):
                 return True
             continue
-        files = [*files_named(entry, folders), *files_named(piece_named(entry), folders)]
-        others = [file for file in files if file not in (*above, path)]
-        if others:
-            if inherits_a_profile(others[0], folders, (*above, path)):
+        files = [*files_named(name, folders), *files_named(piece_named(name), folders)]
+        inherited_files = [file for file in files if file not in (*above, path)]
+        if inherited_files:
+            if inherits_a_profile(inherited_files[0], folders, (*above, path)):
                 return True
-        elif any(folder.file(entry) for folder in folders_for(entry)) or close_name(entry):
+        elif any(folder.file(name) for folder in folders_for(name)) or close_name(name):
             return True
     return False
 
@@ -139,11 +142,11 @@ class Choice:
 
     profiles: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    folders: tuple[ProfileFolder, ...] = ()  # where they are searched for first
-    changed: list[str] = field(default_factory=list)  # lines on files, since the original run
+    folders: tuple[ProfileFolder, ...] = ()  # searched before the search path
+    changed: list[str] = field(default_factory=list)  # lines about files changed since the original
 
     def add(self, name: str, folders: tuple[ProfileFolder, ...]) -> None:
-        """Note that `name` was chosen; Hydra asks for the last entry of a defaults list first."""
+        """Note that `name` was chosen; Hydra loads the last entry of a defaults list first."""
         names = self.pieces if is_piece(name) else self.profiles
         if name not in names:
             names.insert(0, name)
@@ -164,10 +167,10 @@ def as_override(pieces: Sequence[str]) -> list[str]:
     return [f"{PIECES}=[{','.join(pieces)}]"] if pieces else []
 
 
-chosen = Choice()  # what the source was asked for while Hydra composed
-_profiles: dict[str, DictConfig] = {}  # those of the present composition
-_sources: list[ReproConfigSource] = []  # the source of the present composition
-_last_config: list[str] = []  # the one outside of Hydra's own that was asked for last
+chosen = Choice()  # the profiles and pieces that Hydra requested in this composition
+_profiles: dict[str, DictConfig] = {}  # the composed profiles of this composition
+_sources: list[ReproConfigSource] = []  # the source of this composition
+_last_config: list[str] = []  # the last requested config that is not Hydra's own
 
 
 class ReproConfigSource(ConfigSource):
@@ -179,7 +182,7 @@ class ReproConfigSource(ConfigSource):
         return SCHEME
 
     def available(self) -> bool:
-        """Return True: the shipped profiles are always there."""
+        """Return True: the shipped profiles are always available."""
         return True
 
     def is_group(self, config_path: str) -> bool:
@@ -196,22 +199,22 @@ class ReproConfigSource(ConfigSource):
         try:
             folders = (*self._folders(), *folders_for(f"{inner}/"))
         except ProfileError:
-            return True  # a damaged pack: `load_config` says so
+            return True  # a damaged pack: `load_config` reports it
         return any(folder.has_group(inner) for folder in folders)
 
     def _app_has_a_plain_value(self) -> bool:
-        # Hydra asks whether an override names a group right after it has asked for that config.
+        # Hydra calls `is_group` for an override right after it has requested its config.
         names = [f"{name.removesuffix('.yaml')}.yaml" for name in _last_config]
         files = [root / name for name in names for root, _ in self._roots()]
-        held: Any = [values_in(path) for path in files if path.is_file()]
+        configs: Any = [values_in(path) for path in files if path.is_file()]
         store = ConfigStore.instance()
-        held += [store.load(n).node for n in names if store.get_type(n) is ObjectType.CONFIG]
-        own = [each.get(GROUP) for each in held if hasattr(each, "get")]
-        return any(value is not None and not isinstance(value, Mapping) for value in own)
+        configs += [store.load(n).node for n in names if store.get_type(n) is ObjectType.CONFIG]
+        sections = [config.get(GROUP) for config in configs if hasattr(config, "get")]
+        return any(section is not None and not isinstance(section, Mapping) for section in sections)
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether `config_path` names a profile that can be read, well-formed or not."""
-        # Hydra copies its sources for every composition and asks the first one for every config,
+        """Return whether `load_config` handles `config_path`: it loads or refuses it."""
+        # Hydra copies its sources for every composition and calls the first one for every config,
         # so another copy means another composition.
         if _sources[-1:] != [self]:
             chosen.profiles.clear()
@@ -222,27 +225,27 @@ class ReproConfigSource(ConfigSource):
         if not config_path.startswith("hydra/"):
             _last_config[:] = [config_path]
         name = _profile_name(config_path)
-        if name is None or self._is_the_apps_own(name):
+        if name is None or self._is_config_of_app(name):
             return False
         try:
             if original_meaning(name) is None:
                 find(name, self._folders())
         except UnknownProfileError:
-            # Hydra may find a file of this name, and would run its code. A name that is nearly a
-            # profile's is ours to refuse: Hydra skips an optional one without a word. So is one
-            # that the command line asks for: Hydra lists its search path and no profile of a pack.
+            # Hydra may find a file of this name, and would run its code. We refuse a name that is
+            # close to a profile's, since Hydra silently skips an optional config. We also refuse a
+            # name on the command line, since Hydra's message does not list the profiles of packs.
             word = piece_short_name(name) if is_piece(name) else name
-            asked_for = word in requested_names()
-            return asked_for or not is_name(name) or bool(close_name(name, self._folders()))
+            is_requested = word in requested_names()
+            return is_requested or not is_name(name) or bool(close_name(name, self._folders()))
         except ProfileError:
-            return True  # there is something, and `load_config` says what is wrong with it
+            return True  # `load_config` reports the error
         return True
 
-    def _is_the_apps_own(self, name: str) -> bool:
+    def _is_config_of_app(self, name: str) -> bool:
         """Whether the app has a config of this name in its group `repro` that is not a profile.
 
-        Hydra composes it like any other config of the app. A file elsewhere, as in a pack, is read
-        as data all the same, and so is a piece, whose folder is ours.
+        Hydra composes it like any other config of the app. But files outside of the app, as in a
+        pack, and pieces are always read as data.
         """
         if ".." in name or is_piece(name):
             return False
@@ -250,7 +253,7 @@ class ReproConfigSource(ConfigSource):
             if is_name(name) and any(folder.file(name) for folder in folders_for(name)):
                 return False
         except ProfileError:
-            return False  # a damaged pack: `load_config` says so
+            return False  # a damaged pack: `load_config` reports it
         if files := files_named(name, self._folders()):
             inherits = inherits_a_profile(files[0], self._folders())
             return name not in requested_names() and not inherits
@@ -260,26 +263,26 @@ class ReproConfigSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the composed profile, or the reason why it is refused.
 
-        An exception here would end in Hydra's own traceback and exit status. So the reason
-        travels in the config to the callback, which stops the run.
+        After an exception Hydra would print its own traceback and choose the exit status. So the
+        reason is passed in the config to the callback, which stops the run.
         """
         name = _profile_name(config_path)
         if name is None:
             raise ConfigLoadError(f"Config not found: {config_path}")
-        # Hydra reads a default that `~repro/with` deletes, and deletes it afterwards.
+        # Hydra loads even a default that `~repro/with` deletes, and deletes it afterwards.
         is_deleted = is_piece(name) and any(map(_DELETES_PIECES.fullmatch, words_of_group()))
         if not is_deleted:
             chosen.add(name, self._folders())
         config = OmegaConf.create({GROUP: self._values(name)})
-        # An open section: every key can be overridden, set or not. The schema refuses a wrong
-        # one, with a message that says what was meant.
+        # Not a struct, so that every key can be overridden. The schema refuses a wrong key, with a
+        # better message than Hydra's.
         OmegaConf.set_struct(config[GROUP], value=False)
         if not is_piece(name):
             _profiles[name] = config
             note_composed(name, str(config[GROUP].get("name", name)))
         elif not is_deleted:
-            # It lies on top of the profile, wherever it stands in a defaults list: Hydra loads
-            # every config of a composition, the last one first, before it merges them.
+            # A piece overrides the profile at any position in a defaults list. Hydra loads all
+            # configs of a composition, the last one first, before it merges them.
             for profile, composed in _profiles.items():
                 for key, value in self._values(profile).items():
                     composed[GROUP][key] = value
@@ -289,18 +292,18 @@ class ReproConfigSource(ConfigSource):
         )
 
     def _values(self, name: str) -> dict[str, Any]:
-        a_piece = is_piece(name)
-        repeated = None if a_piece else values_repeated(name, self._folders())
-        if repeated is not None:
-            return repeated
+        if not is_piece(name):
+            repeated = values_repeated(name, self._folders())
+            if repeated is not None:
+                return repeated
         try:
-            pieces = [] if a_piece else as_override(chosen.pieces)
+            pieces = [] if is_piece(name) else as_override(chosen.pieces)
             values = compose(name, pieces, self._folders()).values
         except ProfileError as error:
             refuse_if_shown(error)
             return {REFUSED: quote(str(error))}
         # A piece does not rename the profile that it is merged into.
-        return {k: v for k, v in values.items() if not a_piece or k not in NOT_INHERITED}
+        return {k: v for k, v in values.items() if not is_piece(name) or k not in NOT_INHERITED}
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the profiles in the group, for Hydra's help and completion."""
@@ -323,7 +326,7 @@ class ReproConfigSource(ConfigSource):
 
     def _roots(self) -> Iterator[tuple[Path, str]]:
         for entry in self.path.split(SEPARATOR):
-            scheme, _, rest = entry.removeprefix(APPS_OWN).rpartition("://")
+            scheme, _, rest = entry.removeprefix(APP_PREFIX).rpartition("://")
             if scheme == "pkg":
                 name, _, inner = rest.partition("/")
                 roots = [root / inner for root in package_folders(name)[0]]
@@ -333,9 +336,9 @@ class ReproConfigSource(ConfigSource):
 
 
 def _profile_name(config_path: str) -> str | None:
-    """Return what follows ``repro/``: the name of a profile, or a path or ``pkg://`` one.
+    """Return the text after ``repro/``: a profile's name, path or ``pkg://`` address.
 
-    What follows ``repro/with/`` is a piece, also one of a pack: ``repro/with/team/zero``.
+    ``repro/with/NAME`` is a piece, possibly of a pack: ``repro/with/team/zero``.
     """
     name = config_path.removeprefix(f"{GROUP}/")
     if name == config_path or not name:
@@ -349,32 +352,32 @@ _DELETES_PIECES = re.compile(rf"~{GROUP}/{PIECES}(@[^=]*)?(=.*)?")
 _SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
 _TODO = {
     "compose": f"call torchrepro.apply(config.{GROUP}) before the program's first random number",
-    "main": f"let Hydra call torchrepro's callback: this app, or a ~hydra.callbacks.{CALLBACK} on "
-    "the command line, takes it away",
+    "main": "keep torchrepro's callback (this app, or the command line with "
+    f"~hydra.callbacks.{CALLBACK}, removes it)",
 }
 
 
 @dataclass
 class _Unapplied:
-    """What was composed in this process and not applied yet."""
+    """The profiles that were composed in this process and not applied yet."""
 
-    names: dict[str, str] = field(default_factory=dict)  # Hydra's name: what it calls itself
-    composer: str = ""
-    sweeping: bool = False  # whether our callback has seen the start of the present sweep
-    sweep_words: list[str] | None = None  # in a launcher's process: those of the sweep's group
-    reporter: int = 0  # the process that reports at its end what is left
+    names: dict[str, str] = field(default_factory=dict)  # name in Hydra -> name in the profile
+    composer: str = ""  # as in `_TODO`
+    sweeping: bool = False  # whether our callback was called at the start of this sweep
+    sweep_words: list[str] | None = None  # in a launcher's process: the sweep's words on `repro`
+    reporter: int = 0  # the id of the process that reports `names` at its end
 
 
 unapplied = _Unapplied()
 
 
-def note_composed(name: str, own_name: str) -> None:
+def note_composed(name: str, profile_name: str) -> None:
     """Note that Hydra has composed the profile `name`, for a job or for a caller of `compose`.
 
-    Ends the process before a job of a sweep that our callback cannot protect.
+    Ends the process before a job of a sweep in which our callback is not called.
     """
-    # Hydra gives a source only the name of a config, so its public callers tell for whom it is:
-    # hydra.compose, and ConfigLoader.load_sweep_config, by which launchers compose each job.
+    # A source gets only the name of a config. The public functions on the stack show its purpose:
+    # hydra.compose, or ConfigLoader.load_sweep_config, by which launchers compose each job.
     composer = "main"
     for frame in frames():
         if frame.f_globals.get("__name__") == "hydra.compose":
@@ -387,18 +390,18 @@ def note_composed(name: str, own_name: str) -> None:
         if not unapplied.sweeping and inherited() is None:
             say(_unprotected([name], "main"))
             raise SystemExit(REFUSED_STATUS)
-        return  # its job may run in another process, where the callback takes it
-    if composer == "main":  # another program begins; a job of a sweep may compose for itself
+        return  # its job may run in another process, where the callback applies the profile
+    if composer == "main":  # a new program starts; `compose` may run inside a sweep
         unapplied.sweeping = False
     unapplied.composer = composer
-    unapplied.names[name] = own_name
+    unapplied.names[name] = profile_name
     if unapplied.reporter != os.getpid():
         unapplied.reporter = os.getpid()
         atexit.register(_report_unapplied, os.getpid(), ExitStatus())
 
 
 def words_of_group() -> list[str]:
-    """Return the words of the command line that are about the group `repro`."""
+    """Return the words of the command line that concern the group `repro`."""
     if unapplied.sweep_words is not None:
         return unapplied.sweep_words
     return [word for word in sys.argv[1:] if word.lstrip("+~").startswith(GROUP)]
@@ -410,7 +413,7 @@ def requesting_words() -> list[str]:
 
 
 def requested_names() -> frozenset[str]:
-    """Return the names after ``+repro=`` and ``+repro/with=``, those of a sweep included."""
+    """Return the names after ``+repro=`` and ``+repro/with=``, also all names of a sweep."""
     values = (word.partition("=")[2] for word in requesting_words())
     return frozenset(name for value in values for name in _SEPARATORS.split(value) if name)
 
@@ -419,14 +422,14 @@ def _report_unapplied(process: int, status: ExitStatus) -> None:
     if os.getpid() != process or inherited() is not None:
         return
     applied = applied_names()
-    names = [name for name, own in unapplied.names.items() if own not in applied]
+    names = [name for name, profile in unapplied.names.items() if profile not in applied]
     if not names or (applied and unapplied.composer == "main"):
         return
     if unapplied.composer == "main":
-        # Hydra sets its HydraConfig for a job and unsets it afterwards. A command that only shows
-        # a config leaves it set, and one that ends with an error before never makes it.
-        made = HydraConfig in Singleton.get_state()["instances"]
-        if not made or HydraConfig.initialized():
+        # Hydra sets its HydraConfig for a job and unsets it afterwards. After a command that only
+        # shows a config it is still set; after an error before the job it does not exist.
+        exists = HydraConfig in Singleton.get_state()["instances"]
+        if not exists or HydraConfig.initialized():
             return
     say(_unprotected(names, unapplied.composer))
     if requesting_words() and not applied:
@@ -438,31 +441,31 @@ _SHOWING = re.compile(r"-c|-i|--cfg(=.*)?|--info(=.*)?")
 
 
 def refuse_null() -> None:
-    """End the process where the command line gives the group no profile: Hydra takes no null."""
-    word = next((each for each in sys.argv[1:] if _NULL.fullmatch(each)), "")
+    """End the process if the command line sets the group to null, which Hydra does not allow."""
+    word = next((word for word in sys.argv[1:] if _NULL.fullmatch(word)), "")
     if word:
         say(
-            f"{word}: null is no profile, and Hydra takes it for no group\n"
-            f"    to do: leave the profile out, or take out the one of the app: ~{GROUP}"
+            f"{word}: null is not a profile, and Hydra allows no null for a group\n"
+            f"    to do: remove this word, or delete the app's own profile with ~{GROUP}"
         )
         raise SystemExit(REFUSED_STATUS)
 
 
 def refuse_if_shown(error: TorchreproError) -> None:
-    """End the process if Hydra is only to show the config: it calls no callback then."""
+    """End the process if Hydra only shows the config, since then it calls no callback."""
     if any(map(_SHOWING.fullmatch, sys.argv[1:])):
         with exit_on_error():
             raise error
 
 
 def refuse_switched_off(variable: str) -> None:
-    """End the process where the command line requests a profile that Hydra is not to know."""
+    """End the process if the command line requests a profile although `variable` disables them."""
     for name in requested_names():
-        for meant in (name, piece_named(name)):
+        for profile in (name, piece_named(name)):
             with suppress(ProfileError):
-                find(meant)
+                find(profile)
                 say(
-                    f"{variable}=0 keeps profiles out of this app, and the command line asks for "
+                    f"{variable}=0 disables profiles in this app, and the command line requests "
                     f"{name}\n    to do: unset {variable}, or start with "
                     "`torchrepro run PROFILE -- COMMAND`"
                 )
@@ -471,23 +474,23 @@ def refuse_switched_off(variable: str) -> None:
 
 def _unprotected(names: list[str], composer: str) -> str:
     return (
-        f"{GROUP}={', '.join(names)} was composed by Hydra, and nothing put it in force: the "
-        f"program is not protected\n    to do: {_TODO[composer]}, or start with "
+        f"{GROUP}={', '.join(names)} was composed by Hydra but never applied: the program runs "
+        f"without it\n    to do: {_TODO[composer]}, or start with "
         f"`torchrepro run {names[0]} -- COMMAND`"
     )
 
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn whatever torchrepro refuses, and any error of its own, into exit status 3.
+    """Turn every error of torchrepro, also an internal one, into exit status 3.
 
-    A profile that has drifted by the end of the job is status 1.
+    A profile that has drifted by the end of the job exits with status 1.
     """
     try:
         yield
     except TorchreproError as error:
         say(error)
-        drifted = isinstance(error, DriftError)  # the job has run: nothing was refused
+        drifted = isinstance(error, DriftError)  # the job has run already
         raise SystemExit(error.exit_status if drifted else REFUSED_STATUS) from None
     except Exception as error:  # noqa: BLE001 - Hydra would warn and run the task
         sys.excepthook(type(error), error, error.__traceback__)
@@ -495,13 +498,13 @@ def exit_on_error() -> Iterator[None]:
 
 
 def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
-    """Return the profile that `config` asks for, or None if it asks for none.
+    """Return the profile that `config` requests, or None if it requests none.
 
-    Raises `ProfileError` for one that is refused, or chosen in a way that leaves it without effect.
+    Raises `ProfileError` for a profile that is refused, or requested in a way without effect.
     """
-    # Unresolved: an override shows what was written, never what a resolver makes of it.
+    # Unresolved: messages show an override as written, not the output of a resolver.
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    overrides: list[str] = list(task)  # one may be written twice, and the last one counts
+    overrides: list[str] = list(task)  # of equal keys the last one counts
     keys = {text: key_of(text) for text in overrides}
     for text, key in keys.items():
         if text.startswith("~") and key == GROUP:
@@ -514,7 +517,7 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
             todo="write a profile that inherits both: defaults: [one, two, _self_]",
         )
 
-    # Whether a profile was chosen, or the command line added all that is there by a `+`.
+    # Without a chosen profile, the section is ours only if the command line added all of it by `+`.
     added = [text for text in keys if text.startswith("+")]
     typed = [text.partition("=")[2] for text in added if keys[text] == GROUP]
     plain_section = _plain_section(config)
@@ -526,10 +529,10 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
             raise ProfileError(_plain_value(plain_section, close))
         return None
 
-    # The pieces are chosen as well, and so no overrides of values.
-    own = [text for text in overrides if keys[text].startswith(f"{GROUP}.")]
-    own = [text for text in own if keys[text] != f"{GROUP}.{PIECES}"]
-    words = [text.lstrip("+").replace(f"{GROUP}.", "", 1) for text in own]
+    # `repro.with=` chooses pieces and overrides no value.
+    texts = [text for text in overrides if keys[text].startswith(f"{GROUP}.")]
+    texts = [text for text in texts if keys[text] != f"{GROUP}.{PIECES}"]
+    words = [text.lstrip("+").replace(f"{GROUP}.", "", 1) for text in texts]
     asked = ((names or [""])[0], *as_override(chosen.pieces), *words)
     if repeated := original_profile(asked[0], asked[1:]):
         return repeated
@@ -537,7 +540,7 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     if section is None:
         if names:
             raise ProfileError.about(
-                f"the profile was placed in another package than `{GROUP}`, so it is not in force",
+                f"the profile was placed in another package than `{GROUP}`, so it is not applied",
                 found=", ".join(names),
                 todo=f"choose it without a package: +{GROUP}={names[0]}",
             )
@@ -548,7 +551,8 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
         composition = from_mapping(section, where=APP)
         from_files = chosen.compose()
     except ProfileError as error:
-        raise ProfileError([_at_override(each, overrides) for each in error.problems]) from None
+        problems = [_at_override(problem, overrides) for problem in error.problems]
+        raise ProfileError(problems) from None
     _set_origins(composition, from_files, overrides)
     if EXTRA in composition.values:
         composition.typed |= _typed(composition, overrides)
@@ -558,44 +562,45 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     try:
         return validate(composition).resolved
     except ProfileError as error:
-        raise ProfileError([_with_way_out(problem) for problem in error.problems]) from None
+        raise ProfileError([_with_remedy(problem) for problem in error.problems]) from None
 
 
-def note_on_the_apps_own(config: DictConfig) -> str:
-    """Return a line where the app's own `repro` names a profile, which it does not ask for."""
+def note_on_app_section(config: DictConfig) -> str:
+    """Return a line if the app's own `repro` happens to name a profile, else an empty string."""
     words = _SEPARATORS.split(str(_plain_section(config)))
     named = [name for folder in search_path() for name in folder.names() if name in words]
     if not named:
         return ""
     return (
-        f"`{GROUP}` in this app's config is the app's own and asks for no profile "
+        f"`{GROUP}` in this app's config belongs to the app and requests no profile "
         f"(to run under one: torchrepro run {named[0]} -- COMMAND)"
     )
 
 
 def values_repeated(name: str, folders: tuple[ProfileFolder, ...]) -> dict[str, Any] | None:
-    """Return the values of the profile `name` in the run that is repeated here, or None.
+    """Return the values that the profile `name` had in the run that this run repeats, or None.
 
-    Notes a line where the files give another profile now, or none.
+    Notes a line if the files define another profile now, or none.
     """
     original = original_meaning(name)
     if original is None:
         return None
-    # Values that depend on the config of the app cannot be compared: it is not composed yet.
+    # Values from the config of the app cannot be compared, because it is not composed yet.
     of_app = any(origin.set_by == APP for origin in original.origins.values())
     of_files_alone = not of_app and not any("${" in text for text in original.asked)
     if original.asked[:1] == (name,) and of_files_alone:
         try:
-            now = validate(compose(name, original.asked[1:], folders)).resolved.digest
+            present = validate(compose(name, original.asked[1:], folders)).resolved.digest
         except ProfileError as error:
-            now = error.problem.what
-        if now != original.digest:
-            chosen.changed.append(changed_files(name, now))
+            present = error.problem.what
+        if present != original.digest:
+            chosen.changed.append(changed_files(name, present))
     values: dict[str, Any] = plain(original.values)
     return values
 
 
 def _plain_section(config: DictConfig) -> Any:
+    """Return the section `repro` as plain data, never calling a resolver; None without one."""
     try:
         if OmegaConf.is_missing(config, GROUP) or GROUP not in config:
             return None
@@ -611,27 +616,28 @@ def _plain_section(config: DictConfig) -> Any:
 def _plain_value(value: Any, close: str) -> Problem:
     name = close or "NAME"
     return Problem(
-        f"`{GROUP}` is a plain value in this app's config, so no profile is in force",
+        f"`{GROUP}` is a plain value in this app's config, so no profile is applied",
         key=GROUP,
         found=shown(value),
         near=close if close != value else "",
         todo=f"choose the profile in the defaults list, `- {GROUP}: {name}`, "
-        f"or on the command line, +{GROUP}={name}; if it is the app's own and no profile, "
-        f"~hydra.callbacks.{CALLBACK} leaves it alone",
+        f"or on the command line, +{GROUP}={name}; if the value belongs to the app, "
+        f"disable torchrepro with ~hydra.callbacks.{CALLBACK}",
     )
 
 
-def _with_way_out(problem: Problem) -> Problem:
+def _with_remedy(problem: Problem) -> Problem:
+    """Add what to do if the section or the file belongs to the app."""
     if problem.todo or not chosen.profiles:
         return problem
     name, todo = chosen.profiles[0], ""
     files = files_named(name, chosen.folders)
     if problem.where == APP:
-        todo = f"if `{GROUP}` is the app's own: torchrepro run {name} -- COMMAND"
+        todo = f"if `{GROUP}` belongs to the app: torchrepro run {name} -- COMMAND"
     elif files and not inherits_a_profile(files[0], chosen.folders):
         todo = (
-            f"if {name} is the app's own and no profile, choose it in the app's defaults list, "
-            f"`- {GROUP}: {name}`: what +{GROUP}= names is a profile"
+            f"if {name} belongs to the app, choose it in the app's defaults list, "
+            f"`- {GROUP}: {name}`: +{GROUP}= always chooses a profile"
         )
     return problem._replace(todo=todo)
 
@@ -654,12 +660,13 @@ def _set_origins(
 
 
 def _typed(composition: Composition, overrides: Sequence[str]) -> set[str]:
-    given: dict[str, Any] = {}
+    """Return the keys whose values come from `overrides`."""
+    overridden: dict[str, Any] = {}
     for text in overrides:
-        with suppress(ProfileError):  # an override of the app's own config may be anything
-            given |= flatten(parsed(text))
+        with suppress(ProfileError):  # we cannot parse every override of the app's own config
+            overridden |= flatten(parsed(text))
     values = flatten(composition.values)
-    return {key for key, value in values.items() if given.get(f"{GROUP}.{key}") == value}
+    return {key for key, value in values.items() if overridden.get(f"{GROUP}.{key}") == value}
 
 
 def _at_override(problem: Problem, overrides: Sequence[str]) -> Problem:
@@ -673,8 +680,9 @@ def _override_of(key: str, overrides: Sequence[str]) -> str | None:
 
 
 def _sets(override: str, key: str) -> bool:
+    """Whether `override` sets `key`, a part of it, or a section that contains it."""
     name, value = key_of(override), override.partition("=")[2]
-    if name == GROUP:  # a profile that is chosen, or values that are written in its place
+    if name == GROUP:  # `+repro=NAME` or `+repro={seed: 7}`
         return value.startswith("{") and key.rpartition(".")[2] in value
     inside = f"{GROUP}.{key}."
     return inside.startswith(f"{name}.") or f"{name}.".startswith(inside)

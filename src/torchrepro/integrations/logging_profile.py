@@ -1,8 +1,8 @@
-"""Log the profile in force to the tools that a team uses.
+"""Log the active profile to experiment trackers: MLflow, Weights & Biases, TensorBoard, a folder.
 
-MLflow loads this through the entry-point group `mlflow.run_context_provider` when it is imported
-itself, and asks `ProfileTags` whenever a run starts; see https://mlflow.org/docs/latest/ml/plugins.
-So what puts profiles in force is imported here only once something is logged.
+MLflow loads this module through the entry-point group `mlflow.run_context_provider` at its own
+import, and asks `ProfileTags` at the start of every run; see
+https://mlflow.org/docs/latest/ml/plugins. So this module imports the applier only when it logs.
 """
 
 from __future__ import annotations
@@ -23,88 +23,92 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Logged:
-    """Where a profile was logged; leaving a `with` block logs its state at that moment again."""
+    """The destinations to which a profile was logged; the end of a `with` block logs it again."""
 
-    applied: Applied | None  #: None where no profile was in force.
+    applied: Applied | None  #: None if no profile was active.
     targets: tuple[tuple[Destination, Any], ...]
-    places: tuple[str, ...] = ()  #: What was written where, one line per destination.
+    places: tuple[str, ...] = ()  #: What was written, and where: one line per destination.
 
     def again(self) -> Logged:
-        """Log the profile as it is now, over what was logged before.
+        """Log the present state of the profile, and replace what was logged before.
 
-        Does nothing where no profile was in force when it was first logged. Raises
-        `TorchreproError` if a tool refuses, after all the others have been written.
+        Does nothing if no profile was active at the first call. Raises `TorchreproError` if a tool
+        refuses, after it has written to all others.
         """
         if self.applied is None:
             return self
         from torchrepro.manifest.contents import manifest
 
-        its = manifest(self.applied.resolved, self.applied.report)
-        places, refusals = [], []
+        contents = manifest(self.applied.resolved, self.applied.report)
+        written, refusals = [], []
         for destination, target in self.targets:
             try:
-                places.append(f"{destination.name}: {destination.write(target, its)}")
-            except Exception as error:  # noqa: BLE001 - whatever a tool raises is its refusal
-                words = str(error).strip().partition("\n")[0]
+                written.append(f"{destination.name}: {destination.write(target, contents)}")
+            except Exception as error:  # noqa: BLE001 - tools raise errors of any class
+                reason = str(error).strip().partition("\n")[0]
                 refusals.append(
                     f"log_to: {destination.name} refused: {type(error).__name__}: "
-                    + json.dumps(words, ensure_ascii=False)
+                    + json.dumps(reason, ensure_ascii=False)
                 )
-        self.places = tuple(places)
+        self.places = tuple(written)
         if refusals:
-            raise TorchreproError("\n".join(refusals + [f"logged to {place}" for place in places]))
+            raise TorchreproError("\n".join(refusals + [f"logged to {line}" for line in written]))
         return self
 
     def __enter__(self) -> Logged:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.again()
-        except TorchreproError as refused:
+        except TorchreproError as refusal:
             if error is None:
                 raise
-            error.add_note(f"torchrepro: {refused}")  # what went wrong first is what to show
+            error.add_note(f"torchrepro: {refusal}")  # the error of the block comes first
 
     def __str__(self) -> str:
         return "\n".join(self.places)
 
 
 def log_to(*targets: Any) -> Logged:
-    """Log digest, values and manifest of the profile in force to the tools that a team uses.
+    """Log the digest, values and manifest of the active profile to experiment trackers.
 
-    A target is ``mlflow`` or a run of it, ``wandb`` or a run of it, a ``SummaryWriter``, a folder
-    as a path or as text, or the name of a tool. Without targets, all that are active now are
-    meant. No tool is imported for that. A later call replaces what an earlier one has logged. So
-    call it again at the end of a run, or use it as a context manager, to include what policies and
-    seeds did.
-    Without a profile there is nothing to log: a note says so once, and nothing is written. Raises
-    `TorchreproError` if nothing is active, a target is not a place to log to, or a tool refuses.
+    A target is ``mlflow`` or one of its runs, ``wandb`` or one of its runs, a ``SummaryWriter``, a
+    folder as a path or as text, or the name of a tool. Without targets, it logs to every tool that
+    has an active run; it imports no tool for that. A later call replaces what an earlier one
+    logged. So call it again at the end of a run, or use it as a context manager, to include what
+    policies and seeds did.
+    Without an active profile it writes nothing and prints a note once. Raises `TorchreproError` if
+    there is nothing to log to, a target is not one of the above, or a tool refuses.
     """
     from torchrepro.application.applier import in_force
     from torchrepro.manifest.destinations import DESTINATIONS, LEGAL
     from torchrepro.start.bootstrap import in_force_now
 
-    in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
+    in_force_now()  # under `torchrepro run`, applies a profile that waits for the import of torch
     if not in_force():
         say_once(
-            "log_to: no profile is in force, so nothing is logged; put one in force: "
-            "torchrepro.apply, +repro=NAME of a Hydra app, or torchrepro run"
+            "log_to: no profile is active, so nothing is logged; apply one with "
+            "torchrepro.apply, with +repro=NAME of a Hydra app, or with torchrepro run"
         )
         return Logged(None, ())
-    active = [(each, each.active()) for each in DESTINATIONS] if not targets else []
-    chosen = [*map(_chosen, targets), *(each for each in active if each[1] is not None)]
+    if targets:
+        chosen = list(map(_destination_of, targets))
+    else:
+        active = [(destination, destination.active()) for destination in DESTINATIONS]
+        chosen = [(destination, run) for destination, run in active if run is not None]
     if not chosen:
-        could_be = [f"{each.name} ({each.started_by})" for each in DESTINATIONS if each.started_by]
+        startable = [f"{d.name} ({d.started_by})" for d in DESTINATIONS if d.started_by]
         problem = Problem(
             "log_to: nothing is active to log to",
-            todo=f"start one, {', '.join(could_be)}, or name a place: {LEGAL}",
+            todo=f"start one, {', '.join(startable)}, or pass a target: {LEGAL}",
         )
         raise TorchreproError(str(problem))
     return Logged(in_force()[-1], tuple(chosen)).again()
 
 
-def _chosen(target: Any) -> tuple[Destination, Any]:
+def _destination_of(target: Any) -> tuple[Destination, Any]:
+    """Return the destination for `target` and what to write to; raises `TorchreproError`."""
     from torchrepro.manifest.destinations import DESTINATIONS, LEGAL, TOOLS
 
     for destination in DESTINATIONS:
@@ -113,13 +117,13 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
         if destination.is_tool(target):
             if (active := destination.active()) is not None:
                 return destination, active
-            what = f"log_to: nothing is active in {destination.name}"
-            todo = f"hand over {destination.place} itself"
+            inactive = f"log_to: nothing is active in {destination.name}"
+            todo = f"pass {destination.place} itself"
             if destination.started_by:
                 todo = f"start one: {destination.started_by}"
-            raise TorchreproError(str(Problem(what, todo=todo)))
+            raise TorchreproError(str(Problem(inactive, todo=todo)))
     problem = Problem(
-        "not a place to log to, nor a folder that is there",
+        "cannot be logged to, and is not an existing folder",
         where="log_to",
         found=shown(target),
         legal=f"{LEGAL}, or a name: {', '.join(TOOLS)}",
@@ -129,16 +133,16 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
 
 
 class ProfileTags:
-    """Names the profile in force to MLflow; `log_to` adds its values and the manifest."""
+    """Tags that name the active profile in MLflow; `log_to` adds its values and the manifest."""
 
     def in_context(self) -> bool:
-        """Whether a profile is in force."""
-        # Without the module nothing was ever put in force, and importing it would cost time.
+        """Whether a profile is active."""
+        # If the module is not loaded, no profile was applied, and the import would cost time.
         applier = sys.modules.get("torchrepro.application.applier")
         return bool(applier and applier.in_force())
 
     def tags(self) -> dict[str, str]:
-        """Return the name, the guarantee held and the digest of the innermost profile in force."""
+        """Return the name, the satisfied guarantee and the digest of the innermost profile."""
         from torchrepro.application.applier import in_force
 
         report = in_force()[-1].report

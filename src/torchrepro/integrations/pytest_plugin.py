@@ -1,9 +1,9 @@
 """The pytest plugin: `--repro=PROFILE`, the ini key, the marker, `repro` and `repro_numbers`.
 
-The session's profile is applied before conftest files are imported. Each test has a scope of its
-own, which sets every knob of the profile anew and restores what the test did to one of them.
-pytest loads this into every run where torchrepro is installed, so nothing is imported until a
-profile is named. See https://docs.pytest.org/en/stable/how-to/writing_plugins.html.
+The session's profile is applied before conftest files are imported. For each test it is applied
+again, and every knob that the test changed is restored afterwards. pytest loads this module in
+every run where torchrepro is installed, so it imports nothing until a profile is named. See
+https://docs.pytest.org/en/stable/how-to/writing_plugins.html.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from torchrepro.reporting.report import Report
 
 _MARKER = (
-    "repro(profile, overrides=[...], **values): put a torchrepro profile in force for this test, "
-    'as in @pytest.mark.repro("seed-only", seed=3); without `profile`, the one of --repro.'
+    "repro(profile, overrides=[...], **values): run this test under a torchrepro profile, "
+    'as in @pytest.mark.repro("seed-only", seed=3); the default of `profile` is that of --repro.'
 )
 _EXAMPLE = '@pytest.mark.repro("seed-only", seed=3, overrides=["dropout=zero"])'
 _OBSTACLE = "pytest has started"
 LIBRARIES = ("torch", "torch_npu", "transformer_engine")
-"""Libraries that read environment variables, or fix other state, while they are imported."""
+"""Libraries that read environment variables, or fix other state, during their import."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Session:
     applied: Applied
-    command: str  # the pytest command that names it again
-    header: tuple[str, ...]  # its lines of pytest's header
+    command: str  # the pytest command with the same profile
+    header: tuple[str, ...]  # lines for pytest's header
 
 
 _SESSION = pytest.StashKey[_Session]()
-_NAMED = pytest.StashKey[bool]()  # there once a profile is named, for the run or for a test
+_NAMED = pytest.StashKey[bool]()  # set when a profile is named, for the session or for a test
 _SCOPE = pytest.StashKey[ExitStack]()
-_IN_FORCE = pytest.StashKey["Applied"]()
+_ACTIVE = pytest.StashKey["Applied"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,8 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--repro",
         metavar="PROFILE",
-        help="put this torchrepro profile in force for the whole session, before conftest files "
-        "are imported; every test starts from the same state (--repro= switches the ini's off)",
+        help="apply this torchrepro profile to the whole session, before conftest files are "
+        "imported; every test starts from the same state (--repro= disables the ini's profile)",
     )
     group.addoption(
         "--repro-set",
@@ -66,23 +66,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--repro-update",
         metavar="REASON",
-        help="write the numbers of every test that uses `repro_numbers`, and why they are others",
+        help="accept the new results of every test that uses `repro_numbers`, and note the reason",
     )
-    parser.addini("repro", "torchrepro profile of the whole session; --repro wins over it")
-    parser.addini("repro_set", "overrides of that profile, one a line", type="linelist")
+    parser.addini("repro", "torchrepro profile of the whole session; --repro overrides it")
+    parser.addini("repro_set", "overrides of that profile, one per line", type="linelist")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Put the session's profile in force before a conftest file can import torch."""
+    """Apply the session's profile before a conftest file can import torch."""
     options = early_config.known_args_namespace
     profile, overrides = options.repro, list(options.repro_set)
-    if profile is None:  # the ini's overrides belong to its own profile
+    if profile is None:  # the ini's overrides belong to the ini's profile
         profile = (early_config.getini("repro") or "").strip()
         overrides = [*early_config.getini("repro_set"), *overrides]
         if early_config.inipath is not None and profile.endswith((".yaml", ".yml")):
-            beside = early_config.inipath.parent / profile
-            profile = str(beside) if beside.is_file() else profile
+            path = early_config.inipath.parent / profile
+            profile = str(path) if path.is_file() else profile
     if options.repro_set and not profile:
         raise pytest.UsageError(
             "--repro-set needs a profile: --repro=PROFILE, or the ini's `repro`"
@@ -115,74 +115,79 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def _imported_early(config: pytest.Config) -> Iterator[str]:
-    """Yield who imported each of the libraries that is loaded already, as far as can be known.
+    """Yield a line for each library that is loaded already, with the likely importer.
 
-    Python moves a module to the end of `sys.modules` when its import is complete. An importer is
-    complete after what it imports, so the first plugin behind the library has imported it.
-    CPython's importlib works so but does not promise it. The line therefore says how it is known.
+    Python moves a module to the end of `sys.modules` when its import is complete. An importer
+    completes after the modules that it imports, so the first plugin after the library in that order
+    has imported it. CPython works so but does not promise it, so the line mentions the order.
     """
     order, plugins = list(sys.modules), {*map(id, config.pluginmanager.get_plugins())}
-    for library in (library for library in LIBRARIES if library in sys.modules):
-        behind = order[order.index(library) :]
-        of_others = (
-            name for name in behind if id(sys.modules[name]) in plugins and name != __name__
+    for library in LIBRARIES:
+        if library not in sys.modules:
+            continue
+        later = order[order.index(library) :]
+        later_plugins = (
+            name for name in later if id(sys.modules[name]) in plugins and name != __name__
         )
         by = "by a pytest plugin after its own import"
-        if "pytest" in behind:
+        if "pytest" in later:
             by = "before pytest itself"
-        elif importer := next(of_others, ""):
+        elif importer := next(later_plugins, ""):
             file = getattr(sys.modules[importer], "__file__", None) or "built in"
-            by = f"by the pytest plugin {importer} ({file}), as the order of imports tells"
+            by = f"by the pytest plugin {importer} ({file}), judging by the order of imports"
         yield f"imported too early: {library}, {by}"
 
 
 def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str]:
-    """Yield what a run starts with, what was imported early, and the command that is in time."""
+    """Yield the announcement of `report`, the `early` imports, and a command that avoids them."""
     from torchrepro.ground.console import as_text
     from torchrepro.reporting.outcomes import Outcome
     from torchrepro.reporting.report import announcement
 
-    said = announcement(report)
-    if not said:
+    announced = announcement(report)
+    if not announced:
         return
-    yield from f"torchrepro: {as_text(*said)}".splitlines()
+    yield from f"torchrepro: {as_text(*announced)}".splitlines()
     yield from (f"  {line}" for line in early)
     if report.having(Outcome.TOO_LATE):
         yield f"  to set everything in time: {run} -- pytest ..."
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker; refuses an update of numbers without a reason."""
+    """Declare the marker; raise for `--repro-update` without a reason."""
     config.addinivalue_line("markers", _MARKER)
     reason = config.getoption("--repro-update")
     if reason is not None and not reason.strip():
-        raise pytest.UsageError('--repro-update takes a reason, as in "addmm of torch 2.14"')
+        raise pytest.UsageError('--repro-update needs a reason, as in "addmm of torch 2.14"')
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say what is in force, and what came too late."""
+    """Return lines about the active profile, and the settings that came too late."""
     session = config.stash.get(_SESSION, None)
     return list(session.header) if session else []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Warn of modules that have seeded at their import: a test starts from the profile's seed."""
-    ours = session.config.stash.get(_SESSION, None)
-    if ours is None or ours.applied.resolved.values.get("seed") is None:
+    """Warn of test modules that seed at their import: each test starts from the profile's seed."""
+    repro_session = session.config.stash.get(_SESSION, None)
+    if repro_session is None:
+        return
+    applied = repro_session.applied
+    if applied.resolved.values.get("seed") is None:
         return
     from torchrepro.ground.callers import is_library
     from torchrepro.ground.console import Verbosity, verbosity
 
     if verbosity() is Verbosity.QUIET:
         return
-    started = getattr(sys.modules["__main__"], "__file__", None)  # from there plugins are called
-    for call in ours.applied.seeding_calls:
+    started = getattr(sys.modules["__main__"], "__file__", None)  # calls plugins, as a library does
+    for call in applied.seeding_calls:
         file, _, number = call.where.rpartition(":")
         if is_library(file) or file == started:
             continue
         text = (
-            f"{call.function}({call.value}) has no effect on what tests draw: each starts from the "
-            f"seed of {ours.applied.resolved.name}. Seed in the test or in a fixture of it"
+            f"{call.function}({call.value}) does not affect the random numbers of tests: each test "
+            f"starts from the seed of {applied.resolved.name}. Seed in the test or in a fixture"
         )
         # Not `warnings.warn`, which is an error under -W error.
         warning = warnings.WarningMessage(
@@ -193,9 +198,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         )
 
 
-@pytest.hookimpl(tryfirst=True)  # before fixtures, but within what other plugins wrap around
+@pytest.hookimpl(tryfirst=True)  # before fixtures, but inside the wrappers of other plugins
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Put the profile of the session and that of the marker in force for one test.
+    """Apply the profiles of the session and of the marker for one test.
 
     A wrong marker is an error of the test.
     """
@@ -212,9 +217,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     with ExitStack() as scope:
         try:
             if outer is not None:
-                item.stash[_IN_FORCE] = scope.enter_context(_scope(outer))
+                item.stash[_ACTIVE] = scope.enter_context(_scope(outer))
             if marker is not None:
-                item.stash[_IN_FORCE] = scope.enter_context(_scope(_marked(marker, outer)))
+                item.stash[_ACTIVE] = scope.enter_context(_scope(_marked(marker, outer)))
         except TorchreproError as error:
             refused = f"torchrepro: {error}"
         option = item.config.option
@@ -222,8 +227,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             getattr(option, "randomly_reset_seed", False)
             and streams.current_plan().seed is not None
         ):
-            # Otherwise pytest-randomly seeds over a profile's seed: this is its own
-            # `--randomly-dont-reset-seed`, see https://github.com/pytest-dev/pytest-randomly#usage.
+            # Otherwise pytest-randomly would replace the profile's seed. This is the same as its
+            # `--randomly-dont-reset-seed`: https://github.com/pytest-dev/pytest-randomly#usage.
             scope.callback(setattr, option, "randomly_reset_seed", option.randomly_reset_seed)
             option.randomly_reset_seed = False
         item.stash[_SCOPE] = scope.pop_all()
@@ -245,7 +250,7 @@ def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Take back what was in force for the test, and what the test has left behind.
+    """Restore the state from before the test.
 
     A knob that has drifted is an error of the test.
     """
@@ -271,7 +276,7 @@ def pytest_fixture_setup(
 ) -> Generator[None, Any, Any]:
     """Set up a fixture that several tests share under the session's profile, with its own seed.
 
-    Otherwise the first test that uses it would start from other numbers than the others.
+    Otherwise its draws would change the random numbers of the first test that uses it.
     """
     stash = request.config.stash
     if fixturedef.scope == "function" or _NAMED not in stash:
@@ -291,10 +296,10 @@ def pytest_fixture_setup(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Show in the report of a failure under which profile it can be repeated."""
-    result = yield
-    applied = item.stash.get(_IN_FORCE, None)
-    if result.failed and applied is not None:
+    """Add the profile, and the command that repeats the test, to the report of a failure."""
+    test_report = yield
+    applied = item.stash.get(_ACTIVE, None)
+    if test_report.failed and applied is not None:
         from torchrepro.reporting.process_state import inherited
 
         session, outer = item.config.stash.get(_SESSION, None), inherited()
@@ -302,41 +307,44 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
         command = f"{run}{session.command if session else 'pytest'} {shlex.quote(item.nodeid)}"
         report = applied.report
         text = f"{report.profile} ({report.guarantee}) {report.digest}\nto repeat: {command}"
-        result.sections.append(("torchrepro", text))
-    return result
+        test_report.sections.append(("torchrepro", text))
+    return test_report
 
 
 def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
+    """Return the profile of a marker, by default `outer`; raises `ProfileError`."""
     from torchrepro.ground.errors import ProfileError
     from torchrepro.ground.messages import shown
     from torchrepro.profile.load import in_hydras_grammar, resolve
 
     values = dict(marker.kwargs)
     overrides = values.pop("overrides", [])
-    named = [*marker.args, *([values.pop("profile")] if "profile" in values else [])]
-    what, found = "", ""
-    if len(named) > 1:
-        what, found = "it takes one profile", ", ".join(map(shown, named))
+    profiles = list(marker.args)
+    if "profile" in values:
+        profiles.append(values.pop("profile"))
+    problem, wrong = "", ""
+    if len(profiles) > 1:
+        problem, wrong = "the marker takes one profile", ", ".join(map(shown, profiles))
     elif not isinstance(overrides, list | tuple):
-        what, found = "`overrides` is a list of texts", shown(overrides)
-    elif not named and outer is None:
-        what = "it names no profile, and neither does --repro"
-    if what:
-        raise ProfileError.about(what, "@pytest.mark.repro", found=found, legal=_EXAMPLE)
-    more = [f"{key}={in_hydras_grammar(value)}" for key, value in values.items()]
-    return resolve(named[0] if named else outer, [*overrides, *more])
+        problem, wrong = "`overrides` must be a list of texts", shown(overrides)
+    elif not profiles and outer is None:
+        problem = "the marker names no profile, and --repro names none either"
+    if problem:
+        raise ProfileError.about(problem, "@pytest.mark.repro", found=wrong, legal=_EXAMPLE)
+    from_values = [f"{key}={in_hydras_grammar(value)}" for key, value in values.items()]
+    return resolve(profiles[0] if profiles else outer, [*overrides, *from_values])
 
 
 @pytest.fixture
 def repro() -> Applied:
-    """The profile in force for this test, with its `report` and `digest`."""
+    """The active profile of this test, with its `report` and `digest`."""
     from torchrepro.application.applier import in_force
     from torchrepro.start.bootstrap import in_force_now
 
-    in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
+    in_force_now()  # under `torchrepro run`, applies a profile that waits for the import of torch
     if not in_force():
         pytest.fail(
-            "no torchrepro profile is in force for this test: name one with --repro=PROFILE, the "
+            "no torchrepro profile is active in this test: name one with --repro=PROFILE, the "
             'ini key `repro`, or @pytest.mark.repro("seed-only")',
             pytrace=False,
         )
@@ -345,21 +353,21 @@ def repro() -> Applied:
 
 @pytest.fixture
 def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Hold the numbers of a training in this test to those in `repro_numbers/` beside it.
+    """Check the results of a training in this test against `repro_numbers/` beside its file.
 
-    Call it with the losses, and the model if its state is to be held as well: as in
-    ``repro_numbers(losses, model)``. Each kind of machine has numbers of its own.
-    ``--repro-update REASON`` writes those of today.
+    Call it with the losses, and with the model to check its parameters as well:
+    ``repro_numbers(losses, model)``. Each platform has its own results.
+    ``--repro-update REASON`` accepts the present ones.
     """
     from torchrepro.application.applier import in_force
     from torchrepro.ground.errors import TorchreproError
     from torchrepro.lock.locked_results import FOLDER, hold_test, numbers_of_training
 
     file, calls = request.path, count(1)
-    whole = request.node.nodeid.partition("::")[2] or request.node.name
+    test_name = request.node.nodeid.partition("::")[2] or request.node.name
 
-    def hold(losses: Any, model: Any = None) -> None:
-        name = whole if (number := next(calls)) == 1 else f"{whole} {number}"
+    def check(losses: Any, model: Any = None) -> None:
+        name = test_name if (number := next(calls)) == 1 else f"{test_name} {number}"
         profile = in_force()[-1].resolved.name if in_force() else None
         path = file.parent / FOLDER / f"{file.stem}.lock"
         reason = " ".join((request.config.getoption("--repro-update") or "").split())
@@ -370,4 +378,4 @@ def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
         if differs:
             pytest.fail(f"torchrepro: {differs}", pytrace=False)
 
-    return hold
+    return check

@@ -1,7 +1,8 @@
-"""Asks for profiles by `show` and by `+repro=` of an app, in one guarded process.
+"""Loads profiles by `show` and by `+repro=` of an app, in one process under an audit hook.
 
-A line of standard input is a request as JSON, and a line of standard output its answer. What a
-request opens, starts or connects to is noted by an audit hook, which nothing can take back: https://docs.python.org/3/library/audit_events.html.
+A line of standard input is a request as JSON, and a line of standard output its answer. The audit
+hook notes what a request opens, starts or connects to, and cannot be removed:
+https://docs.python.org/3/library/audit_events.html.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import signal
 import sys
 import time
 
-LONGEST = 120  # seconds after which a door is said to hang
-LONG = 0.8  # seconds after which a door is asked again, to be sure that it takes them
+LONGEST = 120  # seconds after which a command counts as hanging
+LONG = 0.8  # seconds after which a command is repeated, in case the machine was busy
 WATCHED = ("open", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen")
 noted = []
 
@@ -55,14 +56,14 @@ def hydra(name):
     return 0
 
 
-DOORS = {"show": show, "hydra": hydra}
+COMMANDS = {"show": show, "hydra": hydra}
 
 
 def _hangs(*_):
     raise TimeoutError(f"no answer within {LONGEST} s")
 
 
-def ask(door, name):
+def ask(command, name):
     out, err = io.StringIO(), io.StringIO()
     environment = dict(os.environ)
     modules = set(sys.modules)
@@ -72,8 +73,8 @@ def ask(door, name):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         signal.alarm(LONGEST)
         try:
-            status = DOORS[door](name)
-        except BaseException as error:  # noqa: BLE001 - whatever escapes is what the test is about
+            status = COMMANDS[command](name)
+        except BaseException as error:  # noqa: BLE001 - the test is about these
             status = f"{type(error).__name__}: {error}"
         finally:
             signal.alarm(0)
@@ -90,26 +91,26 @@ def ask(door, name):
     }
 
 
-def least_time(door, name, seconds):
-    """Return the least time of two answers: what else a machine does only adds to it."""
-    return seconds if seconds <= LONG else min(seconds, ask(door, name)["seconds"])
+def least_time(command, name, seconds):
+    """Return the least time of two runs: other load on the machine only adds time."""
+    return seconds if seconds <= LONG else min(seconds, ask(command, name)["seconds"])
 
 
 def main():
     signal.signal(signal.SIGALRM, _hangs)
     sys.addaudithook(note)
-    requests, answers = sys.stdin, sys.stdout
+    requests, output = sys.stdin, sys.stdout
     for line in requests:
         request = json.loads(line)
         sys.path.insert(0, request["site"])
         importlib.invalidate_caches()
         os.chdir(request["folder"])
-        answer = {door: ask(door, request["named"]) for door in DOORS}
-        for door, its in answer.items():
-            its["seconds"] = least_time(door, request["named"], its["seconds"])
+        answers = {command: ask(command, request["named"]) for command in COMMANDS}
+        for command, answer in answers.items():
+            answer["seconds"] = least_time(command, request["named"], answer["seconds"])
         sys.path.remove(request["site"])
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        output.write(json.dumps(answers) + "\n")
+        output.flush()
 
 
 if __name__ == "__main__":
