@@ -263,7 +263,7 @@ def test_what_cannot_be_taken_up_is_said_and_the_program_goes_on(content, why, t
         own.unlink() if content is None else own.write_text(content)
         accelerator.load_state(str(tmp_path))
 
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "do not go on" in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "are not restored" in line]
     assert why in line
 
 

@@ -143,8 +143,8 @@ def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(tmp_path, caps
 
     said = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
     assert said == [
-        "torchrepro: transformers: the checkpoint of step 1: generators and loaders do not go on "
-        "from this checkpoint: it was saved without torchrepro, or without a profile"
+        "torchrepro: transformers: the checkpoint of step 1: generators and loaders are not "
+        "restored from this checkpoint: it was saved without torchrepro, or without a profile"
     ]
 
 
@@ -205,7 +205,7 @@ def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(tmp_path, m
 
     (entry,) = _exported(tmp_path, 1)
     assert [state is None for state in entry["ranks"]] == [False, True]
-    assert "it holds the state of rank 0 alone" in capsys.readouterr().err
+    assert "it has the state of rank 0 only" in capsys.readouterr().err
 
 
 def test_a_checkpoint_in_the_middle_of_a_step_is_said(tmp_path, capsys):
@@ -258,8 +258,8 @@ def test_switches_of_the_trainer_are_said(tmp_path, capsys):
     said = [line.partition("transformers: ")[2] for line in lines if "TrainingArguments(" in line]
     assert said == [
         "TrainingArguments(full_determinism=True) agrees with debug-strict",
-        "TrainingArguments(tf32=False) does not agree with seed-only: "
-        "backends.cuda.matmul_fp32_precision is tf32 there, and the switch makes it ieee",
+        "TrainingArguments(tf32=False) does not agree with seed-only: the profile sets "
+        "backends.cuda.matmul_fp32_precision to tf32, and the switch sets it to ieee",
     ]
 
 

@@ -142,8 +142,8 @@ with torchrepro.record(sys.argv[1], level="step"):
 SWITCHES = {
     "deterministic=True": "Trainer(deterministic=True) agrees with debug-strict",
     "deterministic=False": (
-        "Trainer(deterministic=False) does not agree with debug-strict: "
-        "backends.torch.deterministic_algorithms is error there, and the switch makes it none"
+        "Trainer(deterministic=False) does not agree with debug-strict: the profile sets "
+        "backends.torch.deterministic_algorithms to error, and the switch sets it to none"
     ),
 }
 
