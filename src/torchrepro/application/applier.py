@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.application.guard import (
     Guard,
     check,
-    drift_behind,
     final_check,
-    moved_from_now,
+    keep_error,
     set_baseline,
+    track_moved_knobs,
 )
 from torchrepro.application.planner import (
     Plan,
@@ -65,7 +65,7 @@ class Applied:
         self.refuse: Callable[[TorchreproError], None] = _raise
         """Called when an active profile is no longer satisfied, on this rank or on all."""
         self._undo = ExitStack()
-        self._done: list[tuple[Step, KnobRow]] = []
+        self._executed: list[tuple[Step, KnobRow]] = []
         self._calls: tuple[SeedingCall, ...] = ()
         self._counts_before = counts_so_far()
         self._last: Report | None = None
@@ -93,7 +93,7 @@ class Applied:
     @property
     def report(self) -> Report:
         """The outcome of each knob, how far the guarantee is satisfied, and the drift so far."""
-        return self._present() if self.active else self._last or self._outcomes()
+        return self._current_report() if self.active else self._last or self._make_report()
 
     @property
     def seeding_calls(self) -> tuple[SeedingCall, ...]:
@@ -115,12 +115,12 @@ class Applied:
             scopes = _active[_active.index(self) :] if self.active else []
             all_scopes.callback(final_check([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
             for scope in scopes:  # outermost first: the stack unwinds in reverse order
-                scope._calls, scope._last = seeding_calls(), scope._present()  # noqa: SLF001 - the same class
+                scope._calls, scope._last = seeding_calls(), scope._current_report()  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
             del _active[len(_active) - len(scopes) :]
             del executed[len(_active) :]
 
-    def _present(self) -> Report:
+    def _current_report(self) -> Report:
         check([self._guard])
         unseen: tuple[str, ...] = ()
         if self.resolved.strict:
@@ -128,8 +128,8 @@ class Applied:
 
             unseen = unseen_kernels()
         loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None if no loader was seeded
-        knobs = {step.knob.name for step, _ in self._done}
-        return self._outcomes(
+        knobs = {step.knob.name for step, _ in self._executed}
+        return self._make_report(
             drift=tuple(self._guard.drift.values()),
             as_good=tuple(self._guard.equivalents.values()),
             switches=self._guard.agreeing,
@@ -139,8 +139,8 @@ class Applied:
             loading=() if loader is None else tuple(loader.loaders.register.notes.values()),
         )
 
-    def _outcomes(self, **observed: Any) -> Report:
-        rows = tuple(row for _, row in self._done)
+    def _make_report(self, **observed: Any) -> Report:
+        rows = tuple(row for _, row in self._executed)
         facts = process_facts(self.resolved, closed_doors())
         return make_report(self.resolved, rows, facts, **observed)
 
@@ -151,34 +151,33 @@ class Applied:
         if a strict profile cannot set a knob; all knobs are restored before.
         """
         with ExitStack() as until_done:
-            until_done.callback(self._abandon)
-            moved, begins = moved_from_now(), len(self._done)
+            until_done.callback(self._undo_all)
+            moved, begins = track_moved_knobs(), len(self._executed)
             for step in steps:
-                self._done.append((step, self._execute(step)))
-            for position, (step, row) in enumerate(self._done[begins:], begins):
+                self._executed.append((step, self._execute(step)))
+            for position, (step, row) in enumerate(self._executed[begins:], begins):
                 set_so = row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
                 if step.knob.reread and set_so and not step.knob.holds(step.value):
                     why = "set, but another knob of the profile has changed it again"
                     now = step.knob.access.read()
                     row = replace(row, outcome=Outcome.INEFFECTIVE, after=now, why=why)  # noqa: PLW2901
-                    self._done[position] = step, row
+                    self._executed[position] = step, row
             self._note_seeds_of_the_program()
             if self.resolved.strict:
                 if self._unseeded is None:  # the first call of this method
                     self._unseeded = watch_unseeded()
                     self._undo.callback(self._unseeded.stop)
-                rows = [row for _, row in self._done]
+                rows = [row for _, row in self._executed]
                 if any(row.outcome in STOPPING for row in rows):
-                    raise ApplyError(refusal(self.resolved, rows), self._outcomes())
+                    raise ApplyError(refusal(self.resolved, rows), self._make_report())
             self._agree_with_other_ranks()
             if not self._hooked:
                 self._hooked = True
-                self._undo.callback(
-                    hook_frameworks(ActiveProfile(self.resolved, lambda: self.report))
-                )
+                profile = ActiveProfile(self.resolved, lambda: self.report)
+                self._undo.callback(hook_frameworks(profile))
             set_by_profile = (  # a generator is not guarded: each draw changes its state
                 step.knob
-                for step, row in self._done
+                for step, row in self._executed
                 if step.knob.guarded and (row.is_written or row.outcome is Outcome.UNCHANGED)
             )
             self._undo.enter_context(set_baseline(self._guard, (*moved(), *set_by_profile)))
@@ -201,7 +200,7 @@ class Applied:
         self._agreement = Agreement(lambda: self.report, self._refuse)
         self._undo.callback(self._agreement.close)
 
-    def _abandon(self) -> None:
+    def _undo_all(self) -> None:
         try:
             with unfrozen():
                 self._undo.close()
@@ -250,7 +249,7 @@ class Applied:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with drift_behind(error):
+        with keep_error(error):
             self.restore()
 
     def __repr__(self) -> str:
@@ -307,7 +306,7 @@ def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
         reset_counts()  # earlier uses of policies belong to no active profile
     applied = Applied(plan)
     _active.append(applied)
-    executed.append(applied._done)  # noqa: SLF001 - the same module
+    executed.append(applied._executed)  # noqa: SLF001 - the same module
     return applied
 
 

@@ -169,13 +169,13 @@ def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
     with ExitStack() as undo:
         if guard not in guards:
             guards.append(guard)
-            undo.callback(_settle)
+            undo.callback(_update_watched)
             undo.callback(guards.remove, guard)
         guard.baseline |= {knob.name: BaselineEntry.of(knob) for knob in knobs}
         if LOCKED in os.environ and "torch" in sys.modules:
             names = [name for name in HELD_BY_LOCKS if name not in guard.baseline]
             guard.baseline |= {name: BaselineEntry.of(knobs_by_name()[name]) for name in names}
-        _settle()
+        _update_watched()
         if _mode() != "none" and not guard.at_steps:
             if not _guards_at_steps():
                 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -201,7 +201,7 @@ def final_check(concerned: Collection[Guard]) -> Callable[[], None]:
 
 
 @contextmanager
-def drift_behind(error: BaseException | None) -> Iterator[None]:
+def keep_error(error: BaseException | None) -> Iterator[None]:
     """Report a `DriftError` of the block on stderr where raising it would hide `error`.
 
     A `SystemExit` with status 0 is no failure: the `DriftError` is raised over it.
@@ -215,14 +215,14 @@ def drift_behind(error: BaseException | None) -> Iterator[None]:
             say(drift)
 
 
-def moved_from_now() -> Callable[[], tuple[Knob, ...]]:
+def track_moved_knobs() -> Callable[[], tuple[Knob, ...]]:
     """Return a function that returns the watched knobs that have changed since this call.
 
     A profile may change knobs that it does not name, since torch ties some of its flags together.
     It may also correct earlier drift; `check` therefore records that drift first.
     """
     check(guards)
-    before = [(entry.knob, reading(entry.knob)) for entry, _ in _watched]
+    before = [(baseline.knob, reading(baseline.knob)) for baseline, _ in _watched]
     return lambda: tuple(knob for knob, value in before if reading(knob) != value)
 
 
@@ -236,18 +236,18 @@ def check(
     if present_worker() is not None:
         return []
     drifts = []
-    for entry, guard in tuple(_watched):
-        if guard not in concerned or not entry.readable_here:
+    for baseline, guard in tuple(_watched):
+        if guard not in concerned or not baseline.readable_here:
             continue
-        now, name = reading(entry.knob), entry.knob.name
-        if now == entry.value:
+        now, name = reading(baseline.knob), baseline.knob.name
+        if now == baseline.value:
             guard.equivalents.pop(name, None)
             continue
         known = guard.equivalents.get(name)
         if known is not None and known.now == now:
             continue  # keep the moment of the first observation
         guard.equivalents.pop(name, None)
-        change = entry.change(now, moment(guard))
+        change = baseline.change(now, moment(guard))
         if change.why:
             guard.equivalents[name] = change
         else:
@@ -279,19 +279,19 @@ def _guards_at_steps() -> tuple[Guard, ...]:
     return tuple(guard for guard in tuple(guards) if guard.at_steps)  # threads may change the list
 
 
-def _settle() -> None:
+def _update_watched() -> None:
     """Update which baseline is watched for each knob.
 
     Changes of knobs up to this call come from a profile and are no drift.
     """
-    before = {entry.knob.name: entry.last for entry, _ in _watched}
+    before = {baseline.knob.name: baseline.last for baseline, _ in _watched}
     deciding: dict[str, tuple[BaselineEntry, Guard]] = {}
     for guard in tuple(guards):  # outermost first: the innermost profile replaces the others
-        deciding |= {name: (entry, guard) for name, entry in guard.baseline.items()}
-    for name, (entry, _) in deciding.items():
-        if entry.readable_here:
-            now, last = reading(entry.knob), before.get(name)
-            entry.last = last if last is not None and last.value == now else LastWrite(now)
+        deciding |= {name: (baseline, guard) for name, baseline in guard.baseline.items()}
+    for name, (baseline, _) in deciding.items():
+        if baseline.readable_here:
+            now, last = reading(baseline.knob), before.get(name)
+            baseline.last = last if last is not None and last.value == now else LastWrite(now)
     _watched[:] = deciding.values()  # in one step, since other threads read the list
 
 
@@ -435,21 +435,21 @@ Only the displayed name depends on this table: a switch's writes count as drift 
 
 
 def _forget_writers() -> None:
-    for entry, _ in tuple(_watched):  # later writes are not observed
-        entry.last = LastWrite(entry.last.value)
+    for baseline, _ in tuple(_watched):  # later writes are not observed
+        baseline.last = LastWrite(baseline.last.value)
 
 
 def _note_writer() -> None:
     nearest = _nearest()
     is_switch = nearest is not None and bool(_switch(nearest))
     writer = _present_writer() if is_switch else UNSEEN
-    for entry, _ in tuple(_watched):
-        now = reading(entry.knob) if entry.readable_here else entry.last.value
-        if now != entry.last.value and any(map(_is_worker_loop, frames())):
-            entry.value, entry.last = now, LastWrite(now)  # torch sets threads in its workers
-        elif now != entry.last.value:
+    for baseline, _ in tuple(_watched):
+        now = reading(baseline.knob) if baseline.readable_here else baseline.last.value
+        if now != baseline.last.value and any(map(_is_worker_loop, frames())):
+            baseline.value, baseline.last = now, LastWrite(now)  # torch sets threads in its workers
+        elif now != baseline.last.value:
             writer = writer if writer.where else _present_writer()
-            entry.note_write(now, writer)
+            baseline.note_write(now, writer)
     if writer.by:
         for guard in _guards_at_steps():
             guard.switches.setdefault(writer.by, writer)

@@ -70,8 +70,8 @@ _WRAPPERS = (
     *("taskset", "time", "timeout", "xvfb-run"),
 )
 _WITHOUT_ENVIRONMENT = {"-", "-i", "--ignore-environment"}
-_ANSWERED = "torchrepro here: "
-_ASK = f"""
+_PROBE_MARK = "torchrepro here: "
+_PROBE = f"""
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
 answer = "Python %d.%d" % sys.version_info[:2]
@@ -81,7 +81,7 @@ if sys.version_info >= (3, 11):
         answer = "yes"
     except ImportError:
         answer = "no"
-sys.stdout.write({_ANSWERED!r} + answer)
+sys.stdout.write({_PROBE_MARK!r} + answer)
 """  # the same import as in sitecustomize, but without the current folder on the path
 _TIMEOUT = 20.0  # seconds that a Python has to answer; after that it is started without an answer
 
@@ -158,8 +158,9 @@ def _warn_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
             select.select([this], [], [])
             folder.rmdir()  # raises if a Python has removed the folder: then there is no warning
             say(
-                f"{resolved.name} was applied in no Python: `{_shown(command)}` started no Python "
-                "with torchrepro on this machine; other programs only got the profile's variables"
+                f"{resolved.name} was applied in no Python: `{_redacted(command)}` started no "
+                "Python with torchrepro on this machine; other programs only got the profile's "
+                "variables"
             )
     finally:
         os._exit(0)
@@ -184,7 +185,7 @@ def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, di
     program = program_of(command)
     barrier = unreachable(program, command)
     if barrier:
-        raise ApplyError(f"the profile cannot reach `{_shown(command)}`: {barrier}")
+        raise ApplyError(f"the profile cannot reach `{_redacted(command)}`: {barrier}")
     before_python_starts = make_plan(resolved, closed={})
     return program, environment_for(before_python_starts)
 
@@ -198,7 +199,7 @@ def prepared_as_it_is(command: Sequence[str]) -> tuple[str, dict[str, str]]:
     program = program_of(command)
     barrier = unreachable(program, command)
     if barrier:
-        raise TraceError.about(f"`{_shown(command)}` cannot be recorded: {barrier}")
+        raise TraceError.about(f"`{_redacted(command)}` cannot be recorded: {barrier}")
     return program, {**os.environ, "PYTHONPATH": _python_path()}
 
 
@@ -214,7 +215,7 @@ def program_of(command: Sequence[str]) -> str:
     return program
 
 
-def _shown(command: Sequence[str]) -> str:
+def _redacted(command: Sequence[str]) -> str:
     return " ".join(shareable(command, secret_values(os.environ)))
 
 
@@ -231,11 +232,11 @@ def unreachable(program: str, command: Sequence[str]) -> str:
                 return unreachable(started, command[position:])
         return ""
     if is_python(command[0]):
-        return _ignoring(command[1:]) or _lacking(program)
+        return _disabling_option(command[1:]) or _why_unusable(program)
     shebang = _shebang(Path(program))
     for position, word in enumerate(shebang):
         if is_python(word):
-            return _ignoring(shebang[position + 1 :]) or _lacking(shutil.which(word))
+            return _disabling_option(shebang[position + 1 :]) or _why_unusable(shutil.which(word))
     return ""
 
 
@@ -244,13 +245,13 @@ def is_python(word: str) -> bool:
     return _PYTHON.fullmatch(Path(word).name) is not None
 
 
-def _ignoring(words: Sequence[str]) -> str:
+def _disabling_option(words: Sequence[str]) -> str:
     letters, _ = interpreter_line(words)
     letter = next((letter for letter in letters if letter in _UNREACHABLE), "")
     return f"Python's option -{letter}: {_UNREACHABLE[letter]}" if letter else ""
 
 
-def _lacking(python: str | None) -> str:
+def _why_unusable(python: str | None) -> str:
     if python is None:
         return ""
     ours, asked = Path(sys.executable), Path(python)
@@ -261,7 +262,7 @@ def _lacking(python: str | None) -> str:
     kept = {name: text for name, text in os.environ.items() if not name.startswith("TORCHREPRO_")}
     try:
         done = subprocess.run(  # noqa: S603 - the user named this Python
-            [python, "-c", _ASK],
+            [python, "-c", _PROBE],
             env=kept,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -271,7 +272,7 @@ def _lacking(python: str | None) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    answer = done.stdout.rpartition(_ANSWERED)[2] if _ANSWERED in done.stdout else "yes"
+    answer = done.stdout.rpartition(_PROBE_MARK)[2] if _PROBE_MARK in done.stdout else "yes"
     if answer == "yes":
         return ""
     lacks = "has no torchrepro" if answer == "no" else f"is {answer}, and torchrepro needs 3.11"

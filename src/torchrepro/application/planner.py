@@ -155,8 +155,8 @@ def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
             row = decide(knob, value, wanted)
         if not knob.variable and row.outcome is not Outcome.UNSUPPORTED:
             row = _conflict(knob, value, exported, row.before) or row
-        if lacking := _lacking(knob, value, wanted):
-            row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=lacking)
+        if unmet := _unmet_need(knob, value, wanted):
+            row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=unmet)
         decided = knob.loaded or row.outcome is not Outcome.APPLIED
         steps.append(Step(knob, value, row, wanted, decided))
     return Plan(resolved, tuple(steps), facts)
@@ -258,7 +258,7 @@ def _conflict(knob: Knob, value: Any, exported: Mapping[str, str], before: Any) 
     return KnobRow(knob.name, Outcome.CONFLICT, before, before, why + knob.name)
 
 
-def _lacking(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
+def _unmet_need(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
     """Return why the knob that `value` needs is not set, by this or an outer profile."""
     if not knob.needs or not knob.needing(value):
         return ""

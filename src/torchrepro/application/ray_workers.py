@@ -45,8 +45,8 @@ _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 _NEEDED = ("init", "is_initialized", "get_runtime_context")  # the functions of Ray that we call
 
-_ENTER = "torchrepro.start.bootstrap.put_in_force_in_worker"
-_PASSED = (
+_APPLY_IN_WORKER = "torchrepro.start.bootstrap.put_in_force_in_worker"
+_PASSED_VARIABLES = (
     *("TORCHREPRO_SEED", "TORCHREPRO_FIRST", "TORCHREPRO_RECORD", "TORCHREPRO_AT_START"),
     *("TORCHREPRO_QUIET", "TORCHREPRO_VERBOSE"),
 )
@@ -75,7 +75,7 @@ def reach_workers(
     _scopes.append(scope)
     if "ray" in sys.modules:
         _attach("ray")
-        if _is_job_without(sys.modules["ray"], resolved()):
+        if _lacks_profile(sys.modules["ray"], resolved()):
             from torchrepro.ground.console import say_once
 
             say_once(
@@ -97,13 +97,13 @@ def reach_workers(
 
 def _attach(module: str) -> None:
     ray = sys.modules[module]
-    lacking = [name for name in _NEEDED if not callable(vars(ray).get(name))]
-    if lacking and hasattr(ray, "remote"):
+    missing = [name for name in _NEEDED if not callable(vars(ray).get(name))]
+    if missing and hasattr(ray, "remote"):
         from torchrepro.ground.console import say_once
 
         version = getattr(ray, "__version__", "")
-        say_once(f"ray {version} has no {lacking[0]}: its workers may not be under the profile")
-    if lacking or _undo:
+        say_once(f"ray {version} has no {missing[0]}: its workers may not be under the profile")
+    if missing or _undo:
         return
     _undo.append(ExitStack())
     surround_everywhere(_undo[0], ray, "init", partial(_init_with_profile, ray))
@@ -120,7 +120,7 @@ def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
         address = os.environ.get("RAY_ADDRESS")
     if "://" in (address or ""):
         why = "Ray runs no set-up hook for a client"
-        _refuse_or_say(why, "start the driver on the cluster itself")
+        _refuse_or_warn(why, "start the driver on the cluster itself")
         return init(*args, **kwargs)
     with ExitStack() as during_init:
         if not ray.is_initialized():
@@ -135,8 +135,8 @@ def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
                 given = kwargs.get("runtime_env") or getattr(job, "runtime_env", None)
                 kwargs = {**kwargs, "runtime_env": _with_profile(given)}
         result = init(*args, **kwargs)
-    if _is_job_without(ray, _scopes[-1].resolved()):
-        _refuse_or_say(
+    if _lacks_profile(ray, _scopes[-1].resolved()):
+        _refuse_or_warn(
             "Ray was started before the profile, or dropped its runtime environment",
             "call ray.shutdown before ray.init, so that a new job starts",
         )
@@ -180,19 +180,19 @@ def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
     if against:  # the program's variables for workers win over the profile
         why = f"env_vars in the program's runtime_env differ from it: {'; '.join(against)}"
         todo = "remove the variable from runtime_env, or override the profile"
-        _refuse_or_say(why, todo, extent="fully ")
+        _refuse_or_warn(why, todo, extent="fully ")
     set_up = given.get(_SET_UP)
     if theirs.get(PROFILE) == ours[PROFILE] and getattr(set_up, "__module__", "") == __name__:
         return runtime_env  # our wrapper of `ray.init` has added the profile already
     if _SET_UP_OF_THE_JOB in theirs:
         why = f"the submitted job has a {_SET_UP}, and Ray accepts only one"
-        _refuse_or_say(why, f"call {_ENTER} in it")
+        _refuse_or_warn(why, f"call {_APPLY_IN_WORKER} in it")
         return runtime_env
-    always = {name: ours[name] for name in (PROFILE, *_PASSED) if name in ours}
+    always = {name: ours[name] for name in (PROFILE, *_PASSED_VARIABLES) if name in ours}
     return {
         **given,
         "env_vars": {**ours, **theirs, **always},
-        _SET_UP: _entering(resolved.name, resolved.strict, set_up),
+        _SET_UP: _set_up_hook(resolved.name, resolved.strict, set_up),
     }
 
 
@@ -202,14 +202,14 @@ def _variables(resolved: ResolvedProfile) -> dict[str, str]:
     from torchrepro.reporting.process_state import PROFILE
 
     environment = environment_for(make_plan(resolved, closed={}))
-    names = (*resolved.environment(), *_PASSED, PROFILE)
+    names = (*resolved.environment(), *_PASSED_VARIABLES, PROFILE)
     chosen = {name: environment[name] for name in names if name in environment}
     # Ray expands $NAME in values; JSON's escape for the dollar sign prevents it.
     document = json.dumps(json.loads(chosen[PROFILE]), sort_keys=True)
     return {**chosen, PROFILE: document.replace("$", "\\u0024")}
 
 
-def _refuse_or_say(why: str, todo: str, extent: str = "") -> None:
+def _refuse_or_warn(why: str, todo: str, extent: str = "") -> None:
     """Report that workers are not under the innermost profile: an error if it is strict.
 
     With the `extent` "fully " the report says that they are only partly under it.
@@ -226,10 +226,10 @@ def _refuse_or_say(why: str, todo: str, extent: str = "") -> None:
         say_once(words)
 
 
-def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # noqa: FBT001
+def _set_up_hook(name: str, strict: bool, former: Any) -> Callable[[], None]:  # noqa: FBT001
     """Return the set-up hook. Ray sends its code, so it also runs without torchrepro installed."""
 
-    module, _, function = _ENTER.rpartition(".")
+    module, _, function = _APPLY_IN_WORKER.rpartition(".")
     hook, its_former, ours = HOOK, FORMER, _OURS
 
     def enter() -> None:
@@ -262,7 +262,7 @@ def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # no
     return enter
 
 
-def _is_job_without(ray: Any, resolved: ResolvedProfile) -> bool:
+def _lacks_profile(ray: Any, resolved: ResolvedProfile) -> bool:
     if not _undo or not ray.is_initialized():
         return False
     context = ray.get_runtime_context()

@@ -230,7 +230,7 @@ EXPLICIT = "TorchreproCallback"
 _FRAMEWORK = "transformers"
 
 # The `control` of the training that began last, and our callback that handles it (at most one).
-_in_charge: list[tuple[ref[Any], ref[RunState]]] = []
+_handled: list[tuple[ref[Any], ref[RunState]]] = []
 
 
 def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
@@ -249,14 +249,14 @@ def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
         if callback in defaults:
             defaults.remove(callback)
 
-    with suppress(MissingHookError):  # without it, only the draws of a stream's loader repeat
+    with suppress(MissingHookError):  # without it, the first step of a stream repeats its draws
         surround(undo, module.Trainer, "_load_rng_state", _loading_generators)
 
 
 def _loading_generators(load: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     # The Trainer restores its generators again after it has read the batches of a step. A stream
     # has drawn from them by then, and its draws would repeat.
-    attending = _in_charge[0][1]() if _in_charge else None
+    attending = _handled[0][1]() if _handled else None
     if active_profile() is not None and attending is not None and attending.is_resumed:
         return None
     return load(trainer, *args, **kwargs)
@@ -326,7 +326,7 @@ class RunState:
     """Adds the state of the run to the checkpoints of a `Trainer`, and restores it."""
 
     def __init__(self) -> None:
-        self._attends = False
+        self._is_handling = False
         self._saves = False
         self._all_ranks: list[dict[str, Any]] = []
         self._pending: Callable[[], None] | None = None
@@ -339,7 +339,7 @@ class RunState:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; the Trainer calls this on rank 0 only."""
         exported: dict[str, Any] = {"args": {}, "attributes": {}}
-        if not self._attends or active_profile() is None:
+        if not self._is_handling or active_profile() is None:
             return exported
         if self._within_step:
             say_once(
@@ -376,14 +376,14 @@ class RunState:
         # The Trainer looks up this entry when it saves; a checkpoint without our state lacks it.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         # Of several callbacks of ours, the first one that is called handles the training.
-        training, attending = _in_charge[0] if _in_charge else (ref(control), ref(self))
-        self._attends = training() is not control or attending() in (None, self)
-        if self._attends:
-            _in_charge[:] = [(ref(control), ref(self))]
+        training, attending = _handled[0] if _handled else (ref(control), ref(self))
+        self._is_handling = training() is not control or attending() in (None, self)
+        if self._is_handling:
+            _handled[:] = [(ref(control), ref(self))]
         self._loader_kind, self._optimizer = kind_of(base_loader(train_dataloader)), optimizer
         self._saves, self._all_ranks, self._pending = False, [], None
         self._within_step, self.is_resumed = False, False
-        if not self._attends or active_profile() is None:
+        if not self._is_handling or active_profile() is None:
             return
         if state.is_world_process_zero:
             hooking.report_switches(_FRAMEWORK, "TrainingArguments", vars(args))
@@ -427,7 +427,7 @@ class RunState:
         # Only the Trainer's own save strategy counts: it decides the same on all ranks. Another
         # callback may request a save on one rank only, which would wait forever for the rest.
         self._all_ranks = []
-        if not self._attends or active_profile() is None or ranks().size == 1:
+        if not self._is_handling or active_profile() is None or ranks().size == 1:
             return
         callbacks: Any = import_module("transformers.trainer_callback")
         control = callbacks.TrainerControl()
@@ -444,4 +444,4 @@ class RunState:
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop handling the training."""
-        self._attends, self._saves = False, False
+        self._is_handling, self._saves = False, False
