@@ -1,9 +1,10 @@
-"""One declared profile makes a PyTorch run reproducible, says what happened, and undoes it.
+"""A declared profile makes a PyTorch run reproducible, with a report and an exact undo.
 
-Importing this package imports neither torch nor hydra: every public name is loaded when it is
-first used, so that a profile can still set what is fixed while torch loads.
+Importing this package imports neither torch nor hydra: the first use of a public name imports its
+module, so that a profile can still set options that torch reads only while it is imported.
 
-PYTEST_DONT_REWRITE: under `torchrepro run` it is there before pytest, which would warn about that.
+PYTEST_DONT_REWRITE: without this mark pytest would warn under `torchrepro run`, which imports this
+package before pytest.
 """
 
 from torchrepro.ground.fork_safety import loading as _loading
@@ -83,9 +84,9 @@ _PUBLIC = {
     "verification.result": ("Verification",),
     "verification.verifier": ("verify",),
 }
-"""The public names of each module; the first use of a name imports its module."""
+"""Module -> its public names; the first use of a name imports the module."""
 
-_SUBMODULES = ("hf",)  # modules whose own names are public; the first use of one imports it
+_SUBMODULES = ("hf",)  # public modules; the first use of one imports it
 
 _MODULE = {name: f"torchrepro.{module}" for module, names in _PUBLIC.items() for name in names}
 
@@ -109,8 +110,8 @@ def __getattr__(name: str) -> object:
 def _loaded(module: str) -> object:
     """Import `module` without a garbage collection in between.
 
-    Hardly anything that an import makes is garbage, and with torch loaded one full collection
-    takes as long as all of these imports.
+    Imports create hardly any garbage, and with torch loaded a full collection takes as long as all
+    of these imports.
     """
     import gc
     from importlib import import_module
@@ -119,7 +120,8 @@ def _loaded(module: str) -> object:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            # `torchrepro run` may wait for it: a profile cannot begin amid imports of our own.
+            # `torchrepro run` may apply its profile at the import of random, which must not happen
+            # within an import of our own modules.
             import_module("random")
             return import_module(module)
         finally:

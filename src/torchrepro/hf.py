@@ -1,6 +1,6 @@
-"""For programs of the Hugging Face Trainer: ``callbacks=[torchrepro.hf.Callback()]``.
+"""A callback for the Hugging Face Trainer: ``callbacks=[torchrepro.hf.Callback()]``.
 
-Under a profile a Trainer has that callback without it. transformers is imported by naming it.
+Under a profile every Trainer has it by default. The first use of the name imports transformers.
 """
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms

@@ -1,4 +1,4 @@
-"""A loop on accelerate as its users write one; no line of it knows of torchrepro."""
+"""A loop on accelerate as its users write one, without torchrepro."""
 
 import os
 import re

@@ -1,7 +1,6 @@
 """A loop on Fabric as its users write one.
 
-It skips the batches of an epoch that are done, or puts its loader into the state, and so begins
-where that was.
+It skips the batches of an epoch that are done, or restores its loader from the state.
 """
 
 import os

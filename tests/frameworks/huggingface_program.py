@@ -1,4 +1,4 @@
-"""A program of the Hugging Face Trainer as its users write one; nothing in it names torchrepro."""
+"""A program of the Hugging Face Trainer as its users write one, without torchrepro."""
 
 import logging
 import os

@@ -1,8 +1,9 @@
-"""Runs a training program whole, and killed and resumed, in forks of one process that imported it.
+"""Runs a training program completely, and killed and resumed, in forks of one process.
 
-A program is a module with ``train(folder, workers, after_step)``. That trains to the end, goes on
-from a checkpoint in `folder` if there is one, calls ``after_step(n)`` after step n, counted from 1,
-and returns the weights as bytes and the checkpoint that it went on from, or None.
+The process has imported the program, a module with ``train(folder, workers, after_step)``. The
+function trains to the end, resumes from a checkpoint in `folder` if there is one, calls
+``after_step(n)`` after step n, counted from 1, and returns the weights as bytes and the checkpoint
+from which it resumed, or None.
 """
 
 import gc
@@ -28,10 +29,10 @@ TIMEOUT = 600
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: once whole, once killed, and once resumed from what each kill leaves.
+    """Executions of a program: one complete, one killed, and one resumed from each kill.
 
-    It is killed at the last step of `kills`. What it has in its folder at the others is what a kill
-    would leave there, and is put aside.
+    The program is killed at the last step of `kills`. Its folder at the other steps is copied: a
+    kill at that step would leave the same files.
     """
 
     workers: int
@@ -43,7 +44,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What became of a run that was killed and started again."""
+    """The outcome of a run that was killed and started again."""
 
     killed: int  # the signal that ended the first run
     resumed_from: str | None
@@ -53,14 +54,14 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The weights of the uninterrupted run, and what became of each that was killed."""
+    """The weights of the uninterrupted run, and the outcome of each killed run."""
 
     weights: str
     resumed: tuple[Resumed, ...]
 
 
 def outcomes(fork_python, program, folder, plans):
-    """Carry out `plans` with `program` in forks of a process of its own, within `folder`."""
+    """Execute `plans` with `program` in forks of a separate process, within `folder`."""
     done = fork_python(
         __file__, program, folder, stdin=json.dumps([asdict(plan) for plan in plans])
     )
@@ -73,7 +74,7 @@ def outcomes(fork_python, program, folder, plans):
 
 
 def inexact(plans, found):
-    """Return what was not killed, not resumed, or is not the uninterrupted run bit for bit."""
+    """Return the runs that were not killed, not resumed, or not bitwise the uninterrupted run."""
     return [
         (plan, resumed)
         for plan, outcome in zip(plans, found, strict=True)
@@ -136,12 +137,12 @@ def _carried_out(program, folder, plan):
 
 
 def _left(folder, step):
-    """Return where the folder of a run lies as a kill at `step` leaves it."""
+    """Return the path of a run's folder as a kill at `step` leaves it."""
     return folder.with_name(f"{folder.name}-{step}")
 
 
 def _run(program, folder, plan, kills=()):
-    """Run `program` in as many forks as the plan has processes; return what rank 0 came to.
+    """Run `program` in as many forks as the plan has processes; return the answer of rank 0.
 
     Its rank 0 ends at the last step of `kills`.
     """

@@ -1,4 +1,4 @@
-"""A program of Lightning as its users write one; no line of it knows of torchrepro."""
+"""A program of Lightning as its users write one, without torchrepro."""
 
 import logging
 import os

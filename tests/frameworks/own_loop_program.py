@@ -1,4 +1,4 @@
-"""A loop of its author's own, resumed by `torchrepro.Checkpoint`."""
+"""A custom loop, resumed with `torchrepro.Checkpoint`."""
 
 import torch
 from training import ACCUMULATED, STEPS, Augmented, network, weights

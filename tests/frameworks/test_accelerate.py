@@ -60,8 +60,8 @@ def _epochs(kind, workers, *, dispatched, skipped):
 @pytest.mark.parametrize("dispatched", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["shuffled", "seedable", "read", "named"])
-def test_skipped_batches_are_left_out_of_the_epoch_that_they_belong_to(kind, workers, dispatched):
-    """Without its first batches an epoch has the same others, and so has the next epoch."""
+def test_skipped_batches_change_no_other_batch(kind, workers, dispatched):
+    """An epoch without its first batches has the same other batches, as has the next epoch."""
     whole = _epochs(kind, workers, dispatched=dispatched, skipped=0)
 
     rest = _epochs(kind, workers, dispatched=dispatched, skipped=SKIPPED)
@@ -73,9 +73,9 @@ def test_skipped_batches_are_left_out_of_the_epoch_that_they_belong_to(kind, wor
 
 @pytest.mark.parametrize("slots", [False, True])
 def test_a_sampler_may_be_of_any_class(slots):
-    """What accelerate gave a generator loads the same in two runs, and another order each epoch.
+    """A sampler with a generator of accelerate gives the same in two runs, and varies by epoch.
 
-    One that equals others has no hash, and one with slots cannot be referenced weakly either.
+    A sampler with `__eq__` has no hash, and one with slots has no weak references.
     """
 
     @dataclass(slots=slots)
@@ -103,7 +103,7 @@ def test_a_sampler_may_be_of_any_class(slots):
 
 
 def test_skipped_batches_are_not_loaded():
-    """A dataset is not asked for what is skipped."""
+    """The dataset does not load skipped rows."""
 
     class Counted(Augmented):
         asked = 0
@@ -119,10 +119,10 @@ def test_skipped_batches_are_not_loaded():
     assert (Counted.asked, len(rest)) == (len(Counted()) - 4 * SKIPPED, len(batches))
 
 
-def test_without_a_profile_accelerate_is_as_it_was(monkeypatch):
-    """After a profile, its functions are its own again, wherever they were imported to.
+def test_after_a_profile_accelerate_has_its_own_functions_again(monkeypatch):
+    """Its functions are restored, also where modules imported them by name.
 
-    A module that took one by its name meanwhile gets accelerate's own back.
+    A module that imported a wrapped function gets accelerate's own function back.
     """
     before = accelerate.skip_first_batches
     monkeypatch.setitem(sys.modules, "later", later := ModuleType("later"))
@@ -140,8 +140,8 @@ def test_without_a_profile_accelerate_is_as_it_was(monkeypatch):
     ("given", "says"),
     [({"devices": 2}, 0), ({"deterministic": True}, 1), ({"nothing_like_it": 1}, 0)],
 )
-def test_set_seed_is_called_as_its_accelerate_defines_it(given, says, monkeypatch, capsys):
-    """Arguments of any version reach it as they were given, and no others."""
+def test_set_seed_gets_the_arguments_of_any_version(given, says, monkeypatch, capsys):
+    """The wrapped function gets exactly the arguments of the call."""
 
     def defined(seed, *, deterministic=False, devices=1):
         return seed, deterministic, devices
@@ -162,14 +162,14 @@ def test_set_seed_is_called_as_its_accelerate_defines_it(given, says, monkeypatc
 
 
 def _loaded_in_turn():
-    """Return what two prepared loaders load, the second of which is iterated first."""
+    """Return the batches of two prepared loaders; the second one is iterated first."""
     with torchrepro.apply("debug-strict"):
         loaders = accelerate.Accelerator().prepare(_loader("shuffled", 0), _loader("shuffled", 0))
         return [torch.stack(list(loader)).tolist() for loader in reversed(loaders)]
 
 
-def test_accelerate_loads_the_same_beside_lightning():
-    """Whether a program imports Lightning too, for which loaders get a state, changes no batch."""
+def test_accelerate_loads_the_same_batches_with_lightning_imported():
+    """Loaders have a state if Lightning is imported; this changes no batch."""
     alone = _loaded_in_turn()
     with ExitStack() as undo:
         give_loaders_state(undo)
@@ -179,8 +179,8 @@ def test_accelerate_loads_the_same_beside_lightning():
 
 
 @pytest.mark.parametrize("batch_size", [4, 5])
-def test_another_batch_size_within_an_epoch_is_said(batch_size, tmp_path, capsys):
-    """A loader that goes on by itself within an epoch says where its batches have another size."""
+def test_another_batch_size_within_an_epoch_is_reported(batch_size, tmp_path, capsys):
+    """A loader that resumes an epoch by itself reports batches of another size."""
     loading = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
     for size, saves in ((4, True), (batch_size, False)):
         with torchrepro.apply("debug-strict"):
@@ -197,8 +197,8 @@ def test_another_batch_size_within_an_epoch_is_said(batch_size, tmp_path, capsys
     assert said.count("with batch_size=4 and goes on with batch_size=5") == (batch_size == 5)
 
 
-def test_a_checkpoint_tells_of_its_run_where_torchrepro_is_not(tmp_path):
-    """It holds the profile, its digest and the manifest, in JSON of plain values."""
+def test_a_checkpoint_is_readable_without_torchrepro(tmp_path):
+    """It has the profile, its digest and the manifest, in JSON of plain values."""
     with torchrepro.apply("debug-strict"):
         accelerate.Accelerator().save_state(str(tmp_path))
     entry = json.loads((tmp_path / "torchrepro_0.json").read_text())
@@ -208,8 +208,8 @@ def test_a_checkpoint_tells_of_its_run_where_torchrepro_is_not(tmp_path):
     assert entry["digest"] == manifest["digest"]
 
 
-def test_checkpoints_hold_the_state_of_the_run_exactly_while_a_profile_is_active(tmp_path):
-    """So it is for an Accelerator made before the profile too, and none keeps a hook of ours."""
+def test_checkpoints_have_the_state_only_while_a_profile_is_active(tmp_path):
+    """This includes Accelerators from before the profile; none of them keeps our hook."""
     accelerator = accelerate.Accelerator()
     torchrepro.attach(accelerator)
 
@@ -238,7 +238,7 @@ def test_checkpoints_hold_the_state_of_the_run_exactly_while_a_profile_is_active
     ],
 )
 def test_only_an_accelerator_can_be_attached(other, said):
-    """Anything else, the class too, is named in the error."""
+    """The error names any other object, also the class."""
     with pytest.raises(torchrepro.SeedingError, match=said):
         torchrepro.attach(other)
 
@@ -254,8 +254,8 @@ def test_only_an_accelerator_can_be_attached(other, said):
         ),
     ],
 )
-def test_what_cannot_be_taken_up_is_said_and_the_program_goes_on(content, why, tmp_path, capsys):
-    """A checkpoint of another run is loaded as accelerate does, and one line says what is amiss."""
+def test_a_state_that_cannot_be_restored_is_one_line_and_no_error(content, why, tmp_path, capsys):
+    """accelerate loads the checkpoint of another run, and one line reports the problem."""
     with torchrepro.apply("debug-strict"):
         accelerator = accelerate.Accelerator()
         accelerator.save_state(str(tmp_path))
@@ -263,7 +263,7 @@ def test_what_cannot_be_taken_up_is_said_and_the_program_goes_on(content, why, t
         own.unlink() if content is None else own.write_text(content)
         accelerator.load_state(str(tmp_path))
 
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "do not go on" in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "are not restored" in line]
     assert why in line
 
 
@@ -276,7 +276,7 @@ def test_what_cannot_be_taken_up_is_said_and_the_program_goes_on(content, why, t
     ],
 )
 def test_a_missing_hook_is_one_line(module, name, monkeypatch, capsys):
-    """With another accelerate a program runs as without the hook, and one line says which it is."""
+    """With another accelerate a program runs as without the hook, and one line names it."""
     console.say_once.cache_clear()
     owner, _, attribute = f"{module}.{name}".rpartition(".")
     monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)
@@ -291,8 +291,8 @@ def test_a_missing_hook_is_one_line(module, name, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("value", "agrees"), [("error", "agrees with"), ("warn", "does not agree with")]
 )
-def test_a_switch_is_held_against_the_profile(value, agrees, monkeypatch, capsys):
-    """`set_seed(deterministic=True)` sets what a profile sets: one line says whether they agree."""
+def test_a_switch_is_compared_with_the_profile(value, agrees, monkeypatch, capsys):
+    """`set_seed(deterministic=True)` sets a profile's knob: one line reports if they agree."""
     override = f"backends.torch.deterministic_algorithms={value}"
     with torchrepro.apply("seed-only", overrides=[override]), monkeypatch.context() as patch:
         patch.setattr(torch, "use_deterministic_algorithms", lambda _: None)  # no profile undoes it
@@ -303,7 +303,7 @@ def test_a_switch_is_held_against_the_profile(value, agrees, monkeypatch, capsys
 
 
 def test_trackers_get_the_profile(tmp_path):
-    """What `init_trackers` starts holds the digest of the profile."""
+    """The trackers of `init_trackers` have the digest of the profile."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -327,19 +327,19 @@ def _seconds_of_empty_weights(*overrides, **options):
     return seconds, {each.left_open for each in applied.report.guarantee.lowered}
 
 
-def test_empty_weights_cost_nothing_where_no_memory_is_filled():
-    """Filling takes nearly all the time of init_empty_weights, and either way out avoids it."""
+def test_empty_weights_cost_nothing_without_the_fill():
+    """Filling takes nearly all the time of init_empty_weights; both ways to avoid it work."""
     filled, open_so = _seconds_of_empty_weights()
     unfilled, more = _seconds_of_empty_weights("backends.torch.fill_uninitialized_memory=false")
     with_buffers, as_much = _seconds_of_empty_weights(include_buffers=True)
 
     assert max(unfilled, with_buffers) < filled / 4
     assert as_much == open_so
-    assert more - open_so == {"what uninitialised memory holds"}
+    assert more - open_so == {"the contents of uninitialized memory"}
 
 
 def test_a_program_that_imports_accelerate_before_torch_is_hooked(fork_python):
-    """Under `run` the profile is put in force in the midst of that import, which is waited for."""
+    """Under `run` the profile is applied during that import, so the hook waits for its end."""
     program = "import accelerate; print(hasattr(accelerate.Accelerator.save_state, '__wrapped__'))"
     run = ("-m", "torchrepro", "run", "debug-strict", "--", sys.executable)
     done = fork_python(*run, "-c", program)

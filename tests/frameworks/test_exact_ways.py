@@ -24,8 +24,8 @@ WAYS = program.WAYS
 
 
 @pytest.fixture
-def found(fork_python, tmp_path):
-    """Carry out plans with the program of ways."""
+def outcomes_of(fork_python, tmp_path):
+    """Execute plans with the program of ways."""
     return lambda plans: outcomes(fork_python, PROGRAM, tmp_path, plans)
 
 
@@ -54,23 +54,23 @@ def _libraries(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *PROFILES], ids=lambda name: name or "plain")
-def test_every_way_is_exact_under_every_profile(profile, found):
-    """Killed and resumed, every way is the whole run under every profile, as in plain Python.
+def test_every_way_is_exact_under_every_profile(profile, outcomes_of):
+    """Killed and resumed, every way gives the uninterrupted run, as in plain Python.
 
-    It has 0 and 2 workers under one profile, one of the two by turns under others, and 0 in plain
+    It has 0 and 2 workers under one profile, alternately one of them under others, and 0 in plain
     Python.
     """
     plans = [*_plans(profile)]
 
-    assert inexact(plans, found(plans)) == []
+    assert inexact(plans, outcomes_of(plans)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *PROFILES], ids=lambda name: name or "plain")
-def test_seeds_count_as_in_plain_python(profile, found):
-    """A seed of the program's own changes at least what it did.
+def test_seeds_count_as_in_plain_python(profile, outcomes_of):
+    """A seed that the program sets changes at least the same results as in plain Python.
 
-    Every way is tried without a profile, and under two of the four by turns.
+    Every way is tried without a profile, and alternately under two of the four.
     """
     tried = {
         name: LIBRARIES if profile is None else _libraries(name)
@@ -83,7 +83,7 @@ def test_seeds_count_as_in_plain_python(profile, found):
         for other in (None, *libraries)
     ]
 
-    weights = iter(found(plans))
+    weights = iter(outcomes_of(plans))
 
     for way, libraries in tried.items():
         base = next(weights).weights
@@ -92,11 +92,11 @@ def test_seeds_count_as_in_plain_python(profile, found):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_exact_under_every_profile(found):
-    """Two ranks that save and resume by themselves are the whole run under every profile.
+def test_two_ranks_are_exact_under_every_profile(outcomes_of):
+    """Two ranks that save and resume independently give the uninterrupted run.
 
     They share the steps: the fifth is in the middle of the second epoch. They have 0 and 2 workers
-    by turns.
+    alternately.
     """
     plans = [
         Plan(2 * ((at + turn) % 2), (5,), profile, world=2, options={"way": way})
@@ -104,11 +104,11 @@ def test_two_ranks_are_exact_under_every_profile(found):
         for turn, profile in enumerate((None, *PROFILES))
     ]
 
-    assert inexact(plans, found(plans)) == []
+    assert inexact(plans, outcomes_of(plans)) == []
 
 
-def test_the_table_knows_every_shipped_profile():
-    """The profiles of the table are those that come with torchrepro."""
+def test_the_table_has_every_shipped_profile():
+    """The profiles of the table are the shipped ones."""
     shipped = Path(torchrepro.__file__).parent / "conf" / "repro"
 
     assert {path.stem for path in shipped.glob("*.yaml")} == set(PROFILES)

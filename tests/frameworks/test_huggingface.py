@@ -24,7 +24,7 @@ program: Any = None
 
 @pytest.fixture(autouse=True, scope="module")
 def _library():
-    """Import what takes seconds where a test of this file runs, not where they are collected."""
+    """Import the slow libraries when a test of this file runs, not at collection."""
     let_torchvision_be_imported()
     globals()["transformers"] = pytest.importorskip("transformers")
     globals()["program"] = pytest.importorskip("huggingface_program")
@@ -50,8 +50,8 @@ def _exported(folder, step=2):
     return [each["torchrepro"] for each in callbacks if "torchrepro" in each]
 
 
-def test_a_checkpoint_holds_the_state_once_with_digest_and_manifest(tmp_path, monkeypatch):
-    """One entry beside an explicit callback too, of which the Trainer does not warn."""
+def test_a_checkpoint_has_the_state_once_with_digest_and_manifest(tmp_path, monkeypatch):
+    """It has one entry, also with an explicit callback, about which the Trainer does not warn."""
     warned: list[str] = []
     monkeypatch.setattr(transformers.trainer_callback.logger, "warning", warned.append)
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_holds_the_state_once_with_digest_and_manifest(tmp_path, mo
 
 
 def test_a_trainer_may_have_lists_for_loaders(tmp_path):
-    """It trains, evaluates and saves; of a list there is no place to keep."""
+    """It trains, evaluates and saves; a list has no position to save."""
 
     class OfLists(transformers.Trainer):
         def get_train_dataloader(self):
@@ -85,7 +85,7 @@ def test_a_trainer_may_have_lists_for_loaders(tmp_path):
 
 
 def test_0_and_2_workers_give_the_same_weights(tmp_path):
-    """With the Trainer's own seeding of workers; the report says in one line what seeds them."""
+    """Also with the Trainer's own seeding of workers; the report names it in one line."""
     found = []
     for workers in (0, 2):
         with torchrepro.apply("debug-strict") as applied:
@@ -101,8 +101,8 @@ def test_0_and_2_workers_give_the_same_weights(tmp_path):
     assert line.endswith(" is seeded by torchrepro instead of by seed_worker of transformers")
 
 
-def test_without_a_profile_the_trainer_is_as_it_was(tmp_path):
-    """Its callbacks are its own before and after a profile, and an explicit one of ours is idle."""
+def test_without_a_profile_the_trainer_is_unchanged(tmp_path):
+    """Before and after a profile it has its own callbacks, and our explicit one does nothing."""
     reporter = transformers.integrations.integration_utils.TensorBoardCallback
     before = [*transformers.trainer.DEFAULT_CALLBACKS], reporter.on_train_begin
 
@@ -119,7 +119,7 @@ def test_without_a_profile_the_trainer_is_as_it_was(tmp_path):
 def test_a_missing_hook_is_one_line_and_the_explicit_callback_does_without(
     tmp_path, monkeypatch, capsys
 ):
-    """Where the list of callbacks is another thing the program goes on, and one line says so."""
+    """If the list of callbacks has another type, the program runs, and one line reports it."""
     say_once.cache_clear()
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", (program.TrainerCallback,))
     plain = (transformers.trainer_callback.DefaultFlowCallback(), torchrepro.hf.Callback())
@@ -134,8 +134,8 @@ def test_a_missing_hook_is_one_line_and_the_explicit_callback_does_without(
     assert len(_exported(tmp_path)) == 1
 
 
-def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(tmp_path, capsys):
-    """The training goes on as Hugging Face does it, and one line says what that means."""
+def test_resuming_a_checkpoint_without_our_state_is_reported(tmp_path, capsys):
+    """The training continues as Hugging Face resumes it, and one line names the consequence."""
     _trainer(tmp_path).train()
     with torchrepro.apply("debug-strict"):
         capsys.readouterr()
@@ -143,8 +143,8 @@ def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(tmp_path, caps
 
     said = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
     assert said == [
-        "torchrepro: transformers: the checkpoint of step 1: generators and loaders do not go on "
-        "from this checkpoint: it was saved without torchrepro, or without a profile"
+        "torchrepro: transformers: the checkpoint of step 1: generators and loaders are not "
+        "restored from this checkpoint: it was saved without torchrepro, or without a profile"
     ]
 
 
@@ -169,8 +169,8 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", SAID)
-def test_what_a_run_goes_on_without_is_said_in_one_line(tmp_path, capsys, wrong):
-    """At its first step, or as its loader begins; and nothing of a run that is resumed rightly."""
+def test_state_that_a_resumed_run_lacks_is_reported_in_one_line(tmp_path, capsys, wrong):
+    """At its first step, or when its loader begins; a complete resume reports nothing."""
     before, after, said = SAID[wrong]
     with torchrepro.apply("debug-strict"):
         _trainer(tmp_path, max_steps=4, **before).train()
@@ -185,10 +185,10 @@ def test_what_a_run_goes_on_without_is_said_in_one_line(tmp_path, capsys, wrong)
     assert all(line.startswith(f"torchrepro: {said}") for line in found)
 
 
-def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(tmp_path, monkeypatch, capsys):
-    """A checkpoint that only a callback asked for holds None for other ranks, and is not resumed.
+def test_rank_0_does_not_save_its_own_state_as_that_of_all_ranks(tmp_path, monkeypatch, capsys):
+    """A checkpoint that only a callback requested has None for other ranks, and is not resumed.
 
-    To ask the others for their states would wait for them: not all of them need have been asked.
+    Gathering their states would wait for them forever if the callback does not run on all of them.
     """
 
     class SaveNow(transformers.TrainerCallback):
@@ -205,11 +205,11 @@ def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(tmp_path, m
 
     (entry,) = _exported(tmp_path, 1)
     assert [state is None for state in entry["ranks"]] == [False, True]
-    assert "it holds the state of rank 0 alone" in capsys.readouterr().err
+    assert "it has the state of rank 0 only" in capsys.readouterr().err
 
 
-def test_a_checkpoint_in_the_middle_of_a_step_is_said(tmp_path, capsys):
-    """The Trainer does that step again, and its dropout has drawn already."""
+def test_a_checkpoint_in_the_middle_of_a_step_is_reported(tmp_path, capsys):
+    """The Trainer repeats that step, whose dropout has already drawn random numbers."""
 
     class SaveBeforeStep(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *_, **__):
@@ -227,8 +227,8 @@ def test_a_checkpoint_in_the_middle_of_a_step_is_said(tmp_path, capsys):
     assert "in the middle of a step" in capsys.readouterr().err
 
 
-def test_the_profile_is_in_the_reporters(tmp_path, monkeypatch):
-    """TensorBoard gets the manifest into the Trainer's own event file, and MLflow its digest."""
+def test_the_profile_is_logged_by_the_reporters(tmp_path, monkeypatch):
+    """TensorBoard gets the manifest in the Trainer's own event file, and MLflow its digest."""
     pytest.importorskip("tensorboard")
     mlflow = pytest.importorskip("mlflow")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -247,8 +247,8 @@ def test_the_profile_is_in_the_reporters(tmp_path, monkeypatch):
     assert run.data.tags["torchrepro.digest"] == applied.resolved.digest
 
 
-def test_switches_of_the_trainer_are_said(tmp_path, capsys):
-    """A switch that sets what the profile sets is said: whether it agrees, and if not, why not."""
+def test_switches_of_the_trainer_are_reported(tmp_path, capsys):
+    """A switch that sets a knob of the profile is reported: it agrees, or why it does not."""
     with variables_put_back(), torchrepro.apply("debug-strict", ["guard=none"]):
         _trainer(tmp_path, full_determinism=True, save_strategy="no").train()
     with torchrepro.apply("seed-only", ["backends.cuda.matmul_fp32_precision=tf32"]):
@@ -258,13 +258,13 @@ def test_switches_of_the_trainer_are_said(tmp_path, capsys):
     said = [line.partition("transformers: ")[2] for line in lines if "TrainingArguments(" in line]
     assert said == [
         "TrainingArguments(full_determinism=True) agrees with debug-strict",
-        "TrainingArguments(tf32=False) does not agree with seed-only: "
-        "backends.cuda.matmul_fp32_precision is tf32 there, and the switch makes it ieee",
+        "TrainingArguments(tf32=False) does not agree with seed-only: the profile sets "
+        "backends.cuda.matmul_fp32_precision to tf32, and the switch sets it to ieee",
     ]
 
 
-def test_naming_the_module_imports_nothing_and_its_callback_needs_transformers(execute):
-    """`torchrepro.hf` is there after a bare import; without transformers an error says what for."""
+def test_hf_imports_nothing_and_its_callback_needs_transformers(execute):
+    """`torchrepro.hf` exists after a bare import; without transformers the error says why."""
     code = (
         "import sys, torchrepro; torchrepro.hf\n"
         "print({'torch', 'transformers'} & set(sys.modules))\n"

@@ -1,4 +1,4 @@
-"""What Lightning does under a profile, and that nothing of it is there without one."""
+"""Lightning under a profile, and that nothing of it is imported or hooked without one."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ lightning_program.train(Path(sys.argv[1]), 0, lambda step: None)
 
 @pytest.fixture(scope="module")
 def fork(forks, tmp_path_factory):
-    """Run programs in forks of one Python that has Lightning as well."""
+    """Run programs in forks of one Python that has imported Lightning."""
     program = tmp_path_factory.mktemp("lightning") / "program.py"
     program.write_text(f"{START}\nimport lightning_program\n")
     with forks(program) as fork:
@@ -39,8 +39,8 @@ def python(fork_python):
     return python
 
 
-def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile(execute):
-    """What Lightning imports by itself loads the standard library only, and returns no callback."""
+def test_without_a_profile_an_entry_point_imports_and_returns_nothing(execute):
+    """The module of the entry points imports the standard library only."""
     code = (
         "import sys; before = set(sys.modules)\n"
         "from torchrepro.frameworks import entry_points as e\n"
@@ -54,8 +54,8 @@ def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile(execut
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path, python, execute):
-    """Started by `torchrepro run`, a checkpoint loads as weights only, with digest and manifest."""
+def test_a_checkpoint_has_plain_values_digest_and_manifest(tmp_path, python, execute):
+    """Under `torchrepro run` a checkpoint can be loaded as weights only."""
     run = (sys.executable, "-m", "torchrepro", "run", "debug-strict", "--")
     done = execute(*run, sys.executable, "-c", TRAIN, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -103,8 +103,8 @@ print("copied")
 
 
 @pytest.mark.parametrize("under", [(), ("seed-only",)], ids=["plain", "seed-only"])
-def test_a_trainer_that_fits_and_its_loaders_are_pickled_and_copied(under, tmp_path, python):
-    """Under a profile as without one, in the middle of an epoch."""
+def test_a_trainer_and_its_loaders_can_be_pickled_and_copied_while_it_fits(under, tmp_path, python):
+    """In the middle of an epoch, under a profile as without one."""
     (tmp_path / "program_that_pickles.py").write_text(PICKLED)
 
     done = python(
@@ -116,7 +116,7 @@ def test_a_trainer_that_fits_and_its_loaders_are_pickled_and_copied(under, tmp_p
 
 @pytest.mark.slow
 def test_a_limit_of_time_is_a_read_of_the_clock(tmp_path, python):
-    """A training that ends by the clock has read it, at the line that began the training."""
+    """A training with a time limit reads the clock; the report has the line that started it."""
     code = f"""{START}
 import lightning, torchrepro
 class Net(lightning.LightningModule):
@@ -142,15 +142,15 @@ with torchrepro.record(sys.argv[1], level="step"):
 SWITCHES = {
     "deterministic=True": "Trainer(deterministic=True) agrees with debug-strict",
     "deterministic=False": (
-        "Trainer(deterministic=False) does not agree with debug-strict: "
-        "backends.torch.deterministic_algorithms is error there, and the switch makes it none"
+        "Trainer(deterministic=False) does not agree with debug-strict: the profile sets "
+        "backends.torch.deterministic_algorithms to error, and the switch sets it to none"
     ),
 }
 
 
 @pytest.mark.slow
-def test_switches_of_a_trainer_are_said(python):
-    """Each switch that sets what the profile sets is said: whether it agrees, and if not, why."""
+def test_switches_of_a_trainer_are_reported(python):
+    """A switch that sets a knob of the profile is reported: it agrees, or why it does not."""
     code = f"""{START}
 import lightning, torchrepro
 with torchrepro.apply("debug-strict", ["guard=none"]):
@@ -165,8 +165,8 @@ assert lightning.Trainer.__init__.__module__.startswith("lightning")
     assert [line for line in said if line.startswith("Trainer(")] == [*SWITCHES.values()]
 
 
-def test_hooks_are_gone_after_the_profile():
-    """Taking a profile back takes its watch on frameworks back as well."""
+def test_hooks_are_removed_after_the_profile():
+    """Restoring a profile also removes the watch on imports of frameworks."""
     before = list(sys.meta_path)
     with torchrepro.apply("seed-only"):
         assert len(sys.meta_path) > len(before)
@@ -175,7 +175,7 @@ def test_hooks_are_gone_after_the_profile():
 
 @pytest.mark.slow
 def test_loggers_get_the_manifest(tmp_path, python):
-    """The loggers of a Trainer and of a Fabric hold the manifest of the profile in force."""
+    """The loggers of a Trainer and of a Fabric have the manifest of the active profile."""
     code = f"""{START}
 import lightning, lightning_program as program, training
 from lightning.fabric.loggers import CSVLogger as FabricLogger
@@ -233,8 +233,8 @@ assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.slow
-def test_what_is_unusual_trains_as_without_a_profile(tmp_path, python):
-    """Odd loggers and loaders, pickled callbacks, plain files and a teacher's weights: as ever."""
+def test_unusual_programs_train_as_without_a_profile(tmp_path, python):
+    """Unusual loggers and loaders, pickled callbacks, plain files and a teacher's weights."""
     done = python(UNUSUAL, str(tmp_path))
 
     assert done.returncode == 0, done.stderr
@@ -266,8 +266,8 @@ with torchrepro.apply("debug-strict"):
 
 
 @pytest.mark.slow
-def test_weights_that_a_program_loads_by_hand_are_said_to_be_no_resume(tmp_path, python):
-    """At the first step, where they go on with the data of the checkpoint; not on other data."""
+def test_weights_that_a_program_loads_itself_are_reported_as_no_resume(tmp_path, python):
+    """At the first step, if the data are the checkpoint's; not with other data."""
     done = python(BY_HAND, str(tmp_path))
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""A run that is killed and started again is the uninterrupted run, bit for bit."""
+"""A run that is killed and started again is bitwise the uninterrupted run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,32 +50,32 @@ SAVES = (4, 5, 6)
 
 
 @pytest.fixture
-def found(fork_python, tmp_path):
-    """Carry out plans with the program of this name."""
+def outcome_of(fork_python, tmp_path):
+    """Execute plans with the program of this name."""
 
-    def found(name, plans):
+    def outcome_of(name, plans):
         program, options = OTHERWISE.get(name, (name, {}))
         plans = [replace(plan, options={**options, **plan.options}) for plan in plans]
         return outcomes(fork_python, HERE / f"{program}_program.py", tmp_path, plans)
 
-    return found
+    return outcome_of
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_killed_run_goes_on_as_the_uninterrupted_one(name, found):
-    """Killed in mid-epoch and started again, a program comes to the weights of a whole run."""
+def test_a_killed_run_resumes_as_the_uninterrupted_run(name, outcome_of):
+    """Killed within an epoch and started again, it has the uninterrupted run's weights."""
     plans = [Plan(workers=0, kills=random_steps(STEPS, FIRST, 1))]
 
-    assert inexact(plans, found(name, plans)) == []
+    assert inexact(plans, outcome_of(name, plans)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", VARIANTS)
-def test_variants_of_a_program_go_on_as_well(program, found):
+def test_variants_of_a_program_resume_too(program, outcome_of):
     """Killed in its second epoch, each variant is the uninterrupted run with 0 and 2 workers.
 
-    The profiles go round: each variant has two of them, and each program all.
+    Profiles alternate: each variant has two of them, and each program all.
     """
     plans = [
         Plan(workers, (11,), profile, options=options)
@@ -83,21 +83,21 @@ def test_variants_of_a_program_go_on_as_well(program, found):
         for workers, profile in zip((0, 2), PROFILES[at % 2 :: 2], strict=True)
     ]
 
-    assert inexact(plans, found(program, plans)) == []
+    assert inexact(plans, outcome_of(program, plans)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PROGRAMS, "accelerate_dispatched"])
-def test_ten_kills(name, found):
-    """Killed ten times at random, five with 2 workers: always the uninterrupted run's weights.
+def test_ten_kills(name, outcome_of):
+    """Ten kills at random steps, five with 2 workers: always the uninterrupted run's weights.
 
-    So it is where two processes share each step.
+    The same with two processes that share each step.
     """
     kills = random_steps(STEPS, FIRST, 10)
     alone = [Plan(0, kills[::2]), Plan(2, kills[1::2])] if name in PROGRAMS else []
     shared = [Plan(0, kills[::2], world=2)] if name in SHARED else []
 
-    outcomes = found(name, alone + shared)
+    outcomes = outcome_of(name, alone + shared)
 
     assert inexact(alone + shared, outcomes) == []
     assert len({outcome.weights for outcome in outcomes[: len(alone)]}) <= 1
@@ -105,10 +105,11 @@ def test_ten_kills(name, found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["augmented", "odd"])
-def test_one_process_may_load_the_batches_of_two(data, found):
-    """Saved anywhere, one batch before an epoch's last and at it too, it is the uninterrupted run.
+def test_one_process_may_load_the_batches_of_two(data, outcome_of):
+    """Saved at any step, also at an epoch's end, it is the uninterrupted run.
 
-    So is a program that knows what accelerate skips in, and an epoch of an odd number of batches.
+    The same for a program that knows the unit in which accelerate skips, and for an epoch with an
+    odd number of batches.
     """
     plans = [
         Plan(
@@ -118,4 +119,4 @@ def test_one_process_may_load_the_batches_of_two(data, found):
         for every in SAVES
     ]
 
-    assert inexact(plans, found("accelerate_dispatched", plans)) == []
+    assert inexact(plans, outcome_of("accelerate_dispatched", plans)) == []

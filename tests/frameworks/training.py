@@ -1,4 +1,4 @@
-"""What the trial programs have in common: data with random augmentation, a network with dropout."""
+"""Shared parts of the training programs: data with random augmentation, a network with dropout."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ let_torchvision_be_imported()
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Rows that every one of the three generators adds noise to."""
+    """Rows with noise from each of the three generators."""
 
     def __len__(self):
         return ITEMS
@@ -34,14 +34,14 @@ class Augmented(torch.utils.data.Dataset):
 
 
 class Odd(Augmented):
-    """Fewer rows, which make an odd number of batches."""
+    """Fewer rows, with an odd number of batches."""
 
     def __len__(self):
         return ITEMS - 4
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """The rows one after another, shared out among workers; `torch` adds noise to each."""
+    """The rows in order, divided among workers; `torch` adds noise to each."""
 
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
@@ -51,7 +51,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Counted(Stream):
-    """A stream that has a length."""
+    """A stream with a length."""
 
     def __len__(self):
         return ITEMS
@@ -61,9 +61,9 @@ DATA = {"augmented": Augmented, "odd": Odd, "stream": Stream, "counted": Counted
 
 
 def loader_of(data="augmented", generator=None, kind="torch", **options):
-    """Return a loader over one of `DATA`, with a generator of its author's that has this seed.
+    """Return a loader over one of `DATA`, with its own generator of this seed.
 
-    It is one of torch or of torchdata.
+    It is a loader of torch or of torchdata.
     """
     dataset, loader = DATA[data](), torch.utils.data.DataLoader
     if kind == "torchdata":

@@ -1,6 +1,6 @@
-"""Ways to train and resume that are exact in plain Python: each one a row, by its name.
+"""Ways to train and resume that are exact in plain Python, one row per way.
 
-The author seeds everything and saves what he needs. Nothing here names torchrepro.
+The author of the program seeds and saves everything himself, without torchrepro.
 """
 
 import os
@@ -58,7 +58,7 @@ class AllNoise(Plain):
 
 
 class OwnNoise(Plain):
-    """Draws from a generator of its own for each sample."""
+    """Draws each sample's noise from a new generator."""
 
     def __getitem__(self, index):
         return row(index, random.Random(index).random())
@@ -89,7 +89,7 @@ class NoisyStream(Stream):
 
 
 class DrawingSampler(data.Sampler):
-    """Draws its order from numpy as an epoch begins."""
+    """Draws its order from numpy at the beginning of an epoch."""
 
     def __init__(self, rng=None):
         self.rng = rng or np.random
@@ -102,7 +102,7 @@ class DrawingSampler(data.Sampler):
 
 
 class Skipping(data.Sampler):
-    """Begins where it is told, so that nothing has to be loaded again."""
+    """Begins at a given position, so that no batch has to be loaded again."""
 
     def __init__(self):
         self.start, self.epoch = 0, 0
@@ -126,7 +126,7 @@ def author_init(worker):
 
 @dataclass(frozen=True)
 class Way:
-    """How a loop of its author's own loads, draws, saves and goes on."""
+    """How a custom loop loads, draws, saves and resumes."""
 
     dataset: Callable[[], Any] = TorchNoise
     options: dict[str, Any] = field(default_factory=lambda: {"shuffle": True})
@@ -202,9 +202,9 @@ def _put_own(loader, states):
 
 
 def train(folder, workers, after_step, way="both", other_seed=None):
-    """Train by one of `WAYS`; go on from `folder` if it was interrupted.
+    """Train by one of `WAYS`; resume from `folder` if the run was interrupted.
 
-    `other_seed` is the library to which another seed is given.
+    `other_seed` is the library that gets another seed.
     """
     way = WAYS[way]
     world = int(os.environ.get("WORLD_SIZE", "1"))

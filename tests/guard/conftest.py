@@ -1,4 +1,4 @@
-"""A training step, and modules of a library that writes what is not its own."""
+"""A training step, and modules of a library that changes knobs."""
 
 import importlib
 import sys
@@ -13,7 +13,7 @@ NAME = "torchrepro_tests_culprit"
 
 @pytest.fixture
 def step():
-    """Return a function that makes one step of training."""
+    """Return a function that makes one training step."""
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -28,16 +28,16 @@ def step():
 
 @pytest.fixture
 def in_thread():
-    """Return a function that calls others in another thread, always the same, and waits."""
+    """Return a function that calls others in another thread, always the same, and waits for it."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda call, *args: pool.submit(call, *args).result(300)
 
 
 @pytest.fixture
 def importing(tmp_path, monkeypatch):
-    """Return a function that imports a library whose second line is the statement it is given.
+    """Return a function that imports a library with the given statement as its second line.
 
-    It returns the place of that line.
+    It returns the source line of the statement.
     """
     file = tmp_path / NAME / "__init__.py"
     monkeypatch.syspath_prepend(tmp_path)
@@ -55,10 +55,10 @@ def importing(tmp_path, monkeypatch):
 
 @pytest.fixture
 def execute_forked(tmp_path, fork_python):
-    """Return a function that runs a program, whose text it is given, in a fork that has torch.
+    """Return a function that runs a program, given as text, in a fork that has imported torch.
 
-    `under` are words for the `torchrepro run` that starts it, if any. Its PYTHONHASHSEED is
-    exported, so that no strict profile has it begin again.
+    `under` are the words of a `torchrepro run` that starts it, if any. PYTHONHASHSEED is exported,
+    so that no strict profile relaunches it.
     """
 
     def execute_forked(program, *words, under=()):
@@ -71,7 +71,7 @@ def execute_forked(tmp_path, fork_python):
 
 @pytest.fixture
 def run_program(tmp_path, execute):
-    """Return a function that runs a program, whose text it is given, from a clean environment.
+    """Return a function that runs a program, given as text, in a clean environment.
 
     Words before the program are the command that starts it.
     """

@@ -1,4 +1,4 @@
-"""What is equivalent for the guarantee is kept and said, whoever wrote it: it is not drift."""
+"""A value that is equivalent for the guarantee is kept and reported, and is no drift."""
 
 # ruff: noqa: PT012 - what raises is a step, or the end of the profile
 
@@ -63,7 +63,7 @@ ENABLE, RESTORE, TURN_OFF = f"{FILE}:5", f"{FILE}:10", f"{FILE}:14"
 
 @pytest.fixture
 def framework():
-    """Return the functions of a library that is installed beside torch."""
+    """Return the functions of a library that is installed next to torch."""
     functions: dict[str, Any] = {"__name__": "some_framework"}
     exec(compile(LIBRARY, FILE, "exec"), functions)
     return functions
@@ -71,12 +71,12 @@ def framework():
 
 @pytest.fixture
 def apply(clean_process):
-    """Return `torchrepro.apply` under a guard that stops, in a process with no such variable."""
+    """Return `torchrepro.apply` under a guard that stops, in a process without the variables."""
     return partial(torchrepro.apply, "debug-strict", ["guard=error"])
 
 
 def is_kept(name, text):
-    """Whether `text` is kept where it was exported before a profile asks for another one."""
+    """Return whether a plan keeps `text`, exported, if a profile requests another value."""
     os.environ[name] = text
     try:
         row = plan({"guarantee": "repeatable", "env": {name: GOOD[name][0]}}).report[f"env.{name}"]
@@ -89,12 +89,10 @@ def is_kept(name, text):
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(choice=CHOICES, hidden=st.sampled_from(["", process_state.NOT_HERE]))
-def test_what_is_kept_where_it_was_exported_is_no_drift_where_it_is_written(
-    clean_process, choice, hidden
-):
-    """One judgement: a text is kept by a plan exactly if no guard calls writing it drift.
+def test_a_plan_keeps_exactly_the_texts_whose_write_is_no_drift(clean_process, choice, hidden):
+    """A plan keeps an exported text exactly if the guard reports no drift when it is written.
 
-    The report then has the value in effect, whatever hardware the machine has.
+    The report then has the value in effect, with any hardware.
     """
     name, text = choice
     values = {"guarantee": "repeatable", "env": {name: GOOD[name][0]}}
@@ -112,8 +110,8 @@ def test_what_is_kept_where_it_was_exported_is_no_drift_where_it_is_written(
     assert [rewrite.now for rewrite in report.as_good] == [text] * changed
 
 
-def test_what_is_equivalent_meets_the_need_of_the_guarantee():
-    """A value that the row of a variable calls enough lowers no guarantee that needs the knob."""
+def test_an_equivalent_value_meets_the_need_of_the_guarantee():
+    """A value that is equivalent by a variable's row lowers no guarantee that needs the knob."""
     compared = 0
     for need in NEEDS:
         knob = knobs_by_name()[need.knob]
@@ -126,10 +124,10 @@ def test_what_is_equivalent_meets_the_need_of_the_guarantee():
     assert compared > len(GOOD)
 
 
-def test_a_value_that_its_library_refuses_is_drift_where_the_library_is(clean_process, monkeypatch):
-    """HCCL refuses `1`: with an NPU it is drift, without one nothing reads it and the run goes on.
+def test_a_value_that_its_library_refuses_is_drift_on_its_hardware(clean_process, monkeypatch):
+    """HCCL refuses `1`: this is drift with an NPU; without one no library reads it.
 
-    A workspace of no size is drift everywhere: cuBLAS takes it, and computes in varying order.
+    A workspace without a size is drift everywhere: cuBLAS accepts it, and sums in varying order.
     """
     drifted = {}
     for absence in ("", process_state.NOT_HERE):
@@ -146,10 +144,10 @@ def test_a_value_that_its_library_refuses_is_drift_where_the_library_is(clean_pr
 
 
 @pytest.mark.parametrize("later", [":0:0", ":0:1"])
-def test_the_first_write_is_named_with_the_line_of_the_program(apply, framework, step, later):
-    """Who restores what another has written is not the culprit; the program's own line is named.
+def test_the_first_write_is_reported_with_the_line_of_the_program(apply, framework, step, later):
+    """The report names the first writer and the program's line, not code that restores a value.
 
-    A later write does not hide the first, which is said to be the first.
+    A later write does not hide the first one, which is reported as the first.
     """
     with pytest.raises(torchrepro.DriftError) as caught, apply():
         mine = next_line()
@@ -165,8 +163,8 @@ def test_the_first_write_is_named_with_the_line_of_the_program(apply, framework,
     assert RESTORE not in str(caught.value)
 
 
-def test_an_equivalent_write_is_named_through_what_restores_it(apply, framework, step):
-    """A run goes on under an equivalent value, and its report names it, with both lines."""
+def test_an_equivalent_write_is_reported_although_a_library_restored_it(apply, framework, step):
+    """A run continues with an equivalent value, and its report names the value with both lines."""
     with apply() as applied:
         mine = next_line()
         framework["enable"](CUBLAS_WORKSPACE_CONFIG=":16:8")
@@ -185,7 +183,7 @@ def test_an_equivalent_write_is_named_through_what_restores_it(apply, framework,
     assert (report[f"env.{CUBLAS}"].after, put_back[f"env.{CUBLAS}"].after) == (":16:8", ":4096:8")
 
 
-def test_what_one_line_writes_is_listed_once(apply, framework, step):
+def test_all_changes_by_one_line_are_listed_once(apply, framework, step):
     """torch's flag and inductor's, which one call turns off, are one write in every message."""
     with pytest.raises(torchrepro.DriftError) as caught, apply() as applied:
         mine = next_line()
@@ -199,7 +197,7 @@ def test_what_one_line_writes_is_listed_once(apply, framework, step):
 
 
 def test_a_diff_shows_the_value_in_effect(clean_process, tmp_path):
-    """Two runs that each repeat under another workspace differ, by manifest and by recording."""
+    """Runs that each repeat under different workspaces differ in manifest and recording."""
     for name, text in (("plain", ":4096:8"), ("changed", ":16:8")):
         with (
             torchrepro.apply("debug-strict", ["guard=none"]) as applied,
@@ -217,6 +215,6 @@ def test_a_diff_shows_the_value_in_effect(clean_process, tmp_path):
 
 
 def next_line():
-    """Return the line after the one that calls this."""
+    """Return the line after the caller's line."""
     frame = sys._getframe(1)
     return f"{frame.f_code.co_filename}:{frame.f_lineno + 1}"

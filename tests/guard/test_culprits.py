@@ -1,4 +1,4 @@
-"""Libraries that change what is not theirs as they are imported, by the writes they really make."""
+"""Libraries that change knobs when they are imported, with the writes that they really make."""
 
 # ruff: noqa: PT012 - what raises is a step, or the end of the profile
 
@@ -46,7 +46,7 @@ ASKED = "backends.cpu.mkldnn_matmul_fp32_precision=ieee"  # the older names of p
 
 
 @pytest.mark.parametrize(("statement", "changed"), CULPRITS, ids=[line for line, _ in CULPRITS])
-def test_a_library_that_writes_on_import_is_caught_at_the_next_step(
+def test_a_library_that_writes_at_import_is_reported_at_the_next_step(
     statement, changed, importing, step
 ):
     """The error names every knob, its old and its new value, and the line that wrote it."""

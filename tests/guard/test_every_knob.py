@@ -1,4 +1,4 @@
-"""Every knob that can be set in this process is guarded, and its writer seen, by its row alone."""
+"""Every knob that can be set in this process is guarded, and its writer is reported."""
 
 # ruff: noqa: PT012 - what raises is a step, or the end of the profile
 
@@ -31,7 +31,7 @@ def two_values(knob):
     return first, others[0] if others else None
 
 
-def asking(values):
+def profile_of(values):
     """Return the values of a profile, given under dotted keys."""
     profile = OmegaConf.create({"name": "one-knob"})
     for key, value in values.items():
@@ -40,16 +40,16 @@ def asking(values):
 
 
 def _settable():
-    """Return the knobs that a profile can set in this process, generators and guard left out.
+    """Return the knobs that a profile can set in this process, except generators and the guard.
 
-    So are variables that inductor reads as it is loaded, which training steps do.
+    Variables that inductor reads when it is loaded are excluded, since training steps load it.
     """
     found = []
     for knob in CATALOGUE:
         if knob.key == "seed" or knob.name == "guard" or "INDUCTOR" in knob.variable:
             continue
         values = {knob.profile_key: two_values(knob)[0], **AROUND.get(knob.name, {})}
-        plan = torchrepro.plan(asking(values))
+        plan = torchrepro.plan(profile_of(values))
         if plan.report[knob.name].is_set:
             found.append(knob)
     return found
@@ -59,22 +59,22 @@ SETTABLE = _settable()
 
 
 def test_there_are_knobs_of_every_kind_to_guard():
-    """The tests below are about most of the catalogue, not about nothing."""
+    """The tests below cover most of the catalogue."""
     backends = {f"backends.{name}" for name in ("torch", "cuda", "cudnn", "cpu")}
     assert {*backends, "env", "device"} <= {knob.name.rpartition(".")[0] for knob in SETTABLE}
     assert len(SETTABLE) > 30
 
 
 @pytest.mark.parametrize("knob", SETTABLE, ids=lambda knob: knob.name)
-def test_a_knob_that_is_set_otherwise_is_caught(knob, step, monkeypatch):
-    """Whatever knob a profile sets: another value is named at the next step, with who wrote it."""
+def test_another_value_of_any_knob_is_reported_with_its_writer(knob, step, monkeypatch):
+    """For every knob that a profile sets, the next step reports another value and its writer."""
     if knob.variable:  # what was exported is nobody's to take back
         monkeypatch.delenv(knob.variable, raising=False)
     first, second = two_values(knob)
     values = {"guard": "error", knob.profile_key: first, **AROUND.get(knob.name, {})}
     with (
         pytest.raises(torchrepro.DriftError) as caught,
-        torchrepro.apply(asking(values)) as applied,
+        torchrepro.apply(profile_of(values)) as applied,
     ):
         if not applied.report[knob.name].is_set:
             pytest.skip(applied.report[knob.name].why)
@@ -99,12 +99,12 @@ FLAGS = [knob for knob in SETTABLE if not knob.variable]
 
 
 @pytest.mark.parametrize("knob", FLAGS, ids=lambda knob: knob.name)
-def test_other_threads_read_what_is_guarded_in_them(knob, in_thread):
-    """A knob of which a thread reads another value is guarded only in the one that applied it."""
+def test_a_knob_per_thread_is_guarded_only_in_the_thread_that_applied_it(knob, in_thread):
+    """Another thread, which reads another value of such a knob, reports no drift."""
     in_thread(knob.access.read)  # what a thread keeps, it keeps from its first use on
     values = {knob.profile_key: two_values(knob)[1], **AROUND.get(knob.name, {})}
 
-    with torchrepro.apply(asking(values)):
+    with torchrepro.apply(profile_of(values)):
         differs = in_thread(knob.access.read) != knob.access.read()
 
     assert not differs or knob.name in PER_THREAD

@@ -1,4 +1,4 @@
-"""The determinism switches of real frameworks: those that agree with a profile, and those not."""
+"""The determinism switches of real frameworks: some agree with a profile, some do not."""
 
 import json
 from importlib.util import find_spec
@@ -75,10 +75,10 @@ def line_of(text):
 
 
 @pytest.mark.parametrize("framework", AGREEING)
-def test_a_switch_that_agrees_is_unchanged_with_its_name(framework, run):
+def test_a_switch_that_agrees_is_reported_as_unchanged_with_its_name(framework, run):
     """The strictest switch of a framework runs to its end under a guard that stops.
 
-    The report, as people see it and as JSON, has its name, and the program's line where it was on.
+    The report, as text and as JSON, has its name, and the line of the program that switched it on.
     """
     needs(framework)
     template, name, rewritten, variables = AGREEING[framework]
@@ -100,8 +100,8 @@ def test_a_switch_that_agrees_is_unchanged_with_its_name(framework, run):
     assert all("unchanged" in line and name in line and mine in line for line in last)
 
 
-def test_the_switch_is_named_where_no_write_is_watched(run):
-    """Without a guard a switch is known by the values that it sets, and no line is claimed."""
+def test_without_a_guard_a_switch_is_identified_by_its_values(run):
+    """The report then names the switch, but no line."""
     needs("transformers")
     done = run(TRANSFORMERS.format() + END, "none")
 
@@ -115,8 +115,8 @@ def test_the_switch_is_named_where_no_write_is_watched(run):
     assert report["drift"] == []
 
 
-def test_a_switch_that_turns_determinism_off_is_stopped_at_both_lines(run):
-    """The line of Lightning and that of the program are named, once each, before step 0."""
+def test_a_switch_that_turns_determinism_off_is_refused_with_both_lines(run):
+    """The error names the line of Lightning and the program's line once each, before step 0."""
     needs("lightning")
     program = LIGHTNING.format(deterministic=False)
     done = run(program)

@@ -1,4 +1,4 @@
-"""What counts as drift, when it is looked for, what is done about it, and what stays behind."""
+"""Drift: when it is detected, how it is reported, and that the guard leaves nothing behind."""
 
 # ruff: noqa: PT012 - what raises is a step, or the end of the profile
 
@@ -29,8 +29,8 @@ def flip():
     torch.backends.cudnn.benchmark = True
 
 
-def test_what_is_put_back_before_the_next_step_is_no_drift(step):
-    """Flags that switch for a moment, by torch's own means or by hand, raise no alarm."""
+def test_a_change_that_is_restored_before_the_next_step_is_no_drift(step):
+    """A flag that a context manager, or the program, changes for a moment is not reported."""
     with guarded("error") as applied:
         step()
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
@@ -47,8 +47,8 @@ def test_what_is_put_back_before_the_next_step_is_no_drift(step):
         assert applied.report.drift == ()
 
 
-def test_a_warning_is_one_line_said_once(step, capsys):
-    """`warn` says a knob with old and new value and step, once for every new value."""
+def test_each_new_value_is_one_warning(step, capsys):
+    """`warn` reports a knob with old and new value and step, once for every new value."""
     with guarded("warn"):
         step()
         line = sys._getframe().f_lineno + 1
@@ -62,10 +62,10 @@ def test_a_warning_is_one_line_said_once(step, capsys):
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_every_step_and_the_end_of_a_drifted_run_are_refused(steps, step, world):
-    """A program that catches the error cannot go on: the next step raises it again, and the end.
+def test_every_step_and_the_end_of_a_drifted_run_raise(steps, step, world):
+    """A program that catches the error cannot continue: the next step and the end raise it again.
 
-    By then everything is put back, and the error can be sent to another process.
+    Every knob is restored before the end raises, and the error can be sent to another process.
     """
     before = world()
     with pytest.raises(torchrepro.DriftError) as caught, guarded("error") as applied:
@@ -84,7 +84,7 @@ def test_every_step_and_the_end_of_a_drifted_run_are_refused(steps, step, world)
     assert copy.drift == (drift,)
 
 
-def test_a_report_in_the_middle_is_fresh_and_whole(step):
+def test_a_report_during_the_run_is_current_and_complete(step):
     """`applied.report` reads again; table, notebook and JSON name the drift."""
     with guarded("warn") as applied:
         assert applied.report.drift == ()
@@ -100,8 +100,8 @@ def test_a_report_in_the_middle_is_fresh_and_whole(step):
     assert "Ring -&gt; ^Tree" in report._repr_html_()
 
 
-def test_an_inner_profile_decides_while_it_is_in_force(step):
-    """What an inner profile changes is no drift; afterwards the outer one is held to again."""
+def test_an_inner_profile_decides_while_it_is_active(step):
+    """A change by an inner profile is no drift; after its end the outer profile decides again."""
     with pytest.raises(torchrepro.DriftError) as caught, guarded("error") as outer:
         with torchrepro.apply({"backends": {"cudnn": {"benchmark": True}}}) as inner:
             step()
@@ -118,8 +118,8 @@ def test_an_inner_profile_decides_while_it_is_in_force(step):
     assert [(drift.was, drift.now) for drift in caught.value.drift] == [(False, True)]
 
 
-def test_the_end_of_an_inner_profile_says_nothing_of_the_outer_one(capsys):
-    """Drift from what an outer profile has set is said where that one ends, and once."""
+def test_the_end_of_an_inner_profile_reports_no_drift_of_the_outer_one(capsys):
+    """Drift from an outer profile is reported once, at the end of the outer profile."""
     with guarded("warn"):
         with torchrepro.apply({"backends": {"cudnn": {"benchmark_limit": 7}}}):
             flip()
@@ -129,8 +129,8 @@ def test_the_end_of_an_inner_profile_says_nothing_of_the_outer_one(capsys):
     assert capsys.readouterr().err.count(f"drift: {BENCHMARK}") == 1
 
 
-def test_a_profile_that_puts_right_what_had_drifted_does_not_hide_it():
-    """What had drifted before another profile was put in force stays in the report of the first."""
+def test_a_profile_that_corrects_earlier_drift_does_not_hide_it():
+    """The report of the outer profile keeps drift from before an inner profile was applied."""
     with torchrepro.apply("debug-strict", ["guard=none"]) as outer:
         torch.use_deterministic_algorithms(False)
         with torchrepro.apply("debug-strict", ["guard=none"]) as inner:
@@ -142,8 +142,8 @@ def test_a_profile_that_puts_right_what_had_drifted_does_not_hide_it():
     assert "in force" not in outer.report.summary
 
 
-def test_what_torch_ties_together_is_no_drift_of_the_outer_profile(step):
-    """A profile may move more than it names: that is its doing and nobody's drift."""
+def test_a_flag_that_torch_changes_along_is_no_drift_of_the_outer_profile(step):
+    """A profile may change more knobs than it names; this is no drift of the outer profile."""
     with guarded("error", "backends.cudnn.deterministic=true") as outer:
         with torchrepro.apply({"backends": {"torch": {"deterministic_algorithms": "none"}}}):
             step()
@@ -154,7 +154,7 @@ def test_what_torch_ties_together_is_no_drift_of_the_outer_profile(step):
 
 
 def test_an_inner_profile_may_turn_the_guard_off(step):
-    """`guard: none` inside of `guard: error` lets go while it is in force, and no longer."""
+    """`guard: none` within `guard: error` stops the guard until the inner profile ends."""
     with pytest.raises(torchrepro.DriftError), guarded("error"):
         with torchrepro.apply({"guard": "none"}):
             flip()
@@ -162,8 +162,8 @@ def test_an_inner_profile_may_turn_the_guard_off(step):
         step()
 
 
-def test_other_threads_step_without_alarm_and_are_checked(step, in_thread):
-    """A step in a thread that keeps its own number of threads is none, a flipped flag is."""
+def test_steps_of_other_threads_are_checked_without_false_alarms(step, in_thread):
+    """A thread's own number of threads is no drift at its step; a changed flag is."""
     in_thread(torch.set_num_threads, 3)
     applied = guarded("error", "backends.cpu.num_threads=1")
     in_thread(step)
@@ -176,8 +176,8 @@ def test_other_threads_step_without_alarm_and_are_checked(step, in_thread):
     assert [drift.knob for drift in caught.value.drift] == [BENCHMARK]
 
 
-def _doors():
-    """Return everything through which the guard watches."""
+def _watched_attributes():
+    """Return all attributes that the guard wraps."""
     setters = [vars(owner).get(name) for owner, name in guard.setters()]
     hooks = list(optimizers._global_optimizer_pre_hooks.values())
     kept = [*guard.guards, *guard._watched]
@@ -185,25 +185,25 @@ def _doors():
 
 
 @pytest.mark.parametrize("mode", ["null", "none", "warn", "error"])
-def test_only_a_guard_wraps_what_writes(mode, step):
-    """Without a guard no hook is there, and no writer is wrapped.
+def test_only_a_guard_adds_hooks_and_wrappers(mode, step):
+    """Without a guard there is no hook, and no writer is wrapped.
 
-    After guarded profiles, also nested and drifted ones, torch's functions are its own again.
+    After guarded profiles, also nested and drifted ones, torch has its own functions again.
     """
-    before = _doors()
+    before = _watched_attributes()
     with suppress(torchrepro.DriftError), guarded(mode), guarded(mode):
-        during, hooks = _doors(), optimizers._global_optimizer_pre_hooks.values()
+        during, hooks = _watched_attributes(), optimizers._global_optimizer_pre_hooks.values()
         added = [hook for hook in hooks if hook.__module__ == "torchrepro.application.guard"]
         flip()
         step()
 
     assert ([each for each in during if each in before] == before) == (mode in ("null", "none"))
     assert len(added) == (mode in ("warn", "error"))
-    assert _doors() == before
+    assert _watched_attributes() == before
 
 
-def test_a_line_is_named_only_for_the_write_that_it_made(step):
-    """What a guard saw written is no guard's knowledge any more once it has ended."""
+def test_a_line_is_reported_only_for_its_own_write(step):
+    """A new guard does not report writes that an earlier guard observed."""
     with pytest.raises(torchrepro.DriftError), guarded("error"):
         flip()
     with guarded("warn") as outer:
@@ -216,8 +216,8 @@ def test_a_line_is_named_only_for_the_write_that_it_made(step):
     assert [drift.where for drift in outer.report.drift] == [f"{__file__}:{line}"]
 
 
-def test_other_threads_write_no_knob_of_this_one(step, in_thread):
-    """A thread that writes anything is not named as the writer of a knob it reads otherwise."""
+def test_a_write_in_another_thread_is_not_blamed_for_a_knob_of_this_one(step, in_thread):
+    """A thread is not reported as the writer of a knob that only reads differently in it."""
 
     def writes_something_else():
         os.environ["UNRELATED"] = "1"
@@ -236,8 +236,8 @@ def test_other_threads_write_no_knob_of_this_one(step, in_thread):
     assert [drift.where for drift in caught.value.drift] == [f"{__file__}:{line}"]
 
 
-def test_profiles_that_come_and_go_accuse_no_innocent_line():
-    """While another thread writes something else, the line that flipped a knob stays the one."""
+def test_other_profiles_do_not_change_which_line_is_reported():
+    """The line that changed a knob is reported, also if another thread applies profiles."""
     ended = threading.Event()
 
     def writes_something_else():
@@ -264,8 +264,8 @@ def test_profiles_that_come_and_go_accuse_no_innocent_line():
     assert [drift.where for drift in caught.value.drift] == [f"{__file__}:{line}"]
 
 
-def test_a_wrapper_around_ours_is_left_alone_and_tells_nothing(monkeypatch):
-    """Who wrapped a watched setter meanwhile keeps it, and ours within only calls the original."""
+def test_another_wrapper_around_ours_stays_and_reports_nothing(monkeypatch):
+    """A program's wrapper of a watched setter stays; ours within only calls the original then."""
     told: list[str] = []
     watch = guard.watch_writers(lambda: told.append("written"))
     monkeypatch.setattr(torch._C, "_set_cudnn_benchmark", partial(torch._C._set_cudnn_benchmark))
@@ -288,9 +288,9 @@ def test_a_wrapper_around_ours_is_left_alone_and_tells_nothing(monkeypatch):
     ids=repr,
 )
 def test_drift_hides_no_failure_and_success_hides_no_drift(leaves, ends_with, capsys):
-    """`sys.exit(0)` within the block is refused as its end is.
+    """`sys.exit(0)` within the block raises the drift, like the end of the block.
 
-    Where the program already fails for a reason of its own, drift is said and not raised.
+    If the program already fails with another error, drift is reported and not raised.
     """
     with pytest.raises(ends_with), guarded("error"):
         flip()
@@ -300,8 +300,8 @@ def test_drift_hides_no_failure_and_success_hides_no_drift(leaves, ends_with, ca
     assert is_said == (ends_with is not torchrepro.DriftError)
 
 
-def test_a_write_that_torch_refuses_is_refused_as_ever():
-    """A wrapped setter raises what the setter raises, and is named as it is."""
+def test_a_write_that_torch_refuses_raises_as_without_a_guard():
+    """A wrapped setter raises the setter's error, and has its name."""
     with guarded("error"):
         with pytest.raises((TypeError, RuntimeError)):
             torch.backends.cudnn.benchmark = "yes"  # type: ignore[assignment]
@@ -309,8 +309,8 @@ def test_a_write_that_torch_refuses_is_refused_as_ever():
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_a_lock_holds_the_number_of_threads_that_it_was_met_with(locked, monkeypatch):
-    """Another number is drift under `run --lock`, though no profile names it; else no drift."""
+def test_a_lock_guards_the_number_of_threads(locked, monkeypatch):
+    """Another number is drift under `run --lock` although no profile names it."""
     if locked:
         monkeypatch.setenv(guard.LOCKED, "1")
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""How a process ends whose knobs have drifted, and processes that have nothing to hide."""
+"""The end of a process whose knobs have drifted, and child processes, which report nothing."""
 
 import sysconfig
 from pathlib import Path
@@ -33,7 +33,7 @@ SAID = "backends.cudnn.benchmark"
 
 
 def _line(program, *, last=False):
-    """Return the place of the first, or of the last, line of `program` that sets the flag."""
+    """Return the first, or the last, source line of `program` that sets the flag."""
     lines = enumerate(program.splitlines(), 1)
     places = [f"program.py:{at}" for at, line in lines if "benchmark = True" in line]
     return places[-1 if last else 0]
@@ -41,7 +41,7 @@ def _line(program, *, last=False):
 
 @pytest.mark.slow
 def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(run_program):
-    """Under `error` a program that drifts after its last step fails, and still cleans up."""
+    """Under `error` a program that drifts after its last step fails, after all exit handlers."""
     early = "import atexit\natexit.register(print, 'registered early')\n"
     program = early + APPLIED.format(mode="error") + LATE.format(status=0)
     done = run_program(program)
@@ -55,15 +55,15 @@ def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(run_program):
 
 
 def test_a_warning_at_exit_changes_no_status(execute_forked):
-    """Under `warn` the drift is said, and the program ends as it would have."""
+    """Under `warn` the drift is reported, and the program keeps its exit status."""
     done = execute_forked(APPLIED.format(mode="warn") + LATE.format(status=5))
 
     assert done.returncode == 5
     assert f"torchrepro: drift: {SAID} was false, is true (after step 1; set at " in done.stderr
 
 
-def test_an_error_that_nobody_catches_is_said_once(execute_forked):
-    """An uncaught DriftError ends the program with status 1, and is not said again at exit."""
+def test_an_uncaught_error_is_reported_once(execute_forked):
+    """An uncaught DriftError ends the program with status 1, and is not reported again at exit."""
     done = execute_forked(APPLIED.format(mode="error") + "train(flip_at=1)\n")
 
     assert done.returncode == 1
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     ids=["before a step", "after the last"],
 )
 def test_a_run_or_job_whose_knobs_drift_ends_with_status_1(execute_forked, calls, start):
-    """Drift ends a process under `run` and a Hydra job with status 1 and its line, no traceback."""
+    """Drift ends a process under `run`, or a Hydra job, with status 1 and its line only."""
     if start == "run":
         program = f"{TRAINING}{calls}\n"
         done = execute_forked(program, under=("debug-strict", "guard=error"))
@@ -107,8 +107,8 @@ def test_a_run_or_job_whose_knobs_drift_ends_with_status_1(execute_forked, calls
 
 
 @pytest.mark.slow
-def test_processes_that_a_guarded_run_starts_raise_no_alarm(run_program):
-    """Loading workers, pools, copies and programs of their own do as they please."""
+def test_child_processes_of_a_guarded_run_report_no_drift(run_program):
+    """Loader workers, pools, forks and other programs may change their knobs."""
     program = f"""{TRAINING}
 import multiprocessing, os, subprocess
 from torch.utils.data import DataLoader

@@ -177,7 +177,7 @@ def test_each_kind_of_machine_has_a_section(training):
     training.lock("--every", "2")
 
     assert (status, started[0], as_json[0], as_json[1]["same"]) == (4, 4, 4, None)
-    assert "nothing of this kind of machine" in err
+    assert "no results of this platform" in err
     assert "legal: H100" in err
     assert "--update" in err
     assert added[0] == 0

@@ -1,4 +1,4 @@
-"""What of a command line may be shown: nothing that could be a secret, and the rest of it."""
+"""Redaction of command lines: no possible secret is shown, and everything else is."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ KEYS = st.one_of(
 
 
 @pytest.mark.parametrize("words", SHOWN, ids=" ".join)
-def test_an_ordinary_command_line_is_shown_whole(words):
-    """Options, numbers, names, paths and overrides that hold no secret are shown as they are."""
+def test_an_ordinary_command_line_is_shown_completely(words):
+    """Options, numbers, names, paths and overrides without a secret are shown unchanged."""
     assert shareable(words, ()) == words
 
 
 @pytest.mark.parametrize("form", NAMED, ids=" ".join)
 @given(secret=PLAIN)
-def test_a_value_with_a_telling_name_or_form_is_hidden(form, secret):
-    """A secret that looks like a word is hidden by its option, its key, or what it stands in."""
+def test_a_value_with_a_secret_name_or_form_is_hidden(form, secret):
+    """A secret that looks like a word is hidden because of its option, its key, or its context."""
     words = ["python", "train.py", *(word.format(secret) for word in form), "--lr", "1"]
     shown = shareable(words, ())
 
@@ -92,8 +92,8 @@ def test_a_value_with_a_telling_name_or_form_is_hidden(form, secret):
 
 
 @given(secret=KEYS, before=st.sampled_from(["", "--name=", "model=", "--", "a.b.c=x,", "./"]))
-def test_a_key_is_hidden_wherever_it_stands(secret, before):
-    """What looks like a key or token is hidden although nothing names it."""
+def test_a_key_is_hidden_in_any_position(secret, before):
+    """A text in the form of a key or token is hidden, also without a name."""
     shown = " ".join(shareable(["python", "train.py", before + secret], ()))
 
     assert secret not in shown
@@ -108,15 +108,15 @@ def test_a_key_is_hidden_wherever_it_stands(secret, before):
     name=st.sampled_from(["WANDB_API_KEY", "HF_TOKEN", "MYSQL_PWD", "SSHPASS", "DbPassword"]),
 )
 def test_the_value_of_a_secret_variable_is_hidden_as_an_argument(secret, name):
-    """An argument that equals the value of a secret variable is hidden, whatever it looks like."""
+    """An argument that equals the value of a secret variable is hidden, whatever its form."""
     shown = shareable(["python", "train.py", secret], secret_values({name: secret}))
 
     assert shown[2] != secret
 
 
 @given(secret=KEYS, around=st.text(" ./:=", max_size=3))
-def test_the_value_of_a_secret_variable_is_taken_out_of_any_text(secret, around):
-    """A secret variable's value is in no text, key or list of what is written."""
+def test_the_value_of_a_secret_variable_is_removed_from_any_text(secret, around):
+    """No text, key or list that is written contains the value of a secret variable."""
     secrets = secret_values({"SERVICE_TOKEN": secret, "HOME": "/root", "LANG": "C"})
     text = f"a{around}{secret}{around}b"
     cleaned = str(without_secrets({text: [text, {"why": text, "number": 3}]}, secrets))
@@ -130,19 +130,19 @@ def test_the_value_of_a_secret_variable_is_taken_out_of_any_text(secret, around)
     [("postgres://alice:pw-4711@db/x", "pw-4711"), ("https://tok4711abc@host/x", "tok4711abc")],
 )
 def test_a_password_in_any_variable_is_a_secret(url, secret):
-    """Who logs in to a URL in a variable of any name is hidden elsewhere, too."""
+    """The login of a URL in a variable of any name is hidden everywhere."""
     assert secret in secret_values({"DATABASE": url})
 
 
 @pytest.mark.parametrize("name", ["PATH", "HOME", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"])
-def test_everyday_variables_do_not_sound_secret(name):
-    """A name that only begins like a secret's is none, or its value would spoil other text."""
+def test_names_of_everyday_variables_are_not_secret(name):
+    """A name that only begins like a secret's is not secret: its value would spoil other text."""
     assert not sounds_secret(name)
 
 
 @pytest.mark.parametrize("value", ["1", "true", "error", "/usr", "cpu"])
 def test_a_common_value_spoils_no_other_text(value):
-    """The value of a secret variable that is an everyday word is left in what torchrepro says."""
+    """A secret variable's value that is an everyday word is not removed from messages."""
     its = {"device.fallback": "error", "dropout": "true", "path": "/usr/bin", "rng": "cpu 1"}
 
     assert without_secrets(its, secret_values({"SOME_KEY": value})) == its

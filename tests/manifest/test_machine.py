@@ -1,4 +1,4 @@
-"""What a manifest says of software, hardware and source, on odd machines too."""
+"""The facts on software, hardware and source in a manifest, on unusual machines, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOO_LONG = "longer than"
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """A repository with one commit and one file that it does not track, which we are in."""
+    """A repository with one commit and one untracked file, as the current folder."""
     commit(tmp_path, {"train.py": "1\n"})
     (tmp_path / "log.txt").write_text("written by a run\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -45,7 +45,7 @@ def source(tmp_path, monkeypatch):
 
 
 def test_without_a_current_folder_nothing_fails(tmp_path, monkeypatch):
-    """A process whose folder was removed is in no repository, and git is not to blame."""
+    """A process whose folder was removed is in no repository; this is no failure of git."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
@@ -56,7 +56,7 @@ def test_without_a_current_folder_nothing_fails(tmp_path, monkeypatch):
 
 
 def test_commit_and_changes_of_the_working_tree(source):
-    """A clean tree has a commit and no change; changed files count, and other changes differ."""
+    """A clean tree has a commit and no changes; changed files count, and have a digest."""
     clean = repository()
     found = []
     for text in ("2\n", "3\n"):
@@ -80,7 +80,7 @@ def test_commit_and_changes_of_the_working_tree(source):
     ],
 )
 def test_remotes_are_shown_without_credentials(source, url, shown):
-    """A remote is shown as host and path; login, password and query are left out."""
+    """A remote is shown as host and path, without login, password and query."""
     git(source, "remote", "add", "origin", url)
     (remote,) = repository()["remotes"]
 
@@ -98,10 +98,10 @@ def test_remotes_are_shown_without_credentials(source, url, shown):
     ],
     ids=["absent", "slow", "broken", "garbage"],
 )
-def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
+def test_a_missing_or_failing_git_is_reported_and_no_failure(
     source, monkeypatch, tmp_path_factory, program, reason
 ):
-    """Where git is absent, slow or broken, a manifest says so in place of the commit."""
+    """If git is absent, slow or broken, the manifest has the reason in place of the commit."""
     folder = tmp_path_factory.mktemp("bin")
     if program:
         (folder / "git").write_text(program, encoding="utf-8")
@@ -116,8 +116,8 @@ def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
     assert "secret" not in str(found)
 
 
-def test_a_row_that_fails_is_a_value_and_one_nobody_can_tell_is_left_out():
-    """Reading a machine never raises: what fails is unknown, with the reason."""
+def test_a_failing_row_is_unknown_and_an_unknowable_one_is_omitted():
+    """Reading a machine never raises: a value that cannot be read is unknown, with the reason."""
 
     def fails():
         raise PermissionError(13, "no entry")
@@ -130,8 +130,8 @@ def test_a_row_that_fails_is_a_value_and_one_nobody_can_tell_is_left_out():
     assert found == {"a": "unknown: PermissionError: [Errno 13] no entry", "c": 3, "d": None}
 
 
-def test_software_and_hardware_are_those_of_this_process():
-    """The rows that torch and the system can tell hold what they say."""
+def test_software_and_hardware_match_torch_and_the_system():
+    """Rows that torch and the system can report have the reported values."""
     its, iron = software(), hardware()
 
     assert its["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
@@ -143,8 +143,8 @@ def test_software_and_hardware_are_those_of_this_process():
     assert [v for v in (*its.values(), *iron.values()) if str(v).startswith("unknown")] == []
 
 
-def test_every_recorded_variable_says_why_and_stands_once():
-    """A variable has one row; one that is recorded has a reason and a source, and is no secret."""
+def test_every_recorded_variable_has_one_row_and_a_reason():
+    """A variable has one row; a recorded one has a reason and a source, and is no secret."""
     rows = {row["name"]: row for row in ROWS}
 
     assert len(rows) == len(ROWS)
@@ -157,8 +157,8 @@ def test_every_recorded_variable_says_why_and_stands_once():
 
 
 @pytest.mark.slow
-def test_asking_loads_nothing_and_starts_no_device():
-    """What only torch could tell is left out before it is loaded, and it stays unloaded."""
+def test_reading_imports_nothing_and_initializes_no_device():
+    """Facts that only torch reports are omitted before it is imported, and it stays unimported."""
     code = (
         "import json, sys, torchrepro.manifest.environment as e;"
         "print(json.dumps([e.software(), e.hardware(), e.repository()]));"

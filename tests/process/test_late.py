@@ -241,7 +241,7 @@ NEVER = [  # a part of the reason, the words after `python`
     ("pytest", ["-m", "pytest", "-sq", "-p", "no:cacheprovider", "ask.py"]),
     ("worker", ["process.py", "spawn"]),
     ("worker", ["process.py", "fork"]),
-    ("left the folder", ["moved.py"]),
+    ("changed its folder", ["moved.py"]),
 ]
 
 FIRST = {

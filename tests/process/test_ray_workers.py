@@ -123,7 +123,7 @@ DEAF = {
     "a hook named later": (
         "os.environ['RAY_RUNTIME_ENV_HOOK'] = 'hook.add'; taken(os.environ['CLUSTER']);"
         " ray.init(ignore_reinit_error=True)",
-        "Ray was started before the profile, or dropped what came with it",
+        "Ray was started before the profile, or dropped its runtime environment",
     ),
 }
 """Programs whose workers cannot get a profile, and what is said of each."""

@@ -95,7 +95,7 @@ def test_a_command_that_starts_no_python_has_the_variables_alone_and_is_told_so(
 
     assert (result.returncode, result.stdout) == (0, "0\n:4096:8\n")
     (line,) = result.stderr.splitlines()
-    assert "debug-strict was in force in no Python: `printenv " in line
+    assert "debug-strict was applied in no Python: `printenv " in line
     assert (shell.returncode, shell.stderr) == (7, "")
 
 

@@ -41,8 +41,11 @@ SAID = {
     "run ./plain.yaml --record x --max-size lots -- touch y": ("--max-size = lots: not a size",),
     "run ./plain.yaml --record x --max-size 10 -- touch y": ("did you mean: 10MB",),
     "run ./plain.yaml --every 5 -- touch y": ("torchrepro: --every: nothing is recorded",),
-    "run ./plain.yaml --log-to runs/notes -- touch y": ("the manifest of another run already",),
-    "run ./plain.yaml --log-to train.py/x -- touch y": ("there is a file",),
+    "run ./plain.yaml --log-to runs/notes -- touch y": ("contains the manifest of another run",),
+    "run ./plain.yaml --log-to train.py/x -- touch y": (
+        "cannot be a folder:",
+        "train.py is a file",
+    ),
     "run --quiet --verbose seed-only -- touch y": ("--quiet and --verbose contradict each other",),
     "compare nowhere nowhere": ("no such folder",),
     "compare . .": ("holds no trace",),

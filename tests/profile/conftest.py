@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 
 class Ended(NamedTuple):
-    """How a command ended and what it said."""
+    """The exit status and the output of a command."""
 
     status: int
     out: str
@@ -53,7 +53,7 @@ def load_text(write):
 
 @pytest.fixture
 def refusal(load_text):
-    """Return what the `ProfileError` says that loading the text of a profile must raise."""
+    """Return the message of the `ProfileError` that loading the text of a profile must raise."""
 
     def refusal(content, *overrides, name="bad.yaml"):
         with pytest.raises(torchrepro.ProfileError) as caught:
@@ -65,7 +65,7 @@ def refusal(load_text):
 
 @pytest.fixture
 def attempt():
-    """Return what a call returns or the `ProfileError` that it raises; nothing else may come."""
+    """Return the value of a call, or the `ProfileError` that it raises; other errors fail."""
 
     def attempt(function, *arguments, **options):
         try:
@@ -84,10 +84,10 @@ def show(command):
 
 @pytest.fixture
 def hydra_app(tmp_path, fork_python):
-    """Run a tiny Hydra app, whose own profiles are in ``conf/repro``, with these arguments.
+    """Run a tiny Hydra app, with its own profiles in ``conf/repro``, with these arguments.
 
-    The app prints RAN when its task runs. Its environment is of plain variables; PYTHONHASHSEED is
-    one, so that no strict profile has it begin again.
+    The app prints RAN when its task runs. Its environment has plain variables and PYTHONHASHSEED,
+    so that no strict profile relaunches it.
     """
     (tmp_path / "conf" / "repro").mkdir(parents=True, exist_ok=True)
     (tmp_path / "conf" / "config.yaml").write_text("size: 3\n", encoding="utf-8")

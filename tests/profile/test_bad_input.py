@@ -1,6 +1,6 @@
-"""What Hydra alone could do with a bad request for a profile: it is refused, and no task runs.
+"""Wrong requests for a profile under Hydra: they are refused, and no task runs.
 
-How every profile that is bad in itself is refused, by Hydra too: tests/packs.
+tests/packs has the refusals of profiles with wrong contents, under Hydra, too.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ REFUSED = {  # what is typed, the status (1: Hydra's own), words of the message
 
 @pytest.fixture
 def marker(write, tmp_path):
-    """The file that exists once a module ran that profiles name as a target."""
+    """The file that exists once a module was imported that profiles name as a target."""
     write(EVIL, "evil.py")
     write(GLOBAL, "conf/repro/evil.yaml")
     return tmp_path / "marker"
 
 
-def test_the_evil_module_would_leave_its_mark(marker, fork_python):
-    """The marker is left by whatever imports the module that the evil profiles name."""
+def test_importing_the_evil_module_creates_the_marker(marker, fork_python):
+    """The marker exists after an import of the module that the evil profiles name."""
     fork_python("-c", "import evil; evil.Evil()")
 
     assert marker.exists()
@@ -66,7 +66,7 @@ def test_hydra_refuses_a_bad_request(hydra_app, marker, typed):
 
 
 def test_a_refused_secret_is_not_shown(refusal):
-    """A value whose key sounds secret is left out of the message that refuses it."""
+    """The message of a refusal does not contain a value whose key sounds secret."""
     in_a_file = refusal("env_extra: {MY_API_KEY: hunter8}\n")
     in_an_override = refusal("seed: 1\n", "env_extra.MY_API_KEY=hunter8")
 

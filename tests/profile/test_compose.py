@@ -1,4 +1,4 @@
-"""Defaults lists and overrides are Hydra's, and every value knows where it was set."""
+"""Defaults lists and overrides follow Hydra's rules, and every value has an origin."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _nested(leaves):
 
 @st.composite
 def chains(draw):
-    """Draw files by name; each inherits from some of those before it, `_self_` anywhere or not."""
+    """Draw files by name; each inherits from some earlier files, `_self_` is in any position."""
     files = {}
     for position in range(draw(st.integers(1, 5))):
         leaves = draw(st.fixed_dictionaries({}, optional=KEYS))
@@ -66,7 +66,7 @@ def _accepted(path, overrides=()):
     try:
         return compose(path, overrides)
     except torchrepro.ProfileError as error:
-        assume("is undone by a file" not in str(error))
+        assume("is inherited again and overwrites it" not in str(error))
         raise
 
 
@@ -89,8 +89,8 @@ def _by_hydra(folder, group, name):
 
 @pytest.mark.parametrize("group", ["repro", "other"])
 @pytest.mark.parametrize("name", SHIPPED_NAMES)
-def test_hydra_composes_a_shipped_profile_as_we_do(tmp_path, group, name):
-    """Hydra, through our source or by its own rules alone, gives the values that we give."""
+def test_hydra_composes_a_shipped_profile_to_the_same_values(tmp_path, group, name):
+    """Hydra composes the same values, with our config source and with its own rules alone."""
     (tmp_path / group).mkdir()
     for path in SHIPPED.glob("*.yaml"):
         (tmp_path / group / path.name).write_bytes(path.read_bytes())
@@ -102,8 +102,8 @@ def test_hydra_composes_a_shipped_profile_as_we_do(tmp_path, group, name):
 @pytest.mark.parametrize("group", ["repro", "other"])
 @settings(max_examples=40)
 @given(files=chains())
-def test_hydra_composes_a_chain_as_we_do(tmp_path_factory, group, files):
-    """For any chain that we accept Hydra, by its own rules alone too, gives the values we give."""
+def test_hydra_composes_a_chain_to_the_same_values(tmp_path_factory, group, files):
+    """For any accepted chain, Hydra composes the same values, also with its own rules alone."""
     folder = tmp_path_factory.mktemp("chain")
     (folder / group).mkdir()
     path = _written(folder / group, files)
@@ -112,13 +112,13 @@ def test_hydra_composes_a_chain_as_we_do(tmp_path_factory, group, files):
 
 
 @given(files=chains())
-def test_every_value_knows_the_line_that_set_it(tmp_path_factory, files):
-    """The place of every leaf is a file and the line in it that holds the key and the value."""
+def test_the_origin_of_every_value_is_its_line(tmp_path_factory, files):
+    """The origin of every leaf is a file and the line in it with the key and the value."""
     path = _written(tmp_path_factory.mktemp("chain"), files)
     composition = _accepted(path)
 
     for key, value in flatten(composition.values).items():
-        file, _, line = composition.place(key).rpartition(":")
+        file, _, line = composition.origin_of(key).rpartition(":")
         if key == "name" and not file:  # the file's own name
             assert Path(path).stem == value
             continue
@@ -127,8 +127,8 @@ def test_every_value_knows_the_line_that_set_it(tmp_path_factory, files):
 
 
 @given(files=chains())
-def test_a_file_is_called_what_it_calls_itself(tmp_path_factory, files):
-    """Name and description are the last file's own, wherever its `_self_` stands."""
+def test_name_and_description_are_not_inherited(tmp_path_factory, files):
+    """Name and description are the last file's own, in any position of its `_self_`."""
     path = _written(tmp_path_factory.mktemp("chain"), files)
     own = list(files.values())[-1]
     values = _accepted(path).values
@@ -139,13 +139,13 @@ def test_a_file_is_called_what_it_calls_itself(tmp_path_factory, files):
 
 @given(files=chains(), overrides=st.lists(st.sampled_from(["seed=71", "~seed", "++seed=72"])))
 def test_the_last_override_wins(tmp_path_factory, files, overrides):
-    """A value is what the last override of it says, and null after a deletion; it says so."""
+    """The last override of a key sets its value, or null for a deletion, and is its origin."""
     composition = _accepted(_written(tmp_path_factory.mktemp("chain"), files), overrides)
 
     if overrides:
         meant = {"seed=71": 71, "++seed=72": 72, "~seed": None}
         assert meant[overrides[-1]] == composition.values["seed"]
-        assert f"override {overrides[-1]}" == composition.place("seed")
+        assert f"override {overrides[-1]}" == composition.origin_of("seed")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_an_override_is_read_in_hydras_grammar(override, key, value):
     composition = compose("seed-only", [override])
 
     assert value == flatten(composition.values)[key]
-    assert f"override {override}" == composition.place(key)
+    assert f"override {override}" == composition.origin_of(key)
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"))
@@ -192,8 +192,8 @@ LEAVES = (
         max_leaves=6,
     )
 )
-def test_a_value_is_itself_again_as_an_override(value):
-    """Whatever a value is, the name of any folder included, Hydra's grammar reads what we write."""
+def test_a_value_written_as_an_override_is_read_back(value):
+    """Hydra's grammar reads back any value that we write, also the name of any folder."""
     assert parsed(f"key={in_hydras_grammar(value)}") == {"key": value}
 
 
@@ -229,15 +229,15 @@ def test_a_text_that_sets_no_value_is_refused(override):
 
 
 @given(st.text(max_size=40) | st.from_regex(r"[+~]{0,2}[a-z_.]{1,9}=[\[\]{}a-z0-9$:,'() ]{0,9}"))
-def test_any_text_for_an_override_is_a_profile_or_a_refusal(attempt, text):
-    """Whatever stands after a profile's name, the answer is a profile or a `ProfileError`."""
+def test_any_override_gives_a_profile_or_a_refusal(attempt, text):
+    """Any text after a profile's name gives a profile or a `ProfileError`."""
     outcome = attempt(torchrepro.load, "seed-only", overrides=[text])
 
     assert isinstance(outcome, torchrepro.Profile) or "override" in str(outcome)
 
 
-def test_a_deletion_takes_back_what_the_base_set():
-    """`~key` undoes any value of a base: the profile then leaves that thing alone."""
+def test_a_deletion_removes_a_value_of_the_base():
+    """`~key` removes any value of a base: the profile then does not set that knob."""
     base = torchrepro.load("debug-strict", ["requires.numpy='>=1'", "env_extra.A=b"])
     keys = [key for key in flatten(base.resolved.values) if key != "name"]
 
@@ -246,8 +246,8 @@ def test_a_deletion_takes_back_what_the_base_set():
         assert key not in flatten(torchrepro.load("debug-strict", deleted).resolved.values)
 
 
-def test_a_profile_finds_the_files_beside_it(write):
-    """A name in a defaults list means the file beside this one before the shipped profile."""
+def test_a_defaults_list_finds_files_in_its_own_folder_first(write):
+    """A name in a defaults list is a file in the same folder before a shipped profile."""
     write("seed: 5\n", "seed-only.yaml")
     write("defaults: [root]\nseed: 6\n", "team/base.yaml")
     write("dropout: zero\n", "team/root.yaml")
@@ -289,8 +289,8 @@ REFUSED_DEFAULTS = {
         pytest.param(f"pkg://torchrepro.{'a' * 300}/a", id="longer than packages are called"),
     ],
 )
-def test_a_name_that_means_no_file_is_refused(name):
-    """Whatever is asked for and is no profile is refused by its name."""
+def test_a_name_without_a_file_is_refused(name):
+    """A request for anything that is no profile is refused with its name."""
     with pytest.raises(torchrepro.ProfileError) as caught:
         torchrepro.load(name)
 
@@ -298,8 +298,8 @@ def test_a_name_that_means_no_file_is_refused(name):
 
 
 @pytest.mark.parametrize("case", REFUSED_DEFAULTS.values(), ids=REFUSED_DEFAULTS)
-def test_a_base_that_names_nothing_is_refused(write, refusal, case):
-    """A defaults list holds names of profiles, and any other entry is refused at its line."""
+def test_a_wrong_entry_of_a_defaults_list_is_refused(write, refusal, case):
+    """A defaults list has names of profiles; any other entry is refused with its line."""
     entry, words = case
     write("defaults: [bad]\n", "loop.yaml")
     write("seed: 7\n", "other.yaml")
@@ -311,7 +311,7 @@ def test_a_base_that_names_nothing_is_refused(write, refusal, case):
 
 
 def test_a_defaults_list_may_name_an_installed_package(write):
-    """`pkg://package.path/name` means the file of that package, and nothing is imported."""
+    """`pkg://package.path/name` is the file of that package; nothing is imported."""
     path = write("defaults: ['pkg://torchrepro.conf.repro/seed-only']\n")
 
     assert _asked(compose("seed-only").values) == _asked(compose(str(path)).values)

@@ -1,4 +1,4 @@
-"""A profile is data: it sets harmless variables by itself, others with consent, dangerous never."""
+"""A profile sets harmless variables without consent, others with consent, dangerous ones never."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TYPED = ("env_extra.ACME_FLAG=8", "env_extra={ACME_FLAG: 8}")
 
 
 @pytest.fixture(autouse=True)
-def _nobody_consents(monkeypatch):
+def _without_consent(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -44,7 +44,7 @@ def write(write, tmp_path, monkeypatch):
 
 @pytest.fixture
 def ask(command, tmp_path):
-    """Ask a command for a profile; returns the exit status."""
+    """Request a profile from a command; returns the exit status."""
 
     def ask(name, profile, *words):
         more = {
@@ -59,8 +59,8 @@ def ask(command, tmp_path):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_refuses_what_nobody_may_set_or_has_consented_to(ask, write, name):
-    """What runs code is a wrong request, with consent or without; so is consent to a danger."""
+def test_every_command_refuses_dangerous_and_unconsented_variables(ask, write, name):
+    """A variable that runs code is refused with or without consent, as is consent to it."""
     for case in OF_THE_TRIAL:
         variable, value = RUNS_CODE[case]
         path = write(f"seed: 1\nenv_extra: {{{variable}: '{value}'}}\n", "evil.yaml")
@@ -72,7 +72,7 @@ def test_every_command_refuses_what_nobody_may_set_or_has_consented_to(ask, writ
 
 
 @pytest.mark.parametrize("case", RUNS_CODE)
-def test_what_runs_code_is_refused_in_code_and_under_hydra_and_pytest(
+def test_dangerous_variables_are_refused_in_code_and_under_hydra_and_pytest(
     write, hydra_app, monkeypatch, case
 ):
     """Neither a file, nor a dict, nor consent, nor a typed override sets such a variable."""
@@ -91,7 +91,7 @@ def test_what_runs_code_is_refused_in_code_and_under_hydra_and_pytest(
 
 
 def _under_pytest(path, *words):
-    """Return the status of a session under the profile, which has no tests: 5, or 4 if refused."""
+    """Return the status of a session without tests under the profile: 5, or 4 if refused."""
     words = [sys.executable, "-m", "pytest", "-q", f"--repro={path}", *words, "--ignore=."]
     folder = Path(path).parent
     done = subprocess.run(words, cwd=folder, capture_output=True, timeout=300, check=False)
@@ -99,8 +99,8 @@ def _under_pytest(path, *words):
 
 
 @pytest.mark.parametrize("name", ["show", "plan", "env", "lock", "diff"])
-def test_whoever_starts_the_run_consents_by_name(ask, write, monkeypatch, name):
-    """An option and a variable consent to the names in them, and to no others."""
+def test_an_option_and_a_variable_consent_by_name(ask, write, monkeypatch, name):
+    """They consent to the variables that they name, and to no others."""
     path = write("env_extra: {ACME_FLAG: '7', ACME_MODE: a/b}\n", "theirs.yaml")
     fine = 1 if name == "diff" else 0
 
@@ -114,7 +114,7 @@ def test_whoever_starts_the_run_consents_by_name(ask, write, monkeypatch, name):
 
 
 def test_a_run_has_the_variable_that_was_consented_to(write):
-    """The command that `run` starts has the variable, and the same profile in it is consented."""
+    """The command of `run` has the variable, and the same profile in it needs no new consent."""
     path = write(f"seed: 1\n{UNKNOWN}", "theirs.yaml")
     code = (
         "import os, torchrepro; print(os.environ['ACME_FLAG'], torchrepro.load("
@@ -134,7 +134,7 @@ def test_a_run_has_the_variable_that_was_consented_to(write):
 
 @pytest.mark.parametrize("typed", TYPED)
 def test_a_typed_value_is_consent(write, typed):
-    """Who writes the value as an override, or hands it over in a dict, has consented to it."""
+    """A user who sets the variable in an override, or passes a dict, has consented to it."""
     path = str(write(UNKNOWN, "theirs.yaml"))
     given = torchrepro.load(path, [typed])
 
@@ -147,7 +147,7 @@ def test_a_typed_value_is_consent(write, typed):
 
 
 def _by_others(write):
-    """Return ways in which the author of a profile might pretend to be whoever starts the run."""
+    """Return ways in which the author of a profile might pretend to be the user."""
     theirs = str(write(UNKNOWN, "theirs.yaml"))
     write(UNKNOWN, "with/theirs.yaml")
     config = OmegaConf.create(UNKNOWN)
@@ -170,7 +170,7 @@ def _by_others(write):
 
 @pytest.mark.parametrize("case", _by_others(lambda *_: "x.yaml"))
 def test_the_author_of_a_profile_does_not_consent(write, case):
-    """What a file or a config says is nobody's consent, however it comes in."""
+    """No contents of a file or a config are consent, however they are read."""
     source, overrides = _by_others(write)[case]
     with pytest.raises(torchrepro.ProfileError) as caught:
         torchrepro.plan(source, overrides)
@@ -179,7 +179,7 @@ def test_the_author_of_a_profile_does_not_consent(write, case):
 
 
 def test_the_overrides_in_a_lock_do_not_consent(command, tmp_path):
-    """A lock is a file: whoever holds a run to it consents anew to what it sets."""
+    """A lock is a file: the user of a lock has to consent again to the variables it sets."""
     lock = tmp_path / "repro.lock"
     command("lock", "seed-only", "env_extra.ACME_FLAG=7", "-o", lock)
 
@@ -200,7 +200,7 @@ HYDRA = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HYDRA)
 def test_consent_under_hydra(write, hydra_app, case):
-    """The task runs if the variable or an override on the command line consents, and only then."""
+    """The task runs only if the variable or an override on the command line consents."""
     arguments, consent, status = HYDRA[case]
     write(UNKNOWN, "conf/repro/theirs.yaml")
 
@@ -226,7 +226,7 @@ NEAR = {
 
 
 def test_a_refused_variable_is_shown_with_the_nearest_one(load_text):
-    """The problem names the line, the variable, the near one, and how to consent."""
+    """The problem names the line, the variable, the nearest one, and how to consent."""
     with pytest.raises(torchrepro.ProfileError) as caught:
         load_text("env_extra:\n" + "".join(f"  {name}: '1'\n" for name in NEAR))
 
@@ -240,7 +240,7 @@ def test_a_refused_variable_is_shown_with_the_nearest_one(load_text):
 
 
 def test_another_value_of_an_allowed_variable_needs_consent(load_text, monkeypatch):
-    """A value outside the row is refused with the legal ones, and set with consent."""
+    """A value outside the row is refused with the legal values, and set with consent."""
     text = "env_extra: {WANDB_MODE: offlin, NCCL_DEBUG: /tmp/x}\n"
     with pytest.raises(torchrepro.ProfileError) as caught:
         load_text(text)
@@ -276,8 +276,8 @@ REAL = {
 }
 
 
-def test_what_teams_set_needs_no_consent(load_text):
-    """The settings that teams share are taken from a file as they are."""
+def test_common_settings_need_no_consent(load_text):
+    """A file may set the variables that teams commonly share."""
     assert load_text(f"env_extra: {json.dumps(REAL)}\n").resolved.environment() == REAL
 
 
@@ -288,8 +288,8 @@ NOT_SHIPPED = (
 )
 
 
-def test_a_row_of_the_allow_list_is_a_harmless_variable_of_its_own():
-    """No row is of the catalogue, or names a credential, what is dangerous or does nothing."""
+def test_a_row_of_the_allow_list_is_a_harmless_new_variable():
+    """No row is in the catalogue, names a credential, is dangerous, or has no effect."""
     assert {name: why for name in allowed() if (why := refusal(name))} == {}
     assert allowed().keys() & {knob.variable for knob in CATALOGUE} == set()
     assert allowed().keys() & set(NOT_SHIPPED) == set()
@@ -306,7 +306,7 @@ COLONS = ("ALLOC_CONF", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 def _harmless(name, value):
-    """Whether `value` is made of words and numbers: no path, host, module, or command."""
+    """Return whether `value` consists of words and numbers: no path, host, module, or command."""
     parts = re.split(r"[,=: ()\[\]{}>]", value)
     if ":" in value and not name.endswith(COLONS):
         return False
@@ -322,7 +322,7 @@ LEGAL = list({row.legal: name for name, row in allowed().items()}.values())
 @settings(max_examples=150, derandomize=True)
 @given(name=st.sampled_from(LEGAL), data=st.data())
 def test_a_row_of_the_allow_list_admits_only_words_and_numbers(name, data):
-    """Whatever a row lets through is words and numbers, and its reason tells of any `.` or `:`."""
+    """Legal values are words and numbers; the reason of a row explains any `.` or `:`."""
     legal = allowed()[name].legal
     flags = re.IGNORECASE | re.ASCII if legal.ignore_case else re.ASCII
     value = data.draw(st.from_regex(re.compile(legal.pattern, flags), fullmatch=True))
@@ -339,7 +339,7 @@ HARMFUL = ("/tmp/x", "a.b", "module.fn", "host:80", "http://h", "../x", "1\n", "
 
 
 def test_no_row_admits_a_path_a_host_or_a_module():
-    """No row of the allow list, and none of the catalogue, takes what names code, file or host."""
+    """No row of the allow list or the catalogue accepts the name of code, a file or a host."""
     rows = {row.name: row.legal for row in allowed().values()}
     rows |= {knob.variable: knob.legal for knob in CATALOGUE if knob.variable}
 

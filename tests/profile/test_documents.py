@@ -1,4 +1,4 @@
-"""A file is read as data: whatever it holds, the answer is its values or a readable refusal."""
+"""A file is read as data: any contents give its values or a readable refusal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AT_A_LINE = {  # what the file says, the line that is wrong, words of the messag
 
 @pytest.mark.parametrize("case", AT_A_LINE.values(), ids=AT_A_LINE)
 def test_a_refusal_names_the_file_and_the_line(refusal, case):
-    """Whatever is wrong at a line is refused with the file, that line and the rule."""
+    """An error in a line is refused with the file, that line and the rule."""
     content, line, words = case
 
     said = refusal(content)
@@ -87,8 +87,8 @@ def test_a_directory_is_refused(tmp_path):
         torchrepro.load(str(tmp_path / "bad.yaml"))
 
 
-def test_what_to_do_about_a_file_that_is_not_read_fits_the_reason(write, monkeypatch):
-    """The message has the system's reason; only who named no file is told how to name a profile."""
+def test_the_advice_for_an_unreadable_file_fits_the_reason(write, monkeypatch):
+    """The message has the system's reason; a missing file adds the advice to name a profile."""
     file = write("seed: 7\n")
     below_a_file = file / "no.yaml"
     loop = below_a_file.parent.with_name("loop.yaml")
@@ -112,7 +112,7 @@ def test_what_to_do_about_a_file_that_is_not_read_fits_the_reason(write, monkeyp
 @pytest.mark.parametrize("ending", ["\n", "\r\n"], ids=["unix", "windows"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "with a mark"])
 def test_line_ends_and_byte_order_marks_change_nothing(write, ending, mark):
-    """A file means the same whichever editor saved it."""
+    """A file has the same values, whichever editor saved it."""
     text = f"{mark}name: a\nseed: 7\nenv: {{OMP_NUM_THREADS: '4'}}\n".replace("\n", ending)
 
     document = read_document(write(text))
@@ -121,16 +121,16 @@ def test_line_ends_and_byte_order_marks_change_nothing(write, ending, mark):
     assert document.lines == {"name": 1, "seed": 2, "env": 3, "env.OMP_NUM_THREADS": 3}
 
 
-def test_a_date_stays_the_text_that_was_written(write):
-    """Of YAML's types only null, booleans and numbers are read; all else stays text."""
+def test_a_date_stays_text(write):
+    """Of YAML's types only null, booleans and numbers are read; all other scalars stay text."""
     document = read_document(write("name: 2026-11-20\ndescription: =\n"))
 
     assert document.values == {"name": "2026-11-20", "description": "="}
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_document_or_a_refusal(attempt, write, content):
-    """Bytes of any kind are read as a document or refused by a `ProfileError`."""
+def test_any_bytes_give_a_document_or_a_refusal(attempt, write, content):
+    """Any bytes are read as a document or refused with a `ProfileError`."""
     outcome = attempt(read_document, write(content), "bad.yaml")
 
     assert isinstance(outcome, Document) or str(outcome).startswith("bad.yaml")
@@ -194,8 +194,8 @@ def mutants(draw):
 @pytest.mark.slow
 @settings(max_examples=500)
 @given(text=mutants())
-def test_a_mutated_text_is_a_profile_or_a_refusal(write, attempt, text):
-    """However a valid text is damaged, it loads as a valid profile or is refused by its name."""
+def test_a_mutated_text_gives_a_profile_or_a_refusal(write, attempt, text):
+    """A valid text with any damage loads as a valid profile or is refused by its name."""
     outcome = attempt(torchrepro.load, str(write(text.encode("utf-8", "surrogatepass"))))
 
     if isinstance(outcome, torchrepro.ProfileError):

@@ -16,7 +16,7 @@ OPS = {"cumsum": "native", "aten::put_": "cpu", "upsample_*": "error"}
 
 
 def test_a_mapping_is_one_value(load_text):
-    """A word per op is kept as it is written: its keys are no keys of a profile."""
+    """A mapping of ops is one value, kept as written: its keys are no keys of a profile."""
     loaded = load_text(PER_OP)
 
     assert loaded.device.fallback == {"ops": OPS}
@@ -27,7 +27,7 @@ def test_a_mapping_is_one_value(load_text):
 
 
 def test_an_override_replaces_the_word_and_adds_to_a_mapping(load_text):
-    """As a whole or op by op, an override says what a file would."""
+    """An override, of the whole or of one op, has the effect of the same line in a file."""
     whole = torchrepro.load("debug-strict", ["device.fallback={ops:{cumsum:native}}"])
     dotted = torchrepro.load("debug-strict", ["device.fallback.ops.cumsum=native"])
     added = load_text(PER_OP, "device.fallback.ops.median=cpu")
@@ -40,7 +40,7 @@ def test_an_override_replaces_the_word_and_adds_to_a_mapping(load_text):
 
 
 def test_a_null_leaves_an_op_alone(load_text):
-    """An op that is null, and a fallback that decides nothing, are as if they were not there."""
+    """A null op, and a fallback without any decision, have no effect."""
     loaded = load_text(PER_OP, "device.fallback.ops.cumsum=null")
     empty = load_text("device: {fallback: {ops: {cumsum: null}}}")
 
@@ -63,22 +63,22 @@ def test_a_null_leaves_an_op_alone(load_text):
     ],
 )
 def test_another_value_is_refused_with_its_line(refusal, text, says):
-    """A wrong word names its own line, the legal words and a near one."""
+    """The refusal of a wrong word has its line, the legal words and a near match."""
     assert says in refusal(text)
 
 
 @pytest.mark.parametrize("algorithms", ["none", "warn"])
 @pytest.mark.parametrize("fallback", ["cpu", "{ops: {'*': cpu}}"])
-def test_a_fallback_that_nothing_leads_to_is_a_contradiction(refusal, algorithms, fallback):
-    """A profile that keeps torch from refusing ops cannot ask for what happens then."""
+def test_a_fallback_is_a_contradiction_if_no_op_is_refused(refusal, algorithms, fallback):
+    """With deterministic algorithms that never raise, a fallback for refused ops is an error."""
     flags = f"backends: {{torch: {{deterministic_algorithms: {algorithms}}}}}"
 
     assert "no op raises" in refusal(f"{flags}\ndevice: {{fallback: {fallback}}}\n")
 
 
 @pytest.mark.parametrize("fallback", ["error", "{ops: {cumsum: cpu}}", "{ops: {cumsum: native}}"])
-def test_what_acts_without_torch_refusing_is_none(load_text, fallback):
-    """`error` is what torch does anyway, and an op decided by name needs no refusal."""
+def test_a_fallback_that_needs_no_refusal_is_no_contradiction(load_text, fallback):
+    """`error` is torch's own reaction, and an op decided by name needs no refusal."""
     flags = "backends: {torch: {deterministic_algorithms: none}}"
 
     assert load_text(f"{flags}\ndevice: {{fallback: {fallback}}}\n").device.fallback

@@ -1,4 +1,4 @@
-"""Pieces are laid on top of a profile, in code, on the command line and under Hydra alike."""
+"""Pieces are added to a profile in the same way in code, on the command line and under Hydra."""
 
 import json
 
@@ -24,7 +24,7 @@ main()
 @pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("profile", ["seed-only", "debug-strict", "npu-align"])
 def test_a_shipped_piece_fits_every_profile(profile, piece):
-    """A shipped piece adds its own values to a profile and changes no other."""
+    """A shipped piece adds its own values to a profile and changes no other value."""
     plain = torchrepro.load(profile).resolved
     pieced = torchrepro.load(profile, [f"with=[{piece}]"]).resolved
     own = yaml.safe_load((SHIPPED / "with" / f"{piece}.yaml").read_text(encoding="utf-8"))
@@ -37,16 +37,16 @@ def test_a_shipped_piece_fits_every_profile(profile, piece):
 
 
 @pytest.mark.parametrize("order", [("seed=7", WITH, "dropout=keep"), ("dropout=keep", WITH)])
-def test_overrides_lie_on_top_of_pieces(order):
-    """Pieces come before every other override, wherever they are written."""
+def test_overrides_replace_values_of_pieces(order):
+    """Pieces are added before every other override, in any order on the command line."""
     values = torchrepro.load("seed-only", list(order)).resolved.values
 
     assert values["dropout"] == "keep"
     assert values["device"] == {"rng": "host"}
 
 
-def test_later_pieces_lie_on_top_of_earlier_ones(write):
-    """Of two pieces that set the same, the one that is named last wins."""
+def test_later_pieces_replace_values_of_earlier_ones(write):
+    """If two pieces set the same key, the piece that is named last decides."""
     for name in ("one", "two"):
         write(f"env_extra: {{WANDB_NAME: {name}}}\n", f"with/{name}.yaml")
     path = write("defaults: [with/one, with/two, _self_]\nseed: 1\n", "mine.yaml")
@@ -65,8 +65,8 @@ def test_later_pieces_lie_on_top_of_earlier_ones(write):
         ("with.dropout=zero", "unknown key"),
     ],
 )
-def test_another_piece_is_refused(override, words):
-    """A piece that is not there, or not named in a list, is refused with what would be."""
+def test_an_unknown_piece_is_refused(override, words):
+    """A piece that does not exist, or is not in a list, is refused with the legal form."""
     with pytest.raises(torchrepro.ProfileError, match=override.partition("=")[0]) as caught:
         torchrepro.load("seed-only", [override])
 
@@ -75,9 +75,9 @@ def test_another_piece_is_refused(override, words):
 
 @pytest.fixture
 def app(fork_python, write, tmp_path):
-    """Run an app with pieces of its own; returns how it ended, and its manifest if it has one.
+    """Run an app with its own pieces; returns how it ended, and its manifest if it has one.
 
-    Its PYTHONHASHSEED is exported, so that no strict profile has it begin again.
+    PYTHONHASHSEED is exported, so that no strict profile relaunches it.
     """
     for name in ("one", "two"):
         write(f"env_extra: {{WANDB_NAME: {name}}}\ndropout: keep\n", f"conf/repro/with/{name}.yaml")
@@ -93,7 +93,7 @@ def app(fork_python, write, tmp_path):
 
 
 def test_an_app_may_choose_pieces_in_its_own_defaults_list(app):
-    """Pieces of the app's own folder work from its config, and its overrides lie on top."""
+    """Pieces of the app's own folder work from its config, and its overrides replace values."""
     config = "defaults: [{repro: seed-only}, {repro/with: [one]}, _self_]\n"
 
     done, held = app("repro.env_extra.WANDB_NAME=override", config=config)
@@ -114,8 +114,8 @@ ORDERS = {  # where pieces stand, and the one that lies on top
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_piece_named_last_lies_on_top_in_hydra(app, order):
-    """Wherever pieces stand, the last one wins, and replaced the one before it, once."""
+def test_the_piece_named_last_decides_in_hydra(app, order):
+    """The last piece decides in any position, and is recorded once as the replacement."""
     arguments, winner = ORDERS[order]
     loser = {"one": "two", "two": "one"}[winner]
 
@@ -128,8 +128,8 @@ def test_the_piece_named_last_lies_on_top_in_hydra(app, order):
     assert [each["value"] for each in origin["replaced"]] == [loser]
 
 
-def test_what_is_deleted_is_not_in_force(app):
-    """An app says the same after `~repro` took its profile away as it says without any."""
+def test_a_deleted_profile_is_not_applied(app):
+    """With `~repro` an app prints the same as without a profile."""
     plain, _ = app()
 
     done, held = app("~repro", config="defaults: [{repro: seed-only}, _self_]\n")
@@ -146,8 +146,8 @@ def test_what_is_deleted_is_not_in_force(app):
         ("{}\n", ["+repro=seed-only", "+repro/with=one", "~repro/with=one"]),
     ],
 )
-def test_a_piece_that_is_deleted_is_not_in_force(app, config, arguments):
-    """`~repro/with` takes a piece away, with its values and from the record of what was asked."""
+def test_a_deleted_piece_is_not_applied(app, config, arguments):
+    """`~repro/with` removes a piece, with its values and from the recorded request."""
     done, held = app(*arguments, config=config)
 
     assert "'name': 'seed-only'" in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""What a profile may say: every knob's legal values, what cannot hold together, and the schema."""
+"""The legal values of every key, contradictions between keys, and the JSON Schema."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def _at(values, key):
 
 @pytest.fixture(scope="module")
 def in_an_editor():
-    """Return whether an editor that goes by the JSON Schema finds nothing wrong with a text."""
+    """Return whether an editor with the JSON Schema accepts a text."""
     validator = jsonschema.Draft7Validator(json_schema())
 
     return lambda text: validator.is_valid(yaml.safe_load(text))
 
 
 @pytest.mark.parametrize("key", KNOBS)
-def test_a_knob_takes_its_legal_values(load_text, in_an_editor, key):
-    """Every legal value of every knob is accepted under the knob's key and kept as it is."""
+def test_a_knob_accepts_its_legal_values(load_text, in_an_editor, key):
+    """Every legal value of every knob is accepted under the knob's key and kept unchanged."""
     for value in _legal(KNOBS[key]):
         resolved = load_text(_text(key, value)).resolved
 
@@ -102,7 +102,7 @@ WRONG += [(key, -1) for key, knob in KNOBS.items() if not knob.variable]
 
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=str)
 def test_a_knob_refuses_every_other_value(refusal, in_an_editor, key, value):
-    """An illegal value is underlined, and refused with the line, the key and what is legal."""
+    """An illegal value is underlined, and refused with line, key and legal values."""
     text = _text(key, value)
     said = refusal(f"name: a\n{text}")
 
@@ -113,8 +113,8 @@ def test_a_knob_refuses_every_other_value(refusal, in_an_editor, key, value):
 
 
 @pytest.mark.parametrize("key", [*KNOBS, *("backends", "env", "env_extra", "device", "requires")])
-def test_null_leaves_alone(load_text, key):
-    """A profile that sets a key to null asks for exactly what one without the key asks for."""
+def test_null_is_the_same_as_no_key(load_text, key):
+    """A profile with a null key requests the same as a profile without the key."""
     assert load_text("name: a\n").digest == load_text(_text(key, None)).digest
 
 
@@ -149,7 +149,7 @@ CONTRADICTIONS = [  # what the text says, words of the reason
 
 
 @pytest.mark.parametrize(("guarantee", "text", "words"), CONTRADICTIONS)
-def test_what_cannot_hold_together_is_refused(refusal, guarantee, text, words):
+def test_a_contradiction_is_refused(refusal, guarantee, text, words):
     """A contradiction is refused when the profile is loaded, with its line and the reason."""
     said = refusal(f"guarantee: {guarantee}\n{text}\n")
 
@@ -190,8 +190,8 @@ ILLEGAL = {
 
 
 @pytest.mark.parametrize("name", ["x is in force\\ny", "x (repeatable)", "x\\u202ey", " ", ""])
-def test_a_name_is_one_line_and_says_nothing_of_its_own(refusal, name):
-    """What reports say of a profile beside its name is never the name's own words."""
+def test_a_name_cannot_imitate_the_text_of_a_report(refusal, name):
+    """A name is one line without parentheses, so that it cannot look like a report's words."""
     said = refusal(f'schema: 1\nname: "{name}"\n')
     why = "invisible control character" if "u202e" in name else "one line of printable characters"
 
@@ -201,8 +201,8 @@ def test_a_name_is_one_line_and_says_nothing_of_its_own(refusal, name):
 
 
 @pytest.mark.parametrize("case", ILLEGAL.values(), ids=ILLEGAL)
-def test_what_is_illegal_is_refused_with_what_is_legal(refusal, case):
-    """An illegal value is refused with its line and what would be legal, or why not."""
+def test_an_illegal_value_is_refused_with_the_legal_values(refusal, case):
+    """An illegal value is refused with its line and the legal values, or the reason."""
     text, words = case
 
     said = refusal(f"name: a\n{text}\n")
@@ -224,7 +224,7 @@ DANGEROUS = (
 @pytest.mark.parametrize("name", DANGEROUS)
 @pytest.mark.parametrize("section", ["env", "env_extra"])
 def test_a_dangerous_variable_is_refused(refusal, section, name):
-    """No profile names code, a place where code is found, or a credential."""
+    """No profile names code, a path for code, or a credential."""
     said = refusal(f"name: a\n{section}: {{{name}: x}}\n")
 
     assert f"bad.yaml:2: {section}.{name} = " in said
@@ -233,7 +233,7 @@ def test_a_dangerous_variable_is_refused(refusal, section, name):
 
 @given(number=st.integers(1, 9999))
 def test_an_unquoted_number_in_a_variable_is_its_digits(load_text, number):
-    """An integer for a variable means its digits, in `env` and in `env_extra` alike."""
+    """An integer for a variable means its digits, both in `env` and in `env_extra`."""
     resolved = load_text(
         f"env: {{OMP_NUM_THREADS: {number}}}\nenv_extra: {{TQDM_MINITERS: {number}}}\n"
     ).resolved
@@ -248,7 +248,7 @@ def _models(value):
 
 
 def test_a_value_is_an_attribute_or_an_item(load_text):
-    """A section has what it sets under the name of the key, and nothing that is none."""
+    """A section has its values under the names of the keys, and no other attributes."""
     env = load_text("env: {OMP_NUM_THREADS: 3}\n").env
 
     assert env["OMP_NUM_THREADS"] == env.OMP_NUM_THREADS == "3"
@@ -261,7 +261,7 @@ def test_a_value_is_an_attribute_or_an_item(load_text):
         env["X"]
 
 
-def test_a_profile_is_frozen_to_the_bottom(load_text):
+def test_a_profile_is_frozen_at_every_depth(load_text):
     """No attribute and no mapping of a profile can be changed, at any depth."""
     profile = load_text(
         "env_extra: {WANDB_NAME: x}\ndevice: {modules: {enc.*: cpu}}\nrequires: {numpy: '>=1'}\n"
@@ -286,8 +286,8 @@ def _entries(schema, prefix=""):
             yield from _entries(entry, f"{prefix}{key}.")
 
 
-def test_the_json_schema_is_one_that_every_editor_reads():
-    """It is valid in the old draft and in the new one, and has no references to follow."""
+def test_every_editor_can_read_the_json_schema():
+    """It is valid in the old draft and in the new one, and has no references."""
     schema = json_schema()
 
     jsonschema.Draft7Validator.check_schema(schema)
@@ -295,7 +295,7 @@ def test_the_json_schema_is_one_that_every_editor_reads():
     assert '"$ref"' not in json.dumps(schema)
 
 
-def test_an_editor_finds_nothing_wrong_with_what_is_shipped(in_an_editor):
+def test_an_editor_accepts_shipped_profiles_and_pieces(in_an_editor):
     """Every shipped profile and every shipped piece is valid."""
     files = sorted(SHIPPED.rglob("*.yaml"))
 
@@ -305,12 +305,12 @@ def test_an_editor_finds_nothing_wrong_with_what_is_shipped(in_an_editor):
 
 @pytest.fixture(scope="module")
 def entries():
-    """Return what the JSON Schema says of every key."""
+    """Return the entry of every key in the JSON Schema."""
     return dict(_entries(json_schema()))
 
 
-def test_an_editor_completes_every_key_and_says_what_it_costs(entries):
-    """Each key of a profile is there with what it does; each knob with its cost and its values."""
+def test_an_editor_completes_every_key_and_shows_its_cost(entries):
+    """Each key of a profile has a description; each knob has its cost and its values."""
     assert KNOBS.keys() <= entries.keys()
     for key, entry in entries.items():
         assert len(entry["description"]) > 10, key
@@ -325,8 +325,8 @@ def _words(entry):
 
 
 @pytest.mark.parametrize("key", KNOBS)
-def test_an_editor_offers_words_that_are_legal(load_text, entries, key):
-    """What is offered for a key is accepted, and each word that messages call legal is offered."""
+def test_an_editor_offers_only_legal_words(load_text, entries, key):
+    """Each completion is accepted, and each word that messages call legal is offered."""
     offered = _words(entries[key])
 
     for word in offered:
@@ -341,7 +341,7 @@ VARIABLES = {key: knob for key, knob in KNOBS.items() if hasattr(knob.legal, "pa
 
 @given(data=st.data(), key=st.sampled_from(sorted(VARIABLES)))
 def test_an_editor_underlines_no_text_that_loading_accepts(load_text, in_an_editor, data, key):
-    """Whatever text a variable takes is valid, in capitals too where it does not matter."""
+    """Any legal text of a variable is valid, also in capitals if case does not matter."""
     legal = VARIABLES[key].legal
     ascii_only = st.characters(codec="ascii")
     value = data.draw(st.from_regex(legal.pattern, fullmatch=True, alphabet=ascii_only))
@@ -374,8 +374,8 @@ FINE = (
 
 
 @pytest.mark.parametrize("text", [*UNDERLINED, *FINE])
-def test_an_editor_underlines_what_is_refused(attempt, load_text, in_an_editor, text):
-    """A wrong key or value is invalid at any depth; lists, mappings, and null are fine."""
+def test_an_editor_underlines_every_refused_value(attempt, load_text, in_an_editor, text):
+    """A wrong key or value is invalid at any depth; lists, mappings, and null are valid."""
     refused = isinstance(attempt(load_text, text), torchrepro.ProfileError)
 
     assert refused == (text in UNDERLINED)
@@ -383,8 +383,8 @@ def test_an_editor_underlines_what_is_refused(attempt, load_text, in_an_editor, 
 
 
 @pytest.mark.parametrize("key", KNOBS)
-def test_the_digest_tells_every_value_apart(load_text, key):
-    """Profiles that differ in any one value have different digests, unset included."""
+def test_the_digest_depends_on_every_value(load_text, key):
+    """Profiles that differ in any value, or in whether it is set, have different digests."""
     texts = ["name: a\n", *(_text(key, value) for value in _legal(KNOBS[key]) if value != {})]
 
     digests = {load_text(text).digest for text in texts}
@@ -392,10 +392,10 @@ def test_the_digest_tells_every_value_apart(load_text, key):
     assert len({*map(str, _legal(KNOBS[key]))} - {"{}"}) + 1 == len(digests)
 
 
-def test_a_newer_schema_is_refused_with_what_to_upgrade(write, refusal):
-    """A profile, or one that it inherits, for a later torchrepro gets one message: what to install.
+def test_a_newer_schema_is_refused_with_the_upgrade(write, refusal):
+    """A profile, or its base, for a later torchrepro gives one message: the upgrade.
 
-    Its keys may be new as well, so nothing is said of them.
+    Its keys may be new, too, so they are not reported as unknown.
     """
     newer = NEWEST + 1
     content = f"schema: {newer}\nseed: 1\nsomething: new\n"
@@ -411,16 +411,16 @@ def test_a_newer_schema_is_refused_with_what_to_upgrade(write, refusal):
 
 
 @pytest.mark.parametrize("schema", [0, -1, "true", "one", 1.5])
-def test_what_is_no_version_of_a_schema_is_refused_beside_the_rest(refusal, schema):
-    """A negative or meaningless version is judged like any other value."""
+def test_an_invalid_version_of_the_schema_is_refused_like_other_values(refusal, schema):
+    """A negative or meaningless version is refused together with other wrong values."""
     said = refusal(f"schema: {schema}\nsede: 1\n")
 
     assert re.search(rf"bad.yaml:1: schema = {schema}: (not a whole number|out of range)", said)
     assert "bad.yaml:2" in said
 
 
-def test_settings_as_code_and_shells_write_them_lead_to_their_keys(load_text):
-    """A pasted name of torch's, or a variable, is refused with the key of the knob behind it."""
+def test_pasted_names_of_torch_and_variables_lead_to_their_keys(load_text):
+    """A pasted name of torch's, or a variable, is refused with the key of its knob."""
     pasted = {name: knobs[0].profile_key for name, knobs in other_names().items()}
     pasted |= {knob.variable: knob.name for knob in CATALOGUE if knob.variable}
     with pytest.raises(torchrepro.ProfileError) as caught:

@@ -1,4 +1,4 @@
-"""Which file a name means: one, or an error that names both."""
+"""The file of a profile's name: exactly one, or an error that names both."""
 
 import os
 import re
@@ -28,8 +28,8 @@ def folders(tmp_path, monkeypatch):
     return folders
 
 
-def test_folders_of_the_variable_hold_profiles(folders):
-    """A profile in a folder of TORCHREPRO_PATH is found by its name, in subfolders too."""
+def test_folders_of_the_variable_are_searched(folders):
+    """A profile in a folder of TORCHREPRO_PATH is found by its name, also in subfolders."""
     folders({"mine": "seed: 3\n"}, {"lab/strict": "defaults: [mine, _self_]\ndropout: zero\n"})
 
     values = torchrepro.load("lab/strict").resolved.values
@@ -38,7 +38,7 @@ def test_folders_of_the_variable_hold_profiles(folders):
 
 
 def test_two_profiles_of_one_name_are_an_error_that_names_both(folders):
-    """Whatever comes first on the search path, a name that means two files is refused."""
+    """A name of two different files is refused, in any order of the search path."""
     files = {"mine": "seed: 1\n"}, {"mine": "seed: 2\n"}
     for one, two in permutations(files):
         paths = folders(one, two)
@@ -48,16 +48,16 @@ def test_two_profiles_of_one_name_are_an_error_that_names_both(folders):
         assert all(path in str(no.value) for path in paths)
 
 
-def test_a_defaults_list_means_no_other_file_than_everybody(folders):
-    """A name that means two files is refused in a defaults list too, beside one of them or not."""
+def test_a_name_of_two_files_is_refused_in_a_defaults_list_too(folders):
+    """It is refused also if one of the files is in the same folder as the defaults list."""
     folders({"mine": "seed: 1\n", "base": "defaults: [mine, _self_]\n"}, {"mine": "seed: 2\n"})
 
     with pytest.raises(torchrepro.ProfileError, match="two profiles are called 'mine'"):
         torchrepro.load("base")
 
 
-def test_a_shipped_name_is_taken(folders):
-    """A profile that is called like a shipped one clashes with it, and can be named by its path."""
+def test_a_profile_with_a_shipped_name_is_refused(folders):
+    """A profile with the name of a shipped one clashes with it; its path can be used."""
     (path,) = folders({"debug-strict": "seed: 1\n"})
 
     with pytest.raises(torchrepro.ProfileError, match=re.escape(str(SHIPPED))):
@@ -66,8 +66,8 @@ def test_a_shipped_name_is_taken(folders):
     assert torchrepro.load("seed-only").seed == 1234
 
 
-def test_a_file_that_is_there_is_meant_by_its_own_name(write, monkeypatch, tmp_path):
-    """What ends in .yaml is the file of that name, although a profile is called like its stem."""
+def test_an_existing_file_comes_before_a_profile_of_its_stem(write, monkeypatch, tmp_path):
+    """A name that ends in .yaml is the file, although a profile has its stem as the name."""
     write("defaults: [seed-only, _self_]\nseed: 2\n", "seed-only.yaml")
     monkeypatch.chdir(tmp_path)
 
@@ -76,7 +76,7 @@ def test_a_file_that_is_there_is_meant_by_its_own_name(write, monkeypatch, tmp_p
 
 
 def test_a_copy_is_no_clash(folders):
-    """Two files of one name that say the same, byte for byte, are one profile."""
+    """Two files of one name with equal bytes are one profile."""
     folders({"mine": "seed: 5\n"}, {"mine": "seed: 5\n"})
 
     assert torchrepro.load("mine").seed == 5
@@ -90,8 +90,8 @@ def test_a_profile_may_inherit_another_of_its_own_name(write):
     assert (profile.seed, profile.dataloader.seeding) == (9, "auto")
 
 
-def test_a_folder_that_is_not_there_is_said(folders, show, monkeypatch):
-    """A mistake in TORCHREPRO_PATH is named where a profile is not found, and breaks no other."""
+def test_a_missing_folder_of_the_variable_is_reported(folders, show, monkeypatch):
+    """A mistake in TORCHREPRO_PATH is reported with an unknown profile, and breaks no other."""
     monkeypatch.setenv(VARIABLE, "/no/such/folder")
 
     assert show("seed-only").status == 0
@@ -101,8 +101,8 @@ def test_a_folder_that_is_not_there_is_said(folders, show, monkeypatch):
     assert f"{VARIABLE} names /no/such/folder, which is no folder" in ended.err
 
 
-def test_what_lies_behind_a_link_is_not_read(folders, tmp_path):
-    """A link that leads out of a folder of profiles is refused by every name that means it."""
+def test_a_link_out_of_a_folder_of_profiles_is_refused(folders, tmp_path):
+    """A link to a file outside a folder of profiles is refused by every name of it."""
     (path,) = folders({"mine": "defaults: [other, _self_]\n"})
     (tmp_path / "secret.yaml").write_text("description: the secret\n", encoding="utf-8")
     (tmp_path / "0" / "other.yaml").symlink_to(tmp_path / "secret.yaml")
@@ -114,12 +114,12 @@ def test_what_lies_behind_a_link_is_not_read(folders, tmp_path):
 
 
 class TestDiamonds:
-    """A file that is inherited twice undoes nothing."""
+    """A file that is inherited twice overwrites no value set in between."""
 
     BASE = "dropout: keep\nseed: 1\n"
 
-    def test_one_that_would_undo_a_value_is_refused(self, folders):
-        """The refusal names the value, who set it, and who would undo it."""
+    def test_a_file_that_would_overwrite_a_value_is_refused(self, folders):
+        """The refusal names the value, its origin, and the file that would overwrite it."""
         (path,) = folders(
             {
                 "root": self.BASE,
@@ -135,8 +135,8 @@ class TestDiamonds:
         for words in (f"{path}/one.yaml:2 sets dropout to zero", "root.yaml:1", "dropout = keep"):
             assert words in str(caught.value)
 
-    def test_one_that_undoes_nothing_is_taken(self, folders):
-        """Nobody changed the value, or the profile, an override or a null section settles it."""
+    def test_a_file_that_overwrites_nothing_is_accepted(self, folders):
+        """No other file changed the value, or a later value, override or null section decides."""
         folders(
             {
                 "root": self.BASE,

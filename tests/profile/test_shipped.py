@@ -1,4 +1,4 @@
-"""The profiles that come with the package keep what the package says about them."""
+"""The profiles of the package keep the package's promises about them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DESCRIBES_ITSELF = ("schema", "name", "description", "guarantee", "defaults")
 
 @pytest.mark.parametrize("name", GUARANTEES)
 def test_a_shipped_profile_needs_no_validation(name):
-    """A shipped profile's plain values are the very values that validation gives."""
+    """The plain values of a shipped profile are the values after validation."""
     assert ResolvedProfile.of(compose(name).values).values == torchrepro.load(name).resolved.values
 
 
 @pytest.mark.parametrize("name", GUARANTEES)
-def test_a_shipped_profile_promises_what_it_is_for(name):
-    """Every shipped profile has its guarantee, goes on when late, and describes itself."""
+def test_a_shipped_profile_has_its_guarantee(name):
+    """Every shipped profile has its guarantee, continues when late, and has a description."""
     profile = torchrepro.load(name)
     strict = GUARANTEES[name] in STRICT
     late = "relaunch_or_warn" if strict else "warn"
@@ -38,7 +38,7 @@ def test_a_shipped_profile_promises_what_it_is_for(name):
 
 
 @pytest.mark.parametrize("name", GUARANTEES)
-def test_every_value_of_a_shipped_profile_says_why(name):
+def test_every_value_of_a_shipped_profile_has_a_reason(name):
     """Each value in a shipped file has a comment on its line or on the line above."""
     lines = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     bare = [
@@ -54,7 +54,7 @@ def test_every_value_of_a_shipped_profile_says_why(name):
 
 
 def test_the_digest_is_the_same_everywhere(load_text, monkeypatch):
-    """The digest of a profile is a number that every machine and every Python finds."""
+    """The digest of a profile is equal on every machine and every Python."""
     monkeypatch.setenv("TORCHREPRO_ALLOW_ENV", "WORDS")
     words = "gr\u00fc\u00df \u4f60"
     text = f"name: any\nseed: 7\nenv: {{OMP_NUM_THREADS: 4}}\nenv_extra: {{WORDS: '{words}'}}\n"

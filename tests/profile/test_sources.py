@@ -1,4 +1,4 @@
-"""A profile is the same in every form that is taken, and knows what set each of its values."""
+"""A profile is the same in every accepted form, and has the origin of each of its values."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ VALUES = {"name": "given", "seed": 3, "backends": {"cudnn": {"deterministic": Tr
 
 @pytest.fixture
 def sources(tmp_path):
-    """The same profile in every form that is taken."""
+    """The same profile in every accepted form."""
     path = tmp_path / "given.yaml"
     path.write_text("seed: 3\nbackends: {cudnn: {deterministic: true}}\n", encoding="utf-8")
     return {
@@ -29,8 +29,8 @@ def sources(tmp_path):
 
 
 @pytest.mark.parametrize("overrides", [[], ["seed=4"]])
-def test_every_form_of_a_profile_asks_for_the_same(sources, overrides):
-    """The form in which a profile is given changes nothing; an override reaches every form."""
+def test_every_form_of_a_profile_has_the_same_values(sources, overrides):
+    """The form of a profile changes no value; an override works with every form."""
     plans = {form: torchrepro.plan(source, overrides) for form, source in sources.items()}
 
     assert len({plan.resolved.digest for plan in plans.values()}) == 1, plans
@@ -48,13 +48,13 @@ def test_a_config_may_refer_to_itself_but_call_no_resolver():
 
 @pytest.mark.parametrize("nonsense", [None, 3, "", object()])
 def test_anything_else_is_refused(nonsense):
-    """What is no profile in any form is a `ProfileError`, never another exception."""
+    """Any other object is a `ProfileError`, never another exception."""
     with pytest.raises(torchrepro.ProfileError):
         torchrepro.plan(nonsense)
 
 
 def test_a_profile_and_its_errors_survive_pickling():
-    """What crosses to another process arrives as what it was."""
+    """A profile or an error that is sent to another process arrives unchanged."""
     given = "npu-align", ["seed=5", "device.fallback.ops={cumsum:native,put_:cpu}"]
     profile = torchrepro.load(*given)
     dumped = json.loads(json.dumps(profile.model_dump(mode="json", by_alias=True)))
@@ -82,8 +82,8 @@ def team(write):
     return str(write(TEAM, "team.yaml"))
 
 
-def test_what_was_replaced_is_known_to_the_first(team, tmp_path):
-    """An override on a file on a base: three origins, the nearest first."""
+def test_all_replaced_origins_are_recorded(team, tmp_path):
+    """An override on a file on a base: three origins, the latest first."""
     origin = torchrepro.load(team, ["seed=6", "seed=7"]).resolved.origins["seed"]
 
     assert _chain(origin) == [
@@ -95,7 +95,7 @@ def test_what_was_replaced_is_known_to_the_first(team, tmp_path):
 
 
 def test_overrides_on_a_loaded_profile_keep_its_origins(team):
-    """A profile that was loaded and is overridden again is as if both had been given at once."""
+    """Overriding a loaded profile gives the same origins as loading it with all overrides."""
     at_once = torchrepro.load(team, ["seed=6", "dropout=keep"])
     later = resolve(torchrepro.load(team, ["seed=6"]), ["dropout=keep"])
 
@@ -105,7 +105,7 @@ def test_overrides_on_a_loaded_profile_keep_its_origins(team):
 
 @pytest.mark.parametrize("form", [dict, OmegaConf.create])
 def test_every_leaf_of_a_dict_has_an_origin(form):
-    """Values that come from no file say what they were given in."""
+    """The origin of values without a file is the object that contained them."""
     given = {"defaults": ["debug-strict", "_self_"], "seed": 3, "env_extra": {"WANDB_NAME": "b"}}
     resolved = resolve(form(given), ["dropout=zero"])
 
@@ -116,7 +116,7 @@ def test_every_leaf_of_a_dict_has_an_origin(form):
 
 
 def test_origins_travel_to_other_processes(team):
-    """What a process below `run` inherits is the profile with the same origins."""
+    """A child process of `run` inherits the profile with the same origins."""
     given = ["backends.cudnn.benchmark=false", "env_extra.WANDB_NAME='ä \U0001f40d'"]
     resolved = torchrepro.load(team, given).resolved
 
@@ -129,7 +129,7 @@ def test_origins_travel_to_other_processes(team):
 
 
 def test_hydra_knows_the_override_that_wrote_a_section(hydra_app, tmp_path):
-    """`repro={...}` is the origin of the values in it, and of no other."""
+    """`repro={...}` is the origin of the values in it, and of no other value."""
     ended = hydra_app("+repro=seed-only", "repro={seed: 3}", f"hydra.run.dir={tmp_path}/out")
     held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
 

@@ -1,4 +1,4 @@
-"""Carries out a plan, reads every write back, and undoes it exactly: the only writer of knobs."""
+"""Executes a plan, reads every write back, and undoes it exactly: the only writer of knobs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.application.guard import (
     Guard,
     check,
-    drift_behind,
     final_check,
-    moved_from_now,
+    keep_error,
     set_baseline,
+    track_moved_knobs,
 )
 from torchrepro.application.planner import (
     Plan,
@@ -27,7 +27,7 @@ from torchrepro.application.planner import (
     refusal,
 )
 from torchrepro.application.ray_workers import reach_workers
-from torchrepro.frameworks.hooking import InForce
+from torchrepro.frameworks.hooking import ActiveProfile
 from torchrepro.frameworks.known_frameworks import hook_frameworks
 from torchrepro.ground.console import Verbosity, say_once, verbosity
 from torchrepro.ground.errors import ApplyError, LateError, TorchreproError
@@ -49,23 +49,23 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.seeding.seeding_calls import SeedingCall
 
-_in_force: list[Applied] = []
+_active: list[Applied] = []
 _past: list[str] = []  # names; non-empty once a profile was applied: a relaunch would lose work
 
 
 class Applied:
-    """A profile in force: its report, and how to take it back.
+    """An active profile: its report, and the method that restores the process.
 
-    Leaving the `with` block, or `restore`, puts back what was there at entry. Profiles nest; one
-    that is restored before those applied after it takes these back first.
+    Leaving the `with` block, or calling `restore`, restores the state at entry. Profiles nest:
+    restoring an outer profile first restores the profiles that were applied after it.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.refuse: Callable[[TorchreproError], None] = _raise
-        """What is done when a profile in force turns out not to hold, on this rank or for all."""
+        """Called when an active profile is no longer satisfied, on this rank or on all."""
         self._undo = ExitStack()
-        self._done: list[tuple[Step, KnobRow]] = []
+        self._executed: list[tuple[Step, KnobRow]] = []
         self._calls: tuple[SeedingCall, ...] = ()
         self._counts_before = counts_so_far()
         self._last: Report | None = None
@@ -78,107 +78,109 @@ class Applied:
         self._undo.callback(reach_workers(lambda: self.resolved, self._refuse))
 
     def _refuse(self, error: TorchreproError) -> None:
-        self.refuse(error)  # looked up when it is needed: whoever holds this may have set it since
+        self.refuse(error)  # looked up at each call, since the attribute may have been replaced
 
     @property
     def resolved(self) -> ResolvedProfile:
-        """The plain values of the profile in force."""
+        """The plain values of the applied profile."""
         return self.plan.resolved
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what the profile asks for."""
+        """SHA-256 of the values that the profile requests."""
         return self.resolved.digest
 
     @property
     def report(self) -> Report:
-        """One outcome per knob, what is held of the guarantee, and what has drifted up to now."""
-        return self._present() if self.active else self._last or self._outcomes()
+        """The outcome of each knob, how far the guarantee is satisfied, and the drift so far."""
+        return self._current_report() if self.active else self._last or self._make_report()
 
     @property
     def seeding_calls(self) -> tuple[SeedingCall, ...]:
-        """The places from which the program seeded a global generator itself, while in force."""
+        """The lines on which the program seeded a global generator while the profile was active."""
         return seeding_calls() if self.active else self._calls
 
     @property
     def active(self) -> bool:
-        """Whether the profile is still in force."""
-        return self in _in_force
+        """Whether the profile is still active."""
+        return self in _active
 
     def restore(self) -> None:
-        """Put back what was there before; does nothing the second time.
+        """Restore every knob to its state before the profile; a second call does nothing.
 
-        Every knob is put back even if one of them raises; that error is raised at the end, and so
-        is `DriftError` where knobs have drifted under `guard: error`.
+        If a knob raises, the others are still restored, and its error is raised at the end. Raises
+        `DriftError` if knobs have drifted under `guard: error`.
         """
         with applying, unfrozen(), ExitStack() as all_scopes:
-            scopes = _in_force[_in_force.index(self) :] if self.active else []
+            scopes = _active[_active.index(self) :] if self.active else []
             all_scopes.callback(final_check([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
-            for scope in scopes:  # outermost first: the stack unwinds the other way round
-                scope._calls, scope._last = seeding_calls(), scope._present()  # noqa: SLF001 - the same class
+            for scope in scopes:  # outermost first: the stack unwinds in reverse order
+                scope._calls, scope._last = seeding_calls(), scope._current_report()  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
-            del _in_force[len(_in_force) - len(scopes) :]
-            del executed[len(_in_force) :]
+            del _active[len(_active) - len(scopes) :]
+            del executed[len(_active) :]
 
-    def _present(self) -> Report:
+    def _current_report(self) -> Report:
         check([self._guard])
         unseen: tuple[str, ...] = ()
         if self.resolved.strict:
             from torchrepro.policies.deterministic_ops import unseen_kernels
 
             unseen = unseen_kernels()
-        loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None where none was seeded
-        knobs = {step.knob.name for step, _ in self._done}
-        return self._outcomes(
+        loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None if no loader was seeded
+        knobs = {step.knob.name for step, _ in self._executed}
+        return self._make_report(
             drift=tuple(self._guard.drift.values()),
-            as_good=tuple(self._guard.as_good.values()),
+            as_good=tuple(self._guard.equivalents.values()),
             switches=self._guard.agreeing,
-            effects=tuple(each for each in effects(self._counts_before) if each.policy in knobs),
+            effects=tuple(use for use in effects(self._counts_before) if use.policy in knobs),
             unseen=unseen,
             unseeded=self._unseeded.reads() if self._unseeded is not None else (),
             loading=() if loader is None else tuple(loader.loaders.register.notes.values()),
         )
 
-    def _outcomes(self, **more: Any) -> Report:
-        rows = tuple(row for _, row in self._done)
+    def _make_report(self, **observed: Any) -> Report:
+        rows = tuple(row for _, row in self._executed)
         facts = process_facts(self.resolved, closed_doors())
-        return make_report(self.resolved, rows, facts, **more)
+        return make_report(self.resolved, rows, facts, **observed)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
-        """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone.
+        """Set the knobs of `steps` in order.
 
-        Under `guard: error`, what drifts from then on goes to `refuse` as `DriftError`.
+        Under `guard: error`, later drift is passed to `refuse` as `DriftError`. Raises `ApplyError`
+        if a strict profile cannot set a knob; all knobs are restored before.
         """
         with ExitStack() as until_done:
-            until_done.callback(self._abandon)
-            moved, begins = moved_from_now(), len(self._done)
+            until_done.callback(self._undo_all)
+            moved, begins = track_moved_knobs(), len(self._executed)
             for step in steps:
-                self._done.append((step, self._execute(step)))
-            for position, (step, row) in enumerate(self._done[begins:], begins):
+                self._executed.append((step, self._execute(step)))
+            for position, (step, row) in enumerate(self._executed[begins:], begins):
                 set_so = row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
                 if step.knob.reread and set_so and not step.knob.holds(step.value):
-                    why = "set, and another knob of the profile has moved it since"
+                    why = "set, but another knob of the profile has changed it again"
                     now = step.knob.access.read()
                     row = replace(row, outcome=Outcome.INEFFECTIVE, after=now, why=why)  # noqa: PLW2901
-                    self._done[position] = step, row
+                    self._executed[position] = step, row
             self._note_seeds_of_the_program()
             if self.resolved.strict:
-                if self._unseeded is None:  # it promises the same bits
+                if self._unseeded is None:  # the first call of this method
                     self._unseeded = watch_unseeded()
                     self._undo.callback(self._unseeded.stop)
-                rows = [row for _, row in self._done]
+                rows = [row for _, row in self._executed]
                 if any(row.outcome in STOPPING for row in rows):
-                    raise ApplyError(refusal(self.resolved, rows), self._outcomes())
+                    raise ApplyError(refusal(self.resolved, rows), self._make_report())
             self._agree_with_other_ranks()
             if not self._hooked:
                 self._hooked = True
-                self._undo.callback(hook_frameworks(InForce(self.resolved, lambda: self.report)))
-            set_here = (  # what is to stay as it is: generators are there to move
+                profile = ActiveProfile(self.resolved, lambda: self.report)
+                self._undo.callback(hook_frameworks(profile))
+            set_by_profile = (  # a generator is not guarded: each draw changes its state
                 step.knob
-                for step, row in self._done
+                for step, row in self._executed
                 if step.knob.guarded and (row.is_written or row.outcome is Outcome.UNCHANGED)
             )
-            self._undo.enter_context(set_baseline(self._guard, (*moved(), *set_here)))
+            self._undo.enter_context(set_baseline(self._guard, (*moved(), *set_by_profile)))
             until_done.pop_all()
 
     def _note_seeds_of_the_program(self) -> None:
@@ -198,14 +200,14 @@ class Applied:
         self._agreement = Agreement(lambda: self.report, self._refuse)
         self._undo.callback(self._agreement.close)
 
-    def _abandon(self) -> None:
+    def _undo_all(self) -> None:
         try:
             with unfrozen():
                 self._undo.close()
         finally:
             if self.active:
-                executed.pop(_in_force.index(self))
-                _in_force.remove(self)
+                executed.pop(_active.index(self))
+                _active.remove(self)
 
     def _execute(self, step: Step) -> KnobRow:
         row, knob, access = step.expected, step.knob, step.knob.access
@@ -216,14 +218,14 @@ class Applied:
             if row.outcome is Outcome.UNCHANGED and not knob.variable:
                 self._undo.callback(access.restore, access.save())
             if not row.is_written and row.outcome is not Outcome.INEFFECTIVE:
-                return row  # a variable that is as it should be is the user's own to take away
+                return row  # the user exported the variable, so `restore` does not remove it
             saved = access.save()
-            # Read anew, as the profile around this one may have begun since the plan.
+            # Read again: an outer profile may have been applied after the plan was made.
             row = replace(row, before=access.read())
             try:
                 access.write(step.value)
             except BaseException:
-                # Some of torch's setters assign first and refuse afterwards.
+                # Some of torch's setters assign first and raise afterwards.
                 if knob.moves_on or access.read() != row.before:
                     with unfrozen():
                         access.restore(saved)
@@ -236,22 +238,22 @@ class Applied:
             return replace(row, after=step.value if after is None else after)
         except (MissingState, ImportError) as missing:
             return KnobRow(knob.name, Outcome.UNSUPPORTED, why=str(missing))
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome
+        except Exception as error:  # noqa: BLE001 - any error of a library becomes the outcome
             first_line = str(error).strip().partition("\n")[0]
             why = f"{type(error).__name__}: {first_line}"
             if "disable_global_flags" in first_line:
-                why += "; put the profile in force before that is called"
+                why += "; apply the profile before the program calls that function"
             return replace(row, outcome=Outcome.FAILED, after=None, why=why)
 
     def __enter__(self) -> Applied:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with drift_behind(error):
+        with keep_error(error):
             self.restore()
 
     def __repr__(self) -> str:
-        state = "in force" if self.active else "restored"
+        state = "active" if self.active else "restored"
         return f"<torchrepro.Applied {self.resolved.name} {self.digest[:19]} {state}>"
 
     def __str__(self) -> str:
@@ -262,19 +264,19 @@ class Applied:
 
 
 def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
-    """Put a profile in force in this process, and return what takes it back.
+    """Apply a profile to this process, and return the object that restores the process.
 
-    `profile` is a name, a path, a `Profile`, a DictConfig or a dict; of a program's config, its
-    section `repro` is taken. Environment variables are set first, flags next, seeds last; torch is
-    imported when a knob needs it. Changes exactly the knobs that the profile names. With `on_late:
-    relaunch` the first call may replace the process; with `relaunch_or_warn` it never does. Under
-    `torchrepro run` of another profile a line says what it replaces.
+    `profile` is a name, a path, a `Profile`, a DictConfig or a dict; if a program's whole config is
+    passed, its section `repro` is used. Environment variables are set first, flags next, seeds
+    last; torch is imported when a knob needs it. Changes exactly the knobs that the profile names.
+    With `on_late: relaunch` the first call may replace the process; with `relaunch_or_warn` it
+    never does. Under `torchrepro run` of another profile, a line on stderr names the replaced one.
 
-    Raises `ProfileError` for a profile that is not valid, `ApplyError` if a strict one has a
-    conflict or a write that fails or does not hold, and `LateError` if a knob is past its phase and
-    the profile's `on_late` is `error`; the process is as it was before.
+    Raises `ProfileError` for an invalid profile, `ApplyError` if a strict profile has a conflict or
+    a write fails or has no effect, and `LateError` if a knob is past its phase and the profile's
+    `on_late` is `error`. If it raises, the process is unchanged.
     """
-    with applying:  # the profile is read by modules that are imported only then
+    with applying:  # reading the profile imports modules
         resolved = original_profile(profile, overrides) or resolve(profile, overrides)
         applied = apply_resolved(resolved, "")
         line = other_than_started(resolved)
@@ -284,35 +286,35 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
 
 
 def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
-    """Put `resolved` in force, as `apply` does; `obstacle` says why it may not relaunch, if so."""
+    """Apply `resolved` as `apply` does; an `obstacle` is the reason not to relaunch, if any."""
     with applying:
         past = len(_past)
         for begin_now in put_off:
             begin_now()
-        del _past[past:]  # that has done no work yet, which a relaunch would lose
+        del _past[past:]  # these profiles begin only now: a relaunch would lose no work of theirs
         applied = begin(resolved, obstacle)
         applied.carry_out(applied.plan.steps)
         return applied
 
 
 def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
-    """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
+    """Make the plan for `resolved`; raise if it cannot be applied. Sets no knob yet."""
     plan = make_plan(resolved)
     stop_or_relaunch(plan, obstacle)
     _past.append(plan.resolved.name)
-    if not _in_force:
-        reset_counts()  # what policies did before is nobody's now
+    if not _active:
+        reset_counts()  # earlier uses of policies belong to no active profile
     applied = Applied(plan)
-    _in_force.append(applied)
-    executed.append(applied._done)  # noqa: SLF001 - the same module
+    _active.append(applied)
+    executed.append(applied._executed)  # noqa: SLF001 - the same module
     return applied
 
 
 def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> str:
-    """Return if the plan may be carried out; else raise, or relaunch where `on_late` says so.
+    """Return if the plan may be executed; otherwise raise, or relaunch if `on_late` allows it.
 
-    `obstacle` says why this is not the moment for a relaunch; `by_itself` that it is the moment for
-    one that the profile does not insist on. Returns why there was none.
+    An `obstacle` is the reason not to relaunch now. `by_itself` allows the relaunch of
+    `on_late: relaunch_or_warn`. Returns the reason why the process was not relaunched, if any.
     """
     plan.refuse_if_stopping()
     on_late = plan.resolved.on_late
@@ -325,21 +327,20 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
         earlier = "a profile was applied before in this process" if _past else ""
         why = obstacle or earlier or obstacle_to_relaunch(insists=on_late == "relaunch")
         if not why:
-            # What is not late is set after the start as ever, and taken back after the job.
-            relaunch(plan.late_variables)
+            relaunch(plan.late_variables)  # the new process sets and restores all other knobs
     if on_late == "relaunch_or_warn":
         return why
     raise LateError(lateness(plan, why), plan.report)
 
 
 def applied_names() -> tuple[str, ...]:
-    """Return what the profiles that were ever applied in this process call themselves."""
+    """Return the names of all profiles that were ever applied in this process."""
     return tuple(_past)
 
 
 def in_force() -> tuple[Applied, ...]:
-    """Return the profiles in force, outermost first."""
-    return tuple(_in_force)
+    """Return the active profiles, outermost first."""
+    return tuple(_active)
 
 
 def _raise(error: TorchreproError) -> None:

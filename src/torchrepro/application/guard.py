@@ -1,14 +1,14 @@
-"""The drift guard: whether knobs still hold what the profiles in force have set.
+"""The drift guard: checks whether knobs keep the values that the active profiles have set.
 
-There is one guard in a process, and what it does about drift is the knob `guard`. Every profile
-that is put in force adds what it has set. A knob that several of them name is held to the
-innermost. Knobs are read again when a profile is taken back, whatever the guard; with a guard that
-warns or refuses, also before optimizer steps and as the process ends.
+A process has one guard; the knob `guard` selects what it does about drift. Every active profile
+adds a baseline of the knobs that it has set. If several profiles name a knob, the innermost one
+decides its value. The guard always reads knobs again when a profile is restored; if it is set to
+warn or to raise an error, it also reads them before optimizer steps and at process exit.
 
-Nothing in torch says who changed a flag, so while a guard wants to know, the functions through
-which flags and variables change are wrapped: those of torch's C module that torch itself looks up
-whenever it needs them, those that the flags of ``torch.backends`` keep, the assignment to a setting
-of the compiler, and the two methods behind `os.environ`.
+Torch does not report which code changed a flag. While the guard watches, it therefore wraps the
+functions that change flags and variables: the setters of torch's C module that torch looks up at
+every call, the setters stored in the flags of ``torch.backends``, the assignment to a compiler
+setting, and the two methods behind `os.environ`.
 """
 
 from __future__ import annotations
@@ -45,43 +45,43 @@ if TYPE_CHECKING:
 
 
 PER_THREAD = frozenset({"backends.cpu.num_threads"})
-"""Knobs of which other threads may read another value although nobody changed it: a thread keeps
-the number of threads with which it first used torch."""
+"""Knobs that may differ between threads without any change: a thread keeps the number of threads
+that was set when it first used torch."""
 
-LOCKED = "TORCHREPRO_LOCKED"  # variable that is set below ``torchrepro run --lock``
+LOCKED = "TORCHREPRO_LOCKED"  # variable that ``torchrepro run --lock`` sets for its command
 
 HELD_BY_LOCKS = ("backends.cpu.num_threads",)
-"""Knobs whose value a lock was written for although its profile may not name them."""
+"""Knobs that a lock fixes even if its profile does not name them."""
 
 UNSEEN = Writer()
 
 
 class LastWrite(NamedTuple):
-    """What a knob read after the last write that was seen, and which writes led there.
+    """The knob's value after the last observed write, and the writes that led to it.
 
-    Of a write: what the knob read after it, and who made it.
+    A write is a pair of the knob's value after it and the writer.
     """
 
     value: Any
     first_change: tuple[Any, Writer] = (None, UNSEEN)
-    """The first write since the knob read the profile's value."""
+    """The first write after the knob last had the profile's value."""
 
     first_break: tuple[Any, Writer] = (None, UNSEEN)
-    """The first write since it read that, or an equivalent value."""
+    """The first write after the knob last had the profile's value or an equivalent one."""
 
 
 @dataclass(eq=False, slots=True)
 class BaselineEntry:
-    """One knob, and what it read when a profile had set it."""
+    """One knob, and the value that it had after a profile set it."""
 
     knob: Knob
     value: Any
-    thread: int  # the only thread in which the knob can be read, or 0 for any
+    thread: int  # the only thread that can read the baseline's value, or 0 for any thread
     last: LastWrite
 
     @classmethod
     def of(cls, knob: Knob) -> BaselineEntry:
-        """Hold `knob` to what it reads now in this thread."""
+        """Take the value of `knob` in this thread as its baseline."""
         # Inductor's options are context variables (torch/utils/_config_module.py of pytorch).
         per_thread = knob.name in PER_THREAD or isinstance(knob.access, InductorVariable)
         now = reading(knob)
@@ -89,26 +89,26 @@ class BaselineEntry:
 
     @property
     def readable_here(self) -> bool:
-        """Whether what the present thread reads is what is held."""
+        """Whether the current thread can read the knob's baseline value."""
         return self.thread in (0, threading.get_ident())
 
     def note_write(self, now: Any, writer: Writer) -> None:
-        """Take note that `writer` has made the knob read `now`."""
-        was, this = self.last, (now, writer)
+        """Record that `writer` has set the knob to `now`."""
+        before, write = self.last, (now, writer)
         if now == self.value:
             self.last = LastWrite(now)
             return
-        # Whoever writes once it has been moved changes nothing about who moved it first.
-        was_held = was.value == self.value
-        change = this if was_held else was.first_change
+        # The first writer is responsible for the drift, also if another write follows.
+        was_unchanged = before.value == self.value
+        change = write if was_unchanged else before.first_change
         if why_equivalent(self.knob, now):
             self.last = LastWrite(now, change)
         else:
-            unbroken = was_held or why_equivalent(self.knob, was.value)
-            self.last = LastWrite(now, change, this if unbroken else was.first_break)
+            unbroken = was_unchanged or why_equivalent(self.knob, before.value)
+            self.last = LastWrite(now, change, write if unbroken else before.first_break)
 
     def change(self, now: Any, when: str) -> KnobChange:
-        """Return the knob's change to `now`, which has a reason if `now` is equivalent."""
+        """Return the knob's change to `now`; its `why` is set if `now` is equivalent."""
         name, was, why = self.knob.name, self.value, why_equivalent(self.knob, now)
         value, writer = self.last.first_change if why else self.last.first_break
         if self.last.value != now or (why and value != now):
@@ -118,152 +118,152 @@ class BaselineEntry:
             return KnobChange(name, was, now, when, *writer, moved_on=moved_on)
         by = writer.by or _switch_that_sets(self.knob.variable, now)
         if closed := closed_doors().get(self.knob.door):
-            why = f"{why}; {closed}, and what has read it by then goes on with {shown(was)}"
+            why = f"{why}; {closed}, and libraries that read it before keep {shown(was)}"
         return KnobChange(name, was, now, when, writer.where, writer.called, by, why=why)
 
 
 @dataclass(eq=False, slots=True)
 class Guard:
-    """What one profile in force has set, and the drift from it that was seen so far."""
+    """The baseline of one active profile, and the drift from it that was observed so far."""
 
-    refuse: Callable[[TorchreproError], None]  # what is done when the profile turns out not to hold
+    refuse: Callable[[TorchreproError], None]  # called when the profile is no longer satisfied
     at_steps: bool = False  # whether knobs are read again before optimizer steps
-    steps: int = 0  # optimizer steps since the profile was put in force, of all optimizers
+    steps: int = 0  # optimizer steps since the profile was applied, of all optimizers
     baseline: dict[str, BaselineEntry] = field(default_factory=dict)
     drift: dict[tuple[str, str], KnobChange] = field(default_factory=dict)
-    as_good: dict[str, KnobChange] = field(default_factory=dict)
-    """The knobs that now read another, equivalent value, by name."""
+    equivalents: dict[str, KnobChange] = field(default_factory=dict)
+    """The knobs that now have another, equivalent value, by name."""
 
     switches: dict[str, Writer] = field(default_factory=dict)
-    """The determinism switches of frameworks that were seen to write, by name."""
+    """The determinism switches of frameworks that have written knobs, by name."""
 
-    said: set[tuple[str, str]] = field(default_factory=set)
+    reported: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def agreeing(self) -> tuple[Writer, ...]:
-        """The switches that were seen to write, and that no drift comes from."""
-        blamed = {drift.by for drift in self.drift.values()}
-        return tuple(switch for switch in self.switches.values() if switch.by not in blamed)
+        """The switches that have written knobs and caused no drift."""
+        causes = {drift.by for drift in self.drift.values()}
+        return tuple(switch for switch in self.switches.values() if switch.by not in causes)
 
     @property
     def since(self) -> str:
-        """The present moment, in words."""
+        """The current moment, in words."""
         if not self.at_steps:
             return "at the end"
         return f"after step {self.steps - 1}" if self.steps else "before any step"
 
 
-guards: list[Guard] = []  # one for every profile in force, outermost first
+guards: list[Guard] = []  # one for every active profile, outermost first
 
 _watched: list[tuple[BaselineEntry, Guard]] = []
-"""For every knob the entry to which it is held: that of the innermost profile that names it."""
+"""For every knob its baseline, from the innermost profile that names the knob."""
 
 
 def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
-    """Hold `knobs` to what they read now.
+    """Take the current values of `knobs` as the baseline of `guard`.
 
-    While the knob `guard` is on, the first call for a profile also imports ``torch.optim``, adds a
-    hook of torch's own before optimizer steps and one at exit, and wraps the writers of knobs.
-    Closing what is returned takes that back.
+    While the knob `guard` is on, the first call for a profile also imports ``torch.optim``,
+    registers torch's hook before optimizer steps and a hook at exit, and wraps the functions that
+    write knobs. Closing the returned stack removes the baseline, the hooks and the wrappers.
     """
     with ExitStack() as undo:
         if guard not in guards:
             guards.append(guard)
-            undo.callback(_settle)
+            undo.callback(_update_watched)
             undo.callback(guards.remove, guard)
         guard.baseline |= {knob.name: BaselineEntry.of(knob) for knob in knobs}
         if LOCKED in os.environ and "torch" in sys.modules:
-            held = (knobs_by_name()[name] for name in HELD_BY_LOCKS if name not in guard.baseline)
-            guard.baseline |= {knob.name: BaselineEntry.of(knob) for knob in held}
-        _settle()
+            names = [name for name in HELD_BY_LOCKS if name not in guard.baseline]
+            guard.baseline |= {name: BaselineEntry.of(knobs_by_name()[name]) for name in names}
+        _update_watched()
         if _mode() != "none" and not guard.at_steps:
             if not _guards_at_steps():
                 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
                 undo.callback(_stepped.clear)
                 undo.callback(register_optimizer_step_pre_hook(_before_step).remove)
-                at_exit = partial(_at_exit, os.getpid())  # its own, to be unregistered alone
+                at_exit = partial(_at_exit, os.getpid())  # a new object: unregister removes by it
                 atexit.register(at_exit, ExitStatus())
                 undo.callback(atexit.unregister, at_exit)
                 undo.enter_context(watch_writers(_note_writer))
                 undo.callback(_forget_writers)
             guard.at_steps = True
-            undo.callback(setattr, guard, "at_steps", False)  # noqa: FBT003 - as it was
+            undo.callback(setattr, guard, "at_steps", False)  # noqa: FBT003 - the value before
         return undo.pop_all()
 
 
 def final_check(concerned: Collection[Guard]) -> Callable[[], None]:
-    """Read again what profiles have set that are about to be taken back.
+    """Read the knobs of profiles again, just before these profiles are restored.
 
-    What is returned says or refuses what was found, once they are.
+    Call the returned function after the restore: it reports the drift or raises `DriftError`.
     """
     return partial(_act_on, check(concerned), _mode())
 
 
 @contextmanager
-def drift_behind(error: BaseException | None) -> Iterator[None]:
-    """Say the drift that is refused within the block instead of raising it over `error`.
+def keep_error(error: BaseException | None) -> Iterator[None]:
+    """Report a `DriftError` of the block on stderr where raising it would hide `error`.
 
-    An `error` that would end the process with status 0, as `sys.exit()` raises it, is raised over.
+    A `SystemExit` with status 0 is no failure: the `DriftError` is raised over it.
     """
     try:
         yield
     except DriftError as drift:
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             raise
-        if not isinstance(error, DriftError):  # that one has said it
+        if not isinstance(error, DriftError):  # a DriftError has already reported the drift
             say(drift)
 
 
-def moved_from_now() -> Callable[[], tuple[Knob, ...]]:
-    """Return a function that says which of the knobs that are held have moved since this call.
+def track_moved_knobs() -> Callable[[], tuple[Knob, ...]]:
+    """Return a function that returns the watched knobs that have changed since this call.
 
-    Putting a profile in force may move more than it names: torch ties some of its flags together.
-    It may also put right what has drifted until now, which is therefore read before.
+    A profile may change knobs that it does not name, since torch ties some of its flags together.
+    It may also correct earlier drift; `check` therefore records that drift first.
     """
     check(guards)
-    before = [(each.knob, reading(each.knob)) for each, _ in _watched]
+    before = [(baseline.knob, reading(baseline.knob)) for baseline, _ in _watched]
     return lambda: tuple(knob for knob, value in before if reading(knob) != value)
 
 
 def check(
     concerned: Collection[Guard], moment: Callable[[Guard], str] = lambda guard: guard.since
 ) -> list[tuple[Guard, KnobChange]]:
-    """Read the knobs of the guards `concerned` again, and return what has drifted.
+    """Read the knobs of the guards `concerned` again, and return the drift.
 
-    `moment` says when it was seen.
+    `moment` returns in words when a guard observed it.
     """
     if present_worker() is not None:
         return []
-    found = []
-    for each, guard in tuple(_watched):
-        if guard not in concerned or not each.readable_here:
+    drifts = []
+    for baseline, guard in tuple(_watched):
+        if guard not in concerned or not baseline.readable_here:
             continue
-        now, name = reading(each.knob), each.knob.name
-        if now == each.value:
-            guard.as_good.pop(name, None)
+        now, name = reading(baseline.knob), baseline.knob.name
+        if now == baseline.value:
+            guard.equivalents.pop(name, None)
             continue
-        known = guard.as_good.get(name)
+        known = guard.equivalents.get(name)
         if known is not None and known.now == now:
-            continue  # it keeps the moment at which it was seen
-        guard.as_good.pop(name, None)
-        change = each.change(now, moment(guard))
+            continue  # keep the moment of the first observation
+        guard.equivalents.pop(name, None)
+        change = baseline.change(now, moment(guard))
         if change.why:
-            guard.as_good[name] = change
+            guard.equivalents[name] = change
         else:
-            found.append((guard, guard.drift.setdefault(_key(change), change)))
-    return found
+            drifts.append((guard, guard.drift.setdefault(_key(change), change)))
+    return drifts
 
 
 def reading(knob: Knob) -> Any:
-    """Return what `knob` reads, or in words why it can no longer be read."""
+    """Return the value of `knob`, or in words why it can no longer be read."""
     try:
         now = knob.access.read()
     except Exception as error:  # noqa: BLE001 - a state that cannot be read any more has drifted
         return f"unreadable: {error}"
-    # An unset float32 precision comes to ieee: torch asks only whether it is tf32 or bf16
-    # (https://github.com/pytorch/pytorch, aten/src/ATen/Context.cpp). Leaving
-    # ``torch.backends.cudnn.flags`` unsets those of cuDNN.
+    # A float32 precision that is not set acts as ieee: torch only tests for tf32 and bf16
+    # (https://github.com/pytorch/pytorch, aten/src/ATen/Context.cpp). The end of a block of
+    # ``torch.backends.cudnn.flags`` resets the precisions of cuDNN to none.
     return "ieee" if now == "none" and isinstance(knob.access, Fp32Precision) else now
 
 
@@ -276,20 +276,23 @@ def _mode() -> str:
 
 
 def _guards_at_steps() -> tuple[Guard, ...]:
-    return tuple(guard for guard in tuple(guards) if guard.at_steps)  # threads may change it
+    return tuple(guard for guard in tuple(guards) if guard.at_steps)  # threads may change the list
 
 
-def _settle() -> None:
-    """Find out anew which entries count. Whatever moved up to now was a profile's doing."""
-    before = {each.knob.name: each.last for each, _ in _watched}
+def _update_watched() -> None:
+    """Update which baseline is watched for each knob.
+
+    Changes of knobs up to this call come from a profile and are no drift.
+    """
+    before = {baseline.knob.name: baseline.last for baseline, _ in _watched}
     deciding: dict[str, tuple[BaselineEntry, Guard]] = {}
-    for guard in tuple(guards):  # outermost first: the last one that names a knob decides
-        deciding |= {name: (each, guard) for name, each in guard.baseline.items()}
-    for name, (each, _) in deciding.items():
-        if each.readable_here:
-            now, last = reading(each.knob), before.get(name)
-            each.last = last if last is not None and last.value == now else LastWrite(now)
-    _watched[:] = deciding.values()  # in one step: other threads read and write meanwhile
+    for guard in tuple(guards):  # outermost first: the innermost profile replaces the others
+        deciding |= {name: (baseline, guard) for name, baseline in guard.baseline.items()}
+    for name, (baseline, _) in deciding.items():
+        if baseline.readable_here:
+            now, last = reading(baseline.knob), before.get(name)
+            baseline.last = last if last is not None and last.value == now else LastWrite(now)
+    _watched[:] = deciding.values()  # in one step, since other threads read the list
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
@@ -298,83 +301,89 @@ def _before_step(optimizer: Any, *_: Any) -> None:
         _stepped[id(optimizer)] = ref(optimizer), _smallest_parameter(optimizer)
         if len(_stepped) > _FEW:
             _stepped.pop(next(iter(_stepped)))
-    mode, present = _mode(), _guards_at_steps()
-    found = check(present, lambda guard: f"before step {guard.steps}") if mode != "none" else []
-    for guard in present:
+    mode, stepping, drifts = _mode(), _guards_at_steps(), []
+    if mode != "none":
+        drifts = check(stepping, lambda guard: f"before step {guard.steps}")
+    for guard in stepping:
         guard.steps += 1
-    _act_on(found, mode)
+    _act_on(drifts, mode)
 
 
-# What torch.compile looks for to leave a function alone; importing it takes a second.
+# torch.compile does not trace a function with this attribute. The decorator that sets it would
+# import torch's compiler, which takes a second.
 _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
 
 
 _stepped: dict[int, tuple[Any, Any]] = {}
-"""Optimizers that have made a step, each with a parameter that outlives it: a loss that is NaN
-makes all of them NaN. It is the smallest, since it keeps its memory until the process ends."""
+"""Optimizers that have made a step, each with its smallest parameter.
 
-_MOST, _FEW = 1 << 16, 16  # bytes of it, and optimizers
+One parameter per optimizer is enough: a loss that is NaN makes all of them NaN. The table keeps it
+alive after the optimizer, until the process ends; the smallest one costs the least memory.
+"""
+
+_MOST, _FEW = 1 << 16, 16  # limits: bytes of a kept parameter, and optimizers
 
 
 def _smallest_parameter(optimizer: Any) -> Any:
-    with suppress(Exception):  # whatever a class of tensors refuses
-        found = (each for group in optimizer.param_groups for each in group["params"])
-        sizes = [(each.untyped_storage().nbytes(), each) for each in found]
+    with suppress(Exception):  # a tensor subclass may refuse any of these calls
+        parameters = (weight for group in optimizer.param_groups for weight in group["params"])
+        sizes = [(weight.untyped_storage().nbytes(), weight) for weight in parameters]
         size, smallest = min(sizes, key=itemgetter(0))
         return smallest if size <= _MOST else None
     return None
 
 
-def _say_if_nan() -> None:
-    """Say it if parameters are NaN in a process whose fresh memory was filled with NaN."""
+def _warn_if_nan() -> None:
+    """Warn if parameters are NaN in a process that fills uninitialized memory with NaN."""
     import torch
 
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if not (fills and torch.are_deterministic_algorithms_enabled()):
         return
-    with suppress(Exception):  # whatever a class of tensors refuses; a device may be gone
-        if any(bool(each.isnan().any()) for _, each in _stepped.values() if each is not None):
+    with suppress(Exception):  # a tensor subclass may refuse the calls; a device may be lost
+        kept = [weight for _, weight in _stepped.values() if weight is not None]
+        if any(bool(weight.isnan().any()) for weight in kept):
             say(
-                "parameters are nan at the end. The profile fills fresh memory with nan, so that "
-                "what reads it unwritten shows: `torchrepro verify -- COMMAND` names the line if "
-                "that is why"
+                "parameters are nan at the end. The profile fills uninitialized memory with nan "
+                "to make reads of it visible: `torchrepro verify -- COMMAND` names the line if "
+                "such a read is the cause"
             )
 
 
 def _at_exit(process: int, status: ExitStatus) -> None:
     if os.getpid() != process:
-        return  # a copy of the process, which does with its knobs what it likes
-    _say_if_nan()
+        return  # a fork of the process, which may change its knobs freely
+    _warn_if_nan()
     mode = _mode()
-    found = check(_guards_at_steps()) if mode != "none" else []
-    _say(found)
-    if found and mode == "error":
+    drifts = check(_guards_at_steps()) if mode != "none" else []
+    _report(drifts)
+    if drifts and mode == "error":
         status.value = DriftError.exit_status
 
 
-def _act_on(found: list[tuple[Guard, KnobChange]], mode: str) -> None:
-    if not found or mode == "none":
+def _act_on(drifts: list[tuple[Guard, KnobChange]], mode: str) -> None:
+    if not drifts or mode == "none":
         return
     if mode != "error":
-        _say(found)
+        _report(drifts)
         return
-    for guard, drift in found:
-        guard.said.add(_key(drift))
-    # The profile may be held by something that ends the run in a way of its own.
-    found[-1][0].refuse(DriftError([drift for _, drift in found]))
+    for guard, drift in drifts:
+        guard.reported.add(_key(drift))
+    innermost, _ = drifts[-1]
+    innermost.refuse(DriftError([drift for _, drift in drifts]))
 
 
-def _say(found: Iterable[tuple[Guard, KnobChange]]) -> None:
+def _report(drifts: Iterable[tuple[Guard, KnobChange]]) -> None:
     new = []
-    for guard, drift in found:
-        if _key(drift) not in guard.said:
-            guard.said.add(_key(drift))
+    for guard, drift in drifts:
+        if _key(drift) not in guard.reported:
+            guard.reported.add(_key(drift))
             new.append(drift)
-    for written in by_write(new):
-        say(f"drift: {in_words(written)}")
+    for changes in by_write(new):
+        say(f"drift: {in_words(changes)}")
 
 
-# Who writes.
+# Attribution of writes.
 
 _SETTERS = (
     "_set_cublas*",
@@ -390,9 +399,9 @@ _SETTERS = (
     "_set_default_dtype",
     "set_num_threads",
 )
-"""Patterns of the names of the functions of torch's C module that write what knobs read."""
+"""Patterns for the names of the functions in torch's C module that write knobs."""
 
-_THEIRS = frozenset({"torch", "torch_npu", "torchrepro", *sys.stdlib_module_names})
+_NOT_THE_PROGRAM = frozenset({"torch", "torch_npu", "torchrepro", *sys.stdlib_module_names})
 
 _HUGGING_FACE = "transformers.trainer_utils"
 _FULL_DETERMINISM = {
@@ -401,7 +410,7 @@ _FULL_DETERMINISM = {
     "ASCEND_LAUNCH_BLOCKING": "1",
     "HCCL_DETERMINISTIC": "1",
 }
-"""What the switch of transformers sets in the environment, which tells it from others."""
+"""The variables that the switch of transformers sets; no other switch sets all of them."""
 
 _LIGHTNING = "trainer.connectors.accelerator_connector"
 _RAY_TRAIN = "train_loop_utils"
@@ -419,46 +428,46 @@ SWITCHES = {
         for root in ("ray.train.torch", "ray.train.v2.torch")
     },
 }
-"""The functions by which frameworks switch determinism on or off, and what their users call them.
+"""The functions with which frameworks switch determinism on or off, and their names for users.
 
-Nothing depends on a row but the name: what a switch writes is judged as any other write is.
+Only the displayed name depends on this table: a switch's writes count as drift as any others.
 """
 
 
 def _forget_writers() -> None:
-    for each, _ in tuple(_watched):  # the next write may go unseen
-        each.last = LastWrite(each.last.value)
+    for baseline, _ in tuple(_watched):  # later writes are not observed
+        baseline.last = LastWrite(baseline.last.value)
 
 
 def _note_writer() -> None:
     nearest = _nearest()
     is_switch = nearest is not None and bool(_switch(nearest))
     writer = _present_writer() if is_switch else UNSEEN
-    for each, _ in tuple(_watched):
-        now = reading(each.knob) if each.readable_here else each.last.value
-        if now != each.last.value and any(map(_is_worker_loop, frames())):
-            each.value, each.last = now, LastWrite(now)  # torch's own number of threads
-        elif now != each.last.value:
+    for baseline, _ in tuple(_watched):
+        now = reading(baseline.knob) if baseline.readable_here else baseline.last.value
+        if now != baseline.last.value and any(map(_is_worker_loop, frames())):
+            baseline.value, baseline.last = now, LastWrite(now)  # torch sets threads in its workers
+        elif now != baseline.last.value:
             writer = writer if writer.where else _present_writer()
-            each.note_write(now, writer)
+            baseline.note_write(now, writer)
     if writer.by:
         for guard in _guards_at_steps():
             guard.switches.setdefault(writer.by, writer)
 
 
 def _is_worker_loop(frame: FrameType) -> bool:
-    # A spawned worker has our guard, and at its exit torch no longer says that it was a worker.
-    its = frame.f_globals.get("__name__"), frame.f_code.co_name
-    return its == ("torch.utils.data._utils.worker", "_worker_loop")
+    # A spawned worker has our guard, and at its exit `get_worker_info` no longer identifies it.
+    function = frame.f_globals.get("__name__"), frame.f_code.co_name
+    return function == ("torch.utils.data._utils.worker", "_worker_loop")
 
 
 def watch_writers(notify: Callable[[], None]) -> ExitStack:
-    """Have `notify` called after every write; closing what is returned takes everything back.
+    """Call `notify` after every write of a knob, until the returned stack is closed.
 
-    Changes attributes of ``torch._C``, of the flags of ``torch.backends``, of the class of torch's
-    compiler settings and of the class of `os.environ`. Two kinds of writes are not seen: by a name
-    that was kept before, as by ``from torch import set_num_threads``, and of opt_einsum's settings,
-    which are plain attributes of a module of torch's.
+    Replaces attributes of ``torch._C``, of the flags of ``torch.backends``, of the class of torch's
+    compiler settings and of the class of `os.environ`. Two sorts of writes are not observed: calls
+    through a name that was imported before, such as ``from torch import set_num_threads``, and
+    writes of opt_einsum's settings, which are plain attributes of a torch module.
     """
     listeners = [notify]
 
@@ -466,7 +475,7 @@ def watch_writers(notify: Callable[[], None]) -> ExitStack:
         def writing(*args: Any, **kwargs: Any) -> Any:
             try:
                 return setter(*args, **kwargs)
-            finally:  # some setters assign first and refuse afterwards
+            finally:  # some setters assign first and raise afterwards
                 for listener in listeners:
                     listener()
 
@@ -474,19 +483,19 @@ def watch_writers(notify: Callable[[], None]) -> ExitStack:
         return writing
 
     with ExitStack() as undo:
-        undo.callback(listeners.clear)  # our wrapper may stay, within somebody else's
+        undo.callback(listeners.clear)  # our wrapper stays if another one was put around it
         for owner, name in tuple(setters()):
             wrap(undo, owner, name, followed)
         return undo.pop_all()
 
 
 def setters() -> Iterator[tuple[Any, str]]:
-    """Yield everything through which torch and the environment are written: owner and attribute.
+    """Yield every function that writes torch's state or the environment, as owner and attribute.
 
-    Torch offers no way to hear of a write, so these are private: the setters of its C module
-    (``torch._C._set_*``), what the flags of ``torch.backends`` keep of them (``ContextProp``) and
-    the assignment to a setting of the compiler (``ConfigModule``). Where one is gone or renamed,
-    the guard says before which step a knob was changed, and not by which line.
+    Torch has no public notification of writes, so these are private: the setters of its C module
+    (``torch._C._set_*``), the setters stored in the flags of ``torch.backends`` (``ContextProp``)
+    and the assignment to a compiler setting (``ConfigModule``). If one of them was removed or
+    renamed, the guard reports before which step a knob was changed, but not by which line.
     """
     torch: Any = import_module("torch")
     written_in_c = vars(torch._C)  # noqa: SLF001 - see above
@@ -497,7 +506,7 @@ def setters() -> Iterator[tuple[Any, str]]:
     backends = import_module("torch.backends")
     flag = getattr(backends, "ContextProp", ())
     for module in list(vars(backends).values()):
-        # A flag calls the function that it was made with, whatever torch._C holds later.
+        # A flag keeps the setter of its definition; replacing it in torch._C has no effect on it.
         flags = (value for value in vars(type(module)).values() if isinstance(value, flag))
         yield from ((value, "setter") for value in flags)
     with suppress(ImportError):  # an older torch has not loaded it yet
@@ -505,7 +514,7 @@ def setters() -> Iterator[tuple[Any, str]]:
     settings = getattr(sys.modules.get("torch.utils._config_module"), "ConfigModule", None)
     if settings is not None and "__setattr__" in vars(settings):
         yield settings, "__setattr__"
-    # What every change of `os.environ` comes down to, `pop`, `update` and `clear` included.
+    # Every change of `os.environ` calls one of these: `pop`, `update` and `clear` do, too.
     yield from ((type(os.environ), name) for name in ("__setitem__", "__delitem__"))
 
 
@@ -513,12 +522,13 @@ def _present_writer() -> Writer:
     nearest = _nearest()
     if nearest is None:
         return UNSEEN
-    where, called = line(nearest), program_place(nearest)
-    return Writer(where, called if called != where else "", _switch(nearest))
+    source_line, called = line(nearest), program_place(nearest)
+    return Writer(source_line, called if called != source_line else "", _switch(nearest))
 
 
 def _nearest() -> FrameType | None:
-    return next((each for each in frames() if package(each) not in _THEIRS), None)
+    """Return the innermost frame outside torch, torchrepro and the standard library."""
+    return next((frame for frame in frames() if package(frame) not in _NOT_THE_PROGRAM), None)
 
 
 def _switch(frame: FrameType) -> str:
@@ -526,11 +536,11 @@ def _switch(frame: FrameType) -> str:
 
 
 def _switch_that_sets(variable: str, text: str) -> str:
-    """Return the switch all of whose variables now read as it sets them, or an empty string.
+    """Return the switch that sets `variable` to `text`, or an empty string.
 
-    Its module is loaded, and `variable` with this `text` is among them.
+    Its module has to be loaded, and all its other variables have to be as it sets them.
     """
-    as_set = all(os.environ.get(name) == its for name, its in _FULL_DETERMINISM.items())
-    if _HUGGING_FACE in sys.modules and _FULL_DETERMINISM.get(variable) == text and as_set:
+    all_set = _FULL_DETERMINISM.items() <= os.environ.items()
+    if _HUGGING_FACE in sys.modules and _FULL_DETERMINISM.get(variable) == text and all_set:
         return SWITCHES[_HUGGING_FACE, "enable_full_determinism"]
     return ""

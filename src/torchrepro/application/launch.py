@@ -1,7 +1,8 @@
-"""Start a command with a profile in force from before it begins, or this process anew.
+"""Start a command under a profile, or relaunch this process under one.
 
-By itself, the latter happens to a plain program only: `python script` or `python -m module`, in its
-main process, before it has started anything, with nobody else in charge. When in doubt it does not.
+An automatic relaunch only replaces a plain program: `python script` or `python -m module`, in its
+main process, before it has used a device or started threads or processes, and without a launcher or
+a debugger. In doubt there is no relaunch.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
 
 FIRST = "TORCHREPRO_FIRST"
-"""Variable that holds the process id of the command itself, which alone prints a summary."""
+"""Variable with the process id of the command itself; only this process prints a summary."""
 
 SEED = "TORCHREPRO_SEED"
-"""Variable that holds what the generators of random and numpy start from: a number, nothing where
-they are left alone, or `by rank` where a process has to work it out. The profile says it too, but
-reading that takes half a second, which a program that never imports torch must not pay."""
+"""Variable with the seed of the generators of random and numpy: a number, an empty string if they
+are not seeded, or `by rank` if each process derives it. The profile contains the seed too, but
+reading the profile takes half a second, too long for a program that never imports torch."""
 
 UNTAKEN = "TORCHREPRO_UNTAKEN"
-"""Variable that names an empty folder, which the first Python that finds `BOOT` removes."""
+"""Variable that names an empty folder, which the first Python that loads `BOOT` removes."""
 
 RELAUNCHED = "TORCHREPRO_RELAUNCHED"
-"""Variable that marks a process as relaunched: its id, which exec keeps."""
+"""Variable that marks a process as relaunched: its process id, which exec does not change."""
 
 BOOT = Path(__file__).parent.parent / "start" / "boot"
-"""Folder whose sitecustomize puts the profile in force as a Python process starts."""
+"""Folder whose sitecustomize applies the profile when a Python process starts."""
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*[dmtu]*")
 _UNREACHABLE = {
@@ -69,8 +70,8 @@ _WRAPPERS = (
     *("taskset", "time", "timeout", "xvfb-run"),
 )
 _WITHOUT_ENVIRONMENT = {"-", "-i", "--ignore-environment"}
-_ANSWERED = "torchrepro here: "
-_ASK = f"""
+_PROBE_MARK = "torchrepro here: "
+_PROBE = f"""
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
 answer = "Python %d.%d" % sys.version_info[:2]
@@ -80,16 +81,16 @@ if sys.version_info >= (3, 11):
         answer = "yes"
     except ImportError:
         answer = "no"
-sys.stdout.write({_ANSWERED!r} + answer)
-"""  # the very import that sitecustomize tries, and not from the folder that it happens to be in
-_PATIENCE = 20.0  # seconds that a Python has to answer; one that does not is started all the same
+sys.stdout.write({_PROBE_MARK!r} + answer)
+"""  # the same import as in sitecustomize, but without the current folder on the path
+_TIMEOUT = 20.0  # seconds that a Python has to answer; after that it is started without an answer
 
 
 def environment_for(plan: Plan) -> dict[str, str]:
-    """Return the environment with all that puts the plan's profile in force in a process below.
+    """Return the environment that applies the plan's profile in a child process.
 
     Variables that the user exported are kept where the plan keeps them. Raises `ApplyError` if
-    a strict profile meets one that contradicts it.
+    the profile is strict and an exported variable contradicts it.
     """
     plan.refuse_if_stopping()
     seed, ranks = plan.resolved.values.get("seed"), plan.resolved.values.get("ranks", "same")
@@ -107,31 +108,34 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(BOOT), os.environ.get("PYTHONPATH", "")]))
 
 
-def start(resolved: ResolvedProfile, command: Sequence[str], more: Mapping[str, str]) -> NoReturn:
-    """Replace this process by `command` under `resolved`, with `more` variables; does not return.
+def start(
+    resolved: ResolvedProfile, command: Sequence[str], variables: Mapping[str, str]
+) -> NoReturn:
+    """Replace this process by `command` under `resolved`; does not return.
 
-    Raises `ProfileError` for a command that is not there, and `ApplyError` for one whose Python
-    would not take the profile, for an exported variable that contradicts a strict one, or below a
-    run under another profile.
+    The command also gets the environment `variables`. Raises `ProfileError` if the command does not
+    exist. Raises `ApplyError` if its Python would not apply the profile, if an exported variable
+    contradicts a strict profile, or inside a run under another profile.
     """
     program, environment = prepared(resolved, command)
     started = {"command": list(command), "folder": os.getcwd()}  # noqa: PTH109 - text for JSON
-    environment |= {COMMAND: json.dumps(started), **more}
+    environment |= {COMMAND: json.dumps(started), **variables}
     untaken = ""
     if not any(map(is_python, (command[0], *_shebang(Path(program))))):
-        untaken = environment[UNTAKEN] = _told_if_untaken(resolved, command)
+        untaken = environment[UNTAKEN] = _warn_if_untaken(resolved, command)
     try:
         replace_process(program, command, environment)
-    finally:  # it was not started, which is said
+    finally:  # only reached if the command was not started; without the folder no warning follows
         if untaken:
             Path(untaken).rmdir()
 
 
-def _told_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
-    """Have a process of its own say at the end of this one that no Python took the profile, if so.
+def _warn_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
+    """Fork a process that warns after the end of this one if no Python applied the profile.
 
-    Returns the folder that tells. Nothing where only a parent can wait for a process, as on macOS,
-    or where the system has no room for it: the command is started all the same.
+    Returns the folder whose removal means that one did. Returns an empty string if the system
+    cannot wait for a process other than a child (macOS), or if it refuses the folder or the fork:
+    the command then starts without the warning.
     """
     if not hasattr(os, "pidfd_open"):
         return ""
@@ -142,20 +146,21 @@ def _told_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
     except OSError:
         return ""
     if child:
-        # Nobody's child by then: the command may wait for all of its own.
+        # The grandchild is no child of the command, which may wait for all its children.
         os.waitpid(child, 0)
         return str(folder)
     try:
         os.setsid()  # ^C is for the command
         if not os.fork():
             nothing = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1):  # whoever reads what the command prints sees its end
+            for stream in (0, 1):  # an open pipe would delay the end of the command's output
                 os.dup2(nothing, stream)
             select.select([this], [], [])
-            folder.rmdir()  # fails where one took it, and nothing is said
+            folder.rmdir()  # raises if a Python has removed the folder: then there is no warning
             say(
-                f"{resolved.name} was in force in no Python: `{_shown(command)}` started none on "
-                "this machine that takes a profile, and other programs have its variables alone"
+                f"{resolved.name} was applied in no Python: `{_redacted(command)}` started no "
+                "Python with torchrepro on this machine; other programs only got the profile's "
+                "variables"
             )
     finally:
         os._exit(0)
@@ -172,34 +177,34 @@ def replace_process(
 
 
 def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the program that `command` names, and the environment that puts `resolved` in force.
+    """Return the program that `command` names, and the environment that applies `resolved`.
 
-    Raises as `start` does.
+    Raises the same errors as `start`.
     """
     outer_run(resolved, "the run inside it")
     program = program_of(command)
     barrier = unreachable(program, command)
     if barrier:
-        raise ApplyError(f"the profile cannot reach `{_shown(command)}`: {barrier}")
+        raise ApplyError(f"the profile cannot reach `{_redacted(command)}`: {barrier}")
     before_python_starts = make_plan(resolved, closed={})
     return program, environment_for(before_python_starts)
 
 
 def prepared_as_it_is(command: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the program that `command` names, and the environment in which it can be recorded.
+    """Return the program that `command` names, and the environment to record it without a profile.
 
-    No profile comes with it. Raises `ProfileError` for a command that is not there, and
-    `TraceError` for one whose Python would not record.
+    Raises `ProfileError` if the command does not exist, and `TraceError` if its Python would not
+    record.
     """
     program = program_of(command)
     barrier = unreachable(program, command)
     if barrier:
-        raise TraceError.about(f"`{_shown(command)}` cannot be recorded: {barrier}")
+        raise TraceError.about(f"`{_redacted(command)}` cannot be recorded: {barrier}")
     return program, {**os.environ, "PYTHONPATH": _python_path()}
 
 
 def program_of(command: Sequence[str]) -> str:
-    """Return the program that `command` names; raises `ProfileError` if there is none."""
+    """Return the program that `command` names; raises `ProfileError` if it does not exist."""
     program = shutil.which(command[0])
     if program is None:
         raise ProfileError.about(
@@ -210,12 +215,12 @@ def program_of(command: Sequence[str]) -> str:
     return program
 
 
-def _shown(command: Sequence[str]) -> str:
+def _redacted(command: Sequence[str]) -> str:
     return " ".join(shareable(command, secret_values(os.environ)))
 
 
 def unreachable(program: str, command: Sequence[str]) -> str:
-    """Return why a Python started by `command` would not take a profile, or an empty string."""
+    """Return why a Python that `command` starts would not apply a profile, or an empty string."""
     name = Path(command[0]).name
     options = takewhile(lambda word: word.startswith("-") or "=" in word, command[1:])
     if name == "env" and not _WITHOUT_ENVIRONMENT.isdisjoint(options):
@@ -227,47 +232,47 @@ def unreachable(program: str, command: Sequence[str]) -> str:
                 return unreachable(started, command[position:])
         return ""
     if is_python(command[0]):
-        return _ignoring(command[1:]) or _lacking(program)
+        return _disabling_option(command[1:]) or _why_unusable(program)
     shebang = _shebang(Path(program))
     for position, word in enumerate(shebang):
         if is_python(word):
-            return _ignoring(shebang[position + 1 :]) or _lacking(shutil.which(word))
+            return _disabling_option(shebang[position + 1 :]) or _why_unusable(shutil.which(word))
     return ""
 
 
 def is_python(word: str) -> bool:
-    """Whether the first word of a command names a Python."""
+    """Return whether `word`, the first word of a command, names a Python interpreter."""
     return _PYTHON.fullmatch(Path(word).name) is not None
 
 
-def _ignoring(words: Sequence[str]) -> str:
+def _disabling_option(words: Sequence[str]) -> str:
     letters, _ = interpreter_line(words)
-    found = next((letter for letter in letters if letter in _UNREACHABLE), "")
-    return f"Python's option -{found}: {_UNREACHABLE[found]}" if found else ""
+    letter = next((letter for letter in letters if letter in _UNREACHABLE), "")
+    return f"Python's option -{letter}: {_UNREACHABLE[letter]}" if letter else ""
 
 
-def _lacking(python: str | None) -> str:
+def _why_unusable(python: str | None) -> str:
     if python is None:
         return ""
-    own, asked = Path(sys.executable), Path(python)
-    # Both: a virtual environment is where the link lies, and one folder holds several versions.
-    if asked.parent.resolve() == own.parent.resolve() and asked.resolve() == own.resolve():
+    ours, asked = Path(sys.executable), Path(python)
+    # The folder identifies a virtual environment, the link's target the version: check both.
+    if asked.parent.resolve() == ours.parent.resolve() and asked.resolve() == ours.resolve():
         return ""
-    # Whatever a run around this one asks of a Python that starts, it is not asked of this one.
-    around = {name: its for name, its in os.environ.items() if not name.startswith("TORCHREPRO_")}
+    # An outer run must not apply its profile to this short check, or record it.
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("TORCHREPRO_")}
     try:
-        done = subprocess.run(  # noqa: S603 - what the user has named
-            [python, "-c", _ASK],
-            env=around,
+        done = subprocess.run(  # noqa: S603 - the user named this Python
+            [python, "-c", _PROBE],
+            env=kept,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE,
+            timeout=_TIMEOUT,
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    answer = done.stdout.rpartition(_ANSWERED)[2] if _ANSWERED in done.stdout else "yes"
+    answer = done.stdout.rpartition(_PROBE_MARK)[2] if _PROBE_MARK in done.stdout else "yes"
     if answer == "yes":
         return ""
     lacks = "has no torchrepro" if answer == "no" else f"is {answer}, and torchrepro needs 3.11"
@@ -287,14 +292,14 @@ def _shebang(program: Path) -> list[str]:
     return line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
 
 
-# Starting this process anew.
+# Relaunch of this process.
 
 
 def relaunch(variables: Mapping[str, str]) -> None:
     """Replace this process by the same command line with `variables` set; does not return.
 
-    The process id stays, and marks the environment so that it never happens twice. What was
-    printed and is still buffered is dropped: the program prints it again.
+    The process keeps its id, which is stored in the environment to prevent a second relaunch.
+    Buffered output is dropped: the program prints it again.
     """
     environment = {**os.environ, **variables, RELAUNCHED: str(os.getpid())}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
@@ -302,10 +307,10 @@ def relaunch(variables: Mapping[str, str]) -> None:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Put variables and usable CPUs back to what they are now when the block ends.
+    """Restore the environment variables and the CPU affinity when the block ends.
 
-    Libraries that torch loads may export variables, and OpenMP binds the thread that loads it if
-    OMP_PROC_BIND says so: a command started in this process's place would inherit both.
+    Libraries that torch loads may export variables, and with OMP_PROC_BIND OpenMP binds the thread
+    that loads it to a CPU: a command that replaces this process would inherit both.
     https://www.openmp.org/spec-html/5.2/openmpse57.html
     """
     get = getattr(os, "sched_getaffinity", None)
@@ -319,9 +324,9 @@ def untouched() -> Iterator[None]:
 
 
 def obstacle_to_relaunch(*, insists: bool) -> str:
-    """Return why this process does not start its command line again, or an empty string.
+    """Return why this process is not relaunched, or an empty string if it can be.
 
-    `insists` says that the profile asks for it by name: only what makes it impossible counts there.
+    `insists`: the profile has `on_late: relaunch`, so only the `IMPOSSIBLE` obstacles count.
     """
     obstacles = IMPOSSIBLE if insists else (*IMPOSSIBLE, *IN_DOUBT)
     return next((words for is_there, words in obstacles if is_there()), "")
@@ -345,7 +350,7 @@ def _main_file() -> Path | None:
 
 
 def _script_read_once() -> bool:
-    """Whether the script came from where it can be read only once: `- < FILE`, `<(COMMAND)`."""
+    """Whether the script's source can be read only once: `- < FILE`, `<(COMMAND)`."""
     if sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]:
         return True
     script = _main_file() or Path(os.devnull)
@@ -353,25 +358,25 @@ def _script_read_once() -> bool:
 
 
 def _script_out_of_reach() -> bool:
-    """Whether the path of the script, as the command line has it, no longer leads to it."""
+    """Whether the script's path on the command line no longer exists, seen from this folder."""
     script = _main_file()
     named = [word for word in sys.orig_argv[1:] if script and Path(word).name == script.name]
     return bool(named) and not any(Path(word).exists() for word in named)
 
 
 def _is_plain() -> bool:
-    """Whether the command line, begun here, begins the script or module that runs.
+    """Whether the command line, started in this folder, starts the running script or module.
 
-    A tool that runs a program for somebody replaces `__main__` or `sys.argv`; a program that has
-    changed its folder would begin elsewhere.
+    It does not if a tool that runs programs has replaced `__main__` or `sys.argv`, or if the
+    program has changed its folder.
     """
     _, program = interpreter_line(sys.orig_argv[1:])
     file = _main_file()
     if not program or program[0] == "-c" or file is None:
         return False
 
-    def names_it(word: str) -> bool:  # a folder or an archive with a __main__.py is named itself
-        return any(same_file(Path(word), here) for here in (file, file.parent))
+    def names_it(word: str) -> bool:  # the word may name a folder or archive with a __main__.py
+        return any(same_file(Path(word), path) for path in (file, file.parent))
 
     if not names_it(sys.argv[0]):
         return False
@@ -380,7 +385,7 @@ def _is_plain() -> bool:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.name.removesuffix(".__main__") != program[1]:
         return False
-    # A new Python that begins here has to look for the module in the same folder.
+    # A relaunched Python must find the module in the same folder.
     folder = file.absolute().parents[spec.name.count(".")]
     entries = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(":")))]
     installed = any(folder.is_relative_to(root) for root in (sys.prefix, sys.base_prefix))
@@ -396,14 +401,14 @@ def _is_watched() -> bool:
 
 
 def _stdin_may_be_used_up() -> bool:
-    """Whether standard input may hold less than at the start; of a pipe nobody knows."""
+    """Whether standard input may already be read in part; for a pipe this is always possible."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:
-        return False  # it is closed
+        return False  # standard input is closed
     if stat.S_ISREG(mode):
         return os.lseek(0, 0, os.SEEK_CUR) > 0
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)  # else a terminal, or the null device
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)  # otherwise a terminal or the null device
 
 
 def _has_begun() -> bool:
@@ -418,10 +423,10 @@ IMPOSSIBLE: tuple[tuple[Callable[[], bool], str], ...] = (
     (is_interactive, "it is interactive or a notebook"),
     (_is_worker, "it is a worker of another process"),
     (_script_read_once, "its script came on standard input or by a pipe"),
-    (_script_out_of_reach, "it has left the folder in which its script was named"),
+    (_script_out_of_reach, "it has changed its folder, and its script's path is relative"),
     (lambda: not sys.executable, "its Python cannot be started again"),
 )
-"""What stops a relaunch that the profile insists on, too; the first that applies is shown."""
+"""Obstacles to every relaunch, also with `on_late: relaunch`; the first one is shown."""
 
 IN_DOUBT: tuple[tuple[Callable[[], bool], str], ...] = (
     (lambda: bool(sys.flags.ignore_environment), "its Python ignores variables (-E or -I)"),
@@ -437,4 +442,4 @@ IN_DOUBT: tuple[tuple[Callable[[], bool], str], ...] = (
     ),
     (_has_begun, "it has used a device, made a communicator, or started threads or processes"),
 )
-"""What stops a relaunch that happens by itself: it might do more than start the program anew."""
+"""Obstacles to an automatic relaunch, which could have more effects than a restarted program."""

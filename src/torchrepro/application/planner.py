@@ -1,8 +1,8 @@
-"""Decides what putting a profile in force does to each knob of this process, and changes nothing.
+"""Decides what applying a profile does to each knob of this process, and changes nothing.
 
-A plan is a step for each knob, in the order in which they are set. What a step has decided is what
-`apply` executes and reports. `apply` decides only about a knob whose library was not loaded yet,
-and once more about one that another step can move (`Knob.reread`).
+A plan has one step per knob, in the order in which `apply` sets them. `apply` executes and reports
+the decision of each step. It decides itself only if the knob's library was not loaded at planning,
+and decides again if another step can change the knob (`Knob.reread`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.ground.console import Displayed, Part, parts
@@ -40,25 +41,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One knob, the value asked for, and what becomes of it."""
+    """One knob, the requested value, and the expected outcome."""
 
     knob: Knob
     value: Any
     expected: KnobRow
     wanted: Mapping[str, Any] = field(repr=False)
-    """The values that the profile asks for, by the name of the knob."""
+    """The values that the profile requests, by the name of the knob."""
 
     decided: bool = True
-    """Whether `expected` holds; otherwise `decide` is asked once the library is loaded."""
+    """Whether `expected` is final; if not, `decide` is called once the library is loaded."""
 
 
 executed: list[list[tuple[Step, KnobRow]]] = []
-"""What each profile in force has executed so far, with what became of it, outermost first."""
+"""The executed steps of each active profile with their outcomes, outermost profile first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Displayed):
-    """What putting a profile in force does, knob by knob, in order."""
+    """The effect of applying a profile, knob by knob, in order."""
 
     resolved: ResolvedProfile
     steps: tuple[Step, ...]
@@ -72,7 +73,7 @@ class Plan(Displayed):
 
     @property
     def late(self) -> tuple[KnobRow, ...]:
-        """The knobs that are past their phase, but for those of hardware that is not here."""
+        """The knobs that are past their phase, without knobs of absent hardware."""
         return tuple(
             step.expected
             for step in self.steps
@@ -82,7 +83,7 @@ class Plan(Displayed):
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables to set for a process that has not started, the user's own left alone."""
+        """The variables to set for a process before it starts, without those the user exported."""
         to_set = (Outcome.APPLIED, Outcome.TOO_LATE)
         return {
             step.knob.variable: step.value
@@ -92,7 +93,7 @@ class Plan(Displayed):
 
     @property
     def late_variables(self) -> dict[str, str]:
-        """Those of them that are late."""
+        """The variables to set that are past their phase in this process."""
         late = {row.knob for row in self.late}
         return {
             step.knob.variable: step.value
@@ -101,7 +102,7 @@ class Plan(Displayed):
         }
 
     def refuse_if_stopping(self) -> None:
-        """Raise `ApplyError` if the profile is strict and a knob would come to a `STOPPING` end."""
+        """Raise `ApplyError` if the profile is strict and a knob has a `STOPPING` outcome."""
         rows = [step.expected for step in self.steps]
         if self.resolved.strict and any(row.outcome in STOPPING for row in rows):
             raise ApplyError(refusal(self.resolved, rows), self.report)
@@ -119,8 +120,8 @@ def _plan_parts(plan: Plan) -> tuple[Part, ...]:
 def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:
     """Return what applying `profile` in this process would do; changes and imports nothing.
 
-    `profile` is whatever `apply` takes. Knobs of a library that is not loaded yet show no present
-    value. Raises `ProfileError` for a profile that is not valid.
+    `profile` is any value that `apply` accepts. A knob of a library that is not loaded yet shows no
+    current value. Raises `ProfileError` for an invalid profile.
     """
     return make_plan(resolve(profile, overrides))
 
@@ -128,16 +129,17 @@ def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:
 def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None) -> Plan:
     """Return the plan for `resolved` in this process, without importing anything.
 
-    `closed` stands in for the doors as they are now, to plan for a process before it began.
+    `closed` replaces this process's closed latches, to plan for a process that has not started.
     """
     started_under = inherited()
     closed = closed_doors() if closed is None else closed
     settings = resolved.settings()
     names = {_variable_row(knob).variable for knob, _ in settings} & set(os.environ)
-    own = {**(started_under.environment() if started_under else {}), **_own_variables()}
-    ours = {name for name in names if own.get(name) == os.environ[name]}
+    from_profiles = dict(started_under.environment()) if started_under else {}
+    from_profiles |= _variables_of_profiles()
+    ours = {name for name in names if from_profiles.get(name) == os.environ[name]}
     exported = {name: os.environ[name] for name in names - ours}  # by the user
-    in_time = ours | set(filter(set_before_start, names))  # set before whatever reads them
+    in_time = ours | set(filter(set_before_start, names))  # set before a library read them
     facts = process_facts(resolved, closed)
     wanted = {knob.name: value for knob, value in settings}
     steps = []
@@ -153,25 +155,25 @@ def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
             row = decide(knob, value, wanted)
         if not knob.variable and row.outcome is not Outcome.UNSUPPORTED:
             row = _conflict(knob, value, exported, row.before) or row
-        if lacking := _lacking(knob, value, wanted):
-            row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=lacking)
+        if unmet := _unmet_need(knob, value, wanted):
+            row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=unmet)
         decided = knob.loaded or row.outcome is not Outcome.APPLIED
         steps.append(Step(knob, value, row, wanted, decided))
     return Plan(resolved, tuple(steps), facts)
 
 
 def refusal(resolved: ResolvedProfile, rows: Sequence[KnobRow]) -> str:
-    """Return what to say to a user whose strict profile stops because of some of `rows`."""
+    """Return the message for a strict profile that some of `rows` stop."""
     head = (
-        f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be put in force; "
-        "the process is as it was:"
+        f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be applied; "
+        "the process is unchanged:"
     )
     stopping = [row for row in rows if row.outcome in STOPPING]
     return "\n".join([head, *(f"  {row.knob}: {row.outcome}: {row.why}" for row in stopping)])
 
 
 def lateness(plan: Plan, why: str) -> str:
-    """Return what to say to a user whose profile stops because knobs are past their phase."""
+    """Return the message for a profile that stops because knobs are past their phase."""
     head = f"profile '{plan.resolved.name}' has knobs past their phase"
     lines = [f"  {row.knob}: {row.why}" for row in plan.late]
     if why:
@@ -181,9 +183,9 @@ def lateness(plan: Plan, why: str) -> str:
 
 
 def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> KnobRow:
-    """Decide what becomes of a knob by what it reads; not for variables. Its library is loaded.
+    """Decide the outcome of a knob that is no variable from its value; its library is loaded.
 
-    Where the outcome is `ineffective`, the knob can be set, and nothing here acts on it.
+    The outcome `ineffective` means: the knob can be set, but has no effect in this process.
     """
     try:
         now = knob.access.read()
@@ -212,7 +214,7 @@ def _decide_variable(
     *,
     is_absent: bool,
 ) -> KnobRow:
-    # `late` says in words that the door is closed, if it is.
+    """Decide the outcome of a variable; `late` is the reason why its latch is closed, if it is."""
     name = knob.variable
     text = os.environ.get(name)
     try:
@@ -225,23 +227,23 @@ def _decide_variable(
             return conflict
         if not late:
             return row
-        # It stays as it is where it is read here. Where its hardware is not here, it is set for
-        # the processes that this one starts.
+        # A late variable stays unchanged. With absent hardware this process does not read it: it
+        # is set for child processes.
         after = value if is_absent else row.before
         why = f"{late}; `torchrepro run` sets it in time"
         return replace(row, outcome=Outcome.TOO_LATE, after=after, why=why)
     kept = replace(row, after=row.before)
     in_effect, instead = None, ""
     if knob.effect and (late or not knob.door):
-        # Asking a library makes it read the variable: it is only asked once it has.
+        # The check makes a library read the variable, so it waits until the library has read it.
         in_effect, instead = knob.effect.check(text)
     if in_effect is False:
         if not late:
-            return row  # what went by the variable can still be set
+            return row  # the state that the variable initialized can still be set
         todo = "" if name in in_time else "; `torchrepro run` sets it in time"
         return replace(kept, outcome=Outcome.TOO_LATE, why=f"{late}, and {instead}{todo}")
     if late and in_effect is None and name not in in_time:
-        why = f"{late}, and nobody can tell whether it was set before that"
+        why = f"{late}, and it is unknown whether the variable was set before that"
         return replace(kept, outcome=Outcome.UNCHANGED, why=why, unverified=True)
     why = "" if text == value else f"exported, and {equivalent}"
     return replace(kept, outcome=Outcome.UNCHANGED, why=why)
@@ -256,8 +258,8 @@ def _conflict(knob: Knob, value: Any, exported: Mapping[str, str], before: Any) 
     return KnobRow(knob.name, Outcome.CONFLICT, before, before, why + knob.name)
 
 
-def _lacking(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
-    """Return why nothing sets the knob on which `value` acts, here or around this profile."""
+def _unmet_need(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
+    """Return why the knob that `value` needs is not set, by this or an outer profile."""
     if not knob.needs or not knob.needing(value):
         return ""
     needed = knobs_by_name()[knob.needs]
@@ -270,24 +272,24 @@ def _lacking(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
     return f"it acts on `{needed.profile_key}`, which the profile does not {words}"
 
 
-def _own_variables() -> dict[str, str]:
-    """Return the variables that profiles in force have set, directly or through a flag.
+def _variables_of_profiles() -> dict[str, str]:
+    """Return the variables that active profiles have set, directly or through a flag.
 
-    One that has another value by now is not the profile's any more.
+    A variable that has another value now is not included.
     """
-    own = {}
-    for step, row in (each for done in executed for each in done):
+    variables = {}
+    for step, row in chain.from_iterable(executed):
         name = _variable_row(step.knob).variable if row.is_written else ""
         text = os.environ.get(name)
         if name and text is not None and _value_of(step.knob, text) == step.value:
-            own[name] = text
-    return own
+            variables[name] = text
+    return variables
 
 
 def _variable_row(knob: Knob) -> Knob:
-    """Return the row of the variable that is the same state as `knob`, or `knob` itself."""
-    others = (knobs_by_name().get(alias) for alias in knob.aliases)
-    return next((other for other in others if other and other.variable), knob)
+    """Return the knob of the variable that sets the same state as `knob`, or `knob` itself."""
+    aliases = (knobs_by_name().get(name) for name in knob.aliases)
+    return next((alias for alias in aliases if alias and alias.variable), knob)
 
 
 def _value_of(knob: Knob, text: str) -> Any:

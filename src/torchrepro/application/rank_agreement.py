@@ -1,7 +1,7 @@
-"""Whether all ranks of a run have the same in force: asked once, before the first step.
+"""Compares the settings of all ranks of a run, once, before the first step.
 
-Ranks exchange what they have in force through the store of their process group, not through a
-collective: that needs no device, and makes no communicator before its knobs are settled.
+Ranks exchange their settings through the store of their process group. A collective would need a
+device, and would create a communicator before the knobs of communicators are set.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(seconds=60)
 _MODULES = ("torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
-"""Those of torch that have imported the function which makes the process group by its name."""
+"""Modules of torch that import `init_process_group` by its name."""
 
-_PROGRAM_SEED = "seed given by the program"
-"""What the program has given as a seed, which need not be the same on all ranks."""
+_PROGRAM_SEED = "seed set by the program"
+"""Key for the seed that the program set itself; ranks may have different ones."""
 
-_watching: list[Agreement] = []  # innermost last: it alone compares
-_turns = count()  # ranks compare in the same order, so they number their turns alike
+_watching: list[Agreement] = []  # innermost profile last: only the last one compares
+_turns = count()  # ranks compare in the same order, so equal numbers belong together
 
 
 class Agreement:
-    """Compares what is in force on this rank with the other ranks', once per process group.
+    """Compares the settings of this rank with the other ranks', once per process group.
 
-    As soon as a process group is made, at the latest before the first step. Wraps
-    `torch.distributed.init_process_group`, in a rank that a launcher has numbered wherever it was
-    imported by that name, and adds a hook of torch's own before optimizer steps, which goes away
-    once ranks were compared.
+    It compares when a process group is created, or at the latest before the first step. Wraps
+    `torch.distributed.init_process_group`; in a rank that a launcher has numbered, also the names
+    under which modules imported it. Registers torch's hook before optimizer steps, and removes it
+    after the comparison.
     """
 
     def __init__(self, report: Callable[[], Report], refuse: Callable[[ApplyError], None]) -> None:
@@ -54,7 +54,7 @@ class Agreement:
 
         self._report = report
         self._refuse = refuse
-        self._compared: Callable[[], Any] = lambda: None  # the group, for as long as it lives
+        self._compared: Callable[[], Any] = lambda: None  # weak reference to the compared group
         self._undo, self._hook = ExitStack(), ExitStack()
 
         def then_compare(init_process_group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,13 +65,13 @@ class Agreement:
         module = sys.modules["torch.distributed"]
         if hasattr(module, "init_process_group"):
             ranked = any(rank in os.environ for rank, _ in streams.VARIABLES)
-            own = None if ranked else [*filter(None, map(sys.modules.get, _MODULES))]
-            surround_everywhere(self._undo, module, "init_process_group", then_compare, own)
+            modules = None if ranked else [*filter(None, map(sys.modules.get, _MODULES))]
+            surround_everywhere(self._undo, module, "init_process_group", then_compare, modules)
         self._hook.callback(register_optimizer_step_pre_hook(lambda *_: self.compare()).remove)
         _watching.append(self)
 
     def close(self) -> None:
-        """Take back what was changed."""
+        """Remove the wrappers and the hook."""
         self._undo.close()
         self._hook.close()
         _watching.remove(self)
@@ -79,7 +79,7 @@ class Agreement:
     def compare(self, program_seed: Mapping[str, str] | None = None) -> None:
         """Compare with the other ranks if there are any and they were not compared yet.
 
-        Where all ranks have the same `program_seed`, their loaders depend on it from then on.
+        If all ranks have the same `program_seed`, their loaders use it from now on.
         """
         import torch.distributed as dist
 
@@ -94,9 +94,9 @@ class Agreement:
             return
         seed_as_this_rank()
         if dist.get_backend() == "fake":
-            return  # torch's stand-in for a group whose other ranks do not exist
+            return  # torch's backend for tests, without other ranks
         try:
-            mine = {**in_force(self._report()), **(program_seed or {})}
+            mine = {**settings_of(self._report()), **(program_seed or {})}
             store = dist.distributed_c10d.PrefixStore(f"torchrepro/{next(_turns)}", _store())
             differing = exchange(store, size, rank, mine)
         except ApplyError as error:
@@ -107,29 +107,30 @@ class Agreement:
             agreed = None if any(seeds) else json.loads(program_seed[_PROGRAM_SEED])
             streams.put_plan(replace(streams.current_plan(), agreed_seed=agreed))
         lines = [
-            f"  {key}: {first} on rank 0, {other} on rank {number}"
+            f"  {key}: {first} on rank 0, {second} on rank {number}"
             for number, keys in differing.items()
-            for key, (first, other) in keys.items()
+            for key, (first, second) in keys.items()
         ]
         if lines:
-            words = "\n".join(["ranks do not have the same in force:", *lines])
+            words = "\n".join(["ranks differ in settings or versions:", *lines])
             self._refuse(ApplyError(words, self._report()))
         elif rank == 0:
             name_what_is_not_pinned(dist.get_backend())
 
 
-def in_force(report: Report) -> dict[str, str]:
-    """Return everything on which ranks have to agree, as text under dotted keys.
+def settings_of(report: Report) -> dict[str, str]:
+    """Return the settings and versions that have to be equal on all ranks, as text.
 
-    The generators of ranks may start from different seeds; the plan they derive from may not.
+    The seeds of generators may differ between ranks; the plan that they are derived from may not.
     """
-    from torchrepro.manifest.environment import versions  # one process alone never asks
+    from torchrepro.manifest.environment import versions  # a single process does not need it
 
     knobs = knobs_by_name()
     shared = (row for row in report if row.knob not in knobs or knobs[row.knob].key != "seed")
-    found = {row.knob: shown(row.state) for row in shared}
-    found |= {f"seed plan: {key}": shown(v) for key, v in streams.current_plan().to_json().items()}
-    return found | {f"version of {name}": text for name, text in versions().items()}
+    settings = {row.knob: shown(row.state) for row in shared}
+    for key, choice in streams.current_plan().to_json().items():
+        settings[f"seed plan: {key}"] = shown(choice)
+    return settings | {f"version of {name}": text for name, text in versions().items()}
 
 
 def exchange(
@@ -137,18 +138,18 @@ def exchange(
 ) -> dict[int, dict[str, list[str]]]:
     """Return, for every rank that differs from rank 0, the differing keys with both values.
 
-    Every rank of the `size` ranks returns the same. Raises `ApplyError` if a rank does not answer.
+    All `size` ranks return the same. Raises `ApplyError` if a rank does not answer.
     """
     if rank == 0:
         store.set("mine/0", json.dumps(dict(mine)))
-        others = [f"differs/{other}" for other in range(1, size)]
-        answers = [json.loads(_answer(store, key, size)) for key in others]
-        found = {number: answer for number, answer in enumerate(answers, 1) if answer}
-        store.set("verdict", json.dumps(found))
-        for other in range(1, size) if found else ():
-            # Rank 0 may host the store: it stays until every other rank knows why it stops.
-            _answer(store, f"heard/{other}", size)
-        return found
+        answers = [json.loads(_answer(store, f"differs/{n}", size)) for n in range(1, size)]
+        verdict = {number: answer for number, answer in enumerate(answers, 1) if answer}
+        store.set("verdict", json.dumps(verdict))
+        if verdict:
+            # Rank 0 may host the store: it must not stop before every rank has the verdict.
+            for number in range(1, size):
+                _answer(store, f"received/{number}", size)
+        return verdict
     theirs = json.loads(_answer(store, "mine/0", size))
     differing = {
         key: [theirs.get(key, "not set"), mine.get(key, "not set")]
@@ -156,45 +157,45 @@ def exchange(
         if theirs.get(key) != mine.get(key)
     }
     store.set(f"differs/{rank}", json.dumps(differing))
-    verdict = json.loads(_answer(store, "verdict", size))
-    store.set(f"heard/{rank}", "1")
-    return {int(number): keys for number, keys in verdict.items()}
+    received = json.loads(_answer(store, "verdict", size))
+    store.set(f"received/{rank}", "1")
+    return {int(number): keys for number, keys in received.items()}
 
 
 def _answer(store: Any, key: str, size: int) -> str:
     try:
         store.wait([key], TIMEOUT)
-    except Exception as error:  # the store raises classes of its own, which differ between versions
-        who = key.rpartition("/")[2]
-        whose = f"rank {who}" if who.isdigit() else "rank 0"
+    except Exception as error:  # the classes of the store's errors differ between versions
+        number = key.rpartition("/")[2]
+        sender = f"rank {number}" if number.isdigit() else "rank 0"
         why = str(error).strip().partition("\n")[0]
         raise ApplyError(
-            f"{whose} of {size} did not say what it has in force, waited for {TIMEOUT.seconds} s "
-            f"at most: {why}\n"
-            "  to do: apply the same profile on every rank, before the process group is made"
+            f"{sender} of {size} did not send its settings (waited at most {TIMEOUT.seconds} s): "
+            f"{why}\n"
+            "  to do: apply the same profile on every rank, before the process group is created"
         ) from error
     content: bytes = store.get(key)
     return content.decode()
 
 
 def _store() -> Any:
-    """Return the store through which the ranks of the default group found each other.
+    """Return the store of the default process group.
 
-    Private (``_get_default_store``), because torch gives no public access to it; where it is gone,
-    comparing fails and says so.
+    ``_get_default_store`` is private, since torch has no public access to the store. If torch
+    removes it, this raises `ApplyError`.
     """
     from torch.distributed import distributed_c10d
 
     get = getattr(distributed_c10d, "_get_default_store", None)
     if get is None:
-        raise ApplyError("this torch shows no store through which ranks could be compared")
+        raise ApplyError("ranks cannot be compared: this torch has no access to their store")
     return get()
 
 
 def name_what_is_not_pinned(backend: str) -> None:
-    """Tell standard error which variables leave the order of sums of `backend` to itself."""
-    for kind, variables in ORDER_OF_SUMS.items():
+    """Name on stderr the missing variables without which `backend` chooses the order of sums."""
+    for library, variables in ORDER_OF_SUMS.items():
         missing = [name for name in variables if name not in os.environ]
-        if kind in backend and missing:
+        if library in backend and missing:
             unset = ", ".join(missing)
-            note(f"{kind} adds up in an order of its own choosing: {unset} not set")
+            note(f"{library} chooses the order in which it adds up: {unset} not set")

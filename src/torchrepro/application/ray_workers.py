@@ -1,15 +1,14 @@
-"""Hands the profile in force to the workers of Ray, wherever Ray starts them.
+"""Passes the active profile to the workers of Ray, on every machine of its cluster.
 
-A worker inherits the environment of whoever started Ray on its machine. For a cluster that runs
-already that is not this process. So the profile travels in Ray's runtime environment, which comes
-with the job: as variables, which are there before a worker's Python starts, and as Ray's set-up
-hook, which runs in each worker before the first task
+A worker inherits the environment of the process that started Ray on its machine, which need not be
+this process. The profile is therefore part of the job's runtime environment, in two ways: as
+variables, which are set before a worker's Python starts, and as Ray's set-up hook, which runs in
+each worker before the first task
 (https://docs.ray.io/en/latest/ray-core/handling-dependencies.html#api-reference).
 
-Ray is never imported here. `ray.init` is wrapped once the program has imported Ray, also where it
-has been imported by its name. Ray's variable for a hook names `add_profile` during that call at
-most: a Python without torchrepro that this process starts would inherit it, and fail in its own
-`ray.init`.
+This module does not import Ray. It wraps `ray.init` once the program has imported Ray, also where a
+module imported `init` by its name. Ray's variable for a hook names `add_profile` only during that
+call: a child Python without torchrepro would inherit it, and fail in its `ray.init`.
 """
 
 from __future__ import annotations
@@ -34,54 +33,54 @@ HOOK = "RAY_RUNTIME_ENV_HOOK"
 """Ray's variable for the one function that may change the runtime environment of a job."""
 
 FORMER = "TORCHREPRO_FORMER_RAY_HOOK"
-"""Variable that keeps what `HOOK` named before, while it names ours."""
+"""Variable that keeps the former value of `HOOK` while `HOOK` names our function."""
 
 _OURS = f"{__name__}.add_profile"
 _SET_UP = "worker_process_setup_hook"
 _SET_UP_OF_THE_JOB = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""Where Ray keeps the set-up hook of a submitted job; another one beside it is an error there."""
+"""Ray's variable for the set-up hook of a submitted job; with a second hook Ray raises an error."""
 
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Set for a job that was submitted to Ray, whose runtime environment Ray merges before our hook."""
+"""Ray's variable for a submitted job, whose runtime environment Ray merges before our hook."""
 
-_NEEDED = ("init", "is_initialized", "get_runtime_context")  # what is called of Ray
+_NEEDED = ("init", "is_initialized", "get_runtime_context")  # the functions of Ray that we call
 
-_ENTER = "torchrepro.start.bootstrap.put_in_force_in_worker"
-_PASSED = (
+_APPLY_IN_WORKER = "torchrepro.start.bootstrap.put_in_force_in_worker"
+_PASSED_VARIABLES = (
     *("TORCHREPRO_SEED", "TORCHREPRO_FIRST", "TORCHREPRO_RECORD", "TORCHREPRO_AT_START"),
     *("TORCHREPRO_QUIET", "TORCHREPRO_VERBOSE"),
 )
 
 
 class _Scope(NamedTuple):
-    """A profile that workers get, and what is done where they cannot."""
+    """A profile for workers, and the function that is called if it cannot reach them."""
 
     resolved: Callable[[], ResolvedProfile]
     refuse: Callable[[TorchreproError], None]
 
 
 _scopes: list[_Scope] = []  # innermost last
-_undo: list[ExitStack] = []  # what was done to Ray, while it is
+_undo: list[ExitStack] = []  # at most one stack, which removes our wrapper of `ray.init`
 
 
 def reach_workers(
     resolved: Callable[[], ResolvedProfile], refuse: Callable[[TorchreproError], None]
 ) -> Callable[[], None]:
-    """Have workers of Ray that are started from now on get `resolved`; return the undo.
+    """Pass `resolved` to all workers of Ray that start from now on; return the undo function.
 
-    Nothing changes until Ray is imported. Workers that a strict profile cannot reach go to
-    `refuse`, and otherwise to standard error.
+    Changes nothing until Ray is imported. If the profile cannot reach the workers, a strict one
+    calls `refuse`; any other prints a warning on stderr.
     """
     scope = _Scope(resolved, refuse)
     _scopes.append(scope)
     if "ray" in sys.modules:
         _attach("ray")
-        if _is_job_without(sys.modules["ray"], resolved()):
+        if _lacks_profile(sys.modules["ray"], resolved()):
             from torchrepro.ground.console import say_once
 
             say_once(
                 f"workers of Ray are not under {resolved().name}: ray.init was called before\n"
-                "  to do: put the profile in force before ray.init, or call ray.shutdown first"
+                "  to do: apply the profile before ray.init, or call ray.shutdown first"
             )
     else:
         _waiting.watch()
@@ -98,13 +97,13 @@ def reach_workers(
 
 def _attach(module: str) -> None:
     ray = sys.modules[module]
-    lacking = [name for name in _NEEDED if not callable(vars(ray).get(name))]
-    if lacking and hasattr(ray, "remote"):
+    missing = [name for name in _NEEDED if not callable(vars(ray).get(name))]
+    if missing and hasattr(ray, "remote"):
         from torchrepro.ground.console import say_once
 
         version = getattr(ray, "__version__", "")
-        say_once(f"ray {version} has no {lacking[0]}: its workers may not be under the profile")
-    if lacking or _undo:
+        say_once(f"ray {version} has no {missing[0]}: its workers may not be under the profile")
+    if missing or _undo:
         return
     _undo.append(ExitStack())
     surround_everywhere(_undo[0], ray, "init", partial(_init_with_profile, ray))
@@ -121,45 +120,45 @@ def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
         address = os.environ.get("RAY_ADDRESS")
     if "://" in (address or ""):
         why = "Ray runs no set-up hook for a client"
-        _refuse_or_say(why, "start the driver on the cluster itself")
+        _refuse_or_warn(why, "start the driver on the cluster itself")
         return init(*args, **kwargs)
-    with ExitStack() as meanwhile:
+    with ExitStack() as during_init:
         if not ray.is_initialized():
             submitted = _SUBMITTED in os.environ
-            if submitted or os.environ.get(HOOK):  # which may drop what it is given
-                meanwhile.enter_context(variables_put_back((HOOK, FORMER)))
+            if submitted or os.environ.get(HOOK):  # the former hook may drop our entries
+                during_init.enter_context(variables_put_back((HOOK, FORMER)))
                 os.environ[FORMER], os.environ[HOOK] = os.environ.get(HOOK, ""), _OURS
             if not submitted:
                 # Ray calls no hook for a driver that `uv run` started, and drops a runtime
-                # environment of `job_config` where a hook returns one.
+                # environment of `job_config` if a hook returns one.
                 job = kwargs.get("job_config")
                 given = kwargs.get("runtime_env") or getattr(job, "runtime_env", None)
                 kwargs = {**kwargs, "runtime_env": _with_profile(given)}
         result = init(*args, **kwargs)
-    if _is_job_without(ray, _scopes[-1].resolved()):
-        _refuse_or_say(
-            "Ray was started before the profile, or dropped what came with it",
-            "call ray.shutdown before ray.init, so that the job begins anew",
+    if _lacks_profile(ray, _scopes[-1].resolved()):
+        _refuse_or_warn(
+            "Ray was started before the profile, or dropped its runtime environment",
+            "call ray.shutdown before ray.init, so that a new job starts",
         )
     return result
 
 
 def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
-    """Return `runtime_env` of a job with what puts the profile in force in its workers.
+    """Return the `runtime_env` of a job with the entries that apply the profile in its workers.
 
-    Ray calls this hook in `ray.init`, for a submitted job and where there was a hook before, which
-    is called first.
+    Ray calls this hook in `ray.init`, for a submitted job or if `HOOK` named a function before,
+    which this one calls first.
     """
     former = os.environ.get(FORMER)
     if former:
-        module, _, name = former.rpartition(".")  # as Ray finds a hook
+        module, _, name = former.rpartition(".")  # the same rule as in Ray
         runtime_env = getattr(import_module(module), name)(runtime_env)
     return _with_profile(runtime_env)
 
 
 def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
     if not _scopes:
-        return runtime_env  # a process that Ray has started meanwhile
+        return runtime_env  # a process that Ray started during `ray.init`
     from torchrepro.ground.errors import TorchreproError
     from torchrepro.reporting.process_state import PROFILE
 
@@ -172,28 +171,28 @@ def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
         _scopes[-1].refuse(error)
         return runtime_env
     against = [
-        f"{knob.variable} is {theirs[knob.variable]} there, and the profile wants {value}"
+        f"{knob.variable} is {theirs[knob.variable]} in it, and the profile wants {value}"
         for knob, value in resolved.settings()
         if knob.variable in theirs
         and theirs[knob.variable] not in (value, ours.get(knob.variable))
         and not (knob.enough and knob.enough(theirs[knob.variable]))
     ]
-    if against:  # what the program gives to workers wins over the profile
+    if against:  # the program's variables for workers win over the profile
         why = f"env_vars in the program's runtime_env differ from it: {'; '.join(against)}"
-        todo = "take it out of runtime_env, or override the profile"
-        _refuse_or_say(why, todo, extent="wholly ")
+        todo = "remove the variable from runtime_env, or override the profile"
+        _refuse_or_warn(why, todo, extent="fully ")
     set_up = given.get(_SET_UP)
     if theirs.get(PROFILE) == ours[PROFILE] and getattr(set_up, "__module__", "") == __name__:
-        return runtime_env  # it has come through `ray.init` already
+        return runtime_env  # our wrapper of `ray.init` has added the profile already
     if _SET_UP_OF_THE_JOB in theirs:
-        why = f"the submitted job has a {_SET_UP}, and Ray takes no other beside it"
-        _refuse_or_say(why, f"call {_ENTER} in it")
+        why = f"the submitted job has a {_SET_UP}, and Ray accepts only one"
+        _refuse_or_warn(why, f"call {_APPLY_IN_WORKER} in it")
         return runtime_env
-    always = {name: ours[name] for name in (PROFILE, *_PASSED) if name in ours}
+    always = {name: ours[name] for name in (PROFILE, *_PASSED_VARIABLES) if name in ours}
     return {
         **given,
         "env_vars": {**ours, **theirs, **always},
-        _SET_UP: _entering(resolved.name, resolved.strict, set_up),
+        _SET_UP: _set_up_hook(resolved.name, resolved.strict, set_up),
     }
 
 
@@ -203,17 +202,17 @@ def _variables(resolved: ResolvedProfile) -> dict[str, str]:
     from torchrepro.reporting.process_state import PROFILE
 
     environment = environment_for(make_plan(resolved, closed={}))
-    names = (*resolved.environment(), *_PASSED, PROFILE)
+    names = (*resolved.environment(), *_PASSED_VARIABLES, PROFILE)
     chosen = {name: environment[name] for name in names if name in environment}
-    # Ray replaces $NAME by the value of a variable, which JSON has another spelling to prevent.
+    # Ray expands $NAME in values; JSON's escape for the dollar sign prevents it.
     document = json.dumps(json.loads(chosen[PROFILE]), sort_keys=True)
     return {**chosen, PROFILE: document.replace("$", "\\u0024")}
 
 
-def _refuse_or_say(why: str, todo: str, extent: str = "") -> None:
-    """Say that workers are not under the innermost profile; a strict one is refused.
+def _refuse_or_warn(why: str, todo: str, extent: str = "") -> None:
+    """Report that workers are not under the innermost profile: an error if it is strict.
 
-    `extent` says how far they are not, in a word.
+    With the `extent` "fully " the report says that they are only partly under it.
     """
     from torchrepro.ground.console import say_once
     from torchrepro.ground.errors import ApplyError
@@ -227,10 +226,10 @@ def _refuse_or_say(why: str, todo: str, extent: str = "") -> None:
         say_once(words)
 
 
-def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # noqa: FBT001
-    """Return the set-up hook. Ray sends its code, so it runs where no torchrepro is installed."""
+def _set_up_hook(name: str, strict: bool, former: Any) -> Callable[[], None]:  # noqa: FBT001
+    """Return the set-up hook. Ray sends its code, so it also runs without torchrepro installed."""
 
-    module, _, function = _ENTER.rpartition(".")
+    module, _, function = _APPLY_IN_WORKER.rpartition(".")
     hook, its_former, ours = HOOK, FORMER, _OURS
 
     def enter() -> None:
@@ -238,12 +237,12 @@ def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # no
         import sys
         from importlib import import_module
 
-        if os.environ.get(hook) == ours:  # inherited from a Ray that `ray.init` has started
+        if os.environ.get(hook) == ours:  # inherited from the Ray that `ray.init` started
             os.environ[hook] = os.environ.pop(its_former, "")
             if not os.environ[hook]:
                 del os.environ[hook]
         try:
-            put_in_force = getattr(import_module(module), function)
+            apply_profile = getattr(import_module(module), function)
         except (ImportError, SyntaxError) as error:
             words = (
                 f"torchrepro: this worker of Ray is not under {name}: {sys.executable} cannot "
@@ -253,7 +252,7 @@ def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # no
                 raise RuntimeError(words) from None
             sys.stderr.write(words + "\n")
         else:
-            put_in_force()
+            apply_profile()
         if callable(former):
             former()
         elif former:
@@ -263,7 +262,7 @@ def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # no
     return enter
 
 
-def _is_job_without(ray: Any, resolved: ResolvedProfile) -> bool:
+def _lacks_profile(ray: Any, resolved: ResolvedProfile) -> bool:
     if not _undo or not ray.is_initialized():
         return False
     context = ray.get_runtime_context()

@@ -1,1 +1,1 @@
-"""The frameworks in which people train: what is done within each while a profile is in force."""
+"""Integrations of training frameworks: our hooks into each of them while a profile is active."""

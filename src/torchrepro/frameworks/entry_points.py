@@ -1,6 +1,7 @@
-"""What a framework imports by itself, with or without a profile: it has to cost nothing.
+"""Entry points for frameworks, which import this module with or without a profile.
 
-It loads the standard library only, and gives nothing where no profile is in force.
+To cost nothing, it only imports the standard library. Without an active profile there are no
+callbacks.
 """
 
 import sys
@@ -22,10 +23,10 @@ def pytorch_lightning() -> "list[Any]":
 
 
 def fabric() -> "list[Any]":
-    """Return the callbacks for a `Fabric`, of whichever package."""
+    """Return the callbacks for a `Fabric` of either package."""
     return _callback("ProfileLogged")
 
 
 def _callback(name: str) -> "list[Any]":
     hooked = sys.modules.get("torchrepro.frameworks.lightning")
-    return [] if hooked is None or hooked.in_force() is None else [getattr(hooked, name)()]
+    return [] if hooked is None or hooked.active_profile() is None else [getattr(hooked, name)()]

@@ -1,12 +1,12 @@
-"""What every hook into a framework shares: the profile in force, what is said and logged of it,
-and the state of a run within a framework's checkpoint.
+"""Shared parts of the hooks into frameworks: the active profile, its messages and its logging, and
+the state of a run in a framework's checkpoint.
 
-That state is every rank's generators and its loaders. It is made of numbers and texts in lists and
-dicts. So it can be read by ``torch.load(weights_only=True)``, as JSON, and where torchrepro is not
-installed.
+The state contains the generators and the loaders of every rank. It consists of numbers and strings
+in lists and dicts, so it can be read by ``torch.load(weights_only=True)``, as JSON, and without
+torchrepro.
 
-A framework is imported as fast with a profile as without: what only some programs use is loaded
-when it is used.
+Modules that only some programs use are imported on first use, so that a profile does not slow down
+the import of a framework.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ if TYPE_CHECKING:
     from torchrepro.reporting.report import Report
 
 
-class InForce(NamedTuple):
-    """A profile in force, as a framework's checkpoint says it."""
+class ActiveProfile(NamedTuple):
+    """An active profile and its report, to write them to a framework's checkpoints and loggers."""
 
     resolved: ResolvedProfile
     report: Callable[[], Report]
 
 
-profiles: list[InForce] = []  # those in force, outermost first
+profiles: list[ActiveProfile] = []  # outermost first
 
 
-def in_force() -> InForce | None:
-    """Return the innermost profile in force, or None."""
+def active_profile() -> ActiveProfile | None:
+    """Return the innermost active profile, or None."""
     return profiles[-1] if profiles else None
 
 
 @contextmanager
-def going_on_without(framework: str, what: str) -> Iterator[None]:
-    """Say that `what` failed within the block, and let the program of the framework go on.
+def skip_on_error(framework: str, action: str) -> Iterator[None]:
+    """Report an error of the block as a failed `action`, and let the program continue.
 
-    An error that torchrepro itself has to say is raised.
+    `TorchreproError` and `MissingHookError` are raised.
     """
     try:
         yield
     except (TorchreproError, MissingHookError):
         raise
-    except Exception as error:  # noqa: BLE001 - a program is not ended by what it did not ask for
+    except Exception as error:  # noqa: BLE001 - the program did not request the action
         why = str(error).strip().partition("\n")[0]
-        say(f"{framework}: {what} failed, and is left out: {type(error).__name__}: {why}")
+        say(f"{framework}: {action} failed and is skipped: {type(error).__name__}: {why}")
 
 
 _ALGORITHMS = "backends.torch.deterministic_algorithms"
@@ -109,79 +109,82 @@ SWITCHES: Mapping[str, Sequence[tuple[str, Any, Mapping[str, Any]]]] = {
         ("tf32", False, dict.fromkeys(_TF32, "ieee")),
     ),
 }
-"""What a program calls -> an argument, its value, and the knobs that it sets, each with to what."""
+"""Called function or class -> an argument, its value, and the knobs it sets with their values."""
 
 
-def say_switches(framework: str, called: str, given: Mapping[str, Any]) -> None:
-    """Say which switches agree with the profile in force, and which do not.
+def report_switches(framework: str, called: str, arguments: Mapping[str, Any]) -> None:
+    """Report on stderr which determinism switches agree with the active profile and which do not.
 
-    They are those among the arguments `given` to what is `called`. A switch of whose knobs the
-    profile says nothing is the program's own affair. Those that agree are a note, which `--quiet`
-    leaves out.
+    The switches are the `SWITCHES` among the `arguments` of a call of `called`. A switch is ignored
+    if the profile names none of its knobs. The agreeing switches are a note, which `--quiet` hides.
     """
     from torchrepro.knobs.catalogue import knobs_by_name
     from torchrepro.profile.resolved import flatten
     from torchrepro.reporting.outcomes import why_equivalent
 
-    profile = in_force()
+    profile = active_profile()
     if profile is None:
         return
-    name, asked = profile.resolved.name, flatten(profile.resolved.values)
+    name, requested = profile.resolved.name, flatten(profile.resolved.values)
     agreeing = []
     for argument, switched, sets in SWITCHES[called]:
-        value = given.get(argument)
+        value = arguments.get(argument)
         if type(value) is not type(switched) or value != switched:  # 1 is not True
             continue
         spelling = f"{called}({argument}={value!r})"
-        concerned = {key: becomes for key, becomes in sets.items() if key in asked}
-        others = {
+        concerned = {key: becomes for key, becomes in sets.items() if key in requested}
+        contradicting = {
             key: becomes
             for key, becomes in concerned.items()
-            if becomes != asked[key] and not why_equivalent(knobs_by_name()[key], becomes)
+            if becomes != requested[key] and not why_equivalent(knobs_by_name()[key], becomes)
         }
-        for key, becomes in others.items():
+        for key, becomes in contradicting.items():
             say(
-                f"{framework}: {spelling} does not agree with {name}: {key} is "
-                f"{shown(asked[key])} there, and the switch makes it {shown(becomes)}"
+                f"{framework}: {spelling} does not agree with {name}: the profile sets {key} to "
+                f"{shown(requested[key])}, and the switch sets it to {shown(becomes)}"
             )
-        if concerned and not others:
+        if concerned and not contradicting:
             agreeing.append(spelling)
     if agreeing:
         verb = "agrees" if len(agreeing) == 1 else "agree"
         note(f"{framework}: {', '.join(agreeing)} {verb} with {name}")
 
 
-def saying_switches(framework: str, called: str, call: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `call` after saying how the switches that it is given agree with the profile."""
-    given: Mapping[str, Any] = {}
-    with suppress(TypeError):  # the call itself says which argument is wrong
-        given = signature(call).bind(*args, **kwargs).arguments
-    say_switches(framework, called, given)
+def call_reporting_switches(
+    framework: str, called: str, call: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Report whether the switches among the arguments agree with the profile, then call `call`."""
+    arguments: Mapping[str, Any] = {}
+    with suppress(TypeError):  # the call itself raises for a wrong argument
+        arguments = signature(call).bind(*args, **kwargs).arguments
+    report_switches(framework, called, arguments)
     return call(*args, **kwargs)
 
 
-def log_profile(framework: str, loggers: Iterable[Any], place_of: Callable[[Any], Any]) -> None:
-    """Write digest, values and manifest of the profile in force to each of `loggers`.
+def log_profile(framework: str, loggers: Iterable[Any], target_of: Callable[[Any], Any]) -> None:
+    """Write digest, values and manifest of the active profile to each of `loggers`.
 
-    `place_of` gives what a logger writes to: a run of MLflow or wandb, a SummaryWriter, or a path
-    to a folder; a logger with another place is left out. One that refuses is said on standard
-    error, and the program goes on.
+    `target_of` returns the target of a logger: a run of MLflow or wandb, a SummaryWriter, or a path
+    to a folder. A logger with any other target is skipped. If writing fails, a line on stderr
+    reports it, and the program continues.
     """
     from torchrepro.manifest.contents import manifest
     from torchrepro.manifest.destinations import destination_of
 
-    for logger in loggers if profiles else ():
-        with going_on_without(framework, f"writing the profile to {type(logger).__name__}"):
-            place = place_of(logger)
-            destination = destination_of(place)
+    if not profiles:
+        return
+    for logger in loggers:
+        with skip_on_error(framework, f"writing the profile to {type(logger).__name__}"):
+            target = target_of(logger)
+            destination = destination_of(target)
             if destination is not None:
                 resolved, report = profiles[-1]
-                destination.write(place, manifest(resolved, report()))
+                destination.write(target, manifest(resolved, report()))
 
 
 # The state of a run in a checkpoint.
 
-KEY = "torchrepro"  # under this name a checkpoint holds the state of its run
+KEY = "torchrepro"  # the key of the run's state in a checkpoint
 
 FORMAT = 2
 
@@ -189,10 +192,10 @@ FORMAT = 2
 def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
     """Return the state of this rank: its generators, and the loaders that it is iterating.
 
-    Of `optimizers` it has digests, by which a run that goes on with others is seen.
+    It has digests of `optimizers`, to detect a resumed run with another state of them.
     """
     return {
-        "optimizers": [digests_of(each) for each in optimizers],
+        "optimizers": [digests_of(optimizer) for optimizer in optimizers],
         "rng": rng_state(),
         "interrupted": places(over=False),
         "ended": places(over=True),
@@ -201,16 +204,16 @@ def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
 
 
 def ranks() -> World:
-    """Return how many processes write one checkpoint, and which of them this one is.
+    """Return the number of processes that write one checkpoint, and the rank of this process.
 
-    Those of torch.distributed's group: a launcher's variables may count processes of which each
-    trains on its own.
+    Both come from torch.distributed's process group. The variables of a launcher may also count
+    processes that train independently.
     """
     return process_group() or World()
 
 
 def of_all_ranks(state: dict[str, Any]) -> list[Any]:
-    """Return the states of all ranks in their order; every rank has to call it with its own."""
+    """Return the states of all ranks in order; every rank has to call this with its state."""
     states: list[Any] = [None] * ranks().size
     if len(states) == 1:
         return [state]
@@ -219,7 +222,7 @@ def of_all_ranks(state: dict[str, Any]) -> list[Any]:
 
 
 def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a checkpoint holds under `KEY`: the states, and the profile in force."""
+    """Return the entry of a checkpoint under `KEY`: the states, and the active profile."""
     from torchrepro.manifest.contents import as_text, manifest
 
     resolved, report = profiles[-1]
@@ -232,53 +235,54 @@ def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def go_on_from(entry: Any, where: str) -> Mapping[str, Any] | None:
-    """Put every generator and loader where this rank's state of `entry` says; return that state.
+def resume_from(entry: Any, checkpoint: str) -> Mapping[str, Any] | None:
+    """Restore the generators and loaders of this rank from `entry`; return the rank's state.
 
-    `entry` is what a checkpoint held under `KEY`. None where a run cannot go on from it: one line
-    on standard error says why, and nothing is changed.
+    `entry` is the value of a checkpoint under `KEY`; `checkpoint` names it in messages. If a run
+    cannot resume from it, returns None and changes nothing; a line on stderr says why.
     """
-    forget()  # what the framework has read is not the program's own reading
-    here = ranks()
-    why = _why_not(entry, here.size)
+    forget()  # the framework has read the checkpoint, not the program
+    world = ranks()
+    why = _why_not(entry, world.size)
     if why:
-        if here.rank == 0:  # it is the same on all ranks
-            say_not_resumed(where, why)
+        if world.rank == 0:  # the reason is the same on all ranks
+            report_not_resumed(checkpoint, why)
         return None
-    state: Mapping[str, Any] = entry["ranks"][here.rank]
+    state: Mapping[str, Any] = entry["ranks"][world.rank]
     try:
         set_rng_state(state["rng"])
     except SeedingError as error:
-        say_not_resumed(where, str(error))
+        report_not_resumed(checkpoint, str(error))
         return None
     await_resting(state["resting"])
     run_begins(resumed=True)
-    compare_at_first_step(state["optimizers"], where)
+    compare_at_first_step(state["optimizers"], checkpoint)
     return state
 
 
-def expect_weights_of(entry: Any, where: str) -> None:
-    """Say if a training begins with the weights of a checkpoint that its program has read itself.
+def expect_weights_of(entry: Any, checkpoint: str) -> None:
+    """Report at the first step if only the weights of a checkpoint were loaded.
 
-    `entry` is what that checkpoint held under `KEY`.
+    The program has read the checkpoint itself; `entry` is its value under `KEY`.
     """
-    here = ranks()
-    if not _why_not(entry, here.size):
-        state = entry["ranks"][here.rank]
-        places = *state["interrupted"], *state["ended"], *state["resting"]
-        expect_weights(state["optimizers"], [each["kind"] for each in places], where)
+    world = ranks()
+    if not _why_not(entry, world.size):
+        state = entry["ranks"][world.rank]
+        positions = *state["interrupted"], *state["ended"], *state["resting"]
+        loaders = [position["kind"] for position in positions]
+        expect_weights(state["optimizers"], loaders, checkpoint)
 
 
 def _why_not(entry: Any, size: int) -> str:
-    # Or nothing where a run of `size` processes can go on from the entry.
+    """Return why a run of `size` processes cannot resume from `entry`, or an empty string."""
     if entry is None:
         return "it was saved without torchrepro, or without a profile"
     if not isinstance(entry, Mapping) or not isinstance(entry.get("ranks"), list):
-        return "what torchrepro put there is damaged"
+        return "the entry of torchrepro in it is damaged"
     if entry.get("format") != FORMAT:
         return f"its format is {entry.get('format')}, and this torchrepro reads {FORMAT}"
     if entry.get("alone"):
-        return "one process saved it alone, after an error"
+        return "only one process saved it, after an error"
     saved, now = (
         "1 process" if number == 1 else f"{number} processes"
         for number in (len(entry["ranks"]), size)
@@ -286,26 +290,26 @@ def _why_not(entry: Any, size: int) -> str:
     return "" if saved == now else f"it was saved by {saved}, and this run has {now}"
 
 
-def say_not_resumed(where: str, why: str) -> None:
-    """Say that a run which goes on from a checkpoint is not the uninterrupted one."""
-    say(f"{where}: generators and loaders do not go on from this checkpoint: {why}")
+def report_not_resumed(checkpoint: str, why: str) -> None:
+    """Report that a run resumed from `checkpoint` may differ from the uninterrupted run."""
+    say(f"{checkpoint}: generators and loaders are not restored from this checkpoint: {why}")
 
 
-def generators_of(state: Mapping[str, Any]) -> Callable[[], None]:
-    """Return what puts every generator where `state` says."""
+def restore_of_generators(state: Mapping[str, Any]) -> Callable[[], None]:
+    """Return the function that restores every generator from `state`."""
     return partial(set_generators, state["rng"])
 
 
-def begin_interrupted_epochs(state: Mapping[str, Any]) -> None:
-    """Have the loaders that were being iterated take up their epoch, once each is iterated.
+def resume_interrupted_epochs(state: Mapping[str, Any]) -> None:
+    """Let each loader that was saved within an epoch resume it as soon as it is iterated.
 
-    What the program draws until then does not count: the generators are put back once more.
+    The generators are restored again at that moment, so earlier draws of the program do not matter.
     """
-    await_loaders(state["interrupted"], generators_of(state), state["ended"])
+    await_loaders(state["interrupted"], restore_of_generators(state), state["ended"])
 
 
-# A state for torch's loaders, by which Lightning and Fabric resume one within an epoch. Both ask
-# whether a loader has `state_dict` and `load_state_dict`. torch's own has neither.
+# Lightning and Fabric resume a loader within an epoch if it has `state_dict` and
+# `load_state_dict`. torch's DataLoader has neither, so we add both.
 
 _collecting: list[list[tuple[Any, Mapping[str, Any]]]] = []
 
@@ -314,7 +318,7 @@ _collecting: list[list[tuple[Any, Mapping[str, Any]]]] = []
 def loaded_states() -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
     """Collect the loaders whose state is loaded within the block, each with that state.
 
-    Those with which a run came have taken it up already, and are not among them.
+    A state that contains the state of its run resumes the loader at once, and is not collected.
     """
     _collecting.append([])
     try:
@@ -324,14 +328,14 @@ def loaded_states() -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
 
 
 def give_loaders_state(undo: ExitStack) -> None:
-    """Give ``torch.utils.data.DataLoader`` a state until `undo` is closed.
+    """Add our state methods to ``torch.utils.data.DataLoader`` until `undo` is closed.
 
-    Where an earlier hook has given it, that one takes it away: hooks are undone together. Raises
-    `MissingHookError` where loaders have one by themselves.
+    If an earlier hook has added them, that hook removes them: all hooks are undone together. Raises
+    `MissingHookError` if torch's class has such methods itself.
     """
     from torch.utils.data import DataLoader
 
-    def take_away(name: str, method: Any) -> None:
+    def remove(name: str, method: Any) -> None:
         if vars(DataLoader).get(name) is method:
             delattr(DataLoader, name)
 
@@ -339,9 +343,9 @@ def give_loaders_state(undo: ExitStack) -> None:
         present = getattr(DataLoader, name, None)
         if present is None:
             setattr(DataLoader, name, method)
-            undo.callback(take_away, name, method)
+            undo.callback(remove, name, method)
         elif present is not method:
-            raise MissingHookError("use for our state of loaders: torch gives them one of its own")
+            raise MissingHookError("use for our state of loaders: torch's loaders have a state")
 
 
 def _state_dict(loader: Any) -> dict[str, Any]:
@@ -357,5 +361,6 @@ def _load_state_dict(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def resume_loader(loader: Any, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Have `loader` go on after the batches of `saved`, with the generators of the state `run`."""
-    take_up(loader, saved, generators_of(run), saved.get("done", saved["batches"]))
+    """Let `loader` continue after the batches of `saved`, with the generators of `run`."""
+    skip = saved.get("done", saved["batches"])
+    take_up(loader, saved, restore_of_generators(run), skip)

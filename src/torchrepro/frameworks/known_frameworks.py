@@ -1,7 +1,7 @@
-"""What is hooked into a framework while a profile is in force: a row for each module.
+"""The hooks into frameworks while a profile is active: one row per hooked module.
 
-A framework is never imported for it. It is hooked once the program has imported it, and as it was
-before when the last profile is taken back.
+This module does not import a framework. It hooks into one after the program has imported it, and
+removes the hooks when the last profile is restored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from torchrepro.frameworks.hooking import InForce, going_on_without, in_force, profiles
+from torchrepro.frameworks.hooking import ActiveProfile, active_profile, profiles, skip_on_error
 from torchrepro.ground.console import say_once
 from torchrepro.ground.imports import AfterImport, named, when_imported
 from torchrepro.ground.patching import MissingHookError
@@ -27,21 +27,21 @@ HOOKS = {
     "transformers.trainer": "frameworks.huggingface:hook_trainer",
     "transformers.integrations.integration_utils": "frameworks.huggingface:hook_reporters",
 }
-"""Module of a framework -> the function that hooks into it, and pushes its undo onto a stack."""
+"""Module of a framework -> the function that hooks into it and pushes the undo onto a stack."""
 
 _hooked: dict[str, ExitStack] = {}
 
 
-def hook_frameworks(profile: InForce) -> Callable[[], None]:
-    """Hook into every framework that is loaded, or will be; return the undo.
+def hook_frameworks(profile: ActiveProfile) -> Callable[[], None]:
+    """Hook into every framework that is loaded now or later; return the undo function.
 
-    Changes `sys.meta_path`, and in a loaded framework what its row says.
+    Changes `sys.meta_path`, and in a loaded framework the attributes that its row hooks into.
     """
     profiles.append(profile)
     if len(profiles) == 1:
         _finder.watch()
         for module in filter(sys.modules.__contains__, HOOKS):
-            # Under `torchrepro run` this may be the framework's own import of torch.
+            # Under `torchrepro run` the framework may be importing torch just now.
             when_imported(sys.modules[module], partial(_hook, module))
 
     def unhook() -> None:
@@ -55,18 +55,18 @@ def hook_frameworks(profile: InForce) -> Callable[[], None]:
 
 
 def _hook(module: str) -> None:
-    if in_force() is None or module in _hooked or module not in sys.modules:
+    if active_profile() is None or module in _hooked or module not in sys.modules:
         return
     framework = module.partition(".")[0]
     try:
-        with going_on_without(framework, f"hooking into {module}"), ExitStack() as undo:
+        with skip_on_error(framework, f"hooking into {module}"), ExitStack() as undo:
             named(HOOKS[module])(sys.modules[module], undo)
             _hooked[module] = undo.pop_all()
     except MissingHookError as missing:
         version = getattr(sys.modules.get(framework), "__version__", "")
         say_once(
-            f"{framework} {version} has no {missing}: a run that goes on from its checkpoint may "
-            "draw other numbers than the uninterrupted one"
+            f"{framework} {version} has no {missing}: a run resumed from its checkpoint may draw "
+            "other random numbers than the uninterrupted run"
         )
 
 

@@ -1,1 +1,1 @@
-"""What a run was: everything that its numbers depend on, recorded without secrets."""
+"""The record of a run: everything that its results depend on, without secrets."""

@@ -1,6 +1,6 @@
-"""What a manifest and a lock hold: what a run was, and how it was started.
+"""The contents of manifests and locks: the environment of a run, and how it was started.
 
-Writing a manifest, of a process too; finding it; reading either back.
+Writes manifests, also automatically for a process; finds them; reads manifests and locks.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-KINDS = ("lock", "manifest")  # of such a file, by the key that holds its format
-FILE = "repro.json"  # what a manifest's file is called, wherever it is kept
-LARGEST = 16 * 2**20  # bytes of a file that is read
+KINDS = ("lock", "manifest")  # kinds of files; the key of this name holds the file's format
+FILE = "repro.json"  # the file name of every manifest
+LARGEST = 16 * 2**20  # bytes; a larger file is refused
 
 LOG_TO = "TORCHREPRO_LOG_TO"
-"""Variable that holds the folder of `torchrepro run --log-to`, for every process below it."""
+"""Variable with the folder of `torchrepro run --log-to`, for the command and its children."""
 
 PARTS_OF_A_LOCK = (
     *("profile", "digest", "origins", "environment", "other_variables", "repository", "seal"),
     *("manifest", "named.profile", "named.overrides", "report.knobs", "versions.python"),
     *("versions.torch", "hardware.system", "hardware.machine", "hardware.cpu", "hardware.threads"),
 )
-"""Every part that a lock is written with, and what is in it on every machine."""
+"""The sections of every lock, and the keys in them that every machine has."""
 
 
 def manifest(
@@ -68,19 +68,19 @@ def manifest(
 ) -> dict[str, Any]:
     """Return the manifest of a run under `resolved` as plain JSON values, without any secret.
 
-    `hydra` is Hydra's own part of the config of its job, which is the one that runs now unless it
-    is given: Hydra forgets it while a job ends.
+    `hydra` is Hydra's section of the job's config, by default of the running job; a caller at the
+    end of a job has to pass it, since Hydra clears it then.
 
-    It includes what the run has done with random numbers so far: the streams it drew from, and
-    where it seeded a generator itself.
+    The manifest includes the use of random numbers so far: the streams that the run drew from, and
+    the lines on which it seeded a generator itself.
     """
     secrets = secrets_here(resolved)
     hydra = hydra_job() if hydra is None else hydra
-    others = other_variables({k: its for k, its in os.environ.items() if set_before_start(k)})
+    at_start = {name: text for name, text in os.environ.items() if set_before_start(name)}
     return common_contents(
         resolved,
         report,
-        other_variables=others,  # without those that libraries have set by now
+        other_variables=other_variables(at_start),  # libraries may have set more since then
         streams=list(streams.drawn_streams()),
         seeding_calls=[asdict(call) for call in seeding_calls()],
         command_line=shareable(sys.orig_argv, secrets),
@@ -88,8 +88,8 @@ def manifest(
     )
 
 
-def common_contents(resolved: ResolvedProfile, report: Report, **more: Any) -> dict[str, Any]:
-    """Return what a manifest and a lock have in common, and `more`, without any secret.
+def common_contents(resolved: ResolvedProfile, report: Report, **sections: Any) -> dict[str, Any]:
+    """Return the common contents of a manifest and a lock, and `sections`, without any secret.
 
     Imports no library and never fails because of the machine.
     """
@@ -106,22 +106,22 @@ def common_contents(resolved: ResolvedProfile, report: Report, **more: Any) -> d
         "other_variables": other_variables(os.environ),
         "repository": repository(),
         **({} if compiler is None else {"compiler": compiler}),
-        **more,
+        **sections,
     }
     cleaned: dict[str, Any] = without_secrets(contents, secrets_here(resolved))
     return cleaned
 
 
 def seal_of(contents: Mapping[str, Any]) -> str:
-    """Return a digest of a lock, without the one that it holds: an edited lock has another."""
-    its = {key: value for key, value in contents.items() if key != "seal"}
-    return f"sha256:{hashlib.sha256(as_text(its).encode()).hexdigest()}"
+    """Return a digest of a lock without its `seal`; it shows whether the lock was edited."""
+    sealed = {key: value for key, value in contents.items() if key != "seal"}
+    return f"sha256:{hashlib.sha256(as_text(sealed).encode()).hexdigest()}"
 
 
 def secrets_here(*profiles: ResolvedProfile) -> tuple[str, ...]:
     """Return the secret values among the variables of this process and of the profiles."""
-    of_each = [os.environ, *(resolved.environment() for resolved in profiles)]
-    return tuple({value for variables in of_each for value in secret_values(variables)})
+    environments = [os.environ, *(resolved.environment() for resolved in profiles)]
+    return tuple({value for variables in environments for value in secret_values(variables)})
 
 
 def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
@@ -138,101 +138,108 @@ def as_text(contents: Mapping[str, Any]) -> str:
 
 
 _NAME_ONE = (
-    "write a lock, which later runs are held to: torchrepro lock PROFILE; or name a manifest, "
-    "such as .hydra/repro.json"
+    "write a lock to check later runs against: torchrepro lock PROFILE; or name a manifest, such "
+    "as .hydra/repro.json"
 )
 
 
 class DamagedError(ProfileError):
-    """A file that is neither a manifest nor a lock, or no longer."""
+    """A file that is neither a manifest nor a lock, or is damaged."""
 
 
 def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the kind of the file, ``lock`` or ``manifest``, and its contents.
 
-    Raises `ProfileError` for a file that is neither, or of another format.
+    Raises `ProfileError` if the file is neither, or has another format.
     """
-    where = str(path)
+    file = str(path)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise ProfileError.about("not a regular file", where, todo=_NAME_ONE)
+            raise ProfileError.about("not a regular file", file, todo=_NAME_ONE)
         size = status.st_size
         contents = json.loads(path.read_text(encoding="utf-8")) if size <= LARGEST else {}
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise ProfileError.about(what, where, todo=_NAME_ONE) from None
+        message = f"cannot be read: {error.strerror}"
+        raise ProfileError.about(message, file, todo=_NAME_ONE) from None
     except RecursionError:
-        raise DamagedError.about("nested too deep", where) from None
+        raise DamagedError.about("nested too deep", file) from None
     except ValueError:
-        what = "neither a manifest nor a lock: not JSON"
-        raise DamagedError.about(what, where, todo=_NAME_ONE) from None
+        message = "neither a manifest nor a lock: not JSON"
+        raise DamagedError.about(message, file, todo=_NAME_ONE) from None
     if size > LARGEST:
-        raise DamagedError.about("too large for a manifest or a lock", where)
-    kind = next((key for key in KINDS if isinstance(contents, dict) and key in contents), "")
-    if not kind or not isinstance(contents.get("profile"), dict):
-        what = "neither a manifest nor a lock: it holds no `profile`"
-        raise DamagedError.about(what, where, todo=_NAME_ONE)
+        raise DamagedError.about("too large for a manifest or a lock", file)
+    written_as = next((key for key in KINDS if isinstance(contents, dict) and key in contents), "")
+    if not written_as or not isinstance(contents.get("profile"), dict):
+        message = "neither a manifest nor a lock: it has no `profile`"
+        raise DamagedError.about(message, file, todo=_NAME_ONE)
     for key in KINDS:
         if contents.get(key, FORMAT) != FORMAT:
-            what, found = f"a {key} of another format", str(contents[key])[:80]
+            message, version = f"a {key} of another format", str(contents[key])[:80]
             todo = "read it with the torchrepro that wrote it"
-            raise ProfileError.about(what, where, key, found, legal=str(FORMAT), todo=todo)
-    return kind, contents
+            raise ProfileError.about(message, file, key, version, legal=str(FORMAT), todo=todo)
+    return written_as, contents
 
 
 MACHINES = "machines"
-"""The key of the sections of a lock that holds numbers, one for each kind of machine."""
+"""The key of a lock's sections of results, one section for each platform."""
 
 
 class OtherMachineError(ProfileError):
-    """A lock holds nothing of this kind of machine."""
+    """A lock has no section for this platform."""
 
     exit_status = 4
 
 
 def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return what `read_contents` does; a lock that is damaged is refused.
+    """Return the kind and the contents of a manifest or a complete lock, with its `true_seal`.
 
-    `true_seal` is what its `seal` would be. Of a lock with sections it is that of this kind of
-    machine, with what all sections share. Raises `OtherMachineError` if there is none, and
-    `ProfileError` for a lock without one of `PARTS_OF_A_LOCK`: it would forbid less than it was
-    written to forbid.
+    The `true_seal` is the seal that its contents should have. If the lock has sections, returns the
+    section of this platform together with the common contents. Raises `OtherMachineError` if there
+    is no such section, and `ProfileError` for a lock without one of `PARTS_OF_A_LOCK`, which would
+    check less than the written lock did.
     """
-    kind, contents = read_contents(path)
+    written_as, contents = read_contents(path)
     if MACHINES in contents:
         sections, machine = contents[MACHINES], kind_of_machine()
         are_sections = isinstance(sections, dict) and all(
-            isinstance(each, dict) for each in sections.values()
+            isinstance(section, dict) for section in sections.values()
         )
         if not are_sections:
             raise ProfileError.about("damaged: no sections of machines", str(path), MACHINES)
         if machine not in sections:
             raise OtherMachineError.about(
-                "the lock holds nothing of this kind of machine",
+                "the lock has no results of this platform",
                 str(path),
                 found=machine,
                 legal=some(sections),
-                todo='add it: torchrepro check FILE --update "a machine of its own" -- COMMAND',
+                todo='add it: torchrepro check FILE --update "a new platform" -- COMMAND',
             )
         common = {key: contents[key] for key in contents.keys() - {MACHINES}}
         contents = {**common, **sections[machine]}
     contents = {**contents, "true_seal": seal_of(contents)}
-    lacking = []
-    for part in PARTS_OF_A_LOCK if kind == "lock" else ():
-        section, _, key = part.partition(".")
-        its = contents.get(section)
-        if section not in contents or (key and isinstance(its, dict) and key not in its):
-            lacking.append(part if section in contents else section)
+    lacking = _missing_parts(contents) if written_as == "lock" else []
     if lacking:
-        what = f"damaged: these parts are missing: {some(dict.fromkeys(lacking))}"
+        message = f"damaged: these parts are missing: {some(dict.fromkeys(lacking))}"
         todo = "lock again: torchrepro lock PROFILE -o FILE"
-        raise ProfileError.about(what, str(path), todo=todo)
-    return kind, contents
+        raise ProfileError.about(message, str(path), todo=todo)
+    return written_as, contents
+
+
+def _missing_parts(contents: Mapping[str, Any]) -> list[str]:
+    lacking = []
+    for part in PARTS_OF_A_LOCK:
+        name, _, key = part.partition(".")
+        section = contents.get(name)
+        if name not in contents:
+            lacking.append(name)
+        elif key and isinstance(section, dict) and key not in section:
+            lacking.append(part)
+    return lacking
 
 
 def hydra_job() -> DictConfig | None:
-    """Return Hydra's own part of the config of the job that runs in this process now, or None."""
+    """Return Hydra's section of the config of the job that runs in this process, or None."""
     module: Any = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return None
@@ -241,36 +248,36 @@ def hydra_job() -> DictConfig | None:
 
 
 def hydra_folder(config: DictConfig) -> Path:
-    """Return the folder in which Hydra keeps the config of a job; `config` is Hydra's own part.
+    """Return the folder where Hydra stores the config of a job; `config` is Hydra's section of it.
 
-    It is ``.hydra`` also where Hydra keeps none. See https://hydra.cc/docs/configure_hydra/intro
+    If Hydra stores none, the folder is ``.hydra``. See https://hydra.cc/docs/configure_hydra/intro
     (hydra.runtime.output_dir, output_subdir).
     """
     return Path(config.runtime.output_dir) / (config.output_subdir or ".hydra")
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """Raise `ProfileError` if `folder` is a file, or holds the manifest of another run.
+    """Raise `ProfileError` if `folder` is a file, or contains the manifest of another run.
 
-    Only the process that writes it checks: the others may start after it has written.
+    Only rank 0 checks, which writes the manifest: other ranks may start after it has written.
     """
-    what = ""
+    message = ""
     if streams.world().rank == 0:
-        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if (folder / FILE).exists():
-            what = "holds the manifest of another run already"
-        elif not there.is_dir():
-            what = "cannot be a folder: there is a file"
-    if what:
+            message = "it already contains the manifest of another run"
+        elif not nearest.is_dir():
+            message = f"cannot be a folder: {nearest} is a file"
+    if message:
         todo = "name a new folder"
-        raise ProfileError.about(what, key="--log-to", found=str(folder), todo=todo)
+        raise ProfileError.about(message, key="--log-to", found=str(folder), todo=todo)
 
 
 class ProcessManifest:
-    """Written when torch is imported, and again, complete, when the process ends.
+    """Writes a manifest when torch is imported, and the complete one at the end of the process.
 
-    One process of a run writes it: the first that imports torch, or else rank 0, whose launcher may
-    have imported torch before it.
+    Only one process of a run writes it: the first one that imports torch, or rank 0 if a launcher
+    set ranks, since the launcher may import torch first.
     """
 
     def __init__(self, folder: str, read: Callable[[], tuple[ResolvedProfile, Report]]) -> None:
@@ -280,7 +287,7 @@ class ProcessManifest:
         self._written = ""
 
     def write(self) -> None:
-        """Write it, unless another process has; a folder that cannot be written is said."""
+        """Write the manifest unless another process has; if it fails, a line on stderr says so."""
         if os.getpid() != self._process or streams.world().rank:
             return
         with suppress(OSError):
@@ -288,50 +295,51 @@ class ProcessManifest:
             ours = (self._folder / FILE).read_text(encoding="utf-8") == self._written
             if not ours and (self._written or not ranked):
                 return
-        its = manifest(*self._read())
+        contents = manifest(*self._read())
         try:
-            write_manifest(self._folder, its)
+            write_manifest(self._folder, contents)
         except OSError as error:
             say_once(f"the manifest cannot be written: {self._folder}: {error.strerror}")
             return
-        self._written = as_text(its)
+        self._written = as_text(contents)
 
 
 def manifest_in(name: str, folder: Path) -> Path | None:
     """Return the manifest in the folder of a run, or None.
 
-    Raises `ProfileError` for a folder with several, such as that of a sweep.
+    Raises `ProfileError` for a folder with several manifests, such as a sweep's folder.
     """
-    found = sorted(path for path in (folder / FILE, *folder.glob(f"*/{FILE}")) if path.is_file())
-    if len(found) > 1:
-        todo = f"name one of them: {some(map(str, found))}"
+    candidates = (folder / FILE, *folder.glob(f"*/{FILE}"))
+    manifests = sorted(path for path in candidates if path.is_file())
+    if len(manifests) > 1:
+        todo = f"name one of them: {some(map(str, manifests))}"
         raise ProfileError.about("holds several manifests", found=name, todo=todo)
-    if not found and (jobs := sorted(folder.glob(f"*/.hydra/{FILE}"))):
+    if not manifests and (jobs := sorted(folder.glob(f"*/.hydra/{FILE}"))):
         todo = f"name one of them: {jobs[0].parent.parent}"
         raise ProfileError.about("holds the jobs of a sweep", found=name, todo=todo)
-    return found[0] if found else None
+    return manifests[0] if manifests else None
 
 
 COMMAND = "TORCHREPRO_COMMAND"
-"""Variable in which `torchrepro run` says what it started, and where, to the processes below."""
+"""Variable with the command and the folder of `torchrepro run`, for its child processes."""
 
-_RECORD = "TORCHREPRO_RECORD"  # as torchrepro.trace.request writes it, which builds on this
+_RECORD = "TORCHREPRO_RECORD"  # defined in torchrepro.trace.request, which imports this module
 
 Way = Literal["run", "hydra", "code"]
 RUN, HYDRA, CODE = get_args(Way)
-"""How a profile came into force: `torchrepro run`, a Hydra app's `+repro=`, `torchrepro.apply`."""
+"""How a profile was applied: `torchrepro run`, a Hydra app's `+repro=`, `torchrepro.apply`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HydraJob:
-    """What Hydra was asked for: its job may be one of a sweep."""
+    """The request to Hydra; the job may be one of a sweep."""
 
-    task: tuple[str, ...]  # the overrides of this job, in which those of a sweep have one value
+    task: tuple[str, ...]  # the overrides of this job; an override of a sweep has this job's value
     own: tuple[str, ...]  # the overrides of Hydra's own config
     sweep: bool
     number: int | None  # of the job in its sweep
-    subdir: str  # the folder in the run's output folder that holds the manifest
-    choice: str  # the profile that the app's config chose, by its name there; empty for none
+    subdir: str  # the folder of the manifest, within the run's output folder
+    choice: str  # the name of the profile that the app's config chose, or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,24 +348,24 @@ class Started:
 
     by: Way
     folder: str  # the working directory
-    command: tuple[str, ...]  # with `(hidden)` for what may be secret; empty if there is none
-    launcher: str  # that started this as one of several, if its command line is not known
-    ranked: bool  # whether a launcher set variables, which the command does not have
+    command: tuple[str, ...]  # `(hidden)` replaces possible secrets; empty if there is no command
+    launcher: str  # the launcher of several processes, if the launcher's command is not known
+    ranked: bool  # whether a launcher set variables for ranks
     asked: tuple[str, ...]  # the profile's name or path, and overrides; empty for plain values
     hydra: HydraJob | None
-    recording: dict[str, Any]  # what `torchrepro run --record` was asked for
+    recording: dict[str, Any]  # the request of `torchrepro run --record`
 
 
-_sweep: list[tuple[tuple[str, ...], str]] = []  # in a launcher's process: how the sweep was started
+_sweep: list[tuple[tuple[str, ...], str]] = []  # at most one: the command and folder of a sweep
 
 
 def note_sweep(command: Sequence[str], folder: str) -> None:
-    """Note that a Hydra launcher runs jobs here of a sweep that was started so."""
+    """Note that a Hydra launcher runs jobs in this process, of a sweep that `command` started."""
     _sweep[:] = [(tuple(command), folder)]
 
 
 def sweep_or_this() -> tuple[tuple[str, ...], str]:
-    """Return the command line of the sweep whose jobs run here, or of this process; its folder."""
+    """Return command line and folder of the sweep whose jobs run in this process, or its own."""
     return _sweep[0] if _sweep else (tuple(sys.orig_argv), FOLDER)
 
 
@@ -379,8 +387,10 @@ def _started_here(
 
 
 def _command_line() -> tuple[Sequence[str], str, str]:
-    # The command, its folder, and the launcher if the command is unknown: a process of a launcher
-    # has a command line of its own, which would start that process alone.
+    """Return the command, its folder, and the launcher if the launcher's command is unknown.
+
+    The command line of a launched process starts only that process, so it is not the command.
+    """
     if _sweep:
         return (*_sweep[0], "")
     if is_interactive():
@@ -392,7 +402,7 @@ def _command_line() -> tuple[Sequence[str], str, str]:
 
 
 def _shown(words: Sequence[str], secrets: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(shareable(("", *words), secrets)[1:])  # none of them is a program
+    return tuple(shareable(("", *words), secrets)[1:])  # the first word counts as the program
 
 
 def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
@@ -400,7 +410,7 @@ def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
 
     from torchrepro.profile.load import SECTION
 
-    # Unresolved: an override shows what was written, never what a resolver makes of it.
+    # Unresolved: an override is recorded as written, never with the value of a resolver.
     written: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
     sweep = getattr(hydra.mode, "name", str(hydra.mode)) == "MULTIRUN"
     number = hydra.job.get("num") if sweep else None
@@ -418,12 +428,12 @@ def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
 def started_in(path: Path, contents: Mapping[str, Any]) -> Started:
     """Return how the run of the manifest `path` was started.
 
-    Raises `ProfileError` for a damaged one.
+    Raises `ProfileError` for a damaged manifest.
     """
-    from pydantic import TypeAdapter, ValidationError  # a run starts without it
+    from pydantic import TypeAdapter, ValidationError  # not needed at the start of a run
 
     try:
         return TypeAdapter(Started).validate_python(contents.get("started"))
     except ValidationError:
-        what = "damaged: it does not say how the run was started"
-        raise ProfileError.about(what, str(path), "started") from None
+        message = "damaged: it does not record how the run was started"
+        raise ProfileError.about(message, str(path), "started") from None

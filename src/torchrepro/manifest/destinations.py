@@ -1,4 +1,4 @@
-"""Where the profile of a run can be written: one class per tool, in its own terms."""
+"""The destinations for the profile of a run: one class per tool, which uses the tool's API."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NAMESPACE = "torchrepro"
 
 
 def _profile(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    # The resolved profile in its sections, with its digest and the guarantee that is held.
+    """Return the resolved profile in sections, with its digest and the satisfied guarantee."""
     report = manifest["report"]
-    held = {"name": report["profile"], "guarantee": report["guarantee"]["held"]}
-    return {"digest": manifest["digest"], **manifest["profile"], **held}
+    outcome = {"name": report["profile"], "guarantee": report["guarantee"]["held"]}
+    return {"digest": manifest["digest"], **manifest["profile"], **outcome}
 
 
 def _flat(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    # The same under dotted keys with our prefix, each a text, a number or a truth value.
+    """Return `_profile` under dotted keys with our prefix, as strings, numbers and booleans."""
     return {
         f"{NAMESPACE}.{key}": value
         if isinstance(value, str | int | float)
@@ -37,47 +37,47 @@ def _flat(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Destination:
-    """A tool, or a kind of place, that takes a manifest, which holds no secret."""
+    """A tool or a folder to which a manifest is written; a manifest has no secrets."""
 
     name: str
-    takes: str  # what the program hands over, in words
-    place: str = "the place"  # what it is called, in words
-    started_by: str = ""  # what makes one active, in words; empty if it cannot say what is active
-    modules: tuple[str, ...] = ()  # of the tool; as a target one means what is active in it
-    place_class: str = ""  # the name of the class of its places in `modules`
+    takes: str  # the accepted targets, in words
+    place: str = "the place"  # a target, in words
+    started_by: str = ""  # the call that makes a target active; empty if the tool cannot tell it
+    modules: tuple[str, ...] = ()  # of the tool; such a module as the target means the active one
+    place_class: str = ""  # the class of targets, as a name in one of `modules`
 
     def module_of(self, target: Any) -> Any:
-        """Return the loaded module of the tool of which `target` is a place, or None."""
+        """Return the loaded module of the tool whose class `target` is an instance of, or None."""
         for module in self._loaded():
-            kind = module
+            target_class = module
             for name in self.place_class.split("."):
-                kind = getattr(kind, name, None)
-            if isinstance(kind, type) and isinstance(target, kind):
+                target_class = getattr(target_class, name, None)
+            if isinstance(target_class, type) and isinstance(target, target_class):
                 return module
         return None
 
     def is_place(self, target: Any) -> bool:
-        """Whether `target` is a place of this kind."""
+        """Return whether the manifest can be written to `target` itself."""
         return self.module_of(target) is not None
 
     def is_tool(self, target: Any) -> bool:
-        """Whether `target` is the tool itself, or its name."""
+        """Return whether `target` is the tool's module, or its name."""
         return bool(target == self.name) or any(target is module for module in self._loaded())
 
     def _loaded(self) -> list[Any]:
         return [module for module in map(sys.modules.get, self.modules) if module is not None]
 
     def active(self) -> Any:
-        """Return the place that is active now, or None; imports nothing."""
+        """Return the active target of the tool, or None; imports nothing."""
         return None
 
     def write(self, target: Any, manifest: Mapping[str, Any]) -> str:
-        """Write `manifest` over what an earlier one left, and say in words where it is."""
+        """Write `manifest` in place of an earlier one, and return in words what was written."""
         raise NotImplementedError
 
 
 class Mlflow(Destination):
-    """Tags and an artifact: unlike tags, a run's parameters can never be changed.
+    """Tags and an artifact of a run. MLflow's parameters could not be changed later.
 
     See https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html.
     """
@@ -88,8 +88,8 @@ class Mlflow(Destination):
     modules = ("mlflow",)
     place_class = "entities.Run"
 
-    AT_ONCE = 100  # tags that MLflow takes in one call
-    LONGEST = 500  # characters of a tag; the manifest has all of the value
+    AT_ONCE = 100  # MLflow's limit of tags per call
+    LONGEST = 500  # characters of a tag; the manifest has the complete value
 
     def active(self) -> Any:
         mlflow = sys.modules.get("mlflow")
@@ -114,7 +114,7 @@ class Mlflow(Destination):
 
 
 class Wandb(Destination):
-    """Config and a file of the run: each call would make another version of an artifact.
+    """Config and a file of the run. Each call with an artifact would create a new version of it.
 
     See https://docs.wandb.ai/ref/python/sdk/classes/run.
     """
@@ -139,11 +139,11 @@ class Wandb(Destination):
 
 
 class TensorBoard(Destination):
-    """Hyper-parameters and a text. Neither library says which writers are open.
+    """Hyper-parameters and a text. Neither of its libraries reports which writers are open.
 
-    Event files only grow, so a later call is a later step of the text, and of the
-    hyper-parameters TensorBoard shows the latest. They go into a run of their own below the
-    writer's, which may have others. See https://docs.pytorch.org/docs/stable/tensorboard.html.
+    Event files only grow: a later call writes the text as a new step, and of the hyper-parameters
+    TensorBoard shows the latest. They are written to a separate run in the writer's folder, since
+    the writer's run may have others. See https://docs.pytorch.org/docs/stable/tensorboard.html.
     """
 
     name = "tensorboard"
@@ -151,7 +151,7 @@ class TensorBoard(Destination):
     place = "the SummaryWriter"
     place_class = "SummaryWriter"
 
-    # What `add_hparams` calls the name of a run, and the attribute of a writer's folder.
+    # The parameter of `add_hparams` for the name of a run, and the attribute of a writer's folder.
     WORDS: ClassVar = {
         "torch.utils.tensorboard": ("run_name", "log_dir"),
         "tensorboardX": ("name", "logdir"),
@@ -165,7 +165,7 @@ class TensorBoard(Destination):
         step = self._steps.get(target, -1) + 1
         run_name, folder = self.WORDS[self.module_of(target).__name__]
         target.add_hparams(_flat(manifest), {}, **{run_name: NAMESPACE})
-        # Indented by four blanks, Markdown shows it as it is.
+        # Markdown shows lines that are indented by four blanks verbatim.
         text = "".join(f"    {line}" for line in as_text(manifest).splitlines(keepends=True))
         target.add_text(f"{NAMESPACE}/manifest", text, global_step=step)
         target.flush()
@@ -174,13 +174,13 @@ class TensorBoard(Destination):
 
 
 class FolderDestination(Destination):
-    """A folder, which gets the manifest as a file."""
+    """A folder to which the manifest is written as a file."""
 
     name = "folder"
     takes = "a path to a folder"
 
     def is_place(self, target: Any) -> bool:
-        # A word that is nearly the name of a tool is taken for a typo.
+        # A word close to the name of a tool counts as a typo, not as a folder.
         if isinstance(target, str):
             is_path = "/" in target or "\\" in target or Path(target).is_dir()
             return bool(target) and (is_path or not near(target, TOOLS))
@@ -191,7 +191,7 @@ class FolderDestination(Destination):
 
 
 class HydraJobDestination(FolderDestination):
-    """The output folder of the Hydra job that runs now, where `+repro=` writes as well."""
+    """The output folder of the running Hydra job, to which `+repro=` writes, too."""
 
     name = "hydra"
     takes = "hydra"
@@ -199,7 +199,7 @@ class HydraJobDestination(FolderDestination):
     modules = ("hydra",)
 
     def is_place(self, target: Any) -> bool:
-        return False  # it is written to as the active one alone
+        return False  # only the active job's folder is a target, by the name of the tool
 
     def active(self) -> Path | None:
         config = hydra_job()
@@ -213,12 +213,14 @@ DESTINATIONS: tuple[Destination, ...] = (
     HydraJobDestination(),
     FolderDestination(),
 )
-"""The first one whose place a target is gets the manifest."""
+"""In order: the first destination that accepts a target writes the manifest."""
 
-TOOLS = [each.name for each in DESTINATIONS if each.name != FolderDestination.name]
-LEGAL = ", ".join(each.takes for each in DESTINATIONS)
+_names = [destination.name for destination in DESTINATIONS]
+TOOLS = [name for name in _names if name != FolderDestination.name]
+LEGAL = ", ".join(destination.takes for destination in DESTINATIONS)
 
 
 def destination_of(target: Any) -> Destination | None:
-    """Return the destination of which `target` is a place, or None."""
-    return next((each for each in DESTINATIONS if each.is_place(target)), None)
+    """Return the destination that accepts `target`, or None."""
+    accepting = (destination for destination in DESTINATIONS if destination.is_place(target))
+    return next(accepting, None)

@@ -1,7 +1,7 @@
-"""What numbers depend on beside the profile and variables: hardware, software and the commit.
+"""The hardware, the software and the commit of a run, on which its results depend.
 
-Each is a table of rows, and a further fact is a further row. Reading them imports no library,
-initialises no device and never fails: a manifest is written while somebody's job starts.
+Hardware and software are tables: add a row to record another fact. Reading them imports no library,
+initializes no device and never fails, since a manifest is written at the start of a user's job.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from torchrepro.ground.imports import installed_version
 from torchrepro.ground.redaction import HIDDEN, ordinary, url_without_login
 from torchrepro.knobs.variables import digest_of_text
 
-UNKNOWN = "unknown: "  # begins a value that could not be read; the reason follows
+UNKNOWN = "unknown: "  # prefix of a value that could not be read; the reason follows
 
 
 class NotKnownYetError(Exception):
-    """The library that knows is not loaded yet, or the device is not in use yet."""
+    """The library that reports the fact is not loaded yet, or the device is not in use yet."""
 
 
 def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    found = {}
+    facts = {}
     for name, read in rows.items():
         try:
-            found[name] = read()
+            facts[name] = read()
         except NotKnownYetError:
             continue
-        except Exception as error:  # noqa: BLE001 - an odd machine must not fail the run
+        except Exception as error:  # noqa: BLE001 - an unusual machine must not stop the run
             words = str(error).partition("\n")[0]
-            found[name] = f"{UNKNOWN}{type(error).__name__}{f': {words}' if words else ''}"
-    return found
+            facts[name] = f"{UNKNOWN}{type(error).__name__}{f': {words}' if words else ''}"
+    return facts
 
 
-def _loaded(module: str) -> Any:
-    found = sys.modules.get(module)
-    if found is None:
-        raise NotKnownYetError(module)
-    return found
+def _loaded(name: str) -> Any:
+    module = sys.modules.get(name)
+    if module is None:
+        raise NotKnownYetError(name)
+    return module
 
 
 def hardware() -> dict[str, Any]:
-    """Return what each row of `HARDWARE` reads; None means that it is absent here.
+    """Return the fact of each row of `HARDWARE`; None means that this machine does not have it.
 
-    GPUs are those that the driver shows. What only torch can tell is left out until the program
-    has loaded it. A row that fails reads ``unknown: `` and the reason.
+    GPUs are the ones that the driver reports. A fact that only torch reports is omitted until the
+    program has imported torch. If a row fails, its value is ``unknown: `` and the reason.
     """
     return read_rows(HARDWARE)
 
@@ -63,7 +63,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _NVIDIA = "/proc/driver/nvidia/gpus/*/information"
 _OTHER_GPUS = "/dev/[dk][xf][gd]"  # dxg is Windows' GPU in WSL, kfd is AMD's driver
 _ASCEND = "/dev/davinci[0-9]*"
-_ENOUGH = 8192  # characters of cpuinfo that hold all of the first CPU
+_ENOUGH = 8192  # characters of cpuinfo, enough for the first CPU
 _OF_ARM = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
 _FAMILY = ("vendor_id", "cpu family", "model", "stepping")
 _FEATURE = re.compile(r"avx\w*|amx\w*|fma\w*|sve\w*|asimd\w*|bf16|i8mm|f16c")
@@ -77,19 +77,19 @@ def _first_cpu() -> Mapping[str, str]:
             text = file.read(_ENOUGH)
     except OSError:
         return {}
-    lines = text.partition("\n\n")[0].splitlines()
-    return {name.strip(): its.strip() for name, _, its in (line.partition(":") for line in lines)}
+    parts = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): fact.strip() for name, _, fact in parts}
 
 
 def _cpu_model() -> str | None:
-    its = _first_cpu()
-    numbers = " ".join(its[name] for name in _OF_ARM if name in its)
-    return its.get("model name") or numbers or platform.processor() or None
+    cpu = _first_cpu()
+    numbers = " ".join(cpu[name] for name in _OF_ARM if name in cpu)
+    return cpu.get("model name") or numbers or platform.processor() or None
 
 
 def _cpu_features() -> str | None:
-    its = _first_cpu()
-    flags = its.get("flags") or its.get("Features") or ""
+    cpu = _first_cpu()
+    flags = cpu.get("flags") or cpu.get("Features") or ""
     return " ".join(sorted(filter(_FEATURE.fullmatch, flags.split()))) or None
 
 
@@ -99,13 +99,13 @@ def _gpus() -> list[str]:
     return [match[1].strip() for match in named if match] or _in_use("cuda", _OTHER_GPUS)
 
 
-def _in_use(kind: str, signs: str) -> list[str]:
-    # Torch may use none although files that match `signs` show some.
-    module = getattr(sys.modules.get("torch"), kind, None)
+def _in_use(backend: str, device_files: str) -> list[str]:
+    """Return the names of the devices that torch uses; it may use none of existing ones."""
+    module = getattr(sys.modules.get("torch"), backend, None)
     if module is not None and module.is_initialized():
         return [module.get_device_name(index) for index in range(module.device_count())]
-    if glob(signs):  # noqa: PTH207 - of a pattern
-        raise NotKnownYetError(kind)
+    if glob(device_files):  # noqa: PTH207 - of a pattern
+        raise NotKnownYetError(backend)
     return []
 
 
@@ -133,27 +133,27 @@ _VECTORS = {
     "SVE": ("sve",),
     "NEON": ("asimd", "neon"),
 }
-"""Vector extensions of CPUs by the flags that show them, the widest first."""
+"""Vector extension of a CPU -> the flags that indicate it, the widest first."""
 
 
 def kind_of_machine() -> str:
-    """Return the model of the GPU or NPU, or else vendor and widest vector extension of the CPU.
+    """Return the platform: the model of the GPU or NPU, or the CPU's vendor and vector extension.
 
-    What runs may be blamed on is no part of it: versions, variables, numbers of threads. Imports
-    torch where the driver of a GPU does not tell.
+    Versions, variables and numbers of threads do not belong to it: they can be the cause of a
+    difference. Imports torch if the driver of a GPU does not report the model.
     """
     for name in ("gpu", "npu"):
         try:
             model = HARDWARE[name]()
-        except NotKnownYetError:  # torch alone can tell
+        except NotKnownYetError:  # only torch reports it
             module: Any = getattr(import_module("torch"), "cuda" if name == "gpu" else name, None)
             count = module.device_count() if module is not None and module.is_available() else 0
             model = ", ".join(sorted({str(module.get_device_name(at)) for at in range(count)}))
         if model:
             return str(model)
-    its = _first_cpu()
-    vendor = its.get("vendor_id") or its.get("CPU implementer") or platform.processor()
-    flags = {*(its.get("flags") or its.get("Features") or "").split()}
+    cpu = _first_cpu()
+    vendor = cpu.get("vendor_id") or cpu.get("CPU implementer") or platform.processor()
+    flags = {*(cpu.get("flags") or cpu.get("Features") or "").split()}
     widest = next((name for name, signs in _VECTORS.items() if flags.intersection(signs)), "")
     return " ".join(filter(None, [vendor or platform.machine(), widest]))
 
@@ -161,27 +161,27 @@ def kind_of_machine() -> str:
 def compiler_settings() -> dict[str, Any] | None:
     """Return the settings of torch's compiler that are not its defaults; None before it is loaded.
 
-    A text may be a path, and is there by four hex digits of its digest. What tells a default is
-    private: where a torch lacks it, nothing is known.
+    A string may be a path, so it is replaced by four hex digits of its digest. The defaults are
+    private attributes: in a torch without them, no setting is returned.
     """
-    found = None
+    settings = None
     for module in map(sys.modules.get, ("torch._inductor.config", "torch._dynamo.config")):
         if module is None or not hasattr(module, "_is_default"):
             continue
-        found = found or {}
-        own = module.__name__.split(".")[1].removeprefix("_")
+        settings = settings or {}
+        prefix = module.__name__.split(".")[1].removeprefix("_")
         for name, value in module.get_config_copy().items():
-            # What was changed and put back is not among torch's own defaults.
+            # `_is_default` is false for a setting that was changed and restored.
             is_default = module._is_default(name) or value == module._config[name].default  # noqa: SLF001 - see above
-            ours = name == "wrap_inductor_compiled_regions"  # a recording's, which changes no code
+            ours = name == "wrap_inductor_compiled_regions"  # a recording sets it; code is the same
             if not is_default and not ours:
                 plain = value is None or isinstance(value, int | float)
-                found[f"{own}.{name}"] = value if plain else digest_of_text(repr(value))
-    return found
+                settings[f"{prefix}.{name}"] = value if plain else digest_of_text(repr(value))
+    return settings
 
 
 PACKAGES = ("torchrepro", "torch", "torch_npu", "numpy", "hydra-core", "omegaconf", "pydantic")
-"""Those on which the effect of a profile depends."""
+"""The packages that determine the effect of a profile."""
 
 LIBRARIES = (
     *("triton", "torchvision", "torchaudio", "torchdata", "scipy", "scikit-learn", "pandas"),
@@ -189,18 +189,18 @@ LIBRARIES = (
     *("lightning", "pytorch-lightning", "deepspeed", "megatron-core", "flash-attn", "xformers"),
     *("transformer-engine", "apex", "timm", "bitsandbytes", "cupy-cuda12x", "tensorflow", "jax"),
 )
-"""Libraries that often take part in computing numbers."""
+"""Libraries that often take part in computing results."""
 
 
 def software() -> dict[str, Any]:
-    """Return what each row of `VERSIONS` reads, as `hardware` does."""
+    """Return the fact of each row of `VERSIONS`; absent and failed ones are as in `hardware`."""
     return read_rows(VERSIONS)
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that a profile's effect depends on."""
-    found = {name: VERSIONS[name]() for name in ("python", *PACKAGES)}
-    return {name: its for name, its in found.items() if its is not None}
+    installed = {name: VERSIONS[name]() for name in ("python", *PACKAGES)}
+    return {name: version for name, version in installed.items() if version is not None}
 
 
 _installed = cache(installed_version)
@@ -211,7 +211,7 @@ def _built_for(name: str) -> Any:
 
 
 def _nccl() -> str | None:
-    # `torch.cuda.nccl.version` raises in a torch without NCCL, so this asks what it asks.
+    # `torch.cuda.nccl.version` raises in a torch without NCCL, so this calls the C function.
     version = getattr(getattr(_loaded("torch"), "_C", None), "_nccl_version", None)
     if version is None:
         return None
@@ -263,7 +263,7 @@ VERSIONS: Mapping[str, Callable[[], Any]] = {
 }
 
 
-TIMEOUT = 2.0  # seconds that git may take for an answer; a manifest is written while a job starts
+TIMEOUT = 2.0  # seconds for a call of git, since a manifest is written at the start of a job
 
 _QUIET = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
 _RUN_NOTHING = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
@@ -274,18 +274,18 @@ _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules"
 def commit() -> dict[str, Any]:
     """Return the commit and the number of changed files of the working tree.
 
-    It is that of the program's script, or else of the current folder. Untracked files count as no
-    change, because runs write such files. Where git has no answer, the one key is ``unknown``, with
-    the reason. git runs once per process and folder. It writes nothing and runs no hook, file
-    monitor or external diff (https://git-scm.com/docs/git#_environment_variables).
+    The working tree is the one of the program's script, or else of the current folder. Untracked
+    files do not count as changes, because runs write such files. If git fails, the only key is
+    ``unknown``, with the reason. git runs once per process and folder. It writes nothing and runs
+    no hook, file monitor or external diff (https://git-scm.com/docs/git#_environment_variables).
     """
     return dict(_answer(_status, _folder()))
 
 
 def repository(folder: str = "") -> dict[str, Any]:
-    """Return what `commit` does, and the digest of the changes, and the remotes.
+    """Return the keys of `commit`, the digest of the changes, and the remotes.
 
-    `folder` takes the place of the program's own.
+    By default the folder is the program's, as in `commit`.
     """
     return dict(_answer(_changes, folder or _folder()))
 
@@ -295,15 +295,16 @@ def _folder() -> str:
 
 
 def source_folder(script: str | Path | None) -> str:
-    """Return the folder whose commit counts for a program that runs `script`, or no script.
+    """Return the folder whose commit is recorded for a program that runs `script`.
 
-    It is the script's, unless the script is installed in this environment, or else the current one.
+    It is the script's folder. Without a script, or if it is installed in this environment, it is
+    the current folder.
     """
     if script and not Path(script).absolute().is_relative_to(sys.prefix):
         return str(Path(script).absolute().parent)
     try:
         return str(Path.cwd())
-    except OSError:  # the current folder is gone
+    except OSError:  # the current folder was deleted
         return os.sep
 
 
@@ -316,10 +317,10 @@ def _answer(ask: Callable[[str], Mapping[str, Any]], folder: str) -> Mapping[str
     except FileNotFoundError:
         return {"unknown": "git is not installed"}
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = getattr(error, "stderr", b"") or b""  # never quoted
-        if b"not a git repository" in said:
+        stderr = getattr(error, "stderr", b"") or b""  # not quoted, as it may contain secrets
+        if b"not a git repository" in stderr:
             return {"unknown": "not in a git repository"}
-        if b"dubious ownership" in said:
+        if b"dubious ownership" in stderr:
             return {"unknown": "git does not trust the repository: another user owns it"}
         return {"unknown": f"git failed ({type(error).__name__})"}
 
@@ -332,19 +333,21 @@ def _status(folder: str) -> Mapping[str, Any]:
 
 
 def _changes(folder: str) -> Mapping[str, Any]:
-    found = {**_answer(_status, folder)}
-    if "unknown" in found:
-        return found
-    if found["changed_files"]:
-        found["changes"] = hashlib.sha256(git(folder, *_DIFF)).hexdigest()[:16]
+    facts = {**_answer(_status, folder)}
+    if "unknown" in facts:
+        return facts
+    if facts["changed_files"]:
+        facts["changes"] = hashlib.sha256(git(folder, *_DIFF)).hexdigest()[:16]
     lines = git(folder, "remote", "-v").decode(errors="replace").splitlines()
     urls = {line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line}
     remotes = []
     for url in urls:
-        place = url.rpartition("@")[2]  # as in user@host:path
-        hidden = place if ordinary(place) else HIDDEN
-        remotes.append(url_without_login(url) if "://" in url else hidden)
-    return {**found, "remotes": sorted(remotes)}
+        if "://" in url:
+            remotes.append(url_without_login(url))
+            continue
+        host_and_path = url.rpartition("@")[2]  # as in user@host:path
+        remotes.append(host_and_path if ordinary(host_and_path) else HIDDEN)
+    return {**facts, "remotes": sorted(remotes)}
 
 
 def git(
@@ -354,14 +357,14 @@ def git(
     timeout: float | None = TIMEOUT,
     variables: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return what git answers in `folder`, with `given` as its input and `variables` set.
+    """Return the output of git in `folder`, with `given` as its input and `variables` set.
 
-    It runs no hook. Raises `OSError` and `subprocess.SubprocessError`.
+    git runs no hook. Raises `OSError` and `subprocess.SubprocessError`.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return subprocess.run(  # noqa: S603 - the words are those of this package
-        ["git", *_RUN_NOTHING, "-C", str(folder), *words],  # noqa: S607 - the git that the user has
-        cwd=os.sep,  # ours may be gone
+    return subprocess.run(  # noqa: S603 - this package passes only its own words
+        ["git", *_RUN_NOTHING, "-C", str(folder), *words],  # noqa: S607 - the user's git on PATH
+        cwd=os.sep,  # the current folder may be deleted
         env={**environment, **_QUIET, **(variables or {})},
         input=given,
         capture_output=True,

@@ -1,10 +1,10 @@
 """From a name, a path or plain values to a validated `Profile`, or one readable error.
 
 A profile is composed of its defaults list, its own values, pieces and overrides, in this order.
-The rules are Hydra's (https://hydra.cc/docs/advanced/defaults_list): the entries of a defaults
-list are laid on top of each other in order, the file itself where `_self_` stands, and sections
-are merged key by key. They are applied here and not by Hydra for two reasons: each value keeps
-the line that set it, and code that applies a profile does not pay for importing Hydra.
+The rules are Hydra's (https://hydra.cc/docs/advanced/defaults_list): the entries of a defaults list
+are merged in order, key by key, and `_self_` is the position of the file itself. This module
+applies the rules without Hydra for two reasons: it keeps the line of each value, and code that
+applies a profile does not spend time to import Hydra.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 SECTION = "repro"  # key under which the config of a program holds its profile
 
 REFUSED = "_refused_"
-"""Key under which a config carries the reason why its profile was refused while Hydra composed.
+"""Key of a config with the reason why its profile was refused while Hydra composed it.
 
-No file can hold such a key. The reason is quoted as in a URL, because it may show `${` from the
-file, which a config would take for an interpolation.
+A file with such a key is refused. The reason is quoted as in a URL, because it may contain `${`
+from the file, which would be an interpolation in a config.
 """
 
 MAX_DOCUMENTS = 64
-MAX_KEYS = 2000  # keys of all files of one profile, each counted as often as it is read
+MAX_KEYS = 2000  # keys of all files of one profile; a file that is read twice counts twice
 
 
 def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
@@ -80,26 +80,26 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
 def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> ResolvedProfile:
     """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
 
-    Of the config of a program, the section `repro` is resolved.
-    `typed` says whether the user who starts the run wrote the overrides, rather than a file.
+    If `source` is the config of a program, its section `repro` is resolved. `typed`: the user who
+    starts the run wrote the overrides; they do not come from a file.
 
-    The shipped profiles skip pydantic, whose import costs more than applying one. Tests prove that
-    validation would give exactly the same values.
+    The shipped profiles are not validated with pydantic, whose import takes longer than applying
+    one. Tests prove that validation would return exactly the same values.
     """
     _refuse_other_types(source, overrides)
-    given = getattr(source, "resolved", source)  # a Profile is valid already
-    if isinstance(given, ResolvedProfile):
+    resolved = getattr(source, "resolved", source)  # a Profile is already validated
+    if isinstance(resolved, ResolvedProfile):
         if not overrides:
-            return given
-        values = plain(given.values)
-        composition = Composition(values, dict(given.origins), only_shipped=False)
-        composition.typed |= flatten(values).keys()  # judged when they were resolved
+            return resolved
+        values = plain(resolved.values)
+        composition = Composition(values, dict(resolved.origins), only_shipped=False)
+        composition.typed |= flatten(values).keys()  # consent was checked when they were resolved
         return validate(_Layers(composition).finished(overrides)).resolved
     mapping = isinstance(source, Mapping) or _is_dictconfig(source)
     if mapping and SECTION in source:
         if source.get(SECTION) is None:
             todo = f"choose one, +{SECTION}=NAME, or apply one by its name"
-            raise ProfileError.about("this config asks for no profile", key=SECTION, todo=todo)
+            raise ProfileError.about("this config selects no profile", key=SECTION, todo=todo)
         return resolve(source[SECTION], overrides, typed=typed)
     if mapping:
         composition = from_mapping(source, overrides)
@@ -112,7 +112,7 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
 
 def validate(composition: Composition) -> Profile:
     """Validate composed values; raises `ProfileError` that names where each value was set."""
-    # pydantic takes longer to import than a shipped profile to be put in force.
+    # The import of pydantic takes longer than applying a shipped profile.
     from torchrepro.profile.schema import validated
 
     return validated(composition)
@@ -121,14 +121,14 @@ def validate(composition: Composition) -> Profile:
 def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") -> Composition:
     """Compose a dict or a DictConfig, whose interpolations are resolved first.
 
-    Raises `ProfileError` for a resolver call such as ``${oc.env:HOME}``: what a profile asks for
-    must not depend on the machine, and a report must not carry its secrets.
+    Raises `ProfileError` for a resolver call such as ``${oc.env:HOME}``: the values of a profile
+    must not depend on the machine, and a report must not contain its secrets.
     """
     where = where or ("the DictConfig" if _is_dictconfig(source) else "the dict")
     values = _plain_config(source, where) if _is_dictconfig(source) else plain(source)
     check_values(values, where, "")
     entries = defaults_list(values.pop("defaults", None), where)
-    # A config is composed from files, even if code passes it on.
+    # A config was composed from files, so its values count as values of files.
     typed = not any(map(_is_dictconfig, (source, source.get(EXTRA))))
     return compose_document(Document(where, values, entries, typed=typed), overrides)
 
@@ -138,18 +138,18 @@ def _refuse_other_types(source: Any, overrides: Any) -> None:
     if not is_profile and not _is_dictconfig(source) and not hasattr(source, "resolved"):
         legal = "a name, a path, a Profile, a DictConfig or a dict"
         raise ProfileError.about("not a profile", found=type(source).__name__, legal=legal)
-    listed = isinstance(overrides, list | tuple)
-    if not listed or not all(isinstance(text, str) for text in overrides):
+    is_list = isinstance(overrides, list | tuple)
+    if not is_list or not all(isinstance(text, str) for text in overrides):
         legal = 'a list of texts such as ["seed=7"]'
         raise ProfileError.about("not a list of overrides", found=str(overrides), legal=legal)
 
 
 def _is_dictconfig(source: Any) -> bool:
-    # Looked at by name, so that a caller without a config does not pay for importing omegaconf.
+    # Compared by name, so that a caller without a config does not import omegaconf.
     return type(source).__name__ == "DictConfig"
 
 
-def _plain_config(config: Any, where: str) -> Any:
+def _plain_config(config: Any, source: str) -> Any:
     from urllib.parse import unquote
 
     from omegaconf import OmegaConf
@@ -161,13 +161,13 @@ def _plain_config(config: Any, where: str) -> Any:
     for inner, text in walk(raw):
         if isinstance(text, str) and "${" in text and ":" in text:
             todo = "write the value itself"
-            raise ProfileError.about("a profile calls no resolver", where, inner, text, todo=todo)
+            raise ProfileError.about("a profile calls no resolver", source, inner, text, todo=todo)
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        what = str(error).splitlines()[0]
+        message = str(error).splitlines()[0]
         key = str(getattr(error, "full_key", "") or "")
-        raise ProfileError.about(what, where, key) from None
+        raise ProfileError.about(message, source, key) from None
     return plain(values)
 
 
@@ -180,8 +180,8 @@ def compose(
 ) -> Composition:
     """Compose the profile `name` with `overrides` such as ``backends.cudnn.benchmark=true``.
 
-    Bare names are found in `folders` and on the search path. `typed` says whether the user who
-    starts the run wrote the overrides. Raises `ProfileError`.
+    Names are searched for in `folders` and on the search path. `typed`: the user who starts the
+    run wrote the overrides. Raises `ProfileError`.
     """
     layers = _Layers(Composition(asked=(name, *overrides)), folders)
     layers.add_named(name)
@@ -197,7 +197,7 @@ def compose_document(document: Document, overrides: Sequence[str] = ()) -> Compo
 
 @dataclass(slots=True)
 class _Layers:
-    """Follows defaults lists, depth first, and refuses one that leads back to itself."""
+    """Follows defaults lists, depth first, and refuses a cycle."""
 
     composition: Composition
     folders: tuple[ProfileFolder, ...] = ()
@@ -208,120 +208,122 @@ class _Layers:
 
     def add_named(self, name: str, named_at: str = "", *, inherited: bool = False) -> None:
         # A profile may inherit from another one of the same name, but not from itself.
-        beside = [one.folder._replace(prefix="") for one in self.being_read[-1:]]
-        being_read = [other.path for other in self.being_read]
+        beside = [heir.folder._replace(prefix="") for heir in self.being_read[-1:]]
+        being_read = [heir.path for heir in self.being_read]
         try:
-            found = find(name, self.folders, named_at, beside, being_read)
+            file = find(name, self.folders, named_at, beside, being_read)
         except ProfileError:
             again = find(name, self.folders, named_at, beside) if being_read else None
             if again is None or again.path not in being_read:
                 raise
-            chain = " -> ".join([*(other.name for other in self.being_read), again.name])
-            what = "a profile inherits from itself"
-            raise ProfileError.about(what, named_at, "defaults", chain) from None
+            chain = " -> ".join([*(heir.name for heir in self.being_read), again.name])
+            message = "a profile inherits from itself"
+            raise ProfileError.about(message, named_at, "defaults", chain) from None
         if len(self.read_before) + len(self.being_read) >= MAX_DOCUMENTS:
-            what = f"more than {MAX_DOCUMENTS} files in one defaults list"
-            raise ProfileError.about(what, named_at)
-        if not found.path.is_relative_to(SHIPPED):
+            message = f"more than {MAX_DOCUMENTS} files in one defaults list"
+            raise ProfileError.about(message, named_at)
+        if not file.path.is_relative_to(SHIPPED):
             self.composition.only_shipped = False
-        self.being_read.append(found)
-        self.add(read_document(found.path, found.where), found, inherited=inherited)
+        self.being_read.append(file)
+        self.add(read_document(file.path, file.where), file, inherited=inherited)
         self.being_read.pop()
-        if not self.being_read and not is_piece(found.name):
-            self.composition.name_it(found.name, ValueOrigin(found.where, found.folder.package))
+        if not self.being_read and not is_piece(file.name):
+            self.composition.name_it(file.name, ValueOrigin(file.where, file.folder.package))
 
-    def add(self, document: Document, found: ProfileFile | None, *, inherited: bool) -> None:
+    def add(self, document: Document, file: ProfileFile | None, *, inherited: bool) -> None:
         self.keys += len(document.lines)
         if self.keys > MAX_KEYS:
-            what = f"more than {MAX_KEYS:,} keys in the files of one profile"
-            raise ProfileError.about(what, document.where)
+            message = f"more than {MAX_KEYS:,} keys in the files of one profile"
+            raise ProfileError.about(message, document.source)
         schema, newest = document.values.get("schema"), SCHEMA_VERSION.high or 1
-        if isinstance(schema, int) and schema > newest:  # whose keys may be unknown here
+        if isinstance(schema, int) and schema > newest:  # it may have keys unknown to this version
             raise ProfileError.about(
                 "written for a newer torchrepro",
-                document.place("schema"),
+                document.line_of("schema"),
                 "schema",
                 shown(schema),
-                legal=f"up to {newest}, which is what {versioned('torchrepro')} reads",
+                legal=f"up to {newest}, the newest that {versioned('torchrepro')} reads",
                 todo="upgrade torchrepro: pip install --upgrade torchrepro",
             )
         for entry in document.defaults:
             if entry != "_self_":
-                self.add_named(entry, document.place("defaults"), inherited=True)
+                self.add_named(entry, document.line_of("defaults"), inherited=True)
                 continue
-            left_out = NOT_INHERITED if inherited else ()
-            values = {key: v for key, v in document.values.items() if key not in left_out}
-            # The keys of sections have their lines as well, for problems with the section itself.
-            keys = [key for key in document.lines or flatten(values) if key not in left_out]
+            skipped = NOT_INHERITED if inherited else ()
+            values = {key: v for key, v in document.values.items() if key not in skipped}
+            # `lines` also has the keys of sections, for problems with a section itself.
+            keys = [key for key in document.lines or flatten(values) if key not in skipped]
             before = self.composition.origins
-            places = {key: document.place(key) for key in keys}
-            package = found.folder.package if found else ""
-            self.composition.add(values, places, package, typed=document.typed)
-            again = found is not None and found.path in self.read_before
+            lines = {key: document.line_of(key) for key in keys}
+            package = file.folder.package if file else ""
+            self.composition.add(values, lines, package, typed=document.typed)
+            again = file is not None and file.path in self.read_before
             for key, value in flatten(values).items():
-                # A file that is inherited twice must not undo what another one set in between.
+                # A file that is inherited twice must not overwrite a value set in between.
                 self.undone.pop(key, None)
                 earlier = before.get(key)
                 if again and earlier and earlier.value != value:
                     self.undone[key] = Problem(
-                        f"{earlier.set_by} sets {key} to {shown(earlier.value)}, and is undone by "
-                        "a file that was inherited before it and is inherited again",
-                        places[key],
+                        f"{earlier.set_by} sets {key} to {shown(earlier.value)}, but a file that "
+                        "was inherited before it is inherited again and overwrites it",
+                        lines[key],
                         key,
                         shown(value),
                         todo="inherit that file in one place only, or set the value in the "
                         "profile itself",
                     )
-        if found is not None:
-            self.read_before.append(found.path)
+        if file is not None:
+            self.read_before.append(file.path)
 
     def finished(self, overrides: Sequence[str], *, typed: bool = True) -> Composition:
-        """Lay the pieces among `overrides` on top, and the other overrides on these, in order."""
-        given = [(key_of(text), f"override {text}", parsed(text)) for text in overrides]
-        for key, place, values in given:
+        """Add the pieces among `overrides`, then all other overrides, in order."""
+        parsed_overrides = [(key_of(text), f"override {text}", parsed(text)) for text in overrides]
+        for key, origin, values in parsed_overrides:
             if key == PIECES:
                 named = values[PIECES]
                 pieces = [named] if isinstance(named, str) else named
                 if not isinstance(pieces, list) or not all(isinstance(p, str) for p in pieces):
-                    what, legal = "pieces are named in a list", f"{PIECES}=[dropout-zero,host-rng]"
-                    raise ProfileError.about(what, place, PIECES, shown(named), legal)
+                    legal = f"{PIECES}=[dropout-zero,host-rng]"
+                    message = "pieces are named in a list"
+                    raise ProfileError.about(message, origin, PIECES, shown(named), legal)
                 for piece in pieces:
-                    self.add_named(piece_named(piece), place, inherited=True)
-        for key, place, values in given:
+                    self.add_named(piece_named(piece), origin, inherited=True)
+        for key, origin, values in parsed_overrides:
             if key != PIECES:
-                places = dict.fromkeys(flatten(values), place)
-                self.composition.add(values, places, "", typed=typed)
-        if given:
+                origins = dict.fromkeys(flatten(values), origin)
+                self.composition.add(values, origins, "", typed=typed)
+        if parsed_overrides:
             self.composition.only_shipped = False
         for key, problem in self.undone.items():
-            present = self.composition.origins.get(key)  # gone with its section, perhaps
-            if present is not None and present.set_by == problem.where:
+            last = self.composition.origins.get(key)  # None if its section was removed
+            if last is not None and last.set_by == problem.where:
                 raise ProfileError(problem)
         return self.composition
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Return what an override in Hydra's grammar sets, in sections; a deletion sets null.
+    """Return the values that an override in Hydra's grammar sets; a deletion sets null.
 
-    Raises `ProfileError` for one that is not plain.
+    The values are nested in sections. Raises `ProfileError` for an override that is not plain.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    place = f"override {text}"
+    origin = f"override {text}"
     todo = "write key=value, as in seed=7 or backends.cudnn.benchmark=false"
     try:
-        found = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError):
-        raise ProfileError.about("not an override", place, todo=todo) from None
-    if found.is_sweep_override():
-        raise ProfileError.about("a sweep needs Hydra's --multirun; here one value is set", place)
-    depth = found.key_or_group.count(".")
-    if found.package is not None or not found.key_or_group or depth > MAX_DEPTH:
-        raise ProfileError.about("not an override", place, todo=todo)
-    values: Any = None if found.is_delete() else plain(found.value())
-    key = found.key_or_group.replace("/", ".")
-    check_values(values, place, key)
+        raise ProfileError.about("not an override", origin, todo=todo) from None
+    if override.is_sweep_override():
+        message = "a sweep needs Hydra's --multirun; this sets only one value"
+        raise ProfileError.about(message, origin)
+    depth = override.key_or_group.count(".")
+    if override.package is not None or not override.key_or_group or depth > MAX_DEPTH:
+        raise ProfileError.about("not an override", origin, todo=todo)
+    values: Any = None if override.is_delete() else plain(override.value())
+    key = override.key_or_group.replace("/", ".")
+    check_values(values, origin, key)
     for part in reversed(key.split(".")):
         values = {part: values}
     nested: dict[str, Any] = values
@@ -330,11 +332,11 @@ def parsed(text: str) -> dict[str, Any]:
 
 _PLAIN_WORD = re.compile(r"[A-Za-z_/][\w.:/+@%-]*", re.ASCII)
 _NOT_IN_KEYS, _ESCAPED = re.compile(r"[\\()\[\]{}:=, \t]"), r"\\\g<0>"  # a key cannot be quoted
-_OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # what Hydra's grammar takes for no text
+_OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # words that are not text for Hydra
 
 
 def in_hydras_grammar(value: Any) -> str:
-    """Return a value as an override sets it: what `parsed` reads."""
+    """Return a value in the grammar of overrides, which `parsed` reads."""
     if isinstance(value, Mapping):
         keys = (_NOT_IN_KEYS.sub(_ESCAPED, str(key)) for key in value)
         values = map(in_hydras_grammar, value.values())
@@ -353,20 +355,20 @@ def in_hydras_grammar(value: Any) -> str:
 
 
 def key_of(text: str) -> str:
-    """Return the dotted key that an override names, without parsing what it sets it to."""
+    """Return the dotted key of an override, without parsing its value."""
     return text.partition("=")[0].lstrip("+~").replace("/", ".")
 
 
-def check_values(value: Any, place: str, key: str) -> None:
+def check_values(value: Any, origin: str, key: str) -> None:
     """Raise `ProfileError` for an instruction or an interpolation anywhere in `value`."""
     for inner, entry in walk(value, key):
-        refuse_instructions(inner.rpartition(".")[2], place, inner)
+        refuse_instructions(inner.rpartition(".")[2], origin, inner)
         if isinstance(entry, str):
-            refuse_interpolation(entry, place, inner)
+            refuse_interpolation(entry, origin, inner)
 
 
 def walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `value` and everything in it, each with its dotted key; an entry has its list's."""
+    """Yield `value` and all values in it with dotted keys; list entries have the list's key."""
     yield key, value
     if isinstance(value, Mapping):
         for inner, entry in value.items():
@@ -381,7 +383,7 @@ PROFILE, PIECE = "profile", "piece"
 
 
 class ProfileEntry(NamedTuple):
-    """One profile, or one piece to lay on top of profiles, on the search path."""
+    """One profile, or one piece to add to profiles, on the search path."""
 
     name: str
     guarantee: str
@@ -395,20 +397,21 @@ class ProfileEntry(NamedTuple):
 
 
 def listed() -> list[ProfileEntry]:
-    """Return every profile and piece on the search path; a broken one says so."""
+    """Return every profile and piece on the search path; for a broken one, the problem."""
     entries = []
     for folder in search_path():
         origin = f"package {versioned(folder.package)}" if folder.package else folder.origin
         for name in folder.names():
-            kind = PIECE if is_piece(name) else PROFILE
+            profile_or_piece, promised = (PIECE, NOTHING) if is_piece(name) else (PROFILE, "seeded")
             try:
                 values = compose(name).values
             except ProfileError as error:
                 guarantee, about = NOTHING, _refused(error.problem)
             else:
-                guarantee = values.get("guarantee", NOTHING if kind == PIECE else "seeded")
+                guarantee = values.get("guarantee", promised)
                 about = values.get("description", "")
-            entries.append(ProfileEntry(name, str(guarantee), origin, str(about), kind))
+            entry = ProfileEntry(name, str(guarantee), origin, str(about), profile_or_piece)
+            entries.append(entry)
     for pack in incomplete_packs():
         name = f"{pack.name}/" if pack.name else NOTHING
         about = _refused(pack.problem)

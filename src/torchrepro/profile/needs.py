@@ -1,6 +1,7 @@
-"""What each guarantee needs: one row per knob, with the devices that need it.
+"""The needs of each guarantee: one row per knob, with the devices that it applies to.
 
-A value that breaks a guarantee is refused; a need that is not met lowers the guarantee in name.
+A profile with a value that breaks its guarantee is refused. If a need is not met, the report lowers
+the guarantee.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ REPEATABLE = ("repeatable",)
 ALIGNED = ("aligned",)
 
 WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seeded": ()}
-"""The guarantees that may still hold where one is lost, the strongest first."""
+"""Guarantee -> the weaker guarantees that may still be satisfied, the strongest first."""
 
 
 class Need(NamedTuple):
-    """What guarantees need of a knob, and the values that contradict them."""
+    """The value of a knob that guarantees need, and the values that contradict them."""
 
     guarantees: tuple[str, ...]
     knob: str
     met_by: Callable[[Any], bool] | None = None  # None: any value that is not in `broken_by`
-    left_open: str = ""  # what may differ between two runs where this is not met
-    kinds: tuple[str, ...] = ()  # it applies where all of these kinds of device are present
+    left_open: str = ""  # the results that may differ between two runs if the need is not met
+    kinds: tuple[str, ...] = ()  # the need applies if all of these kinds of devices are present
     broken_by: tuple[Any, ...] = ()  # the values that contradict the guarantee
-    because: str = ""  # what such a value leads to
-    if_there: bool = False  # whether nothing is open where the state does not exist
-    calls: tuple[str, ...] = ()  # the functions with which a program can meet the need by itself
+    because: str = ""  # the consequence of such a value
+    if_there: bool = False  # whether the need is met where the knob's state does not exist
+    calls: tuple[str, ...] = ()  # functions that a program can call to meet the need itself
 
 
 def _is(*values: Any) -> Callable[[Any], bool]:
@@ -38,34 +39,35 @@ def _is(*values: Any) -> Callable[[Any], bool]:
 
 
 def folded(value: Any) -> Any:
-    """Return a value for comparison, in which the case of a word does not count."""
+    """Return a value for a comparison that ignores the case of words."""
     return value.lower() if isinstance(value, str) and value.isalpha() else value
 
 
 SEED_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
 TIMING = "compiled code then chooses kernels by timing"
 
-_ON, _OFF = _is(True), _is(False)  # noqa: FBT003 - values that will do
-_IN_FULL = _is("ieee", "none")  # torch asks only whether float32 is tf32 or bf16
+_ON, _OFF = _is(True), _is(False)  # noqa: FBT003 - values that meet a need
+_IN_FULL = _is("ieee", "none")  # torch only tests whether float32 is tf32 or bf16
 
 
-def _seed(of: str, what: str, kind: str, *calls: str) -> Need:
-    kinds = (kind,) if kind else ()
-    return Need(ALL, f"seed.{of}", lambda _: True, what, kinds, calls=calls)
+def _seed(generator: str, left_open: str, device: str, *calls: str) -> Need:
+    devices = (device,) if device else ()
+    return Need(ALL, f"seed.{generator}", lambda _: True, left_open, devices, calls=calls)
 
 
 def _precision(
     knob: str,
-    what: str,
-    kind: str,
+    ops: str,
+    device: str,
     met_by: Callable[[Any], bool] = _IN_FULL,
     lower: Any = None,
-    **more: Any,
+    **fields: Any,
 ) -> Need:
     if lower is not None:
-        because = "float32 is then computed with fewer bits here and not on the other side"
-        more = {"broken_by": (lower,), "because": because}
-    return Need(ALIGNED, f"backends.{knob}", met_by, f"the precision of {what}", (kind,), **more)
+        because = "float32 then has fewer bits on this device than on the device compared with"
+        fields = {"broken_by": (lower,), "because": because}
+    left_open = f"the precision of {ops}"
+    return Need(ALIGNED, f"backends.{knob}", met_by, left_open, (device,), **fields)
 
 
 NEEDS: tuple[Need, ...] = (
@@ -95,14 +97,14 @@ NEEDS: tuple[Need, ...] = (
         _is("error"),
         "ops without a deterministic kernel",
         broken_by=("warn", "none"),
-        because="ops without a deterministic kernel then go on, and warn keeps some that `error` "
+        because="ops without a deterministic kernel then run, and with warn also some that `error` "
         "would replace",
     ),
     Need(
         REPEATABLE,
         "backends.torch.fill_uninitialized_memory",
         _ON,
-        "what uninitialised memory holds",
+        "the contents of uninitialized memory",
         if_there=True,
     ),
     Need(
@@ -149,7 +151,7 @@ NEEDS: tuple[Need, ...] = (
         "the sums of cuDNN",
         ("cuda",),
         broken_by=(False,),
-        because="cuDNN may then take kernels whose sums vary",
+        because="cuDNN may then choose kernels whose sums vary",
     ),
     Need(
         STRICT,
@@ -158,7 +160,7 @@ NEEDS: tuple[Need, ...] = (
         "Transformer Engine's attention",
         ("transformer_engine", "cuda"),
         broken_by=("1",),
-        because="Transformer Engine may then take attention kernels whose sums vary",
+        because="Transformer Engine may then choose attention kernels whose sums vary",
     ),
     *(
         Need(
@@ -225,12 +227,12 @@ NEEDS: tuple[Need, ...] = (
     *(
         Need(
             ALIGNED,
-            f"backends.cuda.allow_{kind}_reduced_precision_reduction",
+            f"backends.cuda.allow_{dtype}_reduced_precision_reduction",
             _OFF,
-            f"the precision of {kind} sums on CUDA",
+            f"the precision of {dtype} sums on CUDA",
             ("cuda",),
         )
-        for kind in ("fp16", "bf16")
+        for dtype in ("fp16", "bf16")
     ),
     _precision("npu.conv_allow_hf32", "the NPU's convolutions", "npu", _OFF, lower=True),
     _precision("npu.matmul_allow_hf32", "the NPU's matrix products", "npu", _OFF, lower=True),
@@ -244,4 +246,4 @@ NEEDS: tuple[Need, ...] = (
         for operation in ("matmul", "conv", "rnn")
     ),
 )
-"""What a guarantee needs further is a further row."""
+"""Add a row for another need of a guarantee."""

@@ -1,6 +1,7 @@
-"""A profile as plain values with the origin of each: as it is composed, and as a plan reads it.
+"""A profile as plain values with their origins: while it is composed, and resolved for a plan.
 
-Every process below `torchrepro run` loads this module, so it imports nothing that reads files.
+Every child process of `torchrepro run` imports this module, so it must not import a module that
+reads files.
 """
 
 from __future__ import annotations
@@ -21,70 +22,70 @@ from torchrepro.knobs.knob import Knob, variable
 EXTRA = "env_extra"  # the section of variables that are not in the catalogue
 
 OPAQUE = ("device.fallback", "device.modules", "streams", "ranks")
-"""Keys whose value is a mapping of the user's own words, and so one value."""
+"""Keys whose mapping is one value, since its keys are chosen by the user."""
 
 STRICT = ("repeatable", "aligned")
 NOT_INHERITED = ("name", "description")  # they describe a file and change nothing in a process
 WITHOUT_EFFECT = (*NOT_INHERITED, "schema")
 NOT_A_KNOB = (*WITHOUT_EFFECT, "guarantee", "on_late", "requires")
 DEFAULTS = {"guarantee": "seeded", "on_late": "warn"}
-"""The values of keys that set no knob, where a profile leaves them out."""
+"""The defaults of keys that set no knob."""
 
 _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 
 
 class ValueOrigin(NamedTuple):
-    """The place that set a value, and the one before it."""
+    """The line, override or argument that set a value, and the origin of the replaced value."""
 
     set_by: str  # ``file:line``, the override, or the argument
     package: str = ""
     """The distribution of the file; with its version, if another process wrote the origin."""
 
     value: Any = None
-    replaced: ValueOrigin | None = None  # the origin of the value that stood there before
+    replaced: ValueOrigin | None = None  # the origin of the value that this one replaced
 
     def to_json(self) -> dict[str, Any]:
-        """Return the origin as plain JSON values, those that it replaced the nearest first."""
-        replaced, each = [], self.replaced
-        while each is not None:
-            its = {"value": each.value, "set_by": each.set_by, "package": versioned(each.package)}
-            replaced.append(its)
-            each = each.replaced
+        """Return the origin as plain JSON values, with the replaced origins, the latest first."""
+        replaced, origin = [], self.replaced
+        while origin is not None:
+            package = versioned(origin.package)
+            replaced.append({"value": origin.value, "set_by": origin.set_by, "package": package})
+            origin = origin.replaced
         return {"set_by": self.set_by, "package": versioned(self.package), "replaced": replaced}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ValueOrigin:
         before: ValueOrigin | None = None
-        for each in reversed(content["replaced"]):
-            before = cls(each["set_by"], each["package"], each["value"], before)
+        for origin in reversed(content["replaced"]):
+            before = cls(origin["set_by"], origin["package"], origin["value"], before)
         return cls(content["set_by"], content["package"], None, before)
 
 
 @cache
 def versioned(distribution: str) -> str:
-    """Return a distribution with the version that is installed, as in ``acme-profiles 1.2.0``."""
+    """Return a distribution with its installed version, as in ``acme-profiles 1.2.0``."""
     version = installed_version(distribution)
     return f"{distribution} {version}" if version else distribution
 
 
 @dataclass(slots=True)
 class Composition:
-    """The merged values of a profile and, for every dotted key, the place that set it."""
+    """The merged values of a profile, and the origin of every dotted key."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, ValueOrigin] = field(default_factory=dict)
-    typed: set[str] = field(default_factory=set)  # keys that who starts the run wrote a value for
-    only_shipped: bool = True  # whether all of it is from torchrepro's own files, no override
+    typed: set[str] = field(default_factory=set)  # keys set by the user who starts the run
+    only_shipped: bool = True  # whether all values come from torchrepro's own files
     asked: tuple[str, ...] = ()  # the name or path, and the overrides; empty for plain values
 
     def add(
-        self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
+        self, values: Mapping[str, Any], set_by: Mapping[str, str], package: str, *, typed: bool
     ) -> None:
-        """Lay `values` on top; `places` says for every dotted key what sets it."""
+        """Merge `values` over the present ones; `set_by` names the origin of every dotted key."""
         before, leaves = self.origins, flatten(values)
         _merge(self.values, values)
         written = {key for key, value in leaves.items() if value != {}}
-        # Neither the sections around these keys nor what was inside them are what somebody wrote.
+        # The earlier origins of sections around these keys, and of keys inside them, are obsolete.
         around = {section for key in written for section in _around(key)}
         kept = {
             name: origin
@@ -92,7 +93,8 @@ class Composition:
             if name not in around and written.isdisjoint(_around(name))
         }
         new = {
-            k: ValueOrigin(at, package, leaves.get(k), before.get(k)) for k, at in places.items()
+            key: ValueOrigin(line, package, leaves.get(key), before.get(key))
+            for key, line in set_by.items()
         }
         self.origins = kept | new
         self.typed = self.typed | leaves.keys() if typed else self.typed - leaves.keys()
@@ -100,12 +102,12 @@ class Composition:
     def name_it(self, name: str, origin: ValueOrigin) -> None:
         """Give the profile a name, unless it has one."""
         if "name" not in self.values:
-            name = printable(name).translate(str.maketrans("()", "[]"))  # as `PROFILE_NAME` has it
+            name = printable(name).translate(str.maketrans("()", "[]"))  # legal by `PROFILE_NAME`
             self.values["name"] = name
             self.origins["name"] = origin._replace(value=name)
 
-    def place(self, key: str) -> str:
-        """Return where `key`, something in it, or the nearest section around it was set."""
+    def origin_of(self, key: str) -> str:
+        """Return the origin of `key`, of a key inside it, or of the nearest section around it."""
         if key not in self.origins:
             inside = [name for name in self.origins if name.startswith(f"{key}.")]
             if inside:
@@ -133,11 +135,11 @@ def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProfile:
-    """The values that a valid profile sets, without the keys it leaves alone."""
+    """The values of a valid profile, without null and empty sections."""
 
     values: Mapping[str, Any]
     origins: Mapping[str, ValueOrigin] = field(default_factory=dict, compare=False, repr=False)
-    """Dotted key -> where its value comes from, as far as that is known."""
+    """Dotted key -> the origin of its value, if it is known."""
     asked: tuple[str, ...] = field(default=(), compare=False, repr=False)  # as in `Composition`
 
     @classmethod
@@ -147,13 +149,13 @@ class ResolvedProfile:
         origins: Mapping[str, ValueOrigin] | None = None,
         asked: tuple[str, ...] = (),
     ) -> ResolvedProfile:
-        """Return `values` without every null and every empty section, and what is known of them."""
+        """Return `values` without null and empty sections, with their known origins."""
         kept = _without_null(values)
         known = {key: origins[key] for key in flatten(kept) if key in origins} if origins else {}
         return cls(MappingProxyType(kept), MappingProxyType(known), asked)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values with their origins as plain JSON values, for a process below."""
+        """Return the values with their origins as plain JSON values, for a child process."""
         return {
             "values": plain(self.values),
             "origins": {key: origin.to_json() for key, origin in self.origins.items()},
@@ -162,18 +164,18 @@ class ResolvedProfile:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ResolvedProfile:
-        """Return what `to_json` wrote."""
-        origins = {k: ValueOrigin.from_json(each) for k, each in content["origins"].items()}
+        """Return the profile that `to_json` wrote."""
+        origins = {key: ValueOrigin.from_json(o) for key, o in content["origins"].items()}
         return cls.of(content["values"], origins, tuple(content["asked"]))
 
     @property
     def name(self) -> str:
-        """What the profile calls itself."""
+        """The profile's name."""
         return str(self.values.get("name", "(unnamed)"))
 
     @property
     def guarantee(self) -> str:
-        """What the profile promises; `seeded` unless it says more."""
+        """The profile's guarantee, by default `seeded`."""
         return str(self.values.get("guarantee", DEFAULTS["guarantee"]))
 
     @property
@@ -183,34 +185,34 @@ class ResolvedProfile:
 
     @property
     def on_late(self) -> str:
-        """What happens with a knob past its phase: relaunch, relaunch_or_warn, error or warn."""
+        """The reaction to a knob past its phase: relaunch, relaunch_or_warn, error or warn."""
         return str(self.values.get("on_late", DEFAULTS["on_late"]))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what the profile asks for, equal on every machine and Python.
+        """SHA-256 of the values that the profile requests, equal on every machine and Python.
 
-        It is that of the values as JSON with sorted keys, without spaces, in ASCII (the canonical
-        form of https://www.rfc-editor.org/rfc/rfc8785 for the integers and texts of a profile).
-        Name, description and schema are left out: they change nothing in a process.
+        The values are hashed as JSON with sorted keys, without spaces, in ASCII (for the integers
+        and strings of a profile, the canonical form of https://www.rfc-editor.org/rfc/rfc8785).
+        Name, description and schema are omitted, since they change nothing in a process.
         """
         effective = {key: value for key, value in self.values.items() if key not in WITHOUT_EFFECT}
         text = json.dumps(effective, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
     def settings(self) -> list[tuple[Knob, Any]]:
-        """Return every knob that the profile names with its value, in the catalogue's order."""
+        """Return the knobs that the profile names with their values, in the catalogue's order."""
         leaves = flatten({k: v for k, v in self.values.items() if k not in NOT_A_KNOB})
         pairs = [(knob, value) for key, value in leaves.items() for knob in knobs_for_key(key)]
         return sorted(pairs, key=lambda pair: _POSITION.get(pair[0].name, -1))
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that the profile sets, for a process that has not started yet."""
+        """Return the variables that the profile sets, for a process before it starts."""
         return {knob.variable: value for knob, value in self.settings() if knob.variable}
 
 
 def knobs_for_key(key: str) -> tuple[Knob, ...]:
-    """Return the rows that the profile's dotted `key` sets."""
+    """Return the knobs that the profile's dotted `key` sets."""
     section, _, name = key.partition(".")
     if section == EXTRA:
         return (variable(name),) if name else ()
@@ -230,7 +232,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as plain JSON values: a frozen section as a dict, its keys as text."""
+    """Return a value as plain JSON values: a frozen section as a dict, its keys as strings."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

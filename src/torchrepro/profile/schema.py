@@ -1,15 +1,15 @@
-"""The schema of a profile: frozen pydantic models whose sections the catalogue's rows make.
+"""The schema of a profile: frozen pydantic models, with sections from the catalogue's rows.
 
-Validation also asks for consent, and for what is installed. What a profile may set in the
-environment: the variables of the catalogue and of the allow list cannot choose code or hosts. A
-profile is data from others, so any other variable is set only with the consent of the user who
-starts the run, given by its name or by an override that sets it. The schema refuses dangerous
-variables in any case.
+Validation also checks installed versions, and the consent to environment variables. A profile may
+set the variables of the catalogue and of the allow list, which cannot choose code or hosts. Since a
+profile may come from a stranger, it sets any other variable only with the consent of the user who
+starts the run, who names the variable or sets it in an override. Dangerous variables are always
+refused.
 
-The JSON Schema of a profile's file, for completion and hints in editors, is written for as many
-editors as possible: draft 7, without references (that draft ignores a description beside a
-`$ref`), and with `markdownDescription`, which editors on VS Code's YAML language server show as a
-formatted hint: https://github.com/redhat-developer/vscode-yaml.
+The JSON Schema of a profile's file, for completion and hints, supports as many editors as possible:
+draft 7, without references (that draft ignores a description next to a `$ref`), and with
+`markdownDescription`, which editors with VS Code's YAML language server show as a formatted hint:
+https://github.com/redhat-developer/vscode-yaml.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ if TYPE_CHECKING:
 
 SECTIONS = ("torch", "cuda", "cudnn", "cpu", "npu", "distributed")
 VARIABLE = "TORCHREPRO_ALLOW_ENV"
-"""Variable with the names, separated by commas, that the user who starts the run consents to.
+"""Variable with the names of variables, separated by commas, to which the user consents.
 
-No profile can set it, nor any other variable of torchrepro.
+A profile cannot set it, nor any other variable of torchrepro.
 """
 
 OPTION = "--allow-env"
 
-MAPPINGS = {  # keys whose value is a mapping of the user's own words
+MAPPINGS = {  # keys whose value is a mapping with keys that the user chooses -> legal values
     **{key: knobs_by_name()[key].legal.words for key in ("device.modules", "streams", "ranks")},
     "requires": 'a mapping such as {torch: ">=2.6"}',
 }
 _NO_SECTION = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
-_REWORDED = dict.fromkeys(_NO_SECTION, "a section of keys belongs here")
+_REWORDED = dict.fromkeys(_NO_SECTION, "not a section of keys")
 _REWORDED["string_type"] = "not text"
-"""pydantic's messages, by the type of the error, in the words of a profile's author."""
+"""Type of a pydantic error -> the message for the author of a profile."""
 
 _HOW_TO_LAY_PIECES = (
     "choose them with +repro/with=[dropout-zero] under Hydra, with=[dropout-zero] among overrides, "
@@ -89,21 +89,23 @@ _ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
 
 CONFIG = ConfigDict(extra="forbid", frozen=True)
 
-# pydantic looks for plugins in every installed distribution when the first model is made, and
-# raises ValueError there for entry points that are not UTF-8, or hold a line without `=`. It looks
-# once: later models are made. Which distribution it is, the search path says.
+# When the first model is created, pydantic reads the entry points of every installed distribution,
+# and raises ValueError if they are not UTF-8 or have a line without `=`. Later models do not read
+# them again. `torchrepro list` names the broken distribution.
 with suppress(ValueError):
     create_model("First")
 
 
-def legal_values(of: str | Legal) -> GetPydanticSchema:
-    """Return the annotation of a field with these legal values, or those of a row by its name.
+def legal_values(legal_or_knob: str | Legal) -> GetPydanticSchema:
+    """Return the annotation of a field for legal values, or for the knob of this name.
 
     Null is always legal.
     """
-    legal = knobs_by_name()[of].legal if isinstance(of, str) else of
+    legal = legal_or_knob
+    if isinstance(legal, str):
+        legal = knobs_by_name()[legal].legal
 
-    def judge(value: Any) -> Any:
+    def check(value: Any) -> Any:
         inside, complaint = ((), "") if value is None else legal.wrong_part(value)
         if complaint:
             context = {"complaint": complaint, "legal": legal, "inside": inside}
@@ -112,7 +114,7 @@ def legal_values(of: str | Legal) -> GetPydanticSchema:
 
     return GetPydanticSchema(
         lambda source, handler: core_schema.no_info_after_validator_function(
-            judge, handler(source)
+            check, handler(source)
         ),
         lambda _schema, _handler: {"anyOf": [legal.json_schema(), NULL]},
     )
@@ -152,7 +154,7 @@ PROFILE_NAME = Text(
     r"[^\x00-\x20\x7f-\xa0()\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
     r"[^\x00-\x1f\x7f-\xa0()\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]{0,254}",
     "one line of printable characters without parentheses",
-    "reports write what they say of a profile into the same line, and into parentheses",
+    "reports write a profile's name into lines and parentheses",
     variable=False,
 )
 
@@ -162,7 +164,7 @@ FROZEN = (AfterValidator(_frozen), PlainSerializer(plain))
 
 
 class Section(BaseModel):
-    """A section of a profile; null means an empty one. A value is an attribute or an item."""
+    """A section of a profile; null means an empty section. Values are attributes and items."""
 
     model_config = CONFIG
 
@@ -179,7 +181,7 @@ class Section(BaseModel):
         def __getattr__(self, knob: str) -> Any: ...
 
 
-def _section(name: str, prefix: str, doc: str, **more: Any) -> Any:
+def _section(name: str, prefix: str, doc: str, **extra_fields: Any) -> Any:
     rows = {knob.name: knob for knob in CATALOGUE}
     rows |= {alias: knobs[0] for alias, knobs in other_names().items()}
     fields: dict[str, Any] = {
@@ -192,11 +194,11 @@ def _section(name: str, prefix: str, doc: str, **more: Any) -> Any:
         for key, knob in rows.items()
         if key.startswith(prefix)
     }
-    return create_model(name, __base__=Section, __doc__=doc, **fields | more)
+    return create_model(name, __base__=Section, __doc__=doc, **fields | extra_fields)
 
 
 if TYPE_CHECKING:
-    # The catalogue makes these models, so a type checker cannot know their fields.
+    # The models are created from the catalogue, so a type checker cannot know their fields.
     Backends: TypeAlias = Section
     Environment: TypeAlias = Section
     Device: TypeAlias = Section
@@ -222,17 +224,16 @@ else:
     Device = _section(
         "Device",
         "device.",
-        "What is computed where.",
+        "The devices that compute.",
         modules=(  # never null
             Annotated[Any, NULL_IS_EMPTY, legal_values("device.modules"), *FROZEN],
             Field(
                 default_factory=lambda: MappingProxyType({}),
-                description="Pattern of module names -> device on which that part of the model "
-                "runs.",
+                description="Pattern of module names -> the device that runs these modules.",
             ),
         ),
     )
-    Dataloader = _section("Dataloader", "dataloader.", "How data is loaded.")
+    Dataloader = _section("Dataloader", "dataloader.", "Loading of data.")
 
 TextByName: TypeAlias = Annotated[
     Mapping[str, StrictStr | None], NULL_IS_EMPTY, AfterValidator(_frozen), PlainSerializer(dict)
@@ -248,14 +249,15 @@ ExtraVariables: TypeAlias = Annotated[
 def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
     """Return (key, value, reason) for every contradiction in `resolved`."""
     leaves = flatten(resolved.values)
-    found = [
-        (key, shown(leaves[key]), f"contradicts guarantee: {resolved.guarantee}; {row.because}")
-        for row in NEEDS
-        for key in leaves
-        if resolved.guarantee in row.guarantees
-        and row.knob in (key, *(knob.name for knob in other_names().get(key, ())))
-        and folded(leaves[key]) in row.broken_by
-    ]
+    found = []
+    for row in NEEDS:
+        if resolved.guarantee not in row.guarantees:
+            continue
+        for key, value in leaves.items():
+            names = {key, *(knob.name for knob in other_names().get(key, ()))}
+            if row.knob in names and folded(value) in row.broken_by:
+                why = f"contradicts guarantee: {resolved.guarantee}; {row.because}"
+                found.append((key, shown(value), why))
     for key in leaves:
         knob = knobs_by_name().get(key)
         for alias in knob.aliases if knob else ():
@@ -267,48 +269,47 @@ def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
     is_set = level is not None and algorithms is not None
     if is_set and bool(level) != (algorithms != "none"):
         why = (
-            f"and deterministic_algorithms: {algorithms} undo each other: the level moves "
-            "torch's own flag along"
+            f"and deterministic_algorithms: {algorithms} undo each other: the level also sets "
+            "torch's own flag"
         )
         found.append(("backends.npu.deterministic_level", shown(level), why))
     fallback = leaves.get("device.fallback")
     never_refuses = algorithms in ("none", "warn")
     if never_refuses and fallback is not None and waits_for_refusal(fallback):
-        why = f"with deterministic_algorithms: {algorithms} no op raises, and none would fall back"
+        why = f"with deterministic_algorithms: {algorithms} no op raises, so none falls back"
         found.append(("device.fallback", shown(fallback), why))
     return found
 
 
 class Profile(BaseModel):
-    """What a team asks for; null leaves a thing alone."""
+    """The settings that a run requests; null leaves a setting unchanged."""
 
     model_config = ConfigDict(**CONFIG, title="torchrepro profile")
 
     schema_version: Annotated[Any, legal_values(SCHEMA_VERSION)] = Field(
-        None, alias="schema", description="Version of this schema that the file was written for."
+        None, alias="schema", description="Version of the schema that the file was written for."
     )
     name: Annotated[StrictStr | None, legal_values(PROFILE_NAME)] = Field(
-        None, description="What reports call the profile; the file's own name unless given."
+        None, description="The profile's name in reports; by default the file's name."
     )
     description: StrictStr | None = Field(None, description="One sentence for `torchrepro list`.")
     guarantee: Annotated[Any, legal_values(OneOf(("seeded", *STRICT)))] = Field(
         None,
         description="The promise: same random numbers; bitwise repeatable on one machine; equal "
-        "across devices within tolerance. The last two are strict: they stop rather than go on "
-        "with less.",
+        "across devices within tolerance. The last two are strict: the run stops if a knob cannot "
+        "be set.",
     )
     seed: Annotated[Any, legal_values(SEED)] = Field(
         None, description="Seed of every generator: Python, numpy, torch, all devices."
     )
     streams: Annotated[Any, NULL_IS_EMPTY, legal_values("streams"), *FROZEN] = Field(
         default_factory=lambda: MappingProxyType({}),
-        description="Stream -> a seed of its own, so that one source of variation can be swept "
-        "alone.",
+        description="Stream -> its own seed, to vary one source of random numbers alone.",
     )
     ranks: Annotated[Any, legal_values("ranks"), *FROZEN] = Field(
         None,
-        description="Whether the ranks of a distributed run draw different random numbers: one "
-        "word, or one per dimension of a device mesh.",
+        description="Selects whether the ranks of a distributed run draw the same or different "
+        "random numbers: one word, or one per dimension of a device mesh.",
     )
     backends: Annotated[Backends, NULL_IS_EMPTY] = Field(
         default_factory=Backends, description="Flags of torch and its back ends."
@@ -319,29 +320,29 @@ class Profile(BaseModel):
     )
     env_extra: ExtraVariables = Field(
         default_factory=lambda: MappingProxyType({}),
-        description="Other environment variables: those of an allow list; any other one needs the "
-        "consent of whoever starts the run (--allow-env NAME, or TORCHREPRO_ALLOW_ENV); never "
-        "dangerous ones.",
+        description="Other environment variables. Without consent only variables of an allow list; "
+        "all others need the consent of the user who starts the run (--allow-env NAME, or "
+        "TORCHREPRO_ALLOW_ENV). Dangerous variables are always refused.",
     )
     dropout: Annotated[Any, legal_values("dropout")] = Field(
         None, description="zero: dropout passes everything through."
     )
     device: Annotated[Device, NULL_IS_EMPTY] = Field(
-        default_factory=Device, description="What is computed where."
+        default_factory=Device, description="The devices that compute."
     )
     dataloader: Annotated[Dataloader, NULL_IS_EMPTY] = Field(
-        default_factory=Dataloader, description="How data is loaded."
+        default_factory=Dataloader, description="Loading of data."
     )
     on_late: Annotated[
         Any, legal_values(OneOf(("relaunch", "relaunch_or_warn", "error", "warn")))
     ] = Field(
         None,
-        description="What a knob past its phase leads to. relaunch_or_warn: a Hydra run starts "
-        "its command line again where that is safe; everything else goes on, with the guarantee "
-        "lowered in name.",
+        description="The reaction to a knob past its phase. relaunch_or_warn: a Hydra run starts "
+        "its command line again if that is safe; any other run continues, and its report lowers "
+        "the guarantee.",
     )
     guard: Annotated[Any, legal_values("guard")] = Field(
-        None, description="Whether knobs are read again during the run."
+        None, description="Selects whether knobs are read again during the run."
     )
     requires: TextByName = Field(
         default_factory=lambda: MappingProxyType({}),
@@ -352,7 +353,7 @@ class Profile(BaseModel):
     _asked: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
-    def _holds_together(self) -> Profile:
+    def _refuse_contradictions(self) -> Profile:
         if found := contradictions(self.resolved):
             raise PydanticCustomError("contradiction", "contradiction", {"found": found})
         return self
@@ -362,7 +363,7 @@ class Profile(BaseModel):
         return _unpickled, (type(self), values, self._origins, self._asked)
 
     def __deepcopy__(self, memo: Any = None) -> Profile:
-        return self  # frozen all the way down
+        return self  # frozen, with all values in it
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Profile) and self.resolved == other.resolved
@@ -377,31 +378,31 @@ class Profile(BaseModel):
         return ResolvedProfile.of(values, self._origins, self._asked)
 
     def remember(self, origins: Mapping[str, ValueOrigin], asked: tuple[str, ...]) -> None:
-        """Keep where each value comes from; equality and digest ignore it."""
+        """Store the origin of each value; equality and digest ignore it."""
         self._origins, self._asked = origins, asked
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what the profile asks for; name and description take no part."""
+        """SHA-256 of the values that the profile requests, without name and description."""
         return self.resolved.digest
 
 
-def _unpickled(kind: type[Profile], values: Any, origins: Any, asked: Any) -> Profile:
-    profile = kind.model_validate(values)
+def _unpickled(model: type[Profile], values: Any, origins: Any, asked: Any) -> Profile:
+    profile = model.model_validate(values)
     profile.remember(origins, asked)
     return profile
 
 
 def validated(composition: Composition) -> Profile:
-    """Validate composed values; raises `ProfileError` that names where each value was set."""
+    """Validate composed values; raises `ProfileError` with the origin of each wrong value."""
     try:
         profile = Profile.model_validate(composition.values)
     except ValidationError as error:
-        found: dict[str, Problem] = {}
+        problems: dict[str, Problem] = {}
         for details in error.errors():
             for problem in _problems(details, composition):
-                found.setdefault(problem.key, problem)
-        raise ProfileError(list(found.values())) from None
+                problems.setdefault(problem.key, problem)
+        raise ProfileError(list(problems.values())) from None
     profile.remember(composition.origins, composition.asked)
     unconsented = _without_consent(composition)
     unmet = [] if unconsented else _unmet(profile.requires, composition)
@@ -414,7 +415,7 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
     context: Mapping[str, Any] = details.get("ctx", {})
     if details["type"] == "contradiction":
         return [
-            Problem(reason, composition.place(key), key, value)
+            Problem(reason, composition.origin_of(key), key, value)
             for key, value, reason in context["found"]
         ]
     path = [str(part) for part in details["loc"]]
@@ -422,30 +423,30 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
         path.append(context["name"])
     inside = context.get("inside", ())
     path += inside
-    key = ".".join(part for part in path if part != "[key]")  # pydantic's word for a key itself
+    key = ".".join(part for part in path if part != "[key]")  # pydantic's mark for a key itself
     value = details["input"]
-    for each in inside:
-        value = value[each]
+    for part in inside:
+        value = value[part]
     if "name" in context and isinstance(value, dict):
         value = value.get(context["name"])
-    found = shown(value)
+    text = shown(value)
     if isinstance(value, dict | list):
-        found = "a section" if isinstance(value, dict) else "a list"
-    place = composition.place(key)
+        text = "a section" if isinstance(value, dict) else "a list"
+    origin = composition.origin_of(key)
     if details["type"] == "extra_forbidden":
-        return [_unknown_key(path, found, place)]
+        return [_unknown_key(path, text, origin)]
     if details["type"] == "illegal":
-        legal, what = context["legal"], context["complaint"]
-        if inside and place.startswith("override ") and key not in place:
-            what = f"{key}: {what}"  # of several that stand there
-        close = near(found, legal.choices())
-        return [Problem(what, place, key, found, legal.words, close)]
-    what = context.get("why") or _REWORDED.get(details["type"], details["msg"])
+        legal, message = context["legal"], context["complaint"]
+        if inside and origin.startswith("override ") and key not in origin:
+            message = f"{key}: {message}"  # the override sets several keys
+        close = near(text, legal.choices())
+        return [Problem(message, origin, key, text, legal.words, close)]
+    message = context.get("why") or _REWORDED.get(details["type"], details["msg"])
     legal = next((words for name, words in MAPPINGS.items() if key.startswith(name)), "")
-    return [Problem(what, place, key, found, legal, todo=context.get("todo", ""))]
+    return [Problem(message, origin, key, text, legal, todo=context.get("todo", ""))]
 
 
-def _unknown_key(path: list[str], found: str, place: str) -> Problem:
+def _unknown_key(path: list[str], text: str, origin: str) -> Problem:
     *sections, word = path
     key = ".".join(path)
     model: type[BaseModel] = Profile
@@ -455,41 +456,41 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
     legal = sorted(field.alias or name for name, field in model.model_fields.items())
     if sections == ["env"]:
         if why := refusal(word):
-            return Problem(why, place, key, found)
-        todo, meant = f"to set it all the same, move it to `env_extra: {{{word}: ...}}`", ""
+            return Problem(why, origin, key, text)
+        todo, meant = f"to set it anyway, move it to `env_extra: {{{word}: ...}}`", ""
         if word not in allowed():
-            todo += ", which needs the consent of whoever starts the run"
+            todo += ", which needs the consent of the user who starts the run"
             meant = near(word, legal)
-        what = "the catalogue does not know this variable"
-        return Problem(what, place, key, found, near=meant, todo=todo)
+        message = "the catalogue does not know this variable"
+        return Problem(message, origin, key, text, near=meant, todo=todo)
     if key == PIECES:
-        what = "unknown key: pieces are not values of a profile"
+        message = "unknown key: pieces are not values of a profile"
         meant = near(word, legal)
-        return Problem(what, place, key, found, some(legal), meant, _HOW_TO_LAY_PIECES)
+        return Problem(message, origin, key, text, some(legal), meant, _HOW_TO_LAY_PIECES)
     known = other_names().get(key) or other_names().get(f"torch.{key}") or other_names().get(word)
-    # Somebody may leave its sections out.
+    # The user may have omitted the sections of a key.
     keys = [knob.profile_key for knob in reversed(CATALOGUE)]
     by_last_part = {key.rpartition(".")[2]: key for key in keys}
     meant = known[0].profile_key if known else by_last_part.get(word) or near(word, legal)
-    what = "unknown key"
+    message = "unknown key"
     if known:
-        what = "unknown key: another name of the state behind the one below"
+        message = "unknown key: another name for the key below"
     todo = "write it nested, a section per line" if "." in word else ""
-    return Problem(what, place, key, found, some(legal), meant, todo)
+    return Problem(message, origin, key, text, some(legal), meant, todo)
 
 
 def allowed_by(names: Sequence[str]) -> str:
-    """Return the value of `VARIABLE` that consents to `names` besides those it holds already.
+    """Return the value of `VARIABLE` that consents to `names` and to the names already in it.
 
     Raises `ProfileError` for a dangerous variable, or a text that cannot name a variable.
     """
     return ",".join(dict.fromkeys([*_consented(), *_consented(OPTION, ",".join(names))]))
 
 
-def _consented(where: str = VARIABLE, text: str | None = None) -> list[str]:
+def _consented(source: str = VARIABLE, text: str | None = None) -> list[str]:
     text = os.environ.get(VARIABLE, "") if text is None else text
     names = [name.strip() for name in text.split(",") if name.strip()]
-    problems = [Problem(why, where, found=name) for name in names if (why := refusal(name))]
+    problems = [Problem(why, source, found=name) for name in names if (why := refusal(name))]
     if problems:
         raise ProfileError(problems)
     return names
@@ -513,18 +514,18 @@ def _without_consent(composition: Composition) -> list[Problem]:
         if name in consented:
             continue
         key = f"{EXTRA}.{name}"
-        what = "not on the list of variables that a profile may set by itself"
+        message = "not on the list of variables that a profile may set without consent"
         legal, close = "", known.get(near(name, known), "")
         if name in allowed():
             row = allowed()[name]
-            what = "not a value that a profile may give this variable by itself"
+            message = "not a value to which a profile may set this variable without consent"
             legal, close = row.legal.words, near(value, row.legal.choices())
         todo = (
             f"if you want it, consent: {OPTION} {name}, or {VARIABLE}={name} in the environment "
-            f"(under Hydra, pytest and in code); or give the override {key}=... yourself"
+            f"(under Hydra, pytest and in code); or set it yourself by the override {key}=..."
         )
-        place = composition.place(key)
-        problems.append(Problem(what, place, key, shown(value), legal, close, todo))
+        origin = composition.origin_of(key)
+        problems.append(Problem(message, origin, key, shown(value), legal, close, todo))
     return problems
 
 
@@ -536,39 +537,39 @@ def _unmet(requires: Mapping[str, Any], composition: Composition) -> list[Proble
     problems = []
     for package, wanted in requires.items():
         key = f"requires.{package}"
-        place, installed = composition.place(key), installed_version(package)
+        origin, installed = composition.origin_of(key), installed_version(package)
         specifier, fits = None, False
-        # The operator === takes any text, and Python refuses a number of thousands of digits.
+        # The operator === accepts any text, and Python refuses a number of thousands of digits.
         if len(wanted) <= LONGEST and _ORDINARY.fullmatch(wanted):
             with suppress(ValueError):
                 specifier = SpecifierSet(wanted)
         if specifier is None:
-            what = "not a version range"
-            problems.append(Problem(what, place, key, shown(wanted), '">=2.6"'))
+            message = "not a version range"
+            problems.append(Problem(message, origin, key, shown(wanted), '">=2.6"'))
             continue
         if installed is None:
-            problems.append(Problem("the package is not installed", place, key, wanted))
+            problems.append(Problem("the package is not installed", origin, key, wanted))
             continue
-        with suppress(ValueError):  # metadata may hold any text as its version
+        with suppress(ValueError):  # metadata may have any text as the version
             fits = specifier.contains(installed, prereleases=True)
         if not fits:
-            what = f"{package} {shown(installed)} is installed"
-            todo = f"install {package}{wanted}, or take a profile made for {installed}"
-            problems.append(Problem(what, place, key, wanted, todo=todo))
+            message = f"{package} {shown(installed)} is installed"
+            todo = f"install {package}{wanted}, or use a profile made for {installed}"
+            problems.append(Problem(message, origin, key, wanted, todo=todo))
     return problems
 
 
 NULL = {"type": "null"}
-_TRIED = range(1000)  # integers that a variable might take
-_FEW = 16  # of them are listed; more are a range
+_TRIED = range(1000)  # integers that are tried as a variable's value
+_FEW = 16  # up to so many legal integers are listed; more are a range
 
 
 def json_schema() -> dict[str, Any]:
     """Return the schema of a profile or a piece: its keys, their values, its defaults list."""
     model = Profile.model_json_schema(by_alias=True)
-    said = (
-        "Profiles to inherit from, in order, and pieces to lay on top; `_self_` is this file. "
-        f"A piece lies in the folder `{PIECES}` of its pack, as in `team/{PIECES}/zero`."
+    text = (
+        "Profiles to inherit from, in order, and pieces to add; `_self_` is this file. "
+        f"A piece is in the folder `{PIECES}` of its pack, as in `team/{PIECES}/zero`."
     )
     names = ["_self_", *ProfileFolder(SHIPPED, "").names()]
     section = _schema_of_section(model, model.pop("$defs", {}), "")
@@ -576,15 +577,15 @@ def json_schema() -> dict[str, Any]:
         "defaults": {
             "type": "array",
             "items": {"type": "string", "examples": names},
-            "description": said.replace("`", ""),
-            "markdownDescription": said,
+            "description": text.replace("`", ""),
+            "markdownDescription": text,
         },
         **section["properties"],
     }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "torchrepro profile",
-        "description": "What a run asks for; a key that is left out, or null, is left alone.",
+        "description": "The settings of a run; an omitted key, or null, changes nothing.",
         **section,
     }
 
@@ -598,12 +599,12 @@ def _schema_of_section(model: Any, definitions: dict[str, Any], prefix: str) -> 
 
 
 def _schema_of_key(entry: Any, definitions: dict[str, Any], key: str) -> dict[str, Any]:
-    said = {"description": " ".join(entry.get("description", "").split())}
+    described = {"description": " ".join(entry.get("description", "").split())}
     if "$ref" in entry:
         model = definitions[entry["$ref"].rpartition("/")[2]]
-        said["description"] = said["description"] or model["description"]
+        described["description"] = described["description"] or model["description"]
         section = _schema_of_section(model, definitions, f"{key}.")
-        return said | section | {"type": ["object", "null"]}
+        return described | section | {"type": ["object", "null"]}
     kept = {k: v for k, v in entry.items() if k not in ("title", "default", "description")}
     if key == EXTRA:
         without_consent = {
@@ -614,34 +615,34 @@ def _schema_of_key(entry: Any, definitions: dict[str, Any], key: str) -> dict[st
             }
             for name, row in allowed().items()
         }
-        return said | {"properties": without_consent, **_or_null(kept)}
+        return described | {"properties": without_consent, **_or_null(kept)}
     knobs = rows_for_key(key)
     if not knobs:
-        return said | _or_null(kept)
+        return described | _or_null(kept)
     legal = knobs[0].legal
     if knobs[0].variable:
         kept = {"anyOf": _texts(legal)}
-    does = said["description"].partition(" Cost: ")[0]
+    summary = described["description"].partition(" Cost: ")[0]
     cost = "; ".join(dict.fromkeys(knob.cost for knob in knobs))
     words = (word.strip(",;()") for knob in knobs for word in knob.source.split())
     sources = dict.fromkeys(word for word in words if word.startswith("http"))
     linked = ", ".join(f"[{number}]({source})" for number, source in enumerate(sources, 1))
-    lines = [does, f"Cost: {cost}.", f"Values: {legal.words}; null leaves it alone."]
+    lines = [summary, f"Cost: {cost}.", f"Values: {legal.words}; null leaves it alone."]
     lines += [f"Sources: {linked}"] * bool(linked)
-    hint = {"description": f"{does} Cost: {cost}.", "markdownDescription": "\n\n".join(lines)}
+    hint = {"description": f"{summary} Cost: {cost}.", "markdownDescription": "\n\n".join(lines)}
     return hint | _or_null(kept)
 
 
 def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that also takes null, without alternatives where that is possible.
+    """Return a schema that also accepts null, if possible without `anyOf`.
 
     An editor shows the hint of only one alternative.
     """
-    one, *others = entry.get("anyOf", [entry, NULL])
-    if others != [NULL] or not isinstance(one.get("type"), str):
+    first, *rest = entry.get("anyOf", [entry, NULL])
+    if rest != [NULL] or not isinstance(first.get("type"), str):
         return entry
-    words = {"enum": [*one["enum"], None]} if "enum" in one else {}
-    return {**one, **words, "type": [one["type"], "null"]}
+    words = {"enum": [*first["enum"], None]} if "enum" in first else {}
+    return {**first, **words, "type": [first["type"], "null"]}
 
 
 def _texts(legal: Legal) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""Which file the name of a profile means: folders, the user's own, and those of installed packs.
+"""Find the file of a profile by its name: in torchrepro's folder, the user's, and in packs.
 
-A pack is a Python package with YAML files and an entry point in the group `torchrepro.profiles`,
-whose name begins the names of its profiles and whose value is the package, as in
-``team = "acme_profiles"``. It is found by its metadata and never imported:
-https://packaging.python.org/en/latest/specifications/entry-points. The distributions are read one
-by one: `importlib.metadata.entry_points` fails for all of them where one of them is broken.
+A pack is a Python package with YAML files and an entry point in the group `torchrepro.profiles`.
+The entry point's name is the prefix of its profiles' names, and its value is the package, as in
+``team = "acme_profiles"``. Packs are found by their metadata and never imported:
+https://packaging.python.org/en/latest/specifications/entry-points. Distributions are read one by
+one, because `importlib.metadata.entry_points` fails for all of them if one is broken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchrepro.ground.messages import Problem, near, printable, shown, some
 
 DISTRIBUTION = "torchrepro"
 SHIPPED = Path(__file__).parent.parent / "conf" / "repro"
-VARIABLE = "TORCHREPRO_PATH"  # names further folders of profiles, separated as in PATH
+VARIABLE = "TORCHREPRO_PATH"  # more folders of profiles, separated as in PATH
 
 ENTRY_POINTS = "torchrepro.profiles"
 PACKAGE = "pkg://"
@@ -36,27 +36,27 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
 SUFFIXES = (".yaml", ".yml")
 _PACKAGE = re.compile(r"[\w.]+(:[\w.]+)?")
 
-MANY = 1000  # files and folders in a folder of profiles that are read for a list of names
+MANY = 1000  # files and folders that are read in a folder to list its names
 DEEPEST = 8
 
 
 class UnknownProfileError(ProfileError):
-    """A name that means no file."""
+    """No file has the name."""
 
 
 class ProfileFolder(NamedTuple):
-    """A folder of profiles, and how messages call it."""
+    """A folder of profiles, and its name in messages."""
 
     path: Path
     origin: str
-    prefix: str = ""  # begins the names of its profiles: ``team/`` in a pack that is called team
+    prefix: str = ""  # of the names of its profiles: ``team/`` in the pack `team`
     package: str = ""  # the distribution that the folder belongs to
-    source: Path | None = None  # the project that holds its files, if it is installed for editing
+    source: Path | None = None  # the project with its files, if installed as editable
 
     def file(self, name: str) -> Path | None:
-        """Return the file that holds the profile `name`, if this folder has it.
+        """Return the file of the profile `name`, if this folder has it.
 
-        Raises `ProfileError` for a file that lies elsewhere, behind a link.
+        Raises `ProfileError` if the file is a link to a file outside the folder.
         """
         if not name.startswith(self.prefix):
             return None
@@ -64,35 +64,37 @@ class ProfileFolder(NamedTuple):
         candidates = (self.path / f"{stem}{suffix}" for suffix in SUFFIXES) if stem else ()
         present = [path for path in candidates if path.is_file()]
         if len(present) > 1:
-            what = f"two profiles are called '{name}'"
+            message = f"two profiles are called '{name}'"
             legal = f"{present[0].name}, or {present[1].name}"
-            raise ProfileError.about(what, self.origin, legal=legal, todo="remove one of them")
-        found = present[0] if present else None
-        home = (self.source or self.path).resolve()  # editing may mean links into the project
-        if found is not None and not found.resolve().is_relative_to(home):
+            raise ProfileError.about(message, self.origin, legal=legal, todo="remove one of them")
+        if not present:
+            return None
+        (file,) = present
+        home = (self.source or self.path).resolve()  # an editable pack may link into its project
+        if not file.resolve().is_relative_to(home):
             raise ProfileError.about(
                 "a link points outside the folder of profiles",
-                str(found),
-                todo="put the profile itself there: what lies outside is not read",
+                str(file),
+                todo="replace the link by the profile itself: files outside are not read",
             )
-        return found
+        return file
 
     def has_group(self, group: str) -> bool:
-        """Whether `group`, as in ``team/with``, is a folder in this one."""
+        """Return whether `group`, as in ``team/with``, is a folder in this one."""
         inside = f"{group}/".removeprefix(self.prefix)
         is_here = f"{group}/".startswith(self.prefix) and is_name(group)
         return is_here and (self.path / inside).is_dir()
 
     def names(self) -> list[str]:
-        """Return the names of the profiles in this folder, sorted; of a huge folder, the first."""
+        """Return the sorted names of the profiles in this folder; only some of a huge folder."""
         names, left, folders = set(), MANY, [(self.path, 0)]
         while folders and left > 0:
-            here, depth = folders.pop()
+            folder, depth = folders.pop()
             # A folder that cannot be read has no names. Links are not followed.
-            with suppress(OSError), os.scandir(here) as entries:
-                found = sorted(islice(entries, left), key=lambda entry: entry.name)
-                left -= len(found)
-                for entry in found:
+            with suppress(OSError), os.scandir(folder) as scan:
+                entries = sorted(islice(scan, left), key=lambda entry: entry.name)
+                left -= len(entries)
+                for entry in entries:
                     path = Path(entry.path)
                     if entry.is_dir(follow_symlinks=False) and depth < DEEPEST:
                         folders.append((path, depth + 1))
@@ -102,7 +104,7 @@ class ProfileFolder(NamedTuple):
 
 
 class ProfileFile(NamedTuple):
-    """The file that a name means."""
+    """The file of a profile's name."""
 
     name: str
     path: Path
@@ -110,7 +112,7 @@ class ProfileFile(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The file as messages show it: in its distribution, or from the working directory."""
+        """The file in messages: relative to its distribution or to the working directory."""
         if self.folder.package:
             inside = self.path.relative_to(self.folder.path)
             return f"{self.folder.package}:{inside}"
@@ -121,23 +123,23 @@ class ProfileFile(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """A pack that a distribution declares, or a distribution that cannot be read."""
+    """A pack that a distribution declares, or a distribution with unreadable entry points."""
 
     owner: str  # the distribution, as messages show it
     distribution: Distribution
-    name: str = ""  # what the names of its profiles begin with; empty where that cannot be read
-    value: str = ""  # the package that holds the profiles, as the entry point names it
+    name: str = ""  # the prefix of its profiles' names; empty if it cannot be read
+    value: str = ""  # the package with the profiles, as the entry point names it
 
     @property
     def package(self) -> str:
-        """The dotted name of the package, or an empty string for a value that names none."""
+        """The dotted name of the package, or an empty string if the value is not such a name."""
         return ".".join(self.value.split(":")) if _PACKAGE.fullmatch(self.value) else ""
 
     def folders(self) -> list[ProfileFolder]:
-        """Return the folders of the pack, each with what its names begin with.
+        """Return the folders of the pack, each with the prefix of its names.
 
-        They came with the distribution itself: an entry point may name any installed package, or a
-        folder of the working directory.
+        Only folders of the distribution itself count: an entry point could also name any other
+        installed package, or a folder of the working directory.
         """
         if not self.name:
             return []
@@ -155,17 +157,17 @@ class Pack(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        """What is wrong with a pack that has no folders."""
-        where = f"entry point of {self.owner}"
+        """The problem of a pack without folders."""
+        entry_point = f"entry point of {self.owner}"
         if not self.name:
-            what = "its entry points cannot be read"
-            return Problem(what, where, todo="uninstall it, or tell its author")
+            message = "its entry points cannot be read"
+            return Problem(message, entry_point, todo="uninstall it, or inform its author")
         why = "is not a folder here; packages in zip files are not read"
         if package_folders(self.package)[0]:
-            why = "did not come with it: only its own is read"
-        what = f"the pack '{self.name}' names a package that {why}"
-        todo = "install it again, or tell its author"
-        return Problem(what, where, found=self.value, todo=todo)
+            why = "did not come with it: only a package of the same distribution is read"
+        message = f"the pack '{self.name}' names a package that {why}"
+        todo = "install it again, or inform its author"
+        return Problem(message, entry_point, found=self.value, todo=todo)
 
 
 def find(
@@ -175,41 +177,41 @@ def find(
     beside: Sequence[ProfileFolder] = (),
     without: Container[Path] = (),
 ) -> ProfileFile:
-    """Return the file that `name` means, without importing or running anything.
+    """Return the file of the profile `name`, without importing or running anything.
 
     `name` is a name in one of `folders` or on the search path, a path to a YAML file, or
-    ``pkg://package.path/name``. `named_at` is the ``file:line`` of the defaults list that names it,
-    where paths are refused; the folders `beside` that file are searched first, and the files in
-    `without` are ignored: a profile may inherit from another one of the same name. Raises
-    `ProfileError` for a name that means no file, or two.
+    ``pkg://package.path/name``. `named_at` is the ``file:line`` of the defaults list that contains
+    it; a defaults list must not contain paths. The folders `beside` its file are searched first.
+    The files in `without` are ignored, since a profile may inherit from another profile of the same
+    name. Raises `ProfileError` if no file has the name, or if two different files have it.
     """
     try:
         if name.startswith(PACKAGE):
             package, _, rest = name.removeprefix(PACKAGE).partition("/")
             roots, regular = package_folders(package)
-            # Any folder of the working directory is importable too, and may hold anything.
+            # Any folder of the working directory is importable, too, so a file must not name it.
             if not roots or (named_at and not regular):
-                what = "no such package is installed here"
-                raise UnknownProfileError.about(what, named_at, found=name)
+                message = "no such package is installed here"
+                raise UnknownProfileError.about(message, named_at, found=name)
             inside = [ProfileFolder(root, f"package {package}") for root in roots]
             files = _files(rest, inside) if is_name(rest) else []
             if not files:
                 raise _unknown(name, inside, named_at)
             return files[0]._replace(name=files[0].path.stem)
         if name.endswith(SUFFIXES) and not named_at and Path(name).is_file():
-            return _at_path(name, Path(name))  # a file that is there is meant by its own name
+            return _at_path(name, Path(name))  # an existing file comes before the search path
         if is_name(name):
             everywhere = (*folders, *folders_for(name))
-            # A folder of the search path answers with all others: its names may be taken there.
-            places = {(folder.path, folder.prefix) for folder in everywhere}
-            own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
-            files = _files(name, own, without)[:1] or _files(name, everywhere, without)
-            for one, two in combinations(files, 2):
-                if not cmp(one.path, two.path, shallow=False):
+            # A folder on the search path has no priority over the others on it.
+            searched = {(folder.path, folder.prefix) for folder in everywhere}
+            first = [folder for folder in beside if (folder.path, folder.prefix) not in searched]
+            files = _files(name, first, without)[:1] or _files(name, everywhere, without)
+            for left, right in combinations(files, 2):
+                if not cmp(left.path, right.path, shallow=False):
                     raise ProfileError.about(
                         f"two profiles are called '{name}'",
-                        legal=f"{one.path} ({one.folder.origin}), or {two.path} "
-                        f"({two.folder.origin})",
+                        legal=f"{left.path} ({left.folder.origin}), or {right.path} "
+                        f"({right.folder.origin})",
                         todo="name the one you mean by its path, or rename one of them",
                     )
             if files:
@@ -222,18 +224,20 @@ def find(
     except ProfileError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        # Too long for the file system, the home of an unknown user, an impossible character.
-        what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
-        raise UnknownProfileError.about(what, named_at) from None
+        # The name is too long for the file system, has `~` of an unknown user, or a NUL character.
+        message = f"unknown profile '{shown(name)}': no file can have that name ({error})"
+        raise UnknownProfileError.about(message, named_at) from None
     raise _unknown(name, (*beside, *folders, *search_path()), named_at)
 
 
 def _files(
     name: str, folders: Iterable[ProfileFolder], without: Container[Path] = ()
 ) -> list[ProfileFile]:
-    found = ((folder, folder.file(name)) for folder in folders)
+    candidates = ((folder, folder.file(name)) for folder in folders)
     return [
-        ProfileFile(name, file, folder) for folder, file in found if file and file not in without
+        ProfileFile(name, file, folder)
+        for folder, file in candidates
+        if file and file not in without
     ]
 
 
@@ -242,7 +246,7 @@ def _at_path(name: str, path: Path) -> ProfileFile:
         siblings = path.parent.glob("*") if path.parent.is_dir() else ()
         close = near(path.name, (entry.name for entry in siblings))
         beside = str(path.parent / close) if close else ""
-        todo = "" if close else "torchrepro list shows the profiles that can be named"
+        todo = "" if close else "torchrepro list shows the names of profiles"
         raise UnknownProfileError.about("no such file", found=name, near=beside, todo=todo)
     return ProfileFile(
         path.stem, path.absolute(), ProfileFolder(path.absolute().parent, str(path.parent))
@@ -265,64 +269,65 @@ def _unknown(name: str, folders: Iterable[ProfileFolder], named_at: str) -> Unkn
 
 
 def search_path() -> tuple[ProfileFolder, ...]:
-    """Return every folder in which a bare name is searched for."""
+    """Return every folder that is searched for a name."""
     return (*_fixed_folders(), *(folder for pack in packs() for folder in pack.folders()))
 
 
 def folders_for(name: str) -> tuple[ProfileFolder, ...]:
-    """Return the folders of the search path that may hold `name`.
+    """Return the folders of the search path that may contain `name`.
 
-    Packs are asked only for names that begin with theirs, because finding them means reading the
-    metadata of all that is installed. Raises `ProfileError` for a pack that is incomplete.
+    Packs are only read if the name begins with the name of a pack, because it means reading the
+    metadata of all installed distributions. Raises `ProfileError` for an incomplete pack.
     """
-    pack, slash, _ = name.partition("/")
-    may_be_a_pack = slash and pack not in ("", PIECES)
-    meant = [each for each in packs() if each.name == pack] if may_be_a_pack else []
-    problems = [each.problem for each in meant if not each.folders()]
+    prefix, slash, _ = name.partition("/")
+    may_be_a_pack = slash and prefix not in ("", PIECES)
+    meant = [pack for pack in packs() if pack.name == prefix] if may_be_a_pack else []
+    problems = [pack.problem for pack in meant if not pack.folders()]
     if problems:
         raise ProfileError(problems)
-    return (*_fixed_folders(), *(folder for each in meant for folder in each.folders()))
+    return (*_fixed_folders(), *(folder for pack in meant for folder in pack.folders()))
 
 
 def incomplete_packs() -> list[Pack]:
-    """Return every pack whose package is not there, or whose distribution cannot be read."""
-    return [each for each in packs() if not each.folders()]
+    """Return every pack whose package does not exist, or whose distribution cannot be read."""
+    return [pack for pack in packs() if not pack.folders()]
 
 
 def missing_folders() -> list[str]:
-    """Return what TORCHREPRO_PATH names and is not a folder."""
+    """Return the entries of TORCHREPRO_PATH that are not folders."""
     return [text for text, path in _named_folders() if not path.is_dir()]
 
 
 def packs() -> list[Pack]:
-    """Return every pack that can be named, and every distribution whose packs cannot be read.
+    """Return every pack with a valid name, and every distribution whose packs cannot be read.
 
     A distribution that is found twice counts once.
     """
-    found: dict[str, list[Pack]] = {}
+    by_owner: dict[str, list[Pack]] = {}
     for distribution in distributions():
         text = _text(distribution, "entry_points.txt")
         if ENTRY_POINTS not in text:
             continue
         owner = ""
-        with suppress(TypeError, ValueError, PackageNotFoundError):  # metadata may hold anything
+        with suppress(TypeError, ValueError, PackageNotFoundError):  # metadata may be invalid
             owner = printable(str(distribution.metadata["Name"] or ""))
         owner = owner or "a distribution without a name"
-        if owner in found:
+        if owner in by_owner:
             continue
-        found[owner] = [Pack(owner, distribution)]  # unless its lines can be read
-        with suppress(TypeError, ValueError, AttributeError):  # a line may be anything as well
+        by_owner[owner] = [Pack(owner, distribution)]  # replaced if its entry points can be read
+        with suppress(TypeError, ValueError, AttributeError):  # an entry point may be invalid
             lines = distribution.entry_points.select(group=ENTRY_POINTS)
             values = {line.name: line.value for line in lines}
             names = [n for n in values if is_name(n) and "/" not in n and n != PIECES]
-            found[owner] = [Pack(owner, distribution, name, values[name]) for name in names]
-    return [pack for of_one in found.values() for pack in of_one]
+            by_owner[owner] = [Pack(owner, distribution, name, values[name]) for name in names]
+    return [pack for declared in by_owner.values() for pack in declared]
 
 
 def package_folders(name: str) -> tuple[list[Path], bool]:
-    """Return the folders of the package `name`, which is not imported, nor is a parent of it.
+    """Return the folders of the package `name`, and whether its top-level package is regular.
 
-    And whether its top is a regular package rather than any folder that is importable.
+    Imports neither the package nor its parents. A top-level package that is not regular may be any
+    folder on Python's path.
     """
     top, *inner = name.replace("/", ".").split(".")
     try:
@@ -336,12 +341,12 @@ def package_folders(name: str) -> tuple[list[Path], bool]:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` has the form of a profile's name: words and slashes, no `..`."""
+    """Return whether `text` has the form of a profile's name: words and slashes, no `..`."""
     return bool(NAME.fullmatch(text)) and ".." not in text
 
 
 def is_piece(name: str) -> bool:
-    """Whether `name` means a piece that is laid on top of a profile."""
+    """Return whether `name` is the name of a piece, which is added to a profile."""
     return PIECES in name.split("/")[:-1]
 
 
@@ -352,7 +357,7 @@ def piece_named(name: str) -> str:
 
 
 def piece_short_name(name: str) -> str:
-    """Return what `with=[...]` calls a piece: ``team/zero`` for team/with/zero."""
+    """Return the name of a piece in `with=[...]`: ``team/zero`` for team/with/zero."""
     return "/".join(part for part in name.split("/") if part != PIECES)
 
 
@@ -369,9 +374,11 @@ def _named_folders() -> list[tuple[str, Path]]:
 
 
 def _source(distribution: Distribution) -> Path | None:
-    # The project folder of a distribution that is installed for editing. Any published one can
-    # claim to be editable, so the folder has to declare packs itself.
-    # https://packaging.python.org/en/latest/specifications/direct-url
+    """Return the project folder of an editable distribution, or None.
+
+    Any published distribution can claim to be editable, so the folder has to declare packs itself:
+    https://packaging.python.org/en/latest/specifications/direct-url.
+    """
     text = _text(distribution, "direct_url.json")
     if "editable" not in text:
         return None
@@ -385,7 +392,7 @@ def _source(distribution: Distribution) -> Path | None:
         project = (folder / "pyproject.toml", folder / "setup.cfg", folder / "setup.py")
         texts = [file.read_text("utf-8") for file in project if editable and file.is_file()]
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        return None  # judged like any other installation
+        return None  # treated like any other installation
     return folder if any(ENTRY_POINTS in written for written in texts) else None
 
 
