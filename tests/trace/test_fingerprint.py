@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchrepro.trace import fingerprint as memory
 from torchrepro.trace.fingerprint import device_fingerprint, fetch, fingerprint
-from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each, size_of
 from torchrepro.trace.op_facts import PLAIN, shape_of
+from torchrepro.trace.tensor_reads import fingerprint_of, read_each, size_of
 
 from .conftest import Counting
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.seeding.generators import States, host_slots
-from torchrepro.trace import fingerprint_cache
-from torchrepro.trace.fingerprint_cache import GeneratorStates
+from torchrepro.trace import generator_states
+from torchrepro.trace.generator_states import GeneratorStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,8 +79,8 @@ def test_a_generator_that_nobody_used_is_not_read_again(monkeypatch: pytest.Monk
     """Between two steps without a draw, neither Python's nor numpy's state is asked for."""
     reader = GeneratorStates()
     before = reader.read()
-    monkeypatch.setattr(fingerprint_cache.marshal, "dumps", None)
-    monkeypatch.setattr(fingerprint_cache.xxhash, "xxh3_128", None)
+    monkeypatch.setattr(generator_states.marshal, "dumps", None)
+    monkeypatch.setattr(generator_states.xxhash, "xxh3_128", None)
 
     assert reader.read() == before
 

@@ -20,8 +20,9 @@ import torch
 
 from torchrepro.ground.callers import frames
 from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.trace.digests import InFlight
 from torchrepro.trace.fingerprint import Pending, fetch, memory_of, pieces, unobserved
-from torchrepro.trace.fingerprint_cache import FingerprintCache, InFlight
+from torchrepro.trace.fingerprint_cache import FingerprintCache
 from torchrepro.trace.format import INPUT, OUTPUT
 from torchrepro.trace.frames import ModuleNames, source_of
 from torchrepro.trace.op_facts import shapes_text, tensors_in

@@ -1,18 +1,12 @@
-"""What is fingerprinted again only where it may have changed: tensors, and random generators.
+"""The digests of the inputs and outputs of ops, by their tensors.
 
-The cache has the digests of the inputs, and of the outputs, of ops by their tensors.
+A tensor is fingerprinted again only where its memory may have changed.
 """
 
 from __future__ import annotations
 
-import marshal
-import random
-import struct
-import sys
-from _random import Random as _Words
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
@@ -21,16 +15,26 @@ import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrepro.ground.callers import address
-from torchrepro.seeding import generators
-from torchrepro.trace.fingerprint import (
-    arrays,
-    device_fingerprint,
-    fingerprint,
-    unobserved,
-    widths,
+from torchrepro.trace.digests import (
+    UNREAD,
+    UNSEEN,
+    Digest,
+    InFlight,
+    Unset,
+    digest_of_unset,
+    is_unset,
 )
+from torchrepro.trace.fingerprint import unobserved
 from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
 from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
+from torchrepro.trace.tensor_reads import (
+    fingerprint_of,
+    fingerprint_of_plain_result,
+    memory_shared,
+    size_of,
+    version_of,
+    writes,
+)
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
@@ -43,32 +47,6 @@ Tensor = torch.Tensor
 LARGE = 2**20
 """Bytes above which memory that is no parameter is read once and not again in every step."""
 
-
-class Unset(bytes):
-    """The digest of memory that no op is known to have written, in part or at all."""
-
-    place: CallSite | None = None  # where it was allocated
-
-    given_nan = False  # whether what ops have written into it is NaN, or may be
-
-    def becomes(self, digest: bytes, *, given_nan: bool = False) -> Unset:
-        """Return the digest of the same memory, or of a copy, once ops have written into it."""
-        made = Unset(digest)
-        made.place, made.given_nan = self.place, self.given_nan or given_nan
-        return made
-
-
-UNSEEN = Unset(PARTLY + b"miss")
-"""Stands for memory that was unset, and that ops have written which were not seen."""
-
-UNREAD = b"not read"
-"""Stands for the input of a view whose memory is too large to be read for that alone."""
-
-Digest = Any
-"""The first bytes of a fingerprint, or a `Pending` or `InFlight` one that is not there yet."""
-
-STAND_INS = frozenset({UNREAD[:4], UNINITIALISED[:4], PARTLY})
-"""How the digests begin that are not of bytes that were read."""
 
 READ, WRITTEN, VIEW = range(3)
 """Where a digest comes from: memory was read, an op has written it, or it is a view of another."""
@@ -87,57 +65,7 @@ Tensors of the same memory share the list, which is empty once one of them was r
 
 _Kept = TypeVar("_Kept", Entry, NewTensor)
 
-BORROWED = torch.UntypedStorage._cdata, torch.Tensor._nnz, torch.Tensor._is_zerotensor  # noqa: SLF001
-"""Asked for as a recording begins, which a torch without one of them refuses before any op."""
-
-_digest = xxhash.xxh3_128_digest
 _short_digest = xxhash.xxh3_64_digest
-
-
-def fingerprint_of(tensor: Any) -> Any:
-    """Return the fingerprint of a tensor, `Pending` for one whose device still computes it."""
-    if tensor.is_cpu or tensor.is_meta:
-        return fingerprint(tensor)
-    return device_fingerprint(tensor)
-
-
-def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the fingerprints of tensors, their shapes, and how many bytes they have in all.
-
-    It is `fingerprint_of` and `shape_of` of each, with each thing asked once of a plain tensor.
-    """
-    fingerprints, shapes, total = [], [], 0
-    for tensor in tensors:
-        try:
-            if (
-                tensor.__class__ in PLAIN
-                and (shape := tensor.shape) is not None  # raises for nested tensors
-                and (width := widths.get(dtype := tensor.dtype)) is not None
-                and tensor.is_cpu
-                and tensor.is_contiguous()
-                and not (tensor.is_neg() or tensor.is_conj())
-                and (start := tensor.data_ptr())
-                and tensor.untyped_storage().nbytes()
-                >= tensor.storage_offset() * width + (size := tensor.nbytes)
-            ):
-                fingerprints.append(_digest(arrays[size].from_address(start)))
-                shapes.append((shape, dtype))
-                total += size
-                continue
-        except RuntimeError:  # as in `fingerprint`
-            pass
-        fingerprints.append(fingerprint_of(tensor))
-        shapes.append(shape_of(tensor))
-        total += size_of(tensor)
-    return fingerprints, shapes, total
-
-
-def size_of(tensor: Any) -> int:
-    """Return how many bytes the elements of a tensor take; of a sparse one, those it stores."""
-    try:
-        return tensor.nbytes  # type: ignore[no-any-return]
-    except (RuntimeError, NotImplementedError):
-        return tensor._nnz() * tensor.element_size() if tensor.is_sparse else 0  # noqa: SLF001 - the public `values` needs a coalesced tensor
 
 
 class FingerprintCache:
@@ -350,7 +278,7 @@ class FingerprintCache:
             written = facts.written_in(args, kwargs) if facts.writes else ()
             for tensor in written:
                 if tensor.is_inference():
-                    version = _writes[_memory_shared(tensor)] = version_of(tensor) + 1
+                    version = writes[memory_shared(tensor)] = version_of(tensor) + 1
                 else:  # autograd counts the write only after this
                     version = version_of(tensor) + facts.counted
                 self._read_output(facts, tensor, version, fingerprints, shapes)
@@ -382,7 +310,7 @@ class FingerprintCache:
         self, facts: OpFacts, key: bytes, inputs: list[Any], result: Any
     ) -> tuple[list[Any], list[Any]]:
         """Return the fingerprint of memory that is still unset in part, and its shape."""
-        digest = _of_unset(inputs, key)
+        digest = digest_of_unset(inputs, key)
         # Autograd counts a write only after this, and never one of an inference tensor.
         version = version_of(result) + (facts.writes and not result.is_inference())
         short = inputs[0].becomes(digest[:INPUT], given_nan=facts.writes)
@@ -406,7 +334,7 @@ class FingerprintCache:
             if facts.collective:
                 digest: Digest = InFlight(tensor)
             else:
-                digest = _of_plain_result(tensor) or fingerprint_of(tensor)
+                digest = fingerprint_of_plain_result(tensor) or fingerprint_of(tensor)
             fingerprints.append(digest)
             short = digest[:INPUT] if digest.__class__ is bytes else digest
             self.bytes_read += size_of(tensor)
@@ -424,7 +352,7 @@ class FingerprintCache:
         if before is None or before[0]() is not base or not is_unset(before[2]):
             return
         where = repr((view.storage_offset(), view.shape, view.stride())).encode()
-        digest = _of_unset([before[2], after[2]], where)
+        digest = digest_of_unset([before[2], after[2]], where)
         short = before[2].becomes(digest[:INPUT], given_nan=is_nan(view))
         entries[address(base)] = before[0], after[1], short, WRITTEN
 
@@ -437,86 +365,12 @@ def is_nan(value: Any) -> bool:
         return bool(value.isnan().any())
 
 
-def is_unset(digest: Digest) -> bool:
-    """Whether a digest stands for memory that nothing has written, in part or at all."""
-    return digest.__class__ is Unset
-
-
 def fingerprinted(facts: OpFacts, args: Any, kwargs: Any, result: Any) -> list[Any]:
     """Return the tensors that the fingerprints of a record are of, in the same order."""
     if facts.view or facts.allocates or facts.rebinds:
         return []
     written = facts.written_in(args, kwargs)
     return [*written, *_made(facts, written, result)]
-
-
-class InFlight:
-    """The fingerprint of a tensor that another thread or device is still writing.
-
-    A collective returns before its result is there. The result is there when the program uses it,
-    or at the latest when the step ends. What the program has overwritten by then stays unread.
-    """
-
-    __slots__ = ("_digest", "_tensor", "_version")
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor, self._version = tensor, version_of(tensor) + 1
-        self._digest: Digest = UNREAD + UNREAD
-
-    def land(self) -> Digest:
-        """Read the tensor once; returns a fingerprint that a device may still have to hand over."""
-        tensor, self._tensor = self._tensor, None
-        if tensor is not None and version_of(tensor) <= self._version:
-            self._digest = fingerprint_of(tensor)
-        return self._digest
-
-    @property
-    def bytes(self) -> bytes:
-        """All of the fingerprint, once it has landed."""
-        return self._digest if self._digest.__class__ is bytes else self._digest.bytes
-
-
-def version_of(tensor: Any) -> int:
-    """Return how often torch has written `tensor` in place.
-
-    Inference tensors do not count it: of these it is how often ops that were seen wrote their
-    memory, as any view of it. https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
-    """
-    try:
-        return tensor._version  # type: ignore[no-any-return]  # noqa: SLF001 - documented, see above
-    except RuntimeError:
-        return _writes.get(_memory_shared(tensor), 0)
-
-
-_writes: dict[int, int] = {}  # of inference tensors, by their storage
-
-
-def _memory_shared(tensor: Any) -> int:
-    if tensor.layout is not torch.strided:
-        return 0
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `_notice`
-
-
-def _of_plain_result(tensor: Any) -> bytes | None:
-    """Return the fingerprint of a plain contiguous tensor on the CPU, else None.
-
-    An op has just written it: its memory exists, and no value waits to be conjugated or negated.
-    Fewer checks than in `fingerprint` are therefore enough; the fingerprint is the same.
-    """
-    try:
-        if (
-            tensor.__class__ in PLAIN
-            and tensor.is_cpu
-            and tensor.dtype in widths  # not quantised
-            and tensor.shape is not None  # raises for nested tensors
-            and tensor.is_contiguous()  # raises for sparse ones
-            and (size := tensor.nbytes)
-            and (start := tensor.data_ptr())  # none for zeros that autograd only imagines
-        ):
-            return _digest(arrays[size].from_address(start))
-    except RuntimeError:
-        pass
-    return None
 
 
 def _is_parameter(tensor: Any) -> bool:
@@ -534,133 +388,7 @@ def _keep(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> N
             entries.pop(key, None)
 
 
-def _of_unset(inputs: list[Digest], key: bytes) -> bytes:
-    known = [digest for digest in inputs if isinstance(digest, bytes)]
-    return PARTLY + _digest(b"".join(known) + key)[4:]
-
-
 def _made(facts: OpFacts, written: Any, result: Any) -> Iterator[Any]:
     for position, tensor in enumerate(tensors_in(result) if result is not None else ()):
         if position not in facts.scratch and not any(tensor is other for other in written):
             yield tensor
-
-
-class GeneratorStates:
-    """Reads the states of the global generators, and remembers the last fingerprints.
-
-    The state of a generator on the host is the same as long as its memory is.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, str]] = {}  # memory, and fingerprint of the state
-        self._views: dict[str, tuple[Any, Any]] = {}  # an object, and its memory
-        self._last: dict[str, str] = {}
-        self._built_for: set[str] | None = None
-
-    def read(self) -> Mapping[str, str]:
-        """Return a fingerprint of the state of every global generator; draws nothing.
-
-        While none has changed, it is the very same mapping, which nobody may change.
-        """
-        found = {
-            "python": self._of(
-                "python",
-                self._memory_of_python(),
-                lambda: xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2)),
-            )
-        }
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            memory = self._memory_of_numpy(numpy)
-            found["numpy"] = self._of("numpy", memory, lambda: _state_of_numpy(numpy))
-        state = fingerprint(torch.get_rng_state())
-        found["torch"] = self._of("torch", state, state.hex)
-        if self._built_for is None:
-            self._built_for = generators.built_for()
-        if self._built_for or "npu" in vars(torch):  # which is put there later
-            for name, module in generators.devices_in_use().items():
-                for index in range(module.device_count()):
-                    found[f"{name}:{index}"] = fingerprint(module.get_rng_state(index)).hex()
-        if found != self._last:
-            self._last = found
-        return self._last
-
-    def _of(self, name: str, memory: Any, read: Callable[[], str]) -> str:
-        known = self._known.get(name)
-        if known is None or known[0] != memory:
-            known = self._known[name] = memory, read()
-        return known[1]
-
-    # Where an object keeps its words is not documented. They are searched for once: where another
-    # Python or numpy has them elsewhere, a new object stands for the memory, and the state, which
-    # takes long, is read in full each time.
-
-    def _memory_of_python(self) -> Any:
-        generator = getattr(random.getstate, "__self__", None)
-        if type(generator) is not random.Random or not _python_is_inline():
-            return object()
-        left = repr(getattr(generator, "gauss_next", None))  # half a pair of normal numbers
-        return self._digest_of("python", generator, _words_of_python), left
-
-    def _memory_of_numpy(self, numpy: Any) -> Any:
-        words: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
-        around = getattr(numpy.get_state, "__self__", None)  # has half a pair of normal numbers
-        if (
-            type(words).__name__ != "MT19937"
-            or type(around) is not numpy.RandomState
-            or not _gauss_is_inline(numpy)
-        ):
-            return object()
-        return (
-            # A Mersenne twister is 624 words and a position:
-            # https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
-            self._digest_of(
-                "numpy", words, lambda its: arrays[625 * 4].from_address(its.ctypes.state_address)
-            ),
-            self._digest_of("around", around, _memory_of),
-        )
-
-    def _digest_of(self, name: str, value: Any, find: Callable[[Any], Any]) -> bytes:
-        known = self._views.get(name)
-        if known is None or known[0] is not value:
-            known = self._views[name] = value, find(value)
-        return _digest(known[1])
-
-
-def _state_of_numpy(numpy: Any) -> str:
-    state = numpy.get_state(legacy=False)
-    own = state["state"]
-    digest = xxhash.xxh3_128(own["key"] if "key" in own else repr(own).encode())
-    rest = (own.get("pos"), state.get("has_gauss"), state.get("gauss"))
-    digest.update(repr(rest).encode())
-    return digest.hexdigest()
-
-
-@cache
-def _python_is_inline() -> bool:
-    """Whether the words and the position of a generator lie within its object."""
-    generator = random.Random(0)  # noqa: S311 - an example
-    *words, position = _Words.getstate(generator)
-    memory = bytes(_words_of_python(generator))
-    return struct.pack(f"=i{len(words)}I", position, *words) in memory
-
-
-@cache
-def _gauss_is_inline(numpy: Any) -> bool:
-    """Whether the object around a generator changes where half a pair of normal numbers is used."""
-    around = numpy.RandomState(0)
-    seen = []
-    for _ in range(3):
-        around.standard_normal()
-        seen.append(bytes(_memory_of(around)))
-    return seen[0] != seen[1] != seen[2]
-
-
-def _words_of_python(generator: Any) -> Any:
-    return _memory_of(generator, _Words)
-
-
-def _memory_of(value: Any, kind: type | None = None) -> Any:
-    head = object.__basicsize__
-    size = (kind or type(value)).__basicsize__ - head
-    return arrays[size].from_address(address(value) + head)

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrepro.ground.callers import frames, package, program_place
 from torchrepro.ground.imports import AfterImport
 from torchrepro.ground.patching import patch, surround
-from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
 from torchrepro.trace.op_facts import shape_of
+from torchrepro.trace.tensor_reads import fingerprint_of, size_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

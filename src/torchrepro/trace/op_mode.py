@@ -20,17 +20,9 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from torchrepro.ground.callers import address, frames
 from torchrepro.trace.buffer import IN_MEMORY, UninitializedReads
+from torchrepro.trace.digests import STAND_INS, is_unset
 from torchrepro.trace.fingerprint import arrays, unobserved, widths
-from torchrepro.trace.fingerprint_cache import (
-    NO_ENTRY,
-    STAND_INS,
-    VIEW,
-    WRITTEN,
-    fingerprinted,
-    is_nan,
-    is_unset,
-    version_of,
-)
+from torchrepro.trace.fingerprint_cache import NO_ENTRY, VIEW, WRITTEN, fingerprinted, is_nan
 from torchrepro.trace.format import INPUT, NEW_TENSOR
 from torchrepro.trace.frames import OpOriginFinder, source_of
 from torchrepro.trace.op_facts import (
@@ -42,6 +34,7 @@ from torchrepro.trace.op_facts import (
     tensors_in,
     value_text,
 )
+from torchrepro.trace.tensor_reads import version_of
 
 if TYPE_CHECKING:
     from torchrepro.trace.buffer import DetailRecorder, RecordingState

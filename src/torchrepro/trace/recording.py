@@ -35,10 +35,10 @@ from torchrepro.seeding.observed_calls import on_modules_called
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.streams import world
 from torchrepro.trace.buffer import RecordingState, joined
-from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
 from torchrepro.trace.followed_lines import step_ended
 from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OUTPUT, StepRow
 from torchrepro.trace.frames import parameters_of, place_of_user, source_of
+from torchrepro.trace.generator_states import GeneratorStates
 from torchrepro.trace.hooks import (
     on_worker_begun,
     watch_training,
@@ -48,11 +48,12 @@ from torchrepro.trace.op_facts import PLAIN, value_text
 from torchrepro.trace.recording_levels import LEVELS, StepLevel, arguments_of
 from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
+from torchrepro.trace.tensor_reads import fingerprint_of
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
 
-    from torchrepro.trace.fingerprint_cache import Digest
+    from torchrepro.trace.digests import Digest
     from torchrepro.trace.recording_levels import Level
     from torchrepro.trace.request import RecordingRequest
     from torchrepro.trace.store import Store

@@ -16,7 +16,6 @@ from xxhash import xxh3_128_digest
 from torchrepro.seeding.observed_calls import on_modules_called
 from torchrepro.trace import hooks
 from torchrepro.trace.buffer import IN_MEMORY, DetailRecorder, joined
-from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
 from torchrepro.trace.format import INPUT, MAIN, OPTIMIZER_STEP, OUTPUT
 from torchrepro.trace.frames import (
     CallSite,
@@ -27,12 +26,13 @@ from torchrepro.trace.frames import (
 )
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
 from torchrepro.trace.op_mode import ModeTakenOff, RecordingMode
+from torchrepro.trace.tensor_reads import fingerprint_of, read_each
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
 
     from torchrepro.trace.buffer import RecordingState
-    from torchrepro.trace.fingerprint_cache import Digest
+    from torchrepro.trace.digests import Digest
     from torchrepro.trace.store import Store
 
     Begun = tuple[Sequence[Digest], Sequence[Digest]]
