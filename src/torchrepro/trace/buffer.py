@@ -68,9 +68,9 @@ class RecordBuffer:
         self._new_threads: dict[int, str] = {}
         self._lock = threading.RLock()
 
-    def new_site(self, key: Hashable, phase: str, place: CallSite, op: str, shapes: Any) -> int:
+    def new_site(self, key: Hashable, phase: str, call_site: CallSite, op: str, shapes: Any) -> int:
         """Give the records of one kind a number; `key` stands for it from now on."""
-        site = (phase, place.module, op, source_of(place), shapes_text(shapes))
+        site = (phase, call_site.module, op, source_of(call_site), shapes_text(shapes))
         with self._lock:
             number = self._site_numbers.get(site)
             if number is None:
@@ -218,7 +218,7 @@ class RecordingState:
     names: ModuleNames = field(default_factory=ModuleNames)
     cache: FingerprintCache = field(default_factory=FingerprintCache)
     buffer: RecordBuffer = field(default_factory=RecordBuffer)
-    unwritten: dict[tuple[CallSite, CallSite, str], UninitializedReads] = field(
+    uninitialized_reads: dict[tuple[CallSite, CallSite, str], UninitializedReads] = field(
         default_factory=dict
     )
     """By the place that allocated the memory, the place that read it, and the op."""
@@ -331,13 +331,13 @@ class DetailRecorder:
         self._tensors: list[tuple[Any, ...]] = []
         self._matched: set[str] = set()
 
-    def before(self, place: CallSite, args: Any, kwargs: Any) -> list[Any] | None:
+    def before(self, call_site: CallSite, args: Any, kwargs: Any) -> list[Any] | None:
         """Return copies of the inputs, for a module whose tensors are kept, else None."""
-        if not self._keeps(place) or not self._state.wants_step:
+        if not self._keeps(call_site) or not self._state.wants_step:
             return None
         cache = self._state.cache
         tensors = tensors_in((args, kwargs))
-        return [None if cache.is_unset(tensor) else _kept(tensor) for tensor in tensors]
+        return [None if cache.is_uninitialized(tensor) else _kept(tensor) for tensor in tensors]
 
     def after(self, before: list[Any] | None, outputs: list[Any]) -> None:
         """Record the outputs of an op whose record was the last to be taken."""
@@ -350,15 +350,15 @@ class DetailRecorder:
                 (position, number, *statistics(tensor)) for number, tensor in enumerate(outputs)
             ]
         if before is not None:
-            self._keep(position, "input", before)
-            self._keep(position, "output", map(_kept, outputs))
+            self._keep_only(position, "input", before)
+            self._keep_only(position, "output", map(_kept, outputs))
 
-    def made(self, place: CallSite, tensor: Any) -> None:
+    def made(self, call_site: CallSite, tensor: Any) -> None:
         """Record a tensor made from values, whose record was the last to be taken."""
-        self.after([] if self._keeps(place) else None, [tensor])
+        self.after([] if self._keeps(call_site) else None, [tensor])
 
-    def _keeps(self, place: CallSite) -> bool:
-        module = place.module
+    def _keeps(self, call_site: CallSite) -> bool:
+        module = call_site.module
         matching = [
             pattern
             for pattern in self._state.request.keep
@@ -376,7 +376,7 @@ class DetailRecorder:
         store.add_tensors((first + row[0], *row[1:]) for row in self._tensors)
         self._statistics, self._tensors = [], []
 
-    def _keep(self, position: int, role: str, kept: Iterable[Any]) -> None:
+    def _keep_only(self, position: int, role: str, kept: Iterable[Any]) -> None:
         self._tensors += [
             (position, role, number, *its) for number, its in enumerate(kept) if its is not None
         ]

@@ -1,4 +1,4 @@
-"""Digests that are not those of bytes that were read: uninitialized memory, and pending results."""
+"""Placeholders for digests that cannot be computed: of uninitialized memory, of pending results."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ if TYPE_CHECKING:
     from torchrepro.trace.frames import CallSite
 
 
-class Unset(bytes):
-    """The digest of memory that no op is known to have written, in part or at all."""
+class UninitializedDigest(bytes):
+    """The digest of memory that is uninitialized, wholly or in part: no recorded op wrote it."""
 
-    place: CallSite | None = None  # where it was allocated
+    allocated_at: CallSite | None = None
 
-    given_nan = False  # whether what ops have written into it is NaN, or may be
+    may_be_nan = False  # whether an op may have written NaN into it
 
-    def becomes(self, digest: bytes, *, given_nan: bool = False) -> Unset:
-        """Return the digest of the same memory, or of a copy, once ops have written into it."""
-        made = Unset(digest)
-        made.place, made.given_nan = self.place, self.given_nan or given_nan
-        return made
+    def becomes(self, digest: bytes, *, may_be_nan: bool = False) -> UninitializedDigest:
+        """Return the digest of this memory, or of a copy of it, after ops have written a part."""
+        derived = UninitializedDigest(digest)
+        derived.allocated_at, derived.may_be_nan = self.allocated_at, self.may_be_nan or may_be_nan
+        return derived
 
 
-UNSEEN = Unset(PARTLY + b"miss")
-"""Stands for memory that was unset, and that ops have written which were not seen."""
+MAYBE_INITIALIZED = UninitializedDigest(PARTLY + b"miss")
+"""Placeholder for memory that was uninitialized when ops wrote it that were not recorded."""
 
 UNREAD = b"not read"
-"""Stands for the input of a view whose memory is too large to be read for that alone."""
+"""Placeholder for the input of a view op: memory too large to be read only because of the view."""
 
 Digest = Any
-"""The first bytes of a fingerprint, or a `Pending` or `InFlight` one that is not there yet."""
+"""The first bytes of a fingerprint, or a `Pending` or `InFlight` one that is not computed yet."""
 
-STAND_INS = frozenset({UNREAD[:4], UNINITIALISED[:4], PARTLY})
-"""How the digests begin that are not of bytes that were read."""
-
-
-def is_unset(digest: Digest) -> bool:
-    """Whether a digest stands for memory that nothing has written, in part or at all."""
-    return digest.__class__ is Unset
+PLACEHOLDERS = frozenset({UNREAD[:4], UNINITIALISED[:4], PARTLY})
+"""The first 4 bytes of digests that were not computed from memory."""
 
 
-def digest_of_unset(inputs: list[Digest], key: bytes) -> bytes:
+def is_uninitialized(digest: Digest) -> bool:
+    """Whether a digest is a placeholder for memory that is uninitialized, wholly or in part."""
+    return digest.__class__ is UninitializedDigest
+
+
+def digest_of_uninitialized(inputs: list[Digest], key: bytes) -> bytes:
+    """Return the fingerprint of an op's result that still contains uninitialized memory."""
     known = [digest for digest in inputs if isinstance(digest, bytes)]
     return PARTLY + xxhash.xxh3_128_digest(b"".join(known) + key)[4:]
 
@@ -53,8 +54,8 @@ def digest_of_unset(inputs: list[Digest], key: bytes) -> bytes:
 class InFlight:
     """The fingerprint of a tensor that another thread or device is still writing.
 
-    A collective returns before its result is there. The result is there when the program uses it,
-    or at the latest when the step ends. What the program has overwritten by then stays unread.
+    A collective returns before its result is complete. It is read when the program uses it, at the
+    latest when the step ends. A result that the program has overwritten by then is not read.
     """
 
     __slots__ = ("_digest", "_tensor", "_version")
@@ -64,7 +65,7 @@ class InFlight:
         self._digest: Digest = UNREAD + UNREAD
 
     def land(self) -> Digest:
-        """Read the tensor once; returns a fingerprint that a device may still have to hand over."""
+        """Read the tensor, once; return its fingerprint, which may be `Pending` on a device."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None and version_of(tensor) <= self._version:
             self._digest = fingerprint_of(tensor)
@@ -72,5 +73,5 @@ class InFlight:
 
     @property
     def bytes(self) -> bytes:
-        """All of the fingerprint, once it has landed."""
+        """The whole fingerprint, after `land`."""
         return self._digest if self._digest.__class__ is bytes else self._digest.bytes

@@ -1,4 +1,4 @@
-"""What a record needs of a tensor: its fingerprint, its size and its version."""
+"""The fingerprint, the size and the version of a tensor, as records need them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import xxhash
 from torchrepro.trace.fingerprint import arrays, device_fingerprint, fingerprint, widths
 from torchrepro.trace.op_facts import PLAIN, shape_of
 
-BORROWED = torch.UntypedStorage._cdata, torch.Tensor._nnz, torch.Tensor._is_zerotensor  # noqa: SLF001
-"""Asked for as a recording begins, which a torch without one of them refuses before any op."""
+BORROWED_NAMES = torch.UntypedStorage._cdata, torch.Tensor._nnz, torch.Tensor._is_zerotensor  # noqa: SLF001
+"""Private names of torch. If one is missing, importing this module fails and recording is refused
+before any op runs."""
 
 _digest = xxhash.xxh3_128_digest
 
 
 def fingerprint_of(tensor: Any) -> Any:
-    """Return the fingerprint of a tensor, `Pending` for one whose device still computes it."""
+    """Return the fingerprint of a tensor, or a `Pending` one while its device computes it."""
     if tensor.is_cpu or tensor.is_meta:
         return fingerprint(tensor)
     return device_fingerprint(tensor)
 
 
 def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the fingerprints of tensors, their shapes, and how many bytes they have in all.
+    """Return the fingerprints of tensors, their shapes, and their total size in bytes.
 
-    It is `fingerprint_of` and `shape_of` of each, with each thing asked once of a plain tensor.
+    Same as `fingerprint_of`, `shape_of` and `size_of` of each tensor, but faster: every attribute
+    of a plain tensor is read once.
     """
     fingerprints, shapes, total = [], [], 0
     for tensor in tensors:
@@ -56,7 +58,7 @@ def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def size_of(tensor: Any) -> int:
-    """Return how many bytes the elements of a tensor take; of a sparse one, those it stores."""
+    """Return the size of a tensor's elements in bytes; a sparse tensor counts stored elements."""
     try:
         return tensor.nbytes  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):
@@ -66,8 +68,8 @@ def size_of(tensor: Any) -> int:
 def fingerprint_of_plain_result(tensor: Any) -> bytes | None:
     """Return the fingerprint of a plain contiguous tensor on the CPU, else None.
 
-    An op has just written it: its memory exists, and no value waits to be conjugated or negated.
-    Fewer checks than in `fingerprint` are therefore enough; the fingerprint is the same.
+    Only for a tensor that an op has just written: its memory exists, and no conjugation or negation
+    is pending. So it needs fewer checks than `fingerprint` for the same fingerprint.
     """
     try:
         if (
@@ -77,7 +79,7 @@ def fingerprint_of_plain_result(tensor: Any) -> bytes | None:
             and tensor.shape is not None  # raises for nested tensors
             and tensor.is_contiguous()  # raises for sparse ones
             and (size := tensor.nbytes)
-            and (start := tensor.data_ptr())  # none for zeros that autograd only imagines
+            and (start := tensor.data_ptr())  # 0 for autograd's zeros without memory
         ):
             return _digest(arrays[size].from_address(start))
     except RuntimeError:
@@ -88,19 +90,20 @@ def fingerprint_of_plain_result(tensor: Any) -> bytes | None:
 def version_of(tensor: Any) -> int:
     """Return how often torch has written `tensor` in place.
 
-    Inference tensors do not count it: of these it is how often ops that were seen wrote their
-    memory, as any view of it. https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
+    Inference tensors have no such counter. For them it is how often recorded ops wrote their
+    storage, through any view. https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
     """
     try:
         return tensor._version  # type: ignore[no-any-return]  # noqa: SLF001 - documented, see above
     except RuntimeError:
-        return writes.get(memory_shared(tensor), 0)
+        return inference_writes.get(storage_id(tensor), 0)
 
 
-writes: dict[int, int] = {}  # of inference tensors, by their storage
+inference_writes: dict[int, int] = {}  # number of writes to inference tensors, by storage
 
 
-def memory_shared(tensor: Any) -> int:
+def storage_id(tensor: Any) -> int:
+    """Return a number that all tensors of one storage share; 0 for tensors without a storage."""
     if tensor.layout is not torch.strided:
         return 0
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `_notice`
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `BORROWED_NAMES`
