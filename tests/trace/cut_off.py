@@ -45,7 +45,7 @@ def whole_steps(folder: Path) -> list[Any]:
     try:
         (trace,) = read_run(folder)
     except TraceError as error:
-        if error.problem.what not in ("no such folder", "holds no trace"):
+        if error.problem.what not in ("no such folder", "contains no trace"):
             raise
         return []
     with closing(trace):

@@ -150,7 +150,7 @@ def test_a_second_recording_is_refused(tmp_path: Path) -> None:
 SIZES = {
     "as in 500MB": ("", "MB", "500X", "-5", True, "1e9", "5 apples"),
     "not a size": ("9" * 400, 10**400, math.nan, math.inf),
-    "an empty trace takes up to 200 kB": (0, "0MB", "199kB"),
+    "an empty trace needs up to 200 kB": (0, "0MB", "199kB"),
     "did you mean: 10MB": (10,),
     "did you mean: 0.5MB": (0.5,),
     "did you mean: 1MB": ("1",),

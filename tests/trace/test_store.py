@@ -309,8 +309,8 @@ def test_a_size_without_room_for_a_step_is_said(
     said = capsys.readouterr().err
 
     assert all(row.dropped for row in _trace(tmp_path / "run").steps.values())
-    assert len(re.findall(r"a step takes up to [\d.]+ kB: 300 kB \(its share of 600 kB", said)) == 2
-    assert said.count("for 2 ranks) has room for none in full") == 2
+    assert len(re.findall(r"a step needs up to [\d.]+ kB: 300 kB \(its share of 600 kB", said)) == 2
+    assert said.count("for 2 ranks) has room for no step in full") == 2
     assert "kept in full: none" in said
 
 

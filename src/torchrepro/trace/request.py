@@ -110,7 +110,7 @@ class RecordingRequest:
             place.mkdir(parents=True, exist_ok=True)
             occupied = next(place.iterdir(), None)
         except OSError as error:
-            what = f"cannot hold a recording: {error.strerror}"
+            what = f"cannot store a recording: {error.strerror}"
             todo = "name a new or empty folder"
             raise TraceError.about(what, found=self.folder, todo=todo) from None
         if occupied is not None:
@@ -134,7 +134,7 @@ def bytes_of(size: Any) -> int:
         raise _wrong("not a size", "max_size", size, legal=legal)
     if asked < SMALLEST:
         meant = {"near": f"{found['number']}MB"} if number * UNITS["m"] >= SMALLEST else {}
-        least = f"an empty trace takes up to {in_units(SMALLEST)}"
+        least = f"an empty trace needs up to {in_units(SMALLEST)}"
         raise _wrong(least, "max_size", size, **meant or {"legal": "that or more, as in 500MB"})
     return asked
 
