@@ -143,7 +143,7 @@ def narrow(tensor: torch.Tensor) -> Pending:
     with unobserved():
         memory = memory_of(tensor)
         found = [sums(pieces(part), NARROW) for part in memory.parts]
-    return Pending(kind=memory.kind, sums=found)
+    return Pending(layout=memory.layout, sums=found)
 
 
 FINGERPRINTS = (fingerprint, device_fingerprint, narrow)

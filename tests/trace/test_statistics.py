@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import torchrepro
-from torchrepro.trace.buffer import PIECE, Statistics, statistics
+from torchrepro.trace.buffer import PIECE, TensorStatistics, statistics
 
 from .conftest import Recorder
 
@@ -28,7 +28,7 @@ def test_they_are_those_of_the_numbers_that_are_none_of_them_nan(values: list[fl
 
     assert found.numbers == len(numbers)
     if not len(numbers):
-        assert found == Statistics(0)
+        assert found == TensorStatistics(0)
         return
     assert found.mean == pytest.approx(numbers.mean(), abs=1e-6)
     assert found.norm == pytest.approx(np.linalg.norm(numbers))
@@ -63,29 +63,29 @@ def test_every_kind_of_tensor_has_those_of_its_numbers(kind: str) -> None:
     """The same numbers have the same statistics, however they are kept."""
     found = statistics(SAME[kind](torch.tensor(VALUES)))
 
-    assert found == Statistics(5, pytest.approx(0.6), pytest.approx(math.sqrt(3)), 0.0, 1.0)
+    assert found == TensorStatistics(5, pytest.approx(0.6), pytest.approx(math.sqrt(3)), 0.0, 1.0)
 
 
 ONE_OF_EACH = torch.tensor([1 + 2j, 3 - 4j])
 FEW = torch.tensor([[0.0, 2.0], [0.0, 4.0]])
-OF_FEW = Statistics(2, 3.0, math.sqrt(20), 2.0, 4.0)
+OF_FEW = TensorStatistics(2, 3.0, math.sqrt(20), 2.0, 4.0)
 APART = torch.cat([torch.full((PIECE,), INF), torch.full((PIECE,), -INF)])
-EXACTLY: dict[str, tuple[Callable[[], torch.Tensor], Statistics]] = {
+EXACTLY: dict[str, tuple[Callable[[], torch.Tensor], TensorStatistics]] = {
     # The zeros that a sparse tensor leaves out, and its indices, do not count.
     "coo": (FEW.to_sparse, OF_FEW),
     "csr": (FEW.to_sparse_csr, OF_FEW),
     "csc": (FEW.to_sparse_csc, OF_FEW),
     # Real and imaginary parts are numbers of their own, conjugated where the tensor is.
-    "complex": (lambda: ONE_OF_EACH, Statistics(4, 0.5, math.sqrt(30), -4.0, 3.0)),
-    "conjugate": (ONE_OF_EACH.conj, Statistics(4, 1.5, math.sqrt(30), -2.0, 4.0)),
-    "empty": (lambda: torch.empty(0), Statistics(0)),
-    "nan": (lambda: torch.tensor([NAN]), Statistics(0)),
-    "meta": (lambda: torch.ones(3, device="meta"), Statistics(0)),
-    "no rows": (lambda: torch.empty(4, 0, 3), Statistics(0)),
+    "complex": (lambda: ONE_OF_EACH, TensorStatistics(4, 0.5, math.sqrt(30), -4.0, 3.0)),
+    "conjugate": (ONE_OF_EACH.conj, TensorStatistics(4, 1.5, math.sqrt(30), -2.0, 4.0)),
+    "empty": (lambda: torch.empty(0), TensorStatistics(0)),
+    "nan": (lambda: torch.tensor([NAN]), TensorStatistics(0)),
+    "meta": (lambda: torch.ones(3, device="meta"), TensorStatistics(0)),
+    "no rows": (lambda: torch.empty(4, 0, 3), TensorStatistics(0)),
     # An infinity is the greatest number; both have no mean.
-    "infinity": (lambda: torch.tensor([1.0, INF]), Statistics(2, INF, INF, 1.0, INF)),
-    "both": (lambda: torch.tensor([-INF, INF]), Statistics(2, None, INF, -INF, INF)),
-    "both, in pieces": (lambda: APART, Statistics(2 * PIECE, None, INF, -INF, INF)),
+    "infinity": (lambda: torch.tensor([1.0, INF]), TensorStatistics(2, INF, INF, 1.0, INF)),
+    "both": (lambda: torch.tensor([-INF, INF]), TensorStatistics(2, None, INF, -INF, INF)),
+    "both, in pieces": (lambda: APART, TensorStatistics(2 * PIECE, None, INF, -INF, INF)),
 }
 
 

@@ -265,9 +265,9 @@ class RecordingMode(TorchDispatchMode):
                 key, phase, call_site, NEW_TENSOR, (shape,)
             )
             with self.lock:
-                buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
+                buffer.add(buffer.thread(self.thread), site, 0, (), (fingerprint,))
                 if self.details is not None:
-                    self.details.made(call_site, tensor)
+                    self.details.new_tensor(call_site, tensor)
 
         self.cache.expect(tensor, take)
 
@@ -334,14 +334,14 @@ class RecordingMode(TorchDispatchMode):
             read = self.uninitialized_reads.setdefault(
                 (digest.allocated_at, call_site, facts.name), UninitializedReads()
             )
-            if read.often < FEW and not (read.is_nan or digest.may_be_nan):
+            if read.count < FEW and not (read.is_nan or digest.may_be_nan):
                 initialized = (
                     argument
                     for argument in tensors_in(args)
                     if not any(argument is unsafe for unsafe in uninitialized)
                 )
                 read.is_nan = contains_nan(result) and not any(map(contains_nan, initialized))
-            read.often += 1
+            read.count += 1
 
     def _append(
         self,
@@ -377,7 +377,7 @@ class RecordingMode(TorchDispatchMode):
         if argument is None:
             argument = self._number_of_argument(template, facts, key, args, kwargs)
         thread = self.thread if running_loop() is None else self.buffer.task(self.thread)
-        if self.buffer.take(thread, template.site, argument, inputs, outputs) >= IN_MEMORY:
+        if self.buffer.add(thread, template.site, argument, inputs, outputs) >= IN_MEMORY:
             self.spill()
 
     def _template_of(

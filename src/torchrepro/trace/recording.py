@@ -176,7 +176,7 @@ class Recording:
             if self._drops_step():
                 return
             with self._unwritable_handled():
-                self.state.buffer.move(self._store or self._open_store())
+                self.state.buffer.move_to_store(self._store or self._open_store())
             self.state.cache.forget_dead()
 
     def end_step(self, parameters: Sequence[Digest] = ()) -> None:
@@ -279,7 +279,7 @@ class Recording:
             "before": self._start_digests,
             "generators": self._first_states,
             "built": self._built,
-            "left": f"{self.state.left:x}" if self.state.left else "",
+            "left": f"{self.state.left_torch:x}" if self.state.left_torch else "",
             "unwritten": [
                 {
                     "allocated": source_of(allocated),

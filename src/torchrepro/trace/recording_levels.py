@@ -131,7 +131,7 @@ class Level:
 
     def _record_arguments(self, optimizer: Any, call_site: CallSite) -> Sequence[Digest]:
         text, tensors = arguments_of(optimizer)
-        argument = self.state.buffer.passing_argument(id(optimizer), text)
+        argument = self.state.buffer.latest_argument(id(optimizer), text)
         name = type(optimizer).__name__ + OPTIMIZER_STEP
         digests = self._record_tensors(("optimizer", call_site, name), tensors, argument)
         return xxh3_128_digest(text.encode()), *digests
@@ -157,7 +157,7 @@ class Level:
     def _record(self, origin: Origin, shapes: Any, digests: Sequence[Any], argument: int) -> None:
         buffer, site = self.state.buffer, self._site_number(origin, shapes)
         with self.state.lock:
-            if buffer.take(buffer.thread(0), site, argument, (), digests) >= IN_MEMORY:
+            if buffer.add(buffer.thread(0), site, argument, (), digests) >= IN_MEMORY:
                 self.state.spill()
 
     def _argument_number(self, text: str) -> int:
@@ -238,7 +238,7 @@ class StepLevel(Level):
                 arguments.append(self._argument_number(name))
             cached = self._groups[op, owner] = signature, [*map(ref, parameters)], sites, arguments
         state.cache.bytes_read += size
-        if state.buffer.take_each(*cached[2:], fingerprints) >= IN_MEMORY:
+        if state.buffer.add_outputs(*cached[2:], fingerprints) >= IN_MEMORY:
             state.spill()
         return _first_parts(fingerprints)
 
@@ -304,7 +304,7 @@ class OpLevel(Level):
     def _note_value_that_leaves(self, tensor: Any) -> None:
         if self.state.wants_step:
             with self.paused(), self.state.lock:
-                self.state.left += int.from_bytes(
+                self.state.left_torch += int.from_bytes(
                     joined([fingerprint_of(tensor)], OUTPUT), "little"
                 )
 

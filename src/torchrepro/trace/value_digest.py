@@ -415,7 +415,7 @@ def _tensor(value: Any, walk: _Walk) -> bytes:
         memory = memory_of(value)
         walk.read(sum(part.nbytes for part in memory.parts))
         name = f"tensor {value.dtype} {tuple(value.shape)} "
-        known = memory.kind != "no memory"
+        known = memory.layout != "no memory"
         return xxh3_64_digest(name.encode() + fingerprint(value)) if known else OPAQUE
 
 
