@@ -148,7 +148,7 @@ class RecordingMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # If True, torch would import its compiler at the first op, which takes two seconds. If the
-        # compiler is loaded, `left_out_of_compilation` keeps it from compiling this method.
+        # compiler is loaded, `exclude_from_compilation` keeps it from compiling this method.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -79,7 +79,7 @@ class Level:
 
     def begin(self, undo: ExitStack) -> None:
         """Start recording, until `undo` is closed."""
-        hooks.left_out_of_compilation(undo, RecordingMode)
+        hooks.exclude_from_compilation(undo, RecordingMode)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -292,12 +292,12 @@ class OpLevel(Level):
 
     def begin(self, undo: ExitStack) -> None:
         super().begin(undo)
-        hooks.compiled_regions_seen(undo)
-        hooks.higher_order_ops_run(undo, RecordingMode)
-        hooks.hidden_ops_noted(undo, self.state.hidden.add)
+        hooks.record_compiled_regions(undo)
+        hooks.allow_higher_order_ops(undo, RecordingMode)
+        hooks.note_hidden_ops(undo, self.state.hidden.add)
         hooks.on_threads_started(undo, self._enter_thread)
-        hooks.objects_sent_within(undo, self.paused)
-        hooks.values_that_leave_noted(undo, self._note_value_that_leaves)
+        hooks.wrap_object_collectives(undo, self.paused)
+        hooks.note_values_that_leave(undo, self._note_value_that_leaves)
         undo.callback(self.abandon)
         undo.callback(self._suspended.end, undo.enter_context(self._new_mode()))
 
