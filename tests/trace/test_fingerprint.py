@@ -34,11 +34,16 @@ WHERE = pytest.mark.parametrize("taken", [fingerprint, on_device], ids=lambda ta
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The tensors whose memory was not found."""
-    found: list[torch.Tensor] = []
-    not_read = memory.not_read
-    monkeypatch.setattr(memory, "not_read", lambda its: not_read(found.append(its) or its))
-    return found
+    """The tensors whose memory could not be read."""
+    tensors: list[torch.Tensor] = []
+    original = memory.unreadable_memory
+
+    def noted(tensor: torch.Tensor) -> memory.Memory:
+        tensors.append(tensor)
+        return original(tensor)
+
+    monkeypatch.setattr(memory, "unreadable_memory", noted)
+    return tensors
 
 
 def freed() -> torch.Tensor:

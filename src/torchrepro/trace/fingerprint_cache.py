@@ -185,7 +185,8 @@ class FingerprintCache:
         """Return the digests of the tensors that an op reads, and its other arguments."""
         digests: list[Any] = []
         plain: list[Any] = []
-        for value in args[1:] if facts.overwrites else args:
+        arguments = args[1:] if facts.overwrites else args
+        for value in arguments:
             self._add_value(facts, value, digests, plain)
         self.add_named(facts, kwargs, digests, plain)
         return digests, plain
@@ -297,7 +298,8 @@ class FingerprintCache:
             digest = base.becomes(PARTLY + _short_digest(base + key)[4:])
         version = version_of(args[0]) if args and isinstance(args[0], Tensor) else 0
         shapes = []
-        for tensor in (result,) if isinstance(result, Tensor) else result:
+        tensors = (result,) if isinstance(result, Tensor) else result
+        for tensor in tensors:
             shapes.append(shape_of(tensor))
             if base is not UNREAD:
                 # The version is the base's: autograd lets the view share it only after this.

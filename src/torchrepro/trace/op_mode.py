@@ -119,8 +119,8 @@ class RecordingMode(TorchDispatchMode):
         self.now = now
         self.details = details
         self.state = state
-        # Only details are shared by threads. Without them no lock: a thread that waited for the end
-        # of a step would record its op in the next step.
+        # Only details need a lock, since threads share them. Without details there is none: a
+        # thread that waits for the end of a step would record its op in the next step.
         self.lock = nullcontext() if details is None else state.lock
         self.rereads_inputs = state.request.detail  # even if they are in the cache
         self.buffer = state.buffer
@@ -176,7 +176,8 @@ class RecordingMode(TorchDispatchMode):
 
         inputs: list[Any] = []
         plain: list[Any] = []
-        for value in args[1:] if facts.overwrites else args:
+        arguments = args[1:] if facts.overwrites else args
+        for value in arguments:
             value_type = value.__class__
             if value_type in PLAIN:
                 entry = entries.get(address(value), NO_ENTRY)
@@ -325,7 +326,7 @@ class RecordingMode(TorchDispatchMode):
         if facts.view or facts.keeps or facts.allocates:
             return
         call_site = self.origin.of(facts, args)[1]
-        uninitialized = [tensor for _, tensor in inputs]
+        uninitialized = {id(tensor) for _, tensor in inputs}
         for digest, tensor in inputs:
             if digest.allocated_at is None or any(
                 args[at] is tensor for at in facts.scratch_arguments
@@ -336,9 +337,7 @@ class RecordingMode(TorchDispatchMode):
             )
             if read.count < FEW and not (read.is_nan or digest.may_be_nan):
                 initialized = (
-                    argument
-                    for argument in tensors_in(args)
-                    if not any(argument is unsafe for unsafe in uninitialized)
+                    tensor for tensor in tensors_in(args) if id(tensor) not in uninitialized
                 )
                 read.is_nan = contains_nan(result) and not any(map(contains_nan, initialized))
             read.count += 1
