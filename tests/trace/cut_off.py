@@ -1,7 +1,7 @@
-"""Interrupts a recording at each line of the recorder, in forks, and reads what it leaves.
+"""Interrupts a recording at each line of the recorder, in forks, and reads the trace.
 
-Run in an empty folder. Prints the lines after which the steps are not those of a whole recording,
-and how many steps were left.
+Run in an empty folder. Prints the lines after which the steps differ from a whole recording, and
+the number of steps in each trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILES = {str(HERE / f"{name}.py") for name in ("recording", "buffer", "store")}
 
 
 def record(folder: Path) -> None:
-    """Train a layer under a recording that has all that a step may come with."""
+    """Train a layer under a recording with all kinds of records and details."""
     torch.manual_seed(0)
     with torchrepro.record(folder, statistics=True, max_size="300kB"):
         layer = torch.nn.Linear(2, 1)
@@ -41,7 +41,7 @@ def record(folder: Path) -> None:
 
 
 def whole_steps(folder: Path) -> list[Any]:
-    """Return what a trace says of each step that has ended; reads, and so checks, all of it."""
+    """Return the summary of each step that has ended; reads, and so validates, the whole trace."""
     try:
         (trace,) = read_run(folder)
     except TraceError as error:
@@ -57,7 +57,7 @@ def whole_steps(folder: Path) -> list[Any]:
 
 
 class Cutting:
-    """Counts how often the recorder comes to each of its lines; raises KeyboardInterrupt at one."""
+    """Counts how often each line of the recorder runs; raises KeyboardInterrupt at one line."""
 
     def __init__(self, line: tuple[str, int] = ("", 0), often: int = 0) -> None:
         self.at, self.left = line, often
@@ -77,7 +77,7 @@ class Cutting:
 
 
 def main() -> None:
-    """Interrupt at each line, where the recorder comes to it for half of all times."""
+    """Interrupt at each line, after half of the times that it runs."""
     record(Path("first"))  # what is done once in a process
     counted = Cutting()
     sys.settrace(counted)

@@ -1,4 +1,4 @@
-"""What is damaged, cut off or hostile is never the same as anything, and never a traceback."""
+"""Damaged, truncated or hostile traces never count as equal, and never cause a traceback."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The recordings of two runs that are the same, with all that a trace can hold."""
+    """The recordings of two equal runs, with every kind of content."""
     folder = tmp_path_factory.mktemp("pair")
     for name in ("one", "two"):
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that examples may write to one after the other."""
+    """A folder that examples use one after the other."""
     return tmp_path_factory.mktemp("work")
 
 
@@ -92,7 +92,7 @@ def _plain(outline: Any) -> bytes:
 
 
 def _resealed(path: Path) -> None:
-    """Give a trace the digests that fit its records and what it says of them."""
+    """Recompute the digests of a trace from its records and steps."""
     for step, first, records in _ask(path, "select step, first, records from step"):
         which = first, min(first + records, 2**63 - 1)
         digest = xxhash.xxh3_128()
@@ -133,7 +133,7 @@ def _delete(path: Path, draw: Callable[..., Any]) -> None:
 
 
 def _edit(path: Path, draw: Callable[..., Any]) -> None:
-    """Put another value, of whatever type, or that of another row, into a cell."""
+    """Replace a cell by another value of any type, or by the cell of another row."""
     table = draw(st.sampled_from(sorted(TABLES)))
     columns = [name for (name,) in _ask(path, f"select name from {INFO}", table)]
     column = draw(st.sampled_from(columns))
@@ -157,7 +157,7 @@ def _edit(path: Path, draw: Callable[..., Any]) -> None:
 def test_no_damaged_trace_is_the_same(
     pair: tuple[Path, Path], work: Path, damage: Callable[..., None], data: st.DataObject
 ) -> None:
-    """A trace that was changed at random is refused, or differs, or still has the same content."""
+    """A randomly changed trace is refused, or differs, or still has the same content."""
     one, two = pair
     path = _copy(two, work / "changed")
     damage(path, data.draw)
@@ -178,7 +178,7 @@ def _statements(*statements: str) -> Change:
 
 
 def _sealed(change: Change | str) -> Change:
-    """Return what changes a trace, under digests that fit."""
+    """Return a change of a trace that also recomputes its digests."""
 
     def make(path: Path) -> None:
         (_statements(change) if isinstance(change, str) else change)(path)
@@ -188,7 +188,7 @@ def _sealed(change: Change | str) -> Change:
 
 
 def _outline(change: Callable[[bytes], bytes]) -> Change:
-    """Return what changes the outline of the first part, under digests that fit."""
+    """Return a change of the outline of the first part that also recomputes the digests."""
 
     def make(path: Path) -> None:
         ((old,),) = _ask(path, "select outline from part where first = 1")
@@ -198,7 +198,7 @@ def _outline(change: Callable[[bytes], bytes]) -> Change:
 
 
 def _numbers(change: Callable[[list[int]], object]) -> Change:
-    """Return what changes the numbers of an outline: threads, sites, arguments, two lengths."""
+    """Return a change of the numbers of an outline: threads, sites, arguments, two lengths."""
 
     def changed(old: bytes) -> bytes:
         numbers = [each for (each,) in struct.iter_unpack("<I", _plain(old))]
@@ -225,7 +225,7 @@ def _another_database(statement: str) -> Change:
 
 
 def _many_records_in_few_bytes(path: Path) -> None:
-    """Have a step of a great many records, each part of which takes a few bytes."""
+    """Write a step with a huge number of records, whose parts have a few bytes each."""
     ((step, first),) = _ask(path, "select max(step), first from step")
     column = struct.pack("<I", 0) * MANY
     sites = struct.pack("<I", 1) * MANY
@@ -342,10 +342,10 @@ REFUSED: dict[str, Change] = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_trace_is_refused_at_once(
+def test_a_file_that_is_not_a_valid_trace_is_refused_quickly(
     pair: tuple[Path, Path], tmp_path: Path, command: Callable[..., Any], what: str
 ) -> None:
-    """A trace that lost a part, or something in its place, is status 2 in one line, and soon."""
+    """For a trace with a missing or replaced part, the status is 2, with one line, quickly."""
     path = _copy(pair[1], tmp_path / "refused")
     REFUSED[what](path)
     torchrepro.compare(*pair)  # imports
@@ -362,8 +362,8 @@ def test_what_is_no_trace_is_refused_at_once(
     assert min(took) < SOON
 
 
-def test_a_trace_whose_digests_fit_is_read(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """What is refused above is refused for what was changed, not for its digests."""
+def test_a_trace_with_recomputed_digests_is_read(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """The traces above are refused because of the change, not because of their digests."""
     path = _copy(pair[1], tmp_path / "sealed")
     _resealed(path)
 
@@ -373,7 +373,7 @@ def test_a_trace_whose_digests_fit_is_read(pair: tuple[Path, Path], tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a process that is killed leaves of a run: its file and the log of it."""
+    """The trace of a killed process: its file and the log."""
     folder = tmp_path_factory.mktemp("cut")
     with torchrepro.record(folder / "run", statistics=True, keep=("layers.0",)):
         train(Net(), steps=STEPS)
@@ -384,10 +384,10 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(st.data())
 @settings(max_examples=20)
-def test_a_damaged_log_of_a_trace_is_no_traceback(
+def test_a_damaged_log_of_a_trace_causes_no_traceback(
     cut: Path, work: Path, data: st.DataObject
 ) -> None:
-    """What a killed process has not yet moved to its file is read as far as it is whole."""
+    """The complete part of the log of a killed process is read."""
     _copy(cut, work / "log")
     data.draw(st.sampled_from([_flip, _truncate]))(work / "log" / f"{FILE}-wal", data.draw)
     with suppress(TraceError):
@@ -397,7 +397,7 @@ def test_a_damaged_log_of_a_trace_is_no_traceback(
 def test_a_folder_of_any_name_is_read(
     net: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recording lies where its name led when it began, whatever characters are in it."""
+    """The folder is resolved when the recording begins; its name may have any characters."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     for name in ("run#1", "100%25", "x?mode=rwc", "a&b=c", "ü b", "%41"):
@@ -414,8 +414,8 @@ def test_a_folder_of_any_name_is_read(
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_line_leaves_whole_steps(fork_python: Callable[..., Any]) -> None:
-    """^C wherever the recorder is: the trace is read, and its steps are those of a run without."""
+def test_an_interrupt_at_any_line_leaves_complete_steps(fork_python: Callable[..., Any]) -> None:
+    """After ^C at any line of the recorder, the trace has complete, unchanged steps."""
     done = fork_python(Path(__file__).with_name("cut_off.py"))
 
     assert done.returncode == 0, done.stderr
@@ -425,8 +425,8 @@ def test_an_interrupt_at_any_line_leaves_whole_steps(fork_python: Callable[..., 
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_any_moment_is_said_in_one_line(tmp_path: Path) -> None:
-    """However little room there is, a trace is whole, or the recording says that it cannot be."""
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
+    """With any free space, the trace is complete or the recording reports that it failed."""
     answers = Counter()
     for room in range(0, 400, 20):
         child = os.fork()

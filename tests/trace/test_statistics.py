@@ -1,4 +1,4 @@
-"""Statistics of tensors: what they say, and of what."""
+"""Statistics of tensors: their values, and the elements that count."""
 
 import math
 import sys
@@ -21,8 +21,8 @@ FLOATS = some.floats(-1e6, 1e6, width=32) | some.just(NAN)
 
 
 @given(values=some.lists(FLOATS, max_size=40))
-def test_they_are_those_of_the_numbers_that_are_none_of_them_nan(values: list[float]) -> None:
-    """Count, mean, norm, low and high are what numpy says of all that is not NaN."""
+def test_statistics_ignore_nan(values: list[float]) -> None:
+    """Count, mean, norm, low and high equal numpy's, for all elements that are not NaN."""
     numbers = np.array([value for value in values if not math.isnan(value)], np.float64)
     found = statistics(torch.tensor(values))
 
@@ -59,8 +59,8 @@ SAME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore")  # torch says of some layouts that they may still change
 @pytest.mark.parametrize("kind", SAME)
-def test_every_kind_of_tensor_has_those_of_its_numbers(kind: str) -> None:
-    """The same numbers have the same statistics, however they are kept."""
+def test_statistics_do_not_depend_on_the_type_of_tensor(kind: str) -> None:
+    """Equal numbers have equal statistics in any layout and dtype."""
     found = statistics(SAME[kind](torch.tensor(VALUES)))
 
     assert found == TensorStatistics(5, pytest.approx(0.6), pytest.approx(math.sqrt(3)), 0.0, 1.0)
@@ -91,15 +91,15 @@ EXACTLY: dict[str, tuple[Callable[[], torch.Tensor], TensorStatistics]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", EXACTLY)
-def test_only_the_numbers_of_a_tensor_count(kind: str) -> None:
-    """Without numbers the count is 0, and all else is missing."""
+def test_statistics_of_special_values(kind: str) -> None:
+    """Without elements, the count is 0 and the rest is None."""
     make, expected = EXACTLY[kind]
 
     assert statistics(make()) == expected
 
 
-def test_small_numbers_are_not_lost_among_many() -> None:
-    """What is added up is exact to the last digits that two runs are compared by."""
+def test_small_numbers_are_not_lost_in_a_large_sum() -> None:
+    """Sums are exact enough for comparisons."""
     tensor = torch.full((3 * PIECE + 7,), 0.1)
     tensor[PIECE + 5] = NAN
     found = statistics(tensor)
@@ -115,8 +115,8 @@ def _compute(number: int) -> None:
 
 
 @pytest.mark.parametrize("ends", [1, 200], ids=lambda ends: f"{ends} steps")
-def test_each_op_has_its_own_whatever_other_threads_do(recorded: Recorder, ends: int) -> None:
-    """Statistics belong to the op of their thread, where others record or end steps meanwhile."""
+def test_statistics_belong_to_the_op_of_their_thread(recorded: Recorder, ends: int) -> None:
+    """Also if other threads record, or end steps, at the same time."""
 
     def program() -> None:
         threads = [threading.Thread(target=_compute, args=(number,)) for number in range(8)]
