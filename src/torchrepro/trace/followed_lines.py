@@ -61,6 +61,9 @@ _SETS_NAMES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 Names = Sequence[tuple[str, ...]]
 """Names of values as in the code: a variable, followed by attributes."""
 
+Digests = dict[tuple[str, ...], bytes]
+"""Digests of values by their names."""
+
 Scope = tuple[Mapping[str, Any], Mapping[str, Any]]
 """The local and the global variables of a frame."""
 
@@ -79,7 +82,7 @@ class _Frame:
     number: int
     code: _Code
     line: int = 0  # the running line
-    known: dict[tuple[str, ...], bytes] = field(default_factory=dict)
+    known: Digests = field(default_factory=dict)  # the last digest of each name
 
 
 class FollowedLines:
@@ -148,13 +151,13 @@ class FollowedLines:
         """Return the facts about code of the program; None for other code."""
         known = self._codes.get(address(code))
         if known is None:
-            followed = None
+            facts = None
             # A comprehension is part of the line that contains it.
-            is_part = code.co_name.startswith("<") and code.co_name not in _WHOLE
-            is_own = not (is_library(code.co_filename) or code.co_filename.startswith("<"))
-            if is_own and not is_part and _READS_LOCALS.isdisjoint(code.co_names):
-                followed = _Code(len(self._codes), *_names_by_line(code), _lines_that_iterate(code))
-            known = self._codes[address(code)] = code, followed  # keeps the code alive
+            is_comprehension = code.co_name.startswith("<") and code.co_name not in _WHOLE
+            is_of_program = not (is_library(code.co_filename) or code.co_filename.startswith("<"))
+            if is_of_program and not is_comprehension and _READS_LOCALS.isdisjoint(code.co_names):
+                facts = _Code(len(self._codes), *_names_by_line(code), _lines_that_iterate(code))
+            known = self._codes[address(code)] = code, facts  # keeps the code alive
         return known[1]
 
 
@@ -264,14 +267,12 @@ class _ThreadNotes:
         self._is_paused = True
         self._frames.clear()  # their digests become outdated
 
-    def _note_end_of_line(
-        self, followed: _Frame, touched: Names, digests: dict[tuple[str, ...], bytes]
-    ) -> None:
+    def _note_end_of_line(self, followed: _Frame, touched: Names, digests: Digests) -> None:
         if followed.line:
             self._note_values("e", followed, followed.line, touched, digests)
 
-    def _digests(self, frame: FrameType, names: Names) -> dict[tuple[str, ...], bytes]:
-        digests = dict[tuple[str, ...], bytes]()
+    def _digests(self, frame: FrameType, names: Names) -> Digests:
+        digests = Digests()
         scope = frame.f_locals, frame.f_globals  # each read of `f_locals` builds a new dict
         for name in names:
             if name in digests:
@@ -295,7 +296,7 @@ class _ThreadNotes:
         followed: _Frame,
         line: int,
         names: Names,
-        digests: dict[tuple[str, ...], bytes],
+        digests: Digests,
     ) -> None:
         """Note the values that are new to the frame; the begin of a line is always noted."""
         new = [name for name in names if digests[name] != followed.known.get(name, NOTHING)]

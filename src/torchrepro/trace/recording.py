@@ -155,7 +155,7 @@ class Recording:
         with self._unwritable_handled():
             self._store.finish(self._facts())
             if self._limit is not None and self._limit.count:
-                say(f"{self._store.path}: {self._limit.in_words()}")
+                say(f"{self._store.path}: {self._limit.summary()}")
 
     def abandon(self) -> None:
         """Stop recording, and do not touch the store: it belongs to another process."""
@@ -395,7 +395,7 @@ class Recording:
             cache.bytes_read = 0
             store.end_step(row)
             if self._limit is not None:
-                self._limit.hold(row)
+                self._limit.make_room(row)
 
     def _open_store(self) -> Store:
         self._store = open_store(self.request)

@@ -322,9 +322,9 @@ class SizeLimit:
     def __init__(self, store: Store, size_of_run: int) -> None:
         ranks = world().size
         self._store = store
-        self._most = size_of_run // ranks  # bytes
+        self._limit = size_of_run // ranks  # bytes
         share = f" (its share of {size(size_of_run)} for {ranks:,} ranks)" if ranks > 1 else ""
-        self._most_in_words = f"{size(self._most)}{share}"
+        self._limit_text = f"{size(self._limit)}{share}"
         self._largest = 0
         self._used = store.bytes_of_file()[1]
         self._in_full: deque[int] = deque()  # steps in full that have records
@@ -333,7 +333,7 @@ class SizeLimit:
         self._dropped = array("q")
         self._reported: set[str] = set()
 
-    def hold(self, row: StepRow) -> None:
+    def make_room(self, row: StepRow) -> None:
         """Make room for the next step; called after `row` was written."""
         if not row.finished:
             self._after_last = row.step
@@ -342,7 +342,7 @@ class SizeLimit:
         store = self._store
         file, used = store.bytes_of_file()
         self._largest = max(self._largest, used - self._used + OVERHEAD)
-        room = self._most - 3 * self._largest
+        room = self._limit - 3 * self._largest
         if used > room:
             newest = NEWEST + (self._after_last is not None)
             while store.bytes_of_file()[1] > room and (self._coarse or self._in_full):
@@ -356,12 +356,12 @@ class SizeLimit:
         if row.level != COARSEST and row.records and not self._in_full:
             self._report_once("full", self._message_of_no_room())
         # While the log is moved, both need space: the log, and the growing file.
-        if file + store.bytes_on_disk(of_log=True) + 2 * self._largest > self._most:
-            store.shrink(file=file + 2 * self._largest > self._most)
-            if store.bytes_on_disk() > self._most:
+        if file + store.bytes_on_disk(of_log=True) + 2 * self._largest > self._limit:
+            store.shrink(file=file + 2 * self._largest > self._limit)
+            if store.bytes_on_disk() > self._limit:
                 self._report_once(
                     "over",
-                    f"takes {size(store.bytes_on_disk())}, more than {self._most_in_words}: no "
+                    f"takes {size(store.bytes_on_disk())}, more than {self._limit_text}: no "
                     "records are left that could be dropped\n    the run continues, and the "
                     "digests of each step are still written",
                 )
@@ -371,18 +371,18 @@ class SizeLimit:
         """The number of steps whose records were dropped, including an unfinished last one."""
         return len(self._dropped)
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """Return the size of the trace, and which steps have records and which were dropped."""
         in_full = [step for step in self._in_full if step != self._after_last]
         dropped = [step for step in self._dropped if step != self._after_last]
         used = self._store.bytes_on_disk()
-        relation = "of" if used <= self._most else "and not"
-        parts = [f"takes {size(used)} {relation} {self._most_in_words}"]
+        relation = "of" if used <= self._limit else "and not"
+        parts = [f"takes {size(used)} {relation} {self._limit_text}"]
         if in_full or not self._coarse:
-            parts.append(f"kept in full: {_in_words(in_full)}")
+            parts.append(f"kept in full: {_text_of_steps(in_full)}")
         if self._coarse:
             parts.append(f"kept at level {COARSEST}: {len(self._coarse):,} others")
-        records = [f"the records of {_in_words(dropped)}"] if dropped else []
+        records = [f"the records of {_text_of_steps(dropped)}"] if dropped else []
         if len(dropped) < self.count:
             records.append("the records after the last step")
         parts.append(
@@ -401,7 +401,7 @@ class SizeLimit:
 
     def _message_of_no_room(self) -> str:
         step = size(self._largest - OVERHEAD)
-        return f"a step needs up to {step}: {self._most_in_words} has room for no step in full"
+        return f"a step needs up to {step}: {self._limit_text} has room for no step in full"
 
 
 class _Redaction:
@@ -505,7 +505,7 @@ def _storable_float(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else float(value) + 0.0
 
 
-def _in_words(steps: Sequence[int]) -> str:
+def _text_of_steps(steps: Sequence[int]) -> str:
     if len(steps) <= 1:
         return f"step {steps[0]}" if steps else "none"
     first, last = min(steps), max(steps)
