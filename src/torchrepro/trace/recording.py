@@ -101,7 +101,7 @@ class Recording:
         self._loaders: dict[Hashable, Mapping[str, Any]] = {}
         self._built: int | None = None  # the number of records before the first model
         self._failed = False
-        self._is_writing_step = False
+        self._is_writing = False
         self._skipped_steps = False
         self.ended = False
         self.refuse: Callable[[TraceError], None] = _raise
@@ -146,10 +146,10 @@ class Recording:
             return
         if self.state.buffer.rows or self.state.buffer.moved or self._losses:
             self._write_step((), finished=False)
-        folder, asked = self.request.folder, self.request.steps
+        folder, requested = self.request.folder, self.request.steps
         if self._store is None:
-            if asked is not None and self._skipped_steps:
-                say(f"{folder}: {_message_of_unreached(asked, self.state.step)}")
+            if requested is not None and self._skipped_steps:
+                say(f"{folder}: {_message_of_unreached(requested, self.state.step)}")
             return
         say(*(f"{folder}: no module matches `{pattern}`" for pattern in self._full.unmatched()))
         with self._unwritable_handled():
@@ -172,7 +172,7 @@ class Recording:
 
     def spill(self) -> None:
         """Move the records of a long step to the store before the step ends."""
-        with self.state.lock, self._full.paused(), self._step_transaction():
+        with self.state.lock, self._full.paused(), self._guarded_write():
             if self._drops_step():
                 return
             with self._unwritable_handled():
@@ -190,7 +190,7 @@ class Recording:
                 found=self.request.folder,
                 todo="call end_step inside of the `with` block",
             )
-        with self.state.lock, self._full.paused(), self._step_transaction():
+        with self.state.lock, self._full.paused(), self._guarded_write():
             self._write_step(parameters, finished=True)
             step_ended(self.state.step)
             self.state.step += 1
@@ -338,19 +338,19 @@ class Recording:
         return self.state.buffer.thread(MAIN)
 
     @contextmanager
-    def _step_transaction(self) -> Iterator[None]:
+    def _guarded_write(self) -> Iterator[None]:
         """Mark that records are being moved to the store, and the recording as failed if an
         exception, such as ^C, interrupts that: a part of a step would look like a whole step.
         """
         self._discard_if_interrupted()
-        self._is_writing_step = True
+        self._is_writing = True
         yield
-        self._is_writing_step = False
+        self._is_writing = False
 
     def _discard_if_interrupted(self) -> None:
-        if self._is_writing_step:
+        if self._is_writing:
             self._failed, store, self._store = True, self._store, None
-            self._is_writing_step = False
+            self._is_writing = False
             if store is not None:
                 store.discard()
 
@@ -438,8 +438,8 @@ def _abandon_in_forked_child() -> None:
 os.register_at_fork(after_in_child=_abandon_in_forked_child)
 
 
-def _message_of_unreached(asked: tuple[int, int], ended: int) -> str:
-    first, last = asked
+def _message_of_unreached(requested: tuple[int, int], ended: int) -> str:
+    first, last = requested
     wanted = f"step {first} was" if first == last else f"steps {first} to {last} were"
     if ended > 1:
         had = f"{ended:,} steps, 0 to {ended - 1}"
