@@ -78,7 +78,7 @@ class Cutting:
 
 def main() -> None:
     """Interrupt at each line, after half of the times that it runs."""
-    record(Path("first"))  # what is done once in a process
+    record(Path("first"))  # for initialization that runs once in a process
     counted = Cutting()
     sys.settrace(counted)
     record(Path("whole"))
@@ -87,7 +87,7 @@ def main() -> None:
     assert len(whole) == WHOLE
     wrong, lengths = [], set()
     for line, often in counted.often.items():
-        child = os.fork()  # what is cut off ends with its process
+        child = os.fork()  # each interrupt in a process
         if not child:
             with suppress(KeyboardInterrupt):
                 sys.settrace(Cutting(line, (often + 1) // 2))

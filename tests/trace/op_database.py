@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 M_PERTURB = -6  # of glibc's mallopt: the byte that fresh memory is filled with
 LEFT_OUT = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted")
-"""Ops that promise nothing of what they return: whoever reads it gets what lies there."""
+"""Ops whose results are uninitialized memory by definition."""
 
 
 def ops() -> list[Any]:
@@ -71,7 +71,7 @@ def run(sampled: list[tuple[Any, Any]], filled_with: int) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     sampled = [*samples()]
-    run(sampled, 0)  # what is imported by the first call
+    run(sampled, 0)  # the first calls import modules
     for name, filled_with in (("a", 0x55), ("b", 0xAB)):
         with torchrepro.record(name):
             run(sampled, filled_with)

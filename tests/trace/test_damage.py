@@ -35,7 +35,7 @@ SOON = 2.0
 """Seconds."""
 
 TRIES = 3
-"""Answers of which the quickest counts: what else a machine does only adds to them."""
+"""How often a refusal is timed; the fastest counts, because other load only adds time."""
 
 FILE = "rank0.sqlite"
 INFO = "pragma_table_info(?)"
@@ -112,7 +112,7 @@ def _resealed(path: Path) -> None:
     _ask(path, "update meta set value = ? where key = 'seal'", seal)
 
 
-# Damage that nobody meant.
+# Random damage.
 
 
 def _flip(path: Path, draw: Callable[..., Any]) -> None:
@@ -168,7 +168,7 @@ def test_no_damaged_trace_is_the_same(
     assert not same or _content(path) == _content(two / FILE)
 
 
-# What somebody has put into the place of a trace.
+# Files in place of a trace.
 
 Change = Callable[[Path], object]
 
@@ -246,54 +246,54 @@ LOST = {
     "the last step": f"delete from step where step = {STEPS - 1}",
     "the number of a step": f"update step set step = {STEPS} where step = {STEPS - 1}",
     "records": "delete from part where first = 1",
-    "that records are there": "update step set parts = 0 where step = 1",
-    "what a record wrote": "update part set outputs = zeroblob(length(outputs)) where first = 1",
-    "what records are": "update part set outline = zeroblob(length(outline)) where first = 1",
-    "which part is which": "update part set first = 2 where first = 1",
+    "the number of parts": "update step set parts = 0 where step = 1",
+    "outputs of a record": "update part set outputs = zeroblob(length(outputs)) where first = 1",
+    "the outline of records": "update part set outline = zeroblob(length(outline)) where first = 1",
+    "the first record of a part": "update part set first = 2 where first = 1",
     "a loss": "update step set losses = '[]' where step = 1",
     "a table": "drop table statistics",
     "statistics": "delete from statistics where record = 5",
     "all statistics": "delete from statistics",
     "kept tensors": "update tensor set data = zeroblob(length(data))",
-    "what it says of its run": "delete from meta where key = 'versions'",
-    "that it has ended": "update meta set value = 'false' where key = 'finished'",
+    "a fact about the run": "delete from meta where key = 'versions'",
+    "the mark of a complete trace": "update meta set value = 'false' where key = 'finished'",
     "how many steps it has": "delete from meta where key = 'rows'",
     "its seal": "delete from meta where key = 'seal'",
 }
 TEXTS = {  # of a step: column, text
-    "generators that are none": ("random", "3"),
+    "invalid generators": ("random", "3"),
     "deep generators": ("random", "[" * 50_000),
-    "names that are none": ("names", "3"),
-    "a site of another kind": ("names", '{"sites": [["forward", "", "", "", 3]]}'),
+    "invalid names": ("names", "3"),
+    "a site of another type": ("names", '{"sites": [["forward", "", "", "", 3]]}'),
     "a site too short": ("names", '{"sites": [["forward"]]}'),
-    "an argument of another kind": ("names", '{"arguments": [{}]}'),
+    "an argument of another type": ("names", '{"arguments": [{}]}'),
     "half a character": ("names", r'{"threads": ["\ud800"]}'),
-    "losses that are none": ("losses", "[[1.0]]"),
-    "a loss of no number": ("losses", '[[[], "00", "x"]]'),
-    "a loss of no fingerprint": ("losses", '[[1.0, "xyz", "x"]]'),
+    "invalid losses": ("losses", "[[1.0]]"),
+    "a loss without a number": ("losses", '[[[], "00", "x"]]'),
+    "a loss without a fingerprint": ("losses", '[[1.0, "xyz", "x"]]'),
 }
-IMPOSSIBLE = {  # under digests that fit
-    "a format that is none": "update meta set value = '[1]' where key = 'format'",
+IMPOSSIBLE = {  # with recomputed digests
+    "an invalid format": "update meta set value = '[1]' where key = 'format'",
     "much JSON": "insert into meta values ('more', hex(zeroblob(50000000)))",
     "deep JSON": "insert into meta values ('x', replace(hex(zeroblob(50000)), '0', '['))",
-    "a rank that is none": "update meta set value = '[]' where key = 'rank'",
+    "an invalid rank": "update meta set value = '[]' where key = 'rank'",
     "no rank": "delete from meta where key = 'rank'",
-    "an interval that is none": "update meta set value = '\"x\"' where key = 'every'",
-    "a number of ranks that is none": "update meta set value = '0' where key = 'world_size'",
-    "modules that are none": "update meta set value = '3' where key = 'keep'",
-    "records beyond all": f"update step set records = {2**62} where step = 2",
-    "fewer than no records": "update step set records = -1 where step = 0",
-    "parts beyond all": f"update step set parts = {2**62} where step = 0",
-    "a level that is none": "update step set level = 'x' where step = 0",
-    "a step beyond all": f"update step set step = {2**62} where step = {STEPS - 1}",
+    "an invalid interval": "update meta set value = '\"x\"' where key = 'every'",
+    "an invalid number of ranks": "update meta set value = '0' where key = 'world_size'",
+    "invalid modules": "update meta set value = '3' where key = 'keep'",
+    "too many records": f"update step set records = {2**62} where step = 2",
+    "a negative number of records": "update step set records = -1 where step = 0",
+    "too many parts": f"update step set parts = {2**62} where step = 0",
+    "an invalid level": "update step set level = 'x' where step = 0",
+    "a step number that is too large": f"update step set step = {2**62} where step = {STEPS - 1}",
     "a lost step, sealed": "delete from step where step = 1",
     "a lost last step, sealed": f"delete from step where step = {STEPS - 1}",
-    "digests of no record": "update part set inputs = cast(inputs || x'00' as blob)",
+    "digests without a record": "update part set inputs = cast(inputs || x'00' as blob)",
     "texts for digests": "update part set inputs = hex(zeroblob(length(inputs) / 2))",
-    "a part of no step": f"insert into part select {2**40}, outline, inputs, outputs from part"
+    "a part without a step": f"insert into part select {2**40}, outline, inputs, outputs from part"
     " where first = 1",
-    "records that are dropped and there": "update step set parts = 0 where step = 1",
-    "statistics of no record": f"insert into statistics values ({2**40}, 0, 1, 1, 1, 1, 1)",
+    "dropped records that still exist": "update step set parts = 0 where step = 1",
+    "statistics without a record": f"insert into statistics values ({2**40}, 0, 1, 1, 1, 1, 1)",
     "a word for a number": "update statistics set mean = 'x' where record = 5",
     "a number for a shape": "update tensor set shape = x'00'",
 }
@@ -317,24 +317,24 @@ REFUSED: dict[str, Change] = {
     "a trigger": _statements("create trigger t after insert on part begin delete from part; end"),
     "a FIFO": _fifo(FILE),
     "a FIFO as its log": _fifo(f"{FILE}-wal"),
-    "text that is none": _statements("update step set names = cast(x'ff' as text) where step = 1"),
-    "dropped records beyond all": _sealed(
+    "invalid text": _statements("update step set names = cast(x'ff' as text) where step = 1"),
+    "too many dropped records": _sealed(
         _statements(
             f"update step set first = 1 + {2**62} * step, records = {2**62}, parts = 0",
             *(f"delete from {table}" for table in (*DETAILS, "part")),
         )
     ),
-    "an outline that is none": _outline(lambda old: old[::-1]),
+    "an invalid outline": _outline(lambda old: old[::-1]),
     "half an outline": _outline(lambda old: old[:-5]),
     "more than an outline": _outline(lambda old: old + b"x"),
     "no numbers": _numbers(list.clear),
     "a number too many": _numbers(lambda numbers: numbers.append(0)),
     "an outline longer than any": _outline(lambda _: zlib.compress(bytes(20 * (MANY + 1)))),
     "a bomb": _outline(lambda _: zlib.compress(bytes(1 << 28))),
-    "a thread that is not there": _set(0, 99),
-    "a site that is not there": _set(1, 2**32 - 1),
+    "a thread that does not exist": _set(0, 99),
+    "a site that does not exist": _set(1, 2**32 - 1),
     "site 0": _set(1, 0),
-    "an argument that is not there": _set(2, 2**32 - 1),
+    "an argument that does not exist": _set(2, 2**32 - 1),
     "lengths that do not add up": _set(3, 800),
     "many records in few bytes": _sealed(_many_records_in_few_bytes),
 }
@@ -357,7 +357,7 @@ def test_a_file_that_is_not_a_valid_trace_is_refused_quickly(
 
         assert (status, out) == (2, "")
         assert str(path) in err
-        # The other format has two lines more: what is legal, and what to do.
+        # The other format has two lines more: the legal format, and what to do.
         assert err.count("\n") == (3 if what == ANOTHER_FORMAT else 1)
     assert min(took) < SOON
 
@@ -410,7 +410,7 @@ def test_a_folder_of_any_name_is_read(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-# Whatever cuts a recording off leaves whole steps behind, as if the process had been killed.
+# An interrupted recording has complete steps only, as if the process had been killed.
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def test_a_recording_keeps_nothing_of_a_thread_that_has_ended(tmp_path: Path, ev
             thread.start()
             thread.join()
             torchrepro.end_step()
-        until = monotonic() + 60  # `join` is over before the thread has let go of its own
+        until = monotonic() + 60  # `join` returns before the thread has freed its mode
         while modes() != before + 1 and monotonic() < until:
             gc.collect()
 

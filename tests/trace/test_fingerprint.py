@@ -197,7 +197,7 @@ def _alike() -> dict[str, list[torch.Tensor]]:
             *(torch.nested.nested_tensor(list(sizes)) for sizes in (parts, parts[::-1])),
             *(torch.zeros(size, dtype=torch.uint8) for size in (0, 1, 3, 8, 9)),
         ],
-        "integers that stand for other numbers": [
+        "quantized integers": [
             torch._make_per_tensor_quantized_tensor(ones, 0.1, 0),
             torch._make_per_tensor_quantized_tensor(ones, 0.2, 0),
             torch._make_per_tensor_quantized_tensor(ones, 0.1, 1),
@@ -267,7 +267,7 @@ def test_gaps_in_memory_do_not_change_a_fingerprint(
     ("shape", "dtype"),
     [
         ((4, PIECE // 4 + 8), torch.float32),  # rows larger than a piece
-        ((3, PIECE + 1), torch.int8),  # and rows that are no whole words
+        ((3, PIECE + 1), torch.int8),  # and rows that do not end at a word
         ((PIECE // 64, 33), torch.bfloat16),
         ((2, 3, PIECE // 16), torch.complex64),
     ],

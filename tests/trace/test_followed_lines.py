@@ -22,8 +22,8 @@ follow(sys.argv[1], None, os.environ)
 runpy.run_path(sys.argv[2], run_name="__main__")
 """
 
-# Each is a program whose last line shows the difference, with the line at which it begins, and
-# what of a library this line calls. No source is one that a recording hears by its name.
+# Programs whose last line shows the difference, with a comment at the line where it begins, and the
+# library function that this line calls. No recording observes these sources by name.
 BEGINS = {
     "a value that a function of another file of the program returns": """
         import hashlib, ssl
@@ -89,7 +89,7 @@ BEGINS = {
                 total = total * 3 + step
         shown = total
         """,
-    "what a generator yields": """
+    "a value that a generator yields": """
         import ssl, time
         def rows(many):
             for number in range(many):
@@ -132,7 +132,7 @@ BEGINS = {
         rows = asyncio.run(all_of())
         shown = rows[:4]
         """,
-    "a loop that leaves out other rows": """
+    "a loop that skips different rows": """
         noise = open("/dev/urandom", "rb")
         kept = []
         for row in range(60):

@@ -180,7 +180,7 @@ SIZES = {
 def test_an_invalid_option_of_a_recording_is_refused(
     tmp_path: Path, asked: dict[str, Any], said: tuple[str, ...]
 ) -> None:
-    """The error names the key, the value as it was given, and what is legal; no folder is made.
+    """The error names the key, the given value and the legal values; no folder is created.
 
     A range of steps is two whole numbers; some step is to be recorded in full; a size has room.
     """

@@ -140,8 +140,8 @@ def _record_with_run(program: Path, code: str, *options: str) -> Trace:
 
 @pytest.mark.slow
 def test_reads_before_the_import_of_torch_are_recorded(tmp_path: Path) -> None:
-    """A process that is recorded in detail imports torch as any other, sees reads from its start,
-    and its own are none.
+    """A detailed recording sees reads from the start of the process, imports torch like any other
+    program, and does not record its own reads.
     """
     program = tmp_path / "program.py"
     trace = _record_with_run(program, BEFORE_TORCH, "--detail")

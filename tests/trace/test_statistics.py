@@ -71,11 +71,11 @@ FEW = torch.tensor([[0.0, 2.0], [0.0, 4.0]])
 OF_FEW = TensorStatistics(2, 3.0, math.sqrt(20), 2.0, 4.0)
 APART = torch.cat([torch.full((PIECE,), INF), torch.full((PIECE,), -INF)])
 EXACTLY: dict[str, tuple[Callable[[], torch.Tensor], TensorStatistics]] = {
-    # The zeros that a sparse tensor leaves out, and its indices, do not count.
+    # The implicit zeros of a sparse tensor, and its indices, do not count.
     "coo": (FEW.to_sparse, OF_FEW),
     "csr": (FEW.to_sparse_csr, OF_FEW),
     "csc": (FEW.to_sparse_csc, OF_FEW),
-    # Real and imaginary parts are numbers of their own, conjugated where the tensor is.
+    # Real and imaginary parts count separately, conjugated if the tensor is.
     "complex": (lambda: ONE_OF_EACH, TensorStatistics(4, 0.5, math.sqrt(30), -4.0, 3.0)),
     "conjugate": (ONE_OF_EACH.conj, TensorStatistics(4, 1.5, math.sqrt(30), -2.0, 4.0)),
     "empty": (lambda: torch.empty(0), TensorStatistics(0)),

@@ -71,7 +71,7 @@ def _in_threads(seed: int = 1) -> list[torch.Tensor]:
     for thread in threads:
         thread.start()
         _wait()
-        torch.ones(2).sum()  # the main thread computes meanwhile
+        torch.ones(2).sum()  # the main thread computes at the same time
     for thread in threads:
         thread.join()
     return _average(models)
@@ -82,7 +82,7 @@ def _in_a_pool(seed: int = 1) -> list[torch.Tensor]:
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(_train, m, seed if n else 0) for n, m in enumerate(models)]:
             future.result()
-    _train(models[0], 9)  # and the main thread goes on
+    _train(models[0], 9)  # and the main thread continues
     return _average(models)
 
 
@@ -92,7 +92,7 @@ def _in_coroutines(seed: int = 1) -> list[torch.Tensor]:
     async def run() -> None:
         turns = [_train_by_turns(m, seed if n else 0) for n, m in enumerate(models)]
         await asyncio.gather(*turns)
-        _train(models[0], 9)  # and the coroutine that started them goes on
+        _train(models[0], 9)  # and the coroutine that started them continues
 
     asyncio.run(run())
     return _average(models)

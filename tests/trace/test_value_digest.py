@@ -269,7 +269,7 @@ def test_digests_are_equal_in_processes_with_other_hashes_addresses_and_imports(
     assert one[0] == [digest_of(value).hex() for value in builtin_values()]
 
 
-# What has no digest, or is code.
+# Values without a digest, and code.
 
 no_digest = [
     *(object(), iter([]), (x for x in ()), itertools.count(), threading.Lock(), threading.Thread()),
@@ -419,7 +419,7 @@ STORED = {
     if type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType)
     and name != "__abstractmethods__"  # which `abc` assigns
 }
-"""What a class keeps of itself, where only its metaclass can have another."""
+"""Attributes of a class that only a metaclass can override."""
 
 
 class Hostile:
