@@ -27,7 +27,7 @@ import torchrepro
 from torchrepro.integrations import hydra_source
 from torchrepro.policies.deterministic_ops import TORCHS_OWN
 from torchrepro.seeding import unseeded_generators
-from torchrepro.trace import fingerprint_cache
+from torchrepro.trace import generator_states
 
 from .policies.known_layers import let_torchvision_be_imported
 
@@ -182,7 +182,7 @@ def _layout_of_random():
     example.random()
 
     return (
-        unseeded_generators._words(id(example)) != before and fingerprint_cache._python_is_inline()
+        unseeded_generators._words(id(example)) != before and generator_states._python_is_inline()
     )
 
 

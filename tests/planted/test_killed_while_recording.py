@@ -73,7 +73,7 @@ def _opened(folder: Path) -> Trace | None:
     try:
         (trace,) = read_run(folder)
     except TraceError as error:
-        if "holds no trace" in str(error):
+        if "contains no trace" in str(error):
             return None
         raise
     return trace
@@ -106,7 +106,7 @@ def test_a_process_that_is_killed_as_it_begins_its_trace_leaves_none(
             tables = SCHEMA.split(";") if "all" in begun else SCHEMA.split(";")[1:4]
             store.executescript(";".join(tables))
 
-    with pytest.raises(TraceError, match="holds no trace"):
+    with pytest.raises(TraceError, match="contains no trace"):
         read_run(tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_a_file_without_its_log_says_that_the_whole_folder_is_to_be_copied(tmp_p
         copytree(tmp_path / "run", tmp_path / "part", ignore=ignore_patterns("*-wal", "*-shm"))
 
     assert read_run(tmp_path / "whole")[0].ended_steps == 1
-    with pytest.raises(TraceError, match=r"holds no trace(.|\n)*copy the whole folder"):
+    with pytest.raises(TraceError, match=r"contains no trace(.|\n)*copy the whole folder"):
         read_run(tmp_path / "part")
 
 
@@ -147,7 +147,7 @@ def test_the_journal_of_a_killed_process_keeps_no_trace_from_being_read(
         assert "finished" in trace.meta
         trace.close()
     else:
-        with pytest.raises(TraceError, match="holds no trace"):
+        with pytest.raises(TraceError, match="contains no trace"):
             read_run(tmp_path)
     assert path.stat().st_size == size
 

@@ -71,4 +71,4 @@ def test_a_run_goes_on_unrecorded_if_asked_to(limited: Execute, execute: Execute
 
     assert done.returncode == 0
     assert done.stdout == execute(*RUN, "--", sys.executable, "train.py").stdout
-    assert done.stderr.count("unrecorded from here") == 1
+    assert done.stderr.count("continues without recording") == 1

@@ -48,7 +48,7 @@ SAID = {
     ),
     "run --quiet --verbose seed-only -- touch y": ("--quiet and --verbose contradict each other",),
     "compare nowhere nowhere": ("no such folder",),
-    "compare . .": ("holds no trace",),
+    "compare . .": ("contains no trace",),
     "compare train.py train.py": ("is a file",),
     "compare runs/baselin runs/a": ("did you mean: runs/baseline",),
     "compare runs/zzz runs/a": ("legal: runs/a, runs/baseline",),

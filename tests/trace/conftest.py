@@ -17,7 +17,7 @@ from torchrepro.trace.reader import Trace, read_run
 
 @dataclass(frozen=True)
 class Seen:
-    """A record with all that its numbers stand for."""
+    """A record with the texts that its numbers refer to."""
 
     step: int
     thread: int
@@ -68,7 +68,7 @@ Recorder = Callable[..., Trace]
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Recorder:
-    """Return a function that records a call and reads the one trace that it leaves."""
+    """Return a function that records a call and returns its trace."""
     folders = iter(range(1000))
 
     def record(program: Callable[[], Any], **asked: Any) -> Trace:
@@ -113,7 +113,7 @@ def net() -> torch.nn.Module:
 
 
 def train(net: torch.nn.Module, steps: int = 2, **options: Any) -> None:
-    """Train `net` for some steps on batches that depend on the step alone."""
+    """Train `net` for some steps, on batches that only depend on the step."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, **options)
     for step in range(steps):
         optimizer.zero_grad()
@@ -138,7 +138,7 @@ def weights_trained(
 
 
 class Counting(TorchDispatchMode):
-    """A mode of the program's own, which notes the ops that it sees."""
+    """A mode of the program, which notes the ops that it sees."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Interrupts a recording at each line of the recorder, in forks, and reads what it leaves.
+"""Interrupts a recording at each line of the recorder, in forks, and reads the trace.
 
-Run in an empty folder. Prints the lines after which the steps are not those of a whole recording,
-and how many steps were left.
+Run in an empty folder. Prints the lines after which the steps differ from a whole recording, and
+the number of steps in each trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILES = {str(HERE / f"{name}.py") for name in ("recording", "buffer", "store")}
 
 
 def record(folder: Path) -> None:
-    """Train a layer under a recording that has all that a step may come with."""
+    """Train a layer under a recording with all kinds of records and details."""
     torch.manual_seed(0)
     with torchrepro.record(folder, statistics=True, max_size="300kB"):
         layer = torch.nn.Linear(2, 1)
@@ -41,11 +41,11 @@ def record(folder: Path) -> None:
 
 
 def whole_steps(folder: Path) -> list[Any]:
-    """Return what a trace says of each step that has ended; reads, and so checks, all of it."""
+    """Return the summary of each step that has ended; reads, and so validates, the whole trace."""
     try:
         (trace,) = read_run(folder)
     except TraceError as error:
-        if error.problem.what not in ("no such folder", "holds no trace"):
+        if error.problem.what not in ("no such folder", "contains no trace"):
             raise
         return []
     with closing(trace):
@@ -57,7 +57,7 @@ def whole_steps(folder: Path) -> list[Any]:
 
 
 class Cutting:
-    """Counts how often the recorder comes to each of its lines; raises KeyboardInterrupt at one."""
+    """Counts how often each line of the recorder runs; raises KeyboardInterrupt at one line."""
 
     def __init__(self, line: tuple[str, int] = ("", 0), often: int = 0) -> None:
         self.at, self.left = line, often
@@ -77,8 +77,8 @@ class Cutting:
 
 
 def main() -> None:
-    """Interrupt at each line, where the recorder comes to it for half of all times."""
-    record(Path("first"))  # what is done once in a process
+    """Interrupt at each line, after half of the times that it runs."""
+    record(Path("first"))  # for initialization that runs once in a process
     counted = Cutting()
     sys.settrace(counted)
     record(Path("whole"))
@@ -87,7 +87,7 @@ def main() -> None:
     assert len(whole) == WHOLE
     wrong, lengths = [], set()
     for line, often in counted.often.items():
-        child = os.fork()  # what is cut off ends with its process
+        child = os.fork()  # each interrupt in a process
         if not child:
             with suppress(KeyboardInterrupt):
                 sys.settrace(Cutting(line, (often + 1) // 2))

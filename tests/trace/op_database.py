@@ -1,6 +1,6 @@
 """Records torch's own ops twice, with fresh memory filled differently, and compares.
 
-`python op_database.py`, in an empty folder. It is a program of its own, because torch's database of
+`python op_database.py`, in an empty folder. It is a separate program, because torch's database of
 ops freezes the flags of cuDNN in the process that imports it.
 """
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 M_PERTURB = -6  # of glibc's mallopt: the byte that fresh memory is filled with
 LEFT_OUT = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted")
-"""Ops that promise nothing of what they return: whoever reads it gets what lies there."""
+"""Ops whose results are uninitialized memory by definition."""
 
 
 def ops() -> list[Any]:
-    """Return all that torch has samples of, and that promise what they return."""
+    """Return the ops that torch has samples of and whose results are deterministic."""
     # torch's own tests are made with it; the samples of its ops are not.
     sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
     from torch.testing._internal.common_methods_invocations import op_db
@@ -41,7 +41,7 @@ def ops() -> list[Any]:
 
 
 def samples() -> Iterator[tuple[Any, Any]]:
-    """Yield each op with the first arguments that torch tries it with, which take long to make."""
+    """Yield each op with torch's first sample of arguments, which takes long to create."""
     for op in ops():
         torch.manual_seed(0)
         with suppress(Exception):  # some need what this machine lacks
@@ -50,12 +50,12 @@ def samples() -> Iterator[tuple[Any, Any]]:
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy, since some ops write to what they are given."""
+    """Return a copy, because some ops write to their arguments."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def run(sampled: list[tuple[Any, Any]], filled_with: int) -> None:
-    """Run ops forwards and backwards while fresh memory has this byte."""
+    """Run ops forwards and backwards while fresh memory is filled with a byte."""
     ctypes.CDLL(None).mallopt(M_PERTURB, filled_with)
     for op, sample in sampled:
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def run(sampled: list[tuple[Any, Any]], filled_with: int) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     sampled = [*samples()]
-    run(sampled, 0)  # what is imported by the first call
+    run(sampled, 0)  # the first calls import modules
     for name, filled_with in (("a", 0x55), ("b", 0xAB)):
         with torchrepro.record(name):
             run(sampled, filled_with)

@@ -1,4 +1,4 @@
-"""What is damaged, cut off or hostile is never the same as anything, and never a traceback."""
+"""Damaged, truncated or hostile traces never count as equal, and never cause a traceback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOON = 2.0
 """Seconds."""
 
 TRIES = 3
-"""Answers of which the quickest counts: what else a machine does only adds to them."""
+"""How often a refusal is timed; the fastest counts, because other load only adds time."""
 
 FILE = "rank0.sqlite"
 INFO = "pragma_table_info(?)"
@@ -52,7 +52,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The recordings of two runs that are the same, with all that a trace can hold."""
+    """The recordings of two equal runs, with every kind of content."""
     folder = tmp_path_factory.mktemp("pair")
     for name in ("one", "two"):
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that examples may write to one after the other."""
+    """A folder that examples use one after the other."""
     return tmp_path_factory.mktemp("work")
 
 
@@ -92,7 +92,7 @@ def _plain(outline: Any) -> bytes:
 
 
 def _resealed(path: Path) -> None:
-    """Give a trace the digests that fit its records and what it says of them."""
+    """Recompute the digests of a trace from its records and steps."""
     for step, first, records in _ask(path, "select step, first, records from step"):
         which = first, min(first + records, 2**63 - 1)
         digest = xxhash.xxh3_128()
@@ -112,7 +112,7 @@ def _resealed(path: Path) -> None:
     _ask(path, "update meta set value = ? where key = 'seal'", seal)
 
 
-# Damage that nobody meant.
+# Random damage.
 
 
 def _flip(path: Path, draw: Callable[..., Any]) -> None:
@@ -133,7 +133,7 @@ def _delete(path: Path, draw: Callable[..., Any]) -> None:
 
 
 def _edit(path: Path, draw: Callable[..., Any]) -> None:
-    """Put another value, of whatever type, or that of another row, into a cell."""
+    """Replace a cell by another value of any type, or by the cell of another row."""
     table = draw(st.sampled_from(sorted(TABLES)))
     columns = [name for (name,) in _ask(path, f"select name from {INFO}", table)]
     column = draw(st.sampled_from(columns))
@@ -157,7 +157,7 @@ def _edit(path: Path, draw: Callable[..., Any]) -> None:
 def test_no_damaged_trace_is_the_same(
     pair: tuple[Path, Path], work: Path, damage: Callable[..., None], data: st.DataObject
 ) -> None:
-    """A trace that was changed at random is refused, or differs, or still has the same content."""
+    """A randomly changed trace is refused, or differs, or still has the same content."""
     one, two = pair
     path = _copy(two, work / "changed")
     damage(path, data.draw)
@@ -168,7 +168,7 @@ def test_no_damaged_trace_is_the_same(
     assert not same or _content(path) == _content(two / FILE)
 
 
-# What somebody has put into the place of a trace.
+# Files in place of a trace.
 
 Change = Callable[[Path], object]
 
@@ -178,7 +178,7 @@ def _statements(*statements: str) -> Change:
 
 
 def _sealed(change: Change | str) -> Change:
-    """Return what changes a trace, under digests that fit."""
+    """Return a change of a trace that also recomputes its digests."""
 
     def make(path: Path) -> None:
         (_statements(change) if isinstance(change, str) else change)(path)
@@ -188,7 +188,7 @@ def _sealed(change: Change | str) -> Change:
 
 
 def _outline(change: Callable[[bytes], bytes]) -> Change:
-    """Return what changes the outline of the first part, under digests that fit."""
+    """Return a change of the outline of the first part that also recomputes the digests."""
 
     def make(path: Path) -> None:
         ((old,),) = _ask(path, "select outline from part where first = 1")
@@ -198,7 +198,7 @@ def _outline(change: Callable[[bytes], bytes]) -> Change:
 
 
 def _numbers(change: Callable[[list[int]], object]) -> Change:
-    """Return what changes the numbers of an outline: threads, sites, arguments, two lengths."""
+    """Return a change of the numbers of an outline: threads, sites, arguments, two lengths."""
 
     def changed(old: bytes) -> bytes:
         numbers = [each for (each,) in struct.iter_unpack("<I", _plain(old))]
@@ -225,7 +225,7 @@ def _another_database(statement: str) -> Change:
 
 
 def _many_records_in_few_bytes(path: Path) -> None:
-    """Have a step of a great many records, each part of which takes a few bytes."""
+    """Write a step with a huge number of records, whose parts have a few bytes each."""
     ((step, first),) = _ask(path, "select max(step), first from step")
     column = struct.pack("<I", 0) * MANY
     sites = struct.pack("<I", 1) * MANY
@@ -246,54 +246,54 @@ LOST = {
     "the last step": f"delete from step where step = {STEPS - 1}",
     "the number of a step": f"update step set step = {STEPS} where step = {STEPS - 1}",
     "records": "delete from part where first = 1",
-    "that records are there": "update step set parts = 0 where step = 1",
-    "what a record wrote": "update part set outputs = zeroblob(length(outputs)) where first = 1",
-    "what records are": "update part set outline = zeroblob(length(outline)) where first = 1",
-    "which part is which": "update part set first = 2 where first = 1",
+    "the number of parts": "update step set parts = 0 where step = 1",
+    "outputs of a record": "update part set outputs = zeroblob(length(outputs)) where first = 1",
+    "the outline of records": "update part set outline = zeroblob(length(outline)) where first = 1",
+    "the first record of a part": "update part set first = 2 where first = 1",
     "a loss": "update step set losses = '[]' where step = 1",
     "a table": "drop table statistics",
     "statistics": "delete from statistics where record = 5",
     "all statistics": "delete from statistics",
     "kept tensors": "update tensor set data = zeroblob(length(data))",
-    "what it says of its run": "delete from meta where key = 'versions'",
-    "that it has ended": "update meta set value = 'false' where key = 'finished'",
+    "a fact about the run": "delete from meta where key = 'versions'",
+    "the mark of a complete trace": "update meta set value = 'false' where key = 'finished'",
     "how many steps it has": "delete from meta where key = 'rows'",
     "its seal": "delete from meta where key = 'seal'",
 }
 TEXTS = {  # of a step: column, text
-    "generators that are none": ("random", "3"),
+    "invalid generators": ("random", "3"),
     "deep generators": ("random", "[" * 50_000),
-    "names that are none": ("names", "3"),
-    "a site of another kind": ("names", '{"sites": [["forward", "", "", "", 3]]}'),
+    "invalid names": ("names", "3"),
+    "a site of another type": ("names", '{"sites": [["forward", "", "", "", 3]]}'),
     "a site too short": ("names", '{"sites": [["forward"]]}'),
-    "an argument of another kind": ("names", '{"arguments": [{}]}'),
+    "an argument of another type": ("names", '{"arguments": [{}]}'),
     "half a character": ("names", r'{"threads": ["\ud800"]}'),
-    "losses that are none": ("losses", "[[1.0]]"),
-    "a loss of no number": ("losses", '[[[], "00", "x"]]'),
-    "a loss of no fingerprint": ("losses", '[[1.0, "xyz", "x"]]'),
+    "invalid losses": ("losses", "[[1.0]]"),
+    "a loss without a number": ("losses", '[[[], "00", "x"]]'),
+    "a loss without a fingerprint": ("losses", '[[1.0, "xyz", "x"]]'),
 }
-IMPOSSIBLE = {  # under digests that fit
-    "a format that is none": "update meta set value = '[1]' where key = 'format'",
+IMPOSSIBLE = {  # with recomputed digests
+    "an invalid format": "update meta set value = '[1]' where key = 'format'",
     "much JSON": "insert into meta values ('more', hex(zeroblob(50000000)))",
     "deep JSON": "insert into meta values ('x', replace(hex(zeroblob(50000)), '0', '['))",
-    "a rank that is none": "update meta set value = '[]' where key = 'rank'",
+    "an invalid rank": "update meta set value = '[]' where key = 'rank'",
     "no rank": "delete from meta where key = 'rank'",
-    "an interval that is none": "update meta set value = '\"x\"' where key = 'every'",
-    "a number of ranks that is none": "update meta set value = '0' where key = 'world_size'",
-    "modules that are none": "update meta set value = '3' where key = 'keep'",
-    "records beyond all": f"update step set records = {2**62} where step = 2",
-    "fewer than no records": "update step set records = -1 where step = 0",
-    "parts beyond all": f"update step set parts = {2**62} where step = 0",
-    "a level that is none": "update step set level = 'x' where step = 0",
-    "a step beyond all": f"update step set step = {2**62} where step = {STEPS - 1}",
+    "an invalid interval": "update meta set value = '\"x\"' where key = 'every'",
+    "an invalid number of ranks": "update meta set value = '0' where key = 'world_size'",
+    "invalid modules": "update meta set value = '3' where key = 'keep'",
+    "too many records": f"update step set records = {2**62} where step = 2",
+    "a negative number of records": "update step set records = -1 where step = 0",
+    "too many parts": f"update step set parts = {2**62} where step = 0",
+    "an invalid level": "update step set level = 'x' where step = 0",
+    "a step number that is too large": f"update step set step = {2**62} where step = {STEPS - 1}",
     "a lost step, sealed": "delete from step where step = 1",
     "a lost last step, sealed": f"delete from step where step = {STEPS - 1}",
-    "digests of no record": "update part set inputs = cast(inputs || x'00' as blob)",
+    "digests without a record": "update part set inputs = cast(inputs || x'00' as blob)",
     "texts for digests": "update part set inputs = hex(zeroblob(length(inputs) / 2))",
-    "a part of no step": f"insert into part select {2**40}, outline, inputs, outputs from part"
+    "a part without a step": f"insert into part select {2**40}, outline, inputs, outputs from part"
     " where first = 1",
-    "records that are dropped and there": "update step set parts = 0 where step = 1",
-    "statistics of no record": f"insert into statistics values ({2**40}, 0, 1, 1, 1, 1, 1)",
+    "dropped records that still exist": "update step set parts = 0 where step = 1",
+    "statistics without a record": f"insert into statistics values ({2**40}, 0, 1, 1, 1, 1, 1)",
     "a word for a number": "update statistics set mean = 'x' where record = 5",
     "a number for a shape": "update tensor set shape = x'00'",
 }
@@ -317,24 +317,24 @@ REFUSED: dict[str, Change] = {
     "a trigger": _statements("create trigger t after insert on part begin delete from part; end"),
     "a FIFO": _fifo(FILE),
     "a FIFO as its log": _fifo(f"{FILE}-wal"),
-    "text that is none": _statements("update step set names = cast(x'ff' as text) where step = 1"),
-    "dropped records beyond all": _sealed(
+    "invalid text": _statements("update step set names = cast(x'ff' as text) where step = 1"),
+    "too many dropped records": _sealed(
         _statements(
             f"update step set first = 1 + {2**62} * step, records = {2**62}, parts = 0",
             *(f"delete from {table}" for table in (*DETAILS, "part")),
         )
     ),
-    "an outline that is none": _outline(lambda old: old[::-1]),
+    "an invalid outline": _outline(lambda old: old[::-1]),
     "half an outline": _outline(lambda old: old[:-5]),
     "more than an outline": _outline(lambda old: old + b"x"),
     "no numbers": _numbers(list.clear),
     "a number too many": _numbers(lambda numbers: numbers.append(0)),
     "an outline longer than any": _outline(lambda _: zlib.compress(bytes(20 * (MANY + 1)))),
     "a bomb": _outline(lambda _: zlib.compress(bytes(1 << 28))),
-    "a thread that is not there": _set(0, 99),
-    "a site that is not there": _set(1, 2**32 - 1),
+    "a thread that does not exist": _set(0, 99),
+    "a site that does not exist": _set(1, 2**32 - 1),
     "site 0": _set(1, 0),
-    "an argument that is not there": _set(2, 2**32 - 1),
+    "an argument that does not exist": _set(2, 2**32 - 1),
     "lengths that do not add up": _set(3, 800),
     "many records in few bytes": _sealed(_many_records_in_few_bytes),
 }
@@ -342,10 +342,10 @@ REFUSED: dict[str, Change] = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_trace_is_refused_at_once(
+def test_a_file_that_is_not_a_valid_trace_is_refused_quickly(
     pair: tuple[Path, Path], tmp_path: Path, command: Callable[..., Any], what: str
 ) -> None:
-    """A trace that lost a part, or something in its place, is status 2 in one line, and soon."""
+    """For a trace with a missing or replaced part, the status is 2, with one line, quickly."""
     path = _copy(pair[1], tmp_path / "refused")
     REFUSED[what](path)
     torchrepro.compare(*pair)  # imports
@@ -357,13 +357,13 @@ def test_what_is_no_trace_is_refused_at_once(
 
         assert (status, out) == (2, "")
         assert str(path) in err
-        # The other format has two lines more: what is legal, and what to do.
+        # The other format has two lines more: the legal format, and what to do.
         assert err.count("\n") == (3 if what == ANOTHER_FORMAT else 1)
     assert min(took) < SOON
 
 
-def test_a_trace_whose_digests_fit_is_read(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """What is refused above is refused for what was changed, not for its digests."""
+def test_a_trace_with_recomputed_digests_is_read(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """The traces above are refused because of the change, not because of their digests."""
     path = _copy(pair[1], tmp_path / "sealed")
     _resealed(path)
 
@@ -373,7 +373,7 @@ def test_a_trace_whose_digests_fit_is_read(pair: tuple[Path, Path], tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a process that is killed leaves of a run: its file and the log of it."""
+    """The trace of a killed process: its file and the log."""
     folder = tmp_path_factory.mktemp("cut")
     with torchrepro.record(folder / "run", statistics=True, keep=("layers.0",)):
         train(Net(), steps=STEPS)
@@ -384,10 +384,10 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(st.data())
 @settings(max_examples=20)
-def test_a_damaged_log_of_a_trace_is_no_traceback(
+def test_a_damaged_log_of_a_trace_causes_no_traceback(
     cut: Path, work: Path, data: st.DataObject
 ) -> None:
-    """What a killed process has not yet moved to its file is read as far as it is whole."""
+    """The complete part of the log of a killed process is read."""
     _copy(cut, work / "log")
     data.draw(st.sampled_from([_flip, _truncate]))(work / "log" / f"{FILE}-wal", data.draw)
     with suppress(TraceError):
@@ -397,7 +397,7 @@ def test_a_damaged_log_of_a_trace_is_no_traceback(
 def test_a_folder_of_any_name_is_read(
     net: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recording lies where its name led when it began, whatever characters are in it."""
+    """The folder is resolved when the recording begins; its name may have any characters."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     for name in ("run#1", "100%25", "x?mode=rwc", "a&b=c", "ü b", "%41"):
@@ -410,12 +410,12 @@ def test_a_folder_of_any_name_is_read(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-# Whatever cuts a recording off leaves whole steps behind, as if the process had been killed.
+# An interrupted recording has complete steps only, as if the process had been killed.
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_line_leaves_whole_steps(fork_python: Callable[..., Any]) -> None:
-    """^C wherever the recorder is: the trace is read, and its steps are those of a run without."""
+def test_an_interrupt_at_any_line_leaves_complete_steps(fork_python: Callable[..., Any]) -> None:
+    """After ^C at any line of the recorder, the trace has complete, unchanged steps."""
     done = fork_python(Path(__file__).with_name("cut_off.py"))
 
     assert done.returncode == 0, done.stderr
@@ -425,8 +425,8 @@ def test_an_interrupt_at_any_line_leaves_whole_steps(fork_python: Callable[..., 
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_any_moment_is_said_in_one_line(tmp_path: Path) -> None:
-    """However little room there is, a trace is whole, or the recording says that it cannot be."""
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
+    """With any free space, the trace is complete or the recording reports that it failed."""
     answers = Counter()
     for room in range(0, 400, 20):
         child = os.fork()

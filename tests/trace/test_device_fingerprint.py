@@ -1,4 +1,4 @@
-"""Fingerprints that a device computes: the arithmetic and the fetching."""
+"""Fingerprints on devices: the arithmetic and the fetch."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def _by_hand(memory: bytes, mixing: Mixing) -> list[int]:
-    """Compute the sums word by word, in Python's integers."""
+    """Compute the sums word by word, with Python's integers."""
     bits = 8 * mixing.width
     modulus = 1 << bits
     memory += bytes(-len(memory) % mixing.width)
@@ -56,10 +56,10 @@ def _by_hand(memory: bytes, mixing: Mixing) -> list[int]:
 
 @MIXINGS
 @given(memory=some.binary(min_size=1, max_size=100), repeated=some.sampled_from([1, 7, 400]))
-def test_the_sums_are_those_that_the_words_make(
+def test_the_sums_equal_those_computed_word_by_word(
     mixing: Mixing, memory: bytes, repeated: int
 ) -> None:
-    """Torch's arithmetic is that of whole numbers modulo the size of a word, row after row."""
+    """Torch's sums equal Python's integer sums modulo the size of a word."""
     tensor = torch.frombuffer(bytearray(memory * repeated), dtype=torch.uint8)
 
     found = [int(value) % (1 << 8 * mixing.width) for value in sums(iter([tensor]), mixing)]
@@ -68,8 +68,8 @@ def test_the_sums_are_those_that_the_words_make(
 
 
 @MIXINGS
-def test_keys_are_odd_and_unlike_each_other(mixing: Mixing) -> None:
-    """Multiplying by a key can be undone, and no two places of a chunk share all of their keys."""
+def test_keys_are_odd_and_distinct(mixing: Mixing) -> None:
+    """Keys are invertible factors, and no two positions of a chunk share all of their keys."""
     tables = [table.long() for table in key_tables(mixing, CPU, CHUNK)]
     together = tables[0] if mixing is WIDE else (tables[0] << 32) + tables[1]
 
@@ -79,7 +79,7 @@ def test_keys_are_odd_and_unlike_each_other(mixing: Mixing) -> None:
 
 @MIXINGS
 def test_a_large_tensor_is_the_sum_of_its_chunks(mixing: Mixing) -> None:
-    """Where memory is cut makes no difference: into chunks, or pieces of another size."""
+    """The sizes of chunks and pieces make no difference."""
     tensor = torch.arange(CHUNK // 4 + 5000, dtype=torch.int32).view(torch.uint8)
     places = (0, 8 * 5001, 8 * 5002, CHUNK + 8, len(tensor))
     cut = (tensor[begin:end] for begin, end in pairwise(places))
@@ -89,7 +89,7 @@ def test_a_large_tensor_is_the_sum_of_its_chunks(mixing: Mixing) -> None:
 
 @MIXINGS
 def test_chunks_cannot_be_exchanged(mixing: Mixing) -> None:
-    """Equal bytes in another chunk, or another row of keys, are another value."""
+    """Equal bytes in another chunk, or another row of keys, give another fingerprint."""
     row = ROW * mixing.width
     tensor = torch.randint(0, 256, (CHUNK + 2 * row,), dtype=torch.uint8)
     for distance in (row, CHUNK):
@@ -103,7 +103,7 @@ def test_chunks_cannot_be_exchanged(mixing: Mixing) -> None:
 
 @MIXINGS
 def test_sums_are_spread_evenly(mixing: Mixing) -> None:
-    """Tensors that hardly differ have sums that look like any others: half of their bits differ."""
+    """Half of the bits of the sums differ between tensors that differ in one bit."""
     tensors = [torch.full((64,), value, dtype=torch.int32) for value in range(256)]
     bits = torch.stack([sums(iter([tensor]), mixing).view(torch.uint8) for tensor in tensors])
     changed = (bits[1:] ^ bits[:-1]).int()
@@ -133,12 +133,12 @@ def _on_threads(tensors: list[torch.Tensor]) -> list[Pending]:
 @pytest.mark.parametrize(
     "begin", [lambda tensors: [*map(device_fingerprint, tensors)], _on_streams, _on_threads]
 )
-def test_what_is_fetched_together_is_what_each_is_alone(
+def test_fetching_together_gives_the_same_as_fetching_one_by_one(
     begin: Callable[[list[torch.Tensor]], list[Pending]],
 ) -> None:
-    """Wherever fingerprints are begun, and in however many portions they are fetched.
+    """Fingerprints may start on any stream or thread, and be fetched in any portions.
 
-    What is pending has no bytes until it is fetched, and holds nothing of the device after.
+    A pending fingerprint has no bytes before the fetch, and keeps no device memory after it.
     """
     tensors = [torch.full((5,), float(number)) for number in range(1200)]
     tensors += [torch.empty(0), torch.eye(3).to_sparse()]
@@ -157,8 +157,8 @@ def test_what_is_fetched_together_is_what_each_is_alone(
         assert _fetched(tensors[number]) == [found[number]]
 
 
-def test_what_was_written_afterwards_does_not_show() -> None:
-    """A fingerprint is of the moment it was asked for, also when it is fetched later."""
+def test_a_later_write_does_not_change_a_pending_fingerprint() -> None:
+    """A fingerprint is computed from the value at its request, also if it is fetched later."""
     tensor = torch.ones(100)
     before = device_fingerprint(tensor)
     tensor.add_(1)
@@ -185,10 +185,10 @@ def _refused(part: Iterator[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("broken", [_wrong, _refused])
-def test_a_device_that_computes_something_else_is_not_trusted(
+def test_a_device_whose_sums_differ_from_the_host_is_not_used(
     broken: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arithmetic that fails or differs from the host's is not used; without any, bytes are read."""
+    """Arithmetic that fails or differs from the host is not used; else bytes are read."""
 
     def breaks(*mixings: Mixing) -> None:
         module._mixing.cache_clear()
@@ -209,7 +209,7 @@ def test_a_device_that_computes_something_else_is_not_trusted(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("size", [1, 7, 8, 8193, CHUNK + 11, 3 * CHUNK])
-def test_cuda_computes_what_the_host_computes(size: int) -> None:
+def test_cuda_and_the_host_compute_the_same_sums(size: int) -> None:
     """Torch's ops on a GPU give the host's sums, aligned or not."""
     host = torch.randint(0, 256, (size + 1,), dtype=torch.uint8)
     device = host.cuda()
@@ -222,8 +222,8 @@ def test_cuda_computes_what_the_host_computes(size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_is_not_waited_for() -> None:
-    """Between the first tensor of a device and the fetch, nothing synchronises with it."""
+def test_cuda_is_not_synchronized_before_the_fetch() -> None:
+    """Between the first tensor of a device and the fetch, nothing synchronizes with it."""
     tensor = torch.randn(1000, 1001, device="cuda")
     fetch([device_fingerprint(tensor)])
     torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Recordings that hold some steps in full and the others at level `step`."""
+"""Recordings with some steps in full and the others at level `step`."""
 
 import gc
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ def _by_step(records: list[Seen]) -> dict[int, list[Seen]]:
 
 @pytest.mark.parametrize("level", ["op", "module"])
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_every_nth_step_is_recorded_in_full_and_the_others_by_their_state(
+def test_every_nth_step_is_recorded_in_full_and_the_others_at_level_step(
     recorded: Recorder, every: int, level: str
 ) -> None:
-    """A step holds what it holds in a recording of all steps at the level that it says it has."""
+    """Each step has the same records as in a recording of all steps at the level of the step."""
     _train()  # older torch imports its compiler with the first optimizer, which computes something
     whole = {
         level: _by_step(seen(recorded(_train, level=level))),
@@ -57,7 +57,7 @@ def test_every_nth_step_is_recorded_in_full_and_the_others_by_their_state(
 
 
 def _training_under_a_mode(first: int, end: int) -> tuple[list[str], list[bytes]]:
-    """Train with a mode of the program entered in one step and left in a later one."""
+    """Train with a mode of the program that is entered in one step and exited in a later one."""
     mode = Counting()
 
     def around(step: int) -> None:
@@ -109,7 +109,7 @@ def _train_within_backward(*, outside: bool) -> None:
 def test_steps_that_end_within_a_backward_pass_are_recorded_as_without_every(
     recorded: Recorder, *, outside: bool
 ) -> None:
-    """Each full step has every op once and in its phase, and the stack of modes is left clean."""
+    """Each full step has every op once, in its phase; no mode stays on the stack."""
     program = partial(_train_within_backward, outside=outside)
     whole = recorded(program)
     expected = _by_step(seen(whole))
@@ -125,8 +125,10 @@ def test_steps_that_end_within_a_backward_pass_are_recorded_as_without_every(
 
 
 @pytest.mark.parametrize("end", range(2, STEPS))
-def test_a_mode_of_the_program_is_entered_and_left_in_any_steps(tmp_path: Path, end: int) -> None:
-    """The program's mode sees each of its ops; ours sees those of the full steps, as without it."""
+def test_a_mode_of_the_program_may_be_entered_and_exited_in_any_step(
+    tmp_path: Path, end: int
+) -> None:
+    """The program's mode sees all of its ops; ours sees the ops of full steps, as without it."""
     ops, weights = _training_under_a_mode(1, end)
     with torchrepro.record(tmp_path / "plain", every=3):
         _train()
@@ -142,8 +144,8 @@ def test_a_mode_of_the_program_is_entered_and_left_in_any_steps(tmp_path: Path, 
     assert verdict.compared.by[0] == ("op by op", 3)
 
 
-def test_a_recording_ends_in_any_step_within_a_mode_of_the_program(tmp_path: Path) -> None:
-    """Leaving the block takes our mode off the stack, and no other."""
+def test_a_recording_may_end_within_a_mode_of_the_program(tmp_path: Path) -> None:
+    """The end of the block removes our mode from the stack, and no other."""
     for steps in range(1, 5):
         torch.manual_seed(0)
         net = Net()
@@ -157,8 +159,8 @@ def test_a_recording_ends_in_any_step_within_a_mode_of_the_program(tmp_path: Pat
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_thread_that_has_ended_leaves_nothing_behind(tmp_path: Path, every: int) -> None:
-    """A run of days may start a thread in each step: what records it goes with it."""
+def test_a_recording_keeps_nothing_of_a_thread_that_has_ended(tmp_path: Path, every: int) -> None:
+    """The mode of a thread is freed with the thread: a long run may start one in each step."""
 
     def modes() -> int:
         return sum(isinstance(one, RecordingMode) for one in gc.get_objects())
@@ -171,15 +173,15 @@ def test_a_thread_that_has_ended_leaves_nothing_behind(tmp_path: Path, every: in
             thread.start()
             thread.join()
             torchrepro.end_step()
-        until = monotonic() + 60  # `join` is over before the thread has let go of its own
+        until = monotonic() + 60  # `join` returns before the thread has freed its mode
         while modes() != before + 1 and monotonic() < until:
             gc.collect()
 
         assert modes() == before + 1
 
 
-def test_steps_and_every_are_met_together(recorded: Recorder) -> None:
-    """Of the steps asked for, those are in full whose number is a multiple, counted from 0."""
+def test_steps_and_every_can_be_combined(recorded: Recorder) -> None:
+    """Of the requested steps, those whose number is a multiple of `every` are in full."""
     trace = recorded(_train, steps=(2, 5), every=4)
 
     levels = [(step, row.level) for step, row in trace.steps.items()]

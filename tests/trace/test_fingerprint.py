@@ -1,4 +1,4 @@
-"""What a fingerprint depends on, and what it leaves alone."""
+"""Fingerprints depend on value and layout only, and computing one changes nothing."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchrepro.trace import fingerprint as memory
 from torchrepro.trace.fingerprint import device_fingerprint, fetch, fingerprint
-from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each, size_of
 from torchrepro.trace.op_facts import PLAIN, shape_of
+from torchrepro.trace.tensor_reads import fingerprint_of, read_each, size_of
 
 from .conftest import Counting
 
@@ -34,15 +34,20 @@ WHERE = pytest.mark.parametrize("taken", [fingerprint, on_device], ids=lambda ta
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The tensors whose memory was not found."""
-    found: list[torch.Tensor] = []
-    not_read = memory.not_read
-    monkeypatch.setattr(memory, "not_read", lambda its: not_read(found.append(its) or its))
-    return found
+    """The tensors whose memory could not be read."""
+    tensors: list[torch.Tensor] = []
+    original = memory.unreadable_memory
+
+    def noted(tensor: torch.Tensor) -> memory.Memory:
+        tensors.append(tensor)
+        return original(tensor)
+
+    monkeypatch.setattr(memory, "unreadable_memory", noted)
+    return tensors
 
 
 def freed() -> torch.Tensor:
-    """Return a view into memory that was given back, as sharded parameters are."""
+    """Return a view into freed memory, as sharded parameters are."""
     base = torch.ones(100)
     view = base[10:20]
     base.untyped_storage().resize_(0)
@@ -57,19 +62,19 @@ def shrunk() -> torch.Tensor:
 
 
 def fake() -> torch.Tensor:
-    """Return a tensor that only pretends to have memory."""
+    """Return a fake tensor, which has no memory."""
     with FakeTensorMode():
         return torch.ones(3)
 
 
 def inference() -> torch.Tensor:
-    """Return a tensor that autograd knows nothing of."""
+    """Return an inference tensor, which autograd does not track."""
     with torch.inference_mode():
         return torch.ones(3)
 
 
 def nested_with_gaps() -> torch.Tensor:
-    """Return a nested tensor whose parts lie transposed."""
+    """Return a nested tensor with transposed parts."""
     return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)]).transpose(1, 2)
 
 
@@ -80,7 +85,7 @@ def per_channel(dtype: torch.dtype, zero: float = 0.0) -> torch.Tensor:
 
 
 class Plain(torch.Tensor):
-    """A subclass with memory of its own, and functions that may not be called."""
+    """A subclass with its own memory, whose functions must not be called."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -88,7 +93,7 @@ class Plain(torch.Tensor):
 
 
 def of_class(kind: type[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of a subclass, with memory of its own."""
+    """Return a tensor of a subclass, with its own memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.ones(3).as_subclass(kind)
 
@@ -145,10 +150,10 @@ def _state(tensor: torch.Tensor) -> Any:
 @WHERE
 @pytest.mark.filterwarnings("ignore")  # torch says of some layouts that they may still change
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_tensor_has_one_and_stays_as_it_was(
+def test_every_type_of_tensor_has_a_fingerprint_and_is_not_changed(
     kind: str, taken: Callable[[torch.Tensor], bytes], unread: list[torch.Tensor]
 ) -> None:
-    """Whatever torch can make has the fingerprint of its like, and is not touched.
+    """Equal tensors of any type have equal fingerprints, and computing one changes nothing.
 
     No op is run that a dispatch mode of the program would see.
     """
@@ -167,8 +172,8 @@ def test_every_kind_of_tensor_has_one_and_stays_as_it_was(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_many_tensors_read_at_once_are_what_each_is() -> None:
-    """Fingerprints, shapes and bytes of tensors read one after the other are those of each."""
+def test_reading_many_tensors_gives_the_same_as_reading_them_one_by_one() -> None:
+    """`read_each` returns the fingerprints, shapes and sizes of all tensors."""
     every = [make() for make in KINDS.values()]
     tensors = [tensor for tensor in every if type(tensor) in PLAIN]  # others raise when asked
     fingerprints, shapes, size = read_each(tensors)
@@ -192,7 +197,7 @@ def _alike() -> dict[str, list[torch.Tensor]]:
             *(torch.nested.nested_tensor(list(sizes)) for sizes in (parts, parts[::-1])),
             *(torch.zeros(size, dtype=torch.uint8) for size in (0, 1, 3, 8, 9)),
         ],
-        "integers that stand for other numbers": [
+        "quantized integers": [
             torch._make_per_tensor_quantized_tensor(ones, 0.1, 0),
             torch._make_per_tensor_quantized_tensor(ones, 0.2, 0),
             torch._make_per_tensor_quantized_tensor(ones, 0.1, 1),
@@ -203,14 +208,16 @@ def _alike() -> dict[str, list[torch.Tensor]]:
 
 @WHERE
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_that_are_alike_do_not_collide(taken: Callable[[torch.Tensor], bytes]) -> None:
-    """Another layout, dtype, order, length, scale or zero point is another fingerprint."""
+def test_similar_tensors_have_different_fingerprints(
+    taken: Callable[[torch.Tensor], bytes],
+) -> None:
+    """Tensors with another layout, dtype, order, length, scale or zero point differ."""
     for what, tensors in _alike().items():
         assert len({*map(taken, tensors)}) == len(tensors), what
 
 
 def test_a_plain_tensor_has_the_hash_of_its_bytes() -> None:
-    """What is stored as "xxh3-128" is that, for others to check."""
+    """Traces name the algorithm "xxh3-128", which others can check."""
     tensor = torch.arange(1000.0)
 
     assert fingerprint(tensor) == xxhash.xxh3_128_digest(tensor.numpy().tobytes())
@@ -221,10 +228,10 @@ SHAPES = some.lists(some.integers(1, 4), min_size=1, max_size=4)
 
 @WHERE
 @given(shape=SHAPES, data=some.data())
-def test_equal_tensors_are_equal_wherever_they_lie(
+def test_equal_tensors_have_equal_fingerprints_at_any_address(
     taken: Callable[[torch.Tensor], bytes], shape: list[int], data: some.DataObject
 ) -> None:
-    """Offset, allocation and version are not part of a value, in any order of dimensions."""
+    """Offset, allocation and version make no difference, in any order of dimensions."""
     order = data.draw(some.permutations(range(len(shape))))
     offset = data.draw(some.integers(0, 9))
     dtype = data.draw(some.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
@@ -242,10 +249,10 @@ def test_equal_tensors_are_equal_wherever_they_lie(
 
 @WHERE
 @given(shape=SHAPES, data=some.data())
-def test_gaps_are_not_part_of_a_value(
+def test_gaps_in_memory_do_not_change_a_fingerprint(
     taken: Callable[[torch.Tensor], bytes], shape: list[int], data: some.DataObject
 ) -> None:
-    """What lies between the elements is not read: a slice is what its contiguous copy is."""
+    """Bytes between elements are not read: a slice is equal to its contiguous copy."""
     step = data.draw(some.integers(2, 3))
     base = torch.randint(-9, 9, [*shape, 2 * step + 1])
     slices = base[..., ::step]
@@ -260,12 +267,12 @@ def test_gaps_are_not_part_of_a_value(
     ("shape", "dtype"),
     [
         ((4, PIECE // 4 + 8), torch.float32),  # rows larger than a piece
-        ((3, PIECE + 1), torch.int8),  # and rows that are no whole words
+        ((3, PIECE + 1), torch.int8),  # and rows that do not end at a word
         ((PIECE // 64, 33), torch.bfloat16),
         ((2, 3, PIECE // 16), torch.complex64),
     ],
 )
-def test_pieces_that_are_copied_add_up(
+def test_a_tensor_copied_in_pieces_has_the_fingerprint_of_its_contiguous_copy(
     taken: Callable[[torch.Tensor], bytes], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """A large tensor with gaps has the fingerprint of its contiguous copy."""
@@ -277,8 +284,10 @@ def test_pieces_that_are_copied_add_up(
 
 
 @WHERE
-def test_a_value_is_its_bits_once_it_is_computed(taken: Callable[[torch.Tensor], bytes]) -> None:
-    """A lazy conjugate is what it will be; a NaN is equal to itself and not to another."""
+def test_a_fingerprint_depends_on_the_bits_of_the_computed_value(
+    taken: Callable[[torch.Tensor], bytes],
+) -> None:
+    """A lazy conjugate counts as its computed value; NaNs with different bits differ."""
     values = torch.randn(3, 4, dtype=torch.complex64)
     nan = torch.tensor([0x7FC00000, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
@@ -293,7 +302,7 @@ def test_a_value_is_its_bits_once_it_is_computed(taken: Callable[[torch.Tensor],
 def test_tensors_of_transformed_functions_are_read(
     taken: Callable[[torch.Tensor], bytes], unread: list[torch.Tensor]
 ) -> None:
-    """Inside of vmap and grad, where tensors have no storage, values still count."""
+    """Within vmap and grad, tensors have no storage, but their values are read."""
     found = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -310,7 +319,7 @@ def test_tensors_of_transformed_functions_are_read(
 
 
 class Secretive(torch.Tensor):
-    """A subclass that fails to say where its value is."""
+    """A subclass that raises when its memory is requested."""
 
     @staticmethod
     def __new__(cls) -> "Secretive":
@@ -326,16 +335,16 @@ class Secretive(torch.Tensor):
 
 
 @WHERE
-def test_memory_that_is_not_found_has_a_constant(
+def test_memory_that_cannot_be_read_has_a_constant_fingerprint(
     taken: Callable[[torch.Tensor], bytes], unread: list[torch.Tensor]
 ) -> None:
-    """A tensor whose own code fails is like any of its type, and raises nothing."""
+    """A tensor whose code raises has the fingerprint of its class, and no error is raised."""
     assert taken(Secretive()) == taken(Secretive())
     assert len(unread) == 2
 
 
-def test_what_threads_remember_together_is_right_and_stays_bounded() -> None:
-    """Ever new shapes, taken by several threads at once, do not make the recorder grow."""
+def test_caches_that_threads_share_are_correct_and_bounded() -> None:
+    """New shapes in several threads at once do not make the caches grow without limit."""
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in range(memory.MANY + 10)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: [*map(fingerprint, tensors)], range(4)))

@@ -1,4 +1,4 @@
-"""What a fingerprint sees: every change of a bit or of its place, in every dtype and layout."""
+"""Every change of a bit or of its position changes a fingerprint, in every dtype and layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def _swap(words: Words, rng: np.random.Generator, distance: int) -> None:
 
 
 def _move(words: Words, bits: int, rng: np.random.Generator) -> None:
-    """Add something to one word and take it from another."""
+    """Add a number to one word and subtract it from another."""
     one, other = rng.choice(words.size, 2, replace=False)
     words[[one]] += words.dtype.type(1)
     words[[other]] -= words.dtype.type(1)
@@ -92,7 +92,7 @@ CHANGES: dict[str, Callable[[Words, int, np.random.Generator], object]] = {
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that keeps its value in two others, as quantised weights and sharded tensors do."""
+    """A tensor that stores its value in two others, as quantized and sharded tensors do."""
 
     upper: torch.Tensor
     lower: torch.Tensor
@@ -139,11 +139,11 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def narrow(tensor: torch.Tensor) -> Pending:
-    """Begin as on a device that multiplies 32 bits."""
+    """Start a fingerprint as on a device that multiplies 32 bits."""
     with unobserved():
         memory = memory_of(tensor)
         found = [sums(pieces(part), NARROW) for part in memory.parts]
-    return Pending(kind=memory.kind, sums=found)
+    return Pending(layout=memory.layout, sums=found)
 
 
 FINGERPRINTS = (fingerprint, device_fingerprint, narrow)
@@ -152,7 +152,7 @@ FINGERPRINTS = (fingerprint, device_fingerprint, narrow)
 def _missed(
     name: str, change: str, laid_out: Callable[[torch.Tensor], torch.Tensor], trials: int
 ) -> dict[str, int]:
-    """Count the trials in which each fingerprint saw no change."""
+    """Count the trials in which each fingerprint did not change."""
     rng = np.random.default_rng(sum(map(ord, f"{name} {change}")))
     seen: list[tuple[str, Any, Any]] = []
     while len(seen) < trials * len(FINGERPRINTS):
@@ -177,7 +177,7 @@ def _missed(
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", BITS)
-def test_every_change_is_seen_in_every_dtype(dtype: str, change: str) -> None:
+def test_every_change_changes_the_fingerprint_in_every_dtype(dtype: str, change: str) -> None:
     """No fingerprint misses a change in any trial."""
     missed = _missed(dtype, change, lambda dense: dense, TRIALS)
 
@@ -186,8 +186,8 @@ def test_every_change_is_seen_in_every_dtype(dtype: str, change: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch says of these layouts that they may still change
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_change_is_seen_in_every_layout(layout: str) -> None:
-    """No fingerprint misses a change of what a tensor of any layout keeps."""
+def test_every_change_changes_the_fingerprint_in_every_layout(layout: str) -> None:
+    """No fingerprint misses a change of the memory of any layout."""
     missed = {change: _missed("float32", change, LAYOUTS[layout], FEW) for change in CHANGES}
 
     assert {name for name, counts in missed.items() if any(counts.values())} == set()

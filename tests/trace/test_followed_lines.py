@@ -1,4 +1,4 @@
-"""Lines are followed without a change of the program, and lead to where a difference began."""
+"""Following lines does not change the program, and finds the line where a difference began."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ follow(sys.argv[1], None, os.environ)
 runpy.run_path(sys.argv[2], run_name="__main__")
 """
 
-# Each is a program whose last line shows the difference, with the line at which it begins, and
-# what of a library this line calls. No source is one that a recording hears by its name.
+# Programs whose last line shows the difference, with a comment at the line where it begins, and the
+# library function that this line calls. No recording observes these sources by name.
 BEGINS = {
     "a value that a function of another file of the program returns": """
         import hashlib, ssl
@@ -89,7 +89,7 @@ BEGINS = {
                 total = total * 3 + step
         shown = total
         """,
-    "what a generator yields": """
+    "a value that a generator yields": """
         import ssl, time
         def rows(many):
             for number in range(many):
@@ -132,7 +132,7 @@ BEGINS = {
         rows = asyncio.run(all_of())
         shown = rows[:4]
         """,
-    "a loop that leaves out other rows": """
+    "a loop that skips different rows": """
         noise = open("/dev/urandom", "rb")
         kept = []
         for row in range(60):
@@ -171,7 +171,7 @@ def _origin(folder: Path, program: Path, line: int):
 
 @pytest.mark.parametrize("text", BEGINS.values(), ids=BEGINS)
 def test_the_line_at_which_a_difference_began_is_named(text, tmp_path):
-    """Whatever it called, where it shows lines later; what differs and is not read is not named."""
+    """Also if the difference shows lines later; different values that are not read are ignored."""
     program, _ = _followed(tmp_path, text)
     lines = program.read_text().splitlines()
     found = _origin(tmp_path, program, len(lines))
@@ -269,15 +269,15 @@ print(seen)
     ],
     ids=["a closure", "a signal", "a life", "locals()", "a tracer"],
 )
-def test_a_program_that_is_followed_does_what_it_does_alone(text, printed, tmp_path):
-    """Writes of threads stay, signals raise, values die, and a tracer of its own gets all."""
+def test_following_lines_does_not_change_what_a_program_does(text, printed, tmp_path):
+    """Threads' writes stay, signals raise, values are freed, and the program's tracer works."""
     _, said = _followed(tmp_path, text)
 
     assert said.strip() == printed
 
 
-def test_a_tracer_that_is_there_already_stays(tmp_path):
-    """Nothing is then followed."""
+def test_an_existing_tracer_is_not_replaced(tmp_path):
+    """Then no lines are followed."""
     text = FOLLOWS.replace("follow(", "sys.settrace(lambda *_: None); follow(")
     program = tmp_path / "train.py"
     program.write_text("import sys; print(sys.gettrace() is None)")
@@ -287,8 +287,8 @@ def test_a_tracer_that_is_there_already_stays(tmp_path):
     assert not list(tmp_path.glob(f"{PREFIX}*"))
 
 
-def test_what_is_followed_of_one_step_is_bounded(tmp_path):
-    """A program with a loop of a million lines goes on, and the recording says where it ended."""
+def test_the_lines_followed_in_one_step_are_bounded(tmp_path):
+    """A loop of a million lines continues, and the recording notes where following stopped."""
     _followed(tmp_path, "for number in range(1_000_000):\n    x = 1\n")
     (thread,) = threads_of(str(tmp_path / "a")).values()
 
@@ -312,7 +312,7 @@ print(peak, file=open(sys.argv[2] + ".peak", "w"))
 
 @pytest.mark.slow
 def test_a_local_of_100_megabytes_that_is_rebound_has_the_peak_of_two(tmp_path):
-    """What a frame holds is read, and kept no longer than up to the next line."""
+    """Values of a frame are not kept alive beyond the next line."""
     program, _ = _followed(tmp_path, REBINDS)
     followed = int(Path(f"{program}.peak").read_text())
     subprocess.run([sys.executable, "-c", "import runpy, sys; runpy.run_path(sys.argv[2])",
@@ -360,7 +360,7 @@ def test_results_are_those_of_the_program_alone_bit_for_bit(tmp_path):
     }
 
 
-def test_an_object_that_is_deleted_with_the_modules_runs_as_alone(tmp_path):
+def test_an_object_deleted_at_the_end_of_python_behaves_as_without_following(tmp_path):
     """Lines are followed until a process begins to delete its modules."""
     text = """
         import os, sys
@@ -375,8 +375,8 @@ def test_an_object_that_is_deleted_with_the_modules_runs_as_alone(tmp_path):
     assert _followed(tmp_path, text)[1] == "3"
 
 
-def test_what_a_line_calls_of_a_library_is_named_as_users_write_it(tmp_path):
-    """A function, a method, a class and an object that is called; a name of the program is none."""
+def test_library_calls_are_named_as_users_write_them(tmp_path):
+    """Functions, methods, classes and called objects; not names of the program."""
     text = """
         import random, statistics
         import numpy as np
@@ -397,8 +397,8 @@ def test_what_a_line_calls_of_a_library_is_named_as_users_write_it(tmp_path):
     assert called[9] == []
 
 
-def test_memory_that_is_allocated_and_then_filled_is_named_where_it_is_filled(tmp_path):
-    """What it held before is no argument of the line that fills it."""
+def test_allocated_memory_is_reported_at_the_line_that_fills_it(tmp_path):
+    """Its value before is not an argument of the line that fills it."""
     text = """
         import ctypes
         import numpy as np
@@ -413,8 +413,8 @@ def test_memory_that_is_allocated_and_then_filled_is_named_where_it_is_filled(tm
     assert _origin(tmp_path, program, 8).where == f"{program}:7"
 
 
-def test_an_element_that_nobody_can_compare_makes_no_list_the_same(tmp_path):
-    """The line that made such a list is named beside the one that reads it."""
+def test_a_list_with_an_opaque_element_does_not_count_as_equal(tmp_path):
+    """Both the line that created such a list and the line that reads it are named."""
     text = """
         import ssl
         class Hidden:
@@ -433,8 +433,8 @@ def test_an_element_that_nobody_can_compare_makes_no_list_the_same(tmp_path):
     assert "hits" not in found.same
 
 
-def test_a_recording_that_a_program_makes_itself_blames_no_other_tool(tmp_path):
-    """It begins too late to follow lines, which is no sign of a debugger."""
+def test_a_recording_started_by_the_program_reports_no_other_tool(tmp_path):
+    """It begins too late to follow lines; the note does not mention a debugger."""
     for run in ("a", "b"):
         with torchrepro.record(tmp_path / run, detail=True):
             torch.tensor([float(run == "a")]).exp()

@@ -1,4 +1,4 @@
-"""States of the global generators: what is remembered of them is never out of date."""
+"""States of the global generators: cached fingerprints are never out of date."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.seeding.generators import States, host_slots
-from torchrepro.trace import fingerprint_cache
-from torchrepro.trace.fingerprint_cache import GeneratorStates
+from torchrepro.trace import generator_states
+from torchrepro.trace.generator_states import GeneratorStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,8 +57,8 @@ def _states() -> dict[str, str]:
 
 
 @given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=30))
-def test_a_draw_shows_at_the_step_where_it_happened(draws: list[str]) -> None:
-    """A fingerprint changes exactly with its generator, and is that of a reader without memory."""
+def test_the_fingerprint_of_a_generator_changes_at_each_draw(draws: list[str]) -> None:
+    """A fingerprint changes exactly if its generator does, and equals one without a cache."""
     before, reader = States(host_slots().values()), GeneratorStates()
     saved.clear()
     try:
@@ -75,18 +75,18 @@ def test_a_draw_shows_at_the_step_where_it_happened(draws: list[str]) -> None:
         before.put_back()
 
 
-def test_a_generator_that_nobody_used_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps without a draw, neither Python's nor numpy's state is asked for."""
+def test_an_unused_generator_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps without a draw, the states of Python and numpy are not read."""
     reader = GeneratorStates()
     before = reader.read()
-    monkeypatch.setattr(fingerprint_cache.marshal, "dumps", None)
-    monkeypatch.setattr(fingerprint_cache.xxhash, "xxh3_128", None)
+    monkeypatch.setattr(generator_states.marshal, "dumps", None)
+    monkeypatch.setattr(generator_states.xxhash, "xxh3_128", None)
 
     assert reader.read() == before
 
 
-def test_a_generator_whose_memory_is_not_known_is_read_in_full() -> None:
-    """Another generator of numpy's own is read as well: a draw shows, and nothing else does."""
+def test_a_generator_with_an_unknown_memory_layout_is_read_in_full() -> None:
+    """For another bit generator of numpy, a draw changes its fingerprint and no other."""
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:

@@ -1,4 +1,4 @@
-"""Every record says where it comes from: step, phase, module, op, line."""
+"""Every record has its origin: step, phase, module, op and line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .conftest import Net, Recorder, line_of, seen, train
 TRAINING = Path(__file__).with_name("conftest.py")
 
 
-def test_the_optimizers_ops_are_its_phase_and_have_the_line_of_its_step(
+def test_ops_of_an_optimizer_have_its_phase_and_the_line_that_calls_step(
     net: Net, recorded: Recorder
 ) -> None:
-    """What an optimizer does is recorded as the optimizer's, where the program called it.
+    """Ops of an optimizer have the phase "optimizer" and the line of the program's call.
 
     What it does to one parameter has the module of that.
     """
@@ -35,7 +35,7 @@ def test_the_optimizers_ops_are_its_phase_and_have_the_line_of_its_step(
 def test_recomputed_ops_and_their_gradients_keep_their_module(
     net: Net, recorded: Recorder, reentrant: bool
 ) -> None:
-    """Under activation checkpointing the second forward is in the backward phase, in place."""
+    """Under activation checkpointing, the second forward is in the backward phase."""
 
     def program() -> None:
         x = torch.ones(2, 4, requires_grad=True)
@@ -51,8 +51,8 @@ def test_recomputed_ops_and_their_gradients_keep_their_module(
         assert modules == [f"layers.{layer}" for layer in (2, 1, 0)]
 
 
-def test_wrappers_leave_no_trace_in_names(net: Net, recorded: Recorder) -> None:
-    """The modules of a model inside of another that only calls it have their own names."""
+def test_wrappers_do_not_change_the_names_of_modules(net: Net, recorded: Recorder) -> None:
+    """Modules of a model within a wrapper that only calls it have their names without it."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self, module: torch.nn.Module) -> None:
@@ -78,7 +78,7 @@ def test_a_second_model_has_other_names(recorded: Recorder) -> None:
 
 
 def test_a_closure_runs_as_forward_and_backward(net: Net, recorded: Recorder) -> None:
-    """What an optimizer's closure computes is no op of the optimizer."""
+    """Ops of an optimizer's closure are not in the optimizer's phase."""
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
 
     def closure() -> torch.Tensor:
@@ -92,8 +92,8 @@ def test_a_closure_runs_as_forward_and_backward(net: Net, recorded: Recorder) ->
     assert {one.phase for one in found if one.op == "aten::tanh_backward"} == {"backward"}
 
 
-def test_loaders_of_torchdata_are_watched_as_well(recorded: Recorder) -> None:
-    """Each batch is recorded once, of torch's loader and of torchdata's, when both are there."""
+def test_batches_of_torchdata_loaders_are_recorded_once(recorded: Recorder) -> None:
+    """Each batch of torch's and of torchdata's loaders is recorded once."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     data = torch.utils.data.TensorDataset(torch.arange(6.0))
@@ -102,8 +102,8 @@ def test_loaders_of_torchdata_are_watched_as_well(recorded: Recorder) -> None:
         assert len([one for one in found if one.op == "DataLoader"]) == 2
 
 
-def test_threads_are_recorded_while_a_recording_runs(recorded: Recorder) -> None:
-    """A thread's ops carry its number, 0 for the first; one that outlives the recording runs on."""
+def test_threads_are_recorded_until_the_recording_ends(recorded: Recorder) -> None:
+    """Ops have the number of their thread, 0 for the first; a thread may outlive the recording."""
     begun, go = threading.Event(), threading.Event()
     values: list[float] = []
 
@@ -130,8 +130,10 @@ def test_threads_are_recorded_while_a_recording_runs(recorded: Recorder) -> None
     assert values == [3.0]
 
 
-def test_a_step_that_failed_is_over_at_the_next_backward_pass(net: Net, recorded: Recorder) -> None:
-    """What follows is no op of the optimizer that raised."""
+def test_a_failed_optimizer_step_ends_at_the_next_backward_pass(
+    net: Net, recorded: Recorder
+) -> None:
+    """Later ops do not belong to the optimizer that raised."""
 
     class Failing(torch.optim.SGD):
         def step(self, closure: object = None) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of a value are by which two runs are compared."""
+"""The parts of a value that are compared between two runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LEAVES = st.one_of(PLAIN, ARRAYS, TENSORS)
 
 
 def around(leaf, shape):
-    """Return a value that holds `leaf` in a list, a tuple, a dict, or alone."""
+    """Return `leaf` alone, or within a list, a tuple or a dict."""
     return {"list": [1, leaf], "tuple": ("a", leaf), "dict": {"x": [leaf], "y": 2}, "": leaf}[shape]
 
 
 @given(LEAVES, LEAVES, st.sampled_from(["list", "tuple", "dict", ""]))
-def test_values_have_equal_parts_where_they_are_equal_and_only_there(one, other, shape):
-    """The parts of a value and of its copy are the same; those of another value differ."""
+def test_parts_are_equal_if_and_only_if_the_values_are(one, other, shape):
+    """A value and its copy have the same parts; another value has other parts."""
     same = type(one) is type(other) and repr(one) == repr(other)
     parts = parts_of(around(one, shape))
 

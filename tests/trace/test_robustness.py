@@ -1,4 +1,4 @@
-"""A recording never changes what a program does, however odd its tensors or its habits."""
+"""A recording never changes what a program does, also with unusual tensors and code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Silent(torch.Tensor):
-    """A tensor that gives nobody a number."""
+    """A tensor that raises when its value is read."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
@@ -98,10 +98,10 @@ ASKED: tuple[dict[str, Any], ...] = (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("program", TRAINED)
 @pytest.mark.parametrize("asked", ASKED, ids=str)
-def test_what_cannot_be_read_is_recorded_as_such(
+def test_a_program_with_unreadable_tensors_runs_as_without_a_recording(
     recorded: Recorder, program: str, asked: dict[str, Any]
 ) -> None:
-    """A program that runs without a recording runs under one, whatever its tensors are."""
+    """A recording raises no error for any tensor with which the program runs."""
     TRAINED[program]()
 
     trace = recorded(lambda: (TRAINED[program](), torchrepro.end_step()), **asked)
@@ -110,8 +110,8 @@ def test_what_cannot_be_read_is_recorded_as_such(
     assert values <= {float, type(None)}
 
 
-def test_what_a_backward_pass_began_from_is_not_kept(recorded: Recorder) -> None:
-    """A large root of a backward pass is freed as without a recording; a loss has its value."""
+def test_a_recording_does_not_keep_the_root_of_a_backward_pass_alive(recorded: Recorder) -> None:
+    """A large root of a backward pass is freed as without a recording; a loss keeps its value."""
     gone = []
 
     def program() -> None:
@@ -125,8 +125,8 @@ def test_what_a_backward_pass_began_from_is_not_kept(recorded: Recorder) -> None
     assert [loss.value for loss in recorded(program).losses] == [None, 3.0]
 
 
-def test_a_recording_that_has_ended_says_so(tmp_path: Path) -> None:
-    """Ending a step after the block is refused for what it is."""
+def test_ending_a_step_after_the_recording_raises(tmp_path: Path) -> None:
+    """The error of a step that ends after the block says so."""
     with torchrepro.record(tmp_path / "run") as recording:
         torch.ones(2).sin()
 
@@ -135,7 +135,7 @@ def test_a_recording_that_has_ended_says_so(tmp_path: Path) -> None:
 
 
 def test_a_second_recording_is_refused(tmp_path: Path) -> None:
-    """One recording of a process at a time, and the first goes on."""
+    """A process has one recording at a time; a second one raises and the first continues."""
     with torchrepro.record(tmp_path / "one"):
         with (
             pytest.raises(TraceError, match="recorded already"),
@@ -150,7 +150,7 @@ def test_a_second_recording_is_refused(tmp_path: Path) -> None:
 SIZES = {
     "as in 500MB": ("", "MB", "500X", "-5", True, "1e9", "5 apples"),
     "not a size": ("9" * 400, 10**400, math.nan, math.inf),
-    "an empty trace takes up to 200 kB": (0, "0MB", "199kB"),
+    "an empty trace needs up to 200 kB": (0, "0MB", "199kB"),
     "did you mean: 10MB": (10,),
     "did you mean: 0.5MB": (0.5,),
     "did you mean: 1MB": ("1",),
@@ -177,10 +177,10 @@ SIZES = {
         ),
     ],
 )
-def test_what_no_recording_can_be_asked_for_is_refused(
+def test_an_invalid_option_of_a_recording_is_refused(
     tmp_path: Path, asked: dict[str, Any], said: tuple[str, ...]
 ) -> None:
-    """The error names the key, the value as it was given, and what is legal; no folder is made.
+    """The error names the key, the given value and the legal values; no folder is created.
 
     A range of steps is two whole numbers; some step is to be recorded in full; a size has room.
     """
@@ -191,8 +191,8 @@ def test_what_no_recording_can_be_asked_for_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_trace_that_was_taken_away_is_missed(net: Net, tmp_path: Path) -> None:
-    """A folder removed in the middle of a recording does not pass without a word."""
+def test_a_folder_removed_during_a_recording_raises(net: Net, tmp_path: Path) -> None:
+    """Removing the folder during a recording raises an error at its end."""
 
     def program() -> None:
         with torchrepro.record(tmp_path / "run"):
@@ -204,10 +204,10 @@ def test_a_trace_that_was_taken_away_is_missed(net: Net, tmp_path: Path) -> None
         program()
 
 
-def test_a_misspelt_module_is_named(
+def test_a_pattern_that_matches_no_module_is_reported(
     net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pattern that fits no module is named at the end of the recording."""
+    """The end of the recording names a pattern that matches no module."""
     with torchrepro.record(tmp_path / "run", keep=("layers.9",)):
         train(net, steps=1)
 
@@ -217,7 +217,7 @@ def test_a_misspelt_module_is_named(
 def test_a_program_that_records_itself_can_be_recorded(
     tmp_path: Path, fork_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """Under `run --record`, a program's own recording goes on as without."""
+    """Under `run --record`, a program's own recording works as without it."""
     (tmp_path / "program.py").write_text(
         "import torch, torchrepro\n"
         "with torchrepro.record('own'):\n"
@@ -234,10 +234,8 @@ def test_a_program_that_records_itself_can_be_recorded(
 
 
 @pytest.mark.parametrize(("level", "op"), [("op", "aten::sum"), ("module", "module")])
-def test_a_recording_leaves_no_break_in_a_compiled_graph(
-    recorded: Recorder, level: str, op: str
-) -> None:
-    """What a compiler takes as one graph stays one where modules and functions are watched."""
+def test_a_recording_adds_no_graph_break(recorded: Recorder, level: str, op: str) -> None:
+    """A function that compiles to one graph still does so while modules are observed."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -257,13 +255,13 @@ def test_a_recording_leaves_no_break_in_a_compiled_graph(
 
 
 class Init:
-    """What a program may give a loader as its `worker_init_fn`: it has no name."""
+    """A `worker_init_fn` without a name."""
 
     def __call__(self, seed: int, worker: int) -> None: ...
 
 
 class Unreadable(Init):
-    """It raises whatever is read of it."""
+    """A `worker_init_fn` that raises when an attribute is read."""
 
     def __getattribute__(self, name: str) -> object:
         raise RuntimeError(name)
@@ -271,7 +269,7 @@ class Unreadable(Init):
 
 @pytest.mark.parametrize("init", [Init, Unreadable])
 def test_a_loader_is_iterated_as_without_a_recording(recorded: Recorder, init: type[Init]) -> None:
-    """Whatever starts the workers of a loader, its batches come, and what is known is written."""
+    """With any `worker_init_fn`, a loader yields its batches, and known facts are recorded."""
     loader = torch.utils.data.DataLoader(range(2), num_workers=1, worker_init_fn=partial(init(), 3))
     batches = []
     trace = recorded(lambda: batches.extend(loader))
@@ -283,8 +281,8 @@ def test_a_loader_is_iterated_as_without_a_recording(recorded: Recorder, init: t
 
 
 @pytest.mark.parametrize("forget", ["end_step", "forget_dead", "distrust"])
-def test_what_another_thread_adds_while_others_are_forgotten_stays(forget: str) -> None:
-    """A cache that forgets goes through what it has, and keeps what comes in the meantime."""
+def test_entries_added_by_another_thread_survive_the_end_of_a_step(forget: str) -> None:
+    """A cache that deletes entries keeps those that are added at the same time."""
     cache, added, forgotten = FingerprintCache(), [], []
 
     def add(_gone: object = None) -> None:
@@ -312,8 +310,8 @@ def test_what_another_thread_adds_while_others_are_forgotten_stays(forget: str) 
     assert set(map(id, added)) <= cache.entries.keys()
 
 
-def test_an_optimizer_steps_on_the_thread_that_steps_it(recorded: Recorder) -> None:
-    """The record of an optimizer's arguments has the thread of the ops around it."""
+def test_the_arguments_of_an_optimizer_have_the_thread_of_its_step(recorded: Recorder) -> None:
+    """Records of an optimizer's arguments have the thread of the surrounding ops."""
 
     def program() -> None:
         trainer = threading.Thread(target=train, args=(Net(), 1), name="trainer")
@@ -327,7 +325,7 @@ def test_an_optimizer_steps_on_the_thread_that_steps_it(recorded: Recorder) -> N
 
 
 def test_recording_keeps_no_variable_of_the_program_alive(tmp_path: Path) -> None:
-    """A tensor that a function lets go of is gone, recorded or not."""
+    """A tensor that a function releases is freed, also during a recording."""
 
     def train() -> Any:
         model, batch = torch.nn.Linear(2, 2), torch.ones(4, 2)

@@ -1,4 +1,4 @@
-"""A trace says what the program read that no seed controls: what, where, when."""
+"""A trace has the nondeterministic reads of the program: source, line and step."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def program() -> None:
 
 
 def _line(part: str) -> str:
-    """``file:line`` of the program above that holds `part`."""
+    """``file:line`` of the line of the program above that contains `part`."""
     first = program.__code__.co_firstlineno
     lines = Path(__file__).read_text(encoding="utf-8").split("\n")
     return f"{__file__}:{next(n for n in range(first, 99) if part in lines[n - 1])}"
 
 
 def _here(trace: Trace) -> list[dict[str, Any]]:
-    """What lines of this file have read."""
+    """The reads by lines of this file."""
     return [read for read in trace.meta["sources"] if read["where"].startswith(__file__)]
 
 
-def test_a_trace_in_detail_holds_every_source(recorded: Recorder) -> None:
-    """Each read has its line, its count, the running step and the records taken by then."""
+def test_a_detailed_trace_has_every_nondeterministic_read(recorded: Recorder) -> None:
+    """Each read has its line, its count, the running step and the number of earlier records."""
     trace = recorded(program, detail=True)
     found = _here(trace)
 
@@ -69,8 +69,8 @@ def test_a_trace_in_detail_holds_every_source(recorded: Recorder) -> None:
     assert all(read["what"] and read["instead"] for read in found)
 
 
-def test_a_plain_trace_leaves_out_addresses_and_hashes_alone(recorded: Recorder) -> None:
-    """What libraries read all the time is left to those in detail. Without a read, no key."""
+def test_a_trace_without_detail_omits_only_addresses_and_hashes(recorded: Recorder) -> None:
+    """Libraries read those constantly. Without any reads, the key is absent."""
     own = np.random.default_rng, os.urandom, time.time, id, open, os.path.exists
     found = _here(recorded(lambda: (program(), {id(own): hash("text")})))
 
@@ -84,8 +84,10 @@ def test_a_plain_trace_leaves_out_addresses_and_hashes_alone(recorded: Recorder)
     assert own == (np.random.default_rng, os.urandom, time.time, id, open, os.path.exists)
 
 
-def test_the_seed_of_a_generator_is_held_by_the_line_that_draws_from_it(recorded: Recorder) -> None:
-    """Of the program's own generators; a loader seeds its own from the global one."""
+def test_the_seed_of_a_generator_is_stored_with_the_line_that_draws_from_it(
+    recorded: Recorder,
+) -> None:
+    """For explicit generators of the program; a loader's are seeded from the global one."""
     own, bare = torch.Generator().manual_seed(5), torch.Generator()
 
     def draws() -> None:
@@ -137,9 +139,9 @@ def _record_with_run(program: Path, code: str, *options: str) -> Trace:
 
 
 @pytest.mark.slow
-def test_what_is_read_before_torch_is_imported_is_seen(tmp_path: Path) -> None:
-    """A process that is recorded in detail imports torch as any other, sees reads from its start,
-    and its own are none.
+def test_reads_before_the_import_of_torch_are_recorded(tmp_path: Path) -> None:
+    """A detailed recording sees reads from the start of the process, imports torch like any other
+    program, and does not record its own reads.
     """
     program = tmp_path / "program.py"
     trace = _record_with_run(program, BEFORE_TORCH, "--detail")
@@ -172,8 +174,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_what_spawned_children_read_is_held_by_the_trace_of_their_parent(tmp_path: Path) -> None:
-    """Also children that record nothing of their own, as they compute nothing with torch."""
+def test_reads_of_spawned_children_are_in_the_trace_of_their_parent(tmp_path: Path) -> None:
+    """Also reads of children without a recording, as they compute nothing with torch."""
     program = tmp_path / "program.py"
     program.write_text(SPAWNED)
     boot = Path(torchrepro.__file__).parent / "start" / "boot"
@@ -191,8 +193,8 @@ def test_what_spawned_children_read_is_held_by_the_trace_of_their_parent(tmp_pat
 
 
 @pytest.mark.slow
-def test_what_tasks_of_a_pool_draw_is_left_to_chance_under_a_profile_too(tmp_path: Path) -> None:
-    """A profile seeds every child alike; which of them takes which task is a matter of timing."""
+def test_draws_in_tasks_of_a_pool_are_nondeterministic_even_under_a_profile(tmp_path: Path) -> None:
+    """A profile seeds every child in the same way, but timing decides which child runs a task."""
     program = tmp_path / "program.py"
     trace = _record_with_run(program, SPAWNED)
 
@@ -200,8 +202,8 @@ def test_what_tasks_of_a_pool_draw_is_left_to_chance_under_a_profile_too(tmp_pat
     assert drawn == {f"{program}:5"}
 
 
-def test_libraries_below_an_environment_are_none_of_the_program(tmp_path: Path) -> None:
-    """A package of another Python that this one builds on, or of the user's own, is a library."""
+def test_libraries_of_a_base_environment_do_not_count_as_the_program(tmp_path: Path) -> None:
+    """A package of the base Python, or of the user's site-packages, is a library."""
     folders = [tmp_path / name for name in ("site-packages", "dist-packages")]
     for path in (folders[0] / "one.py", folders[1] / "other.py", tmp_path / "program_part.py"):
         path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Statistics of tensors: what they say, and of what."""
+"""Statistics of tensors: their values, and the elements that count."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import torchrepro
-from torchrepro.trace.buffer import PIECE, Statistics, statistics
+from torchrepro.trace.buffer import PIECE, TensorStatistics, statistics
 
 from .conftest import Recorder
 
@@ -21,14 +21,14 @@ FLOATS = some.floats(-1e6, 1e6, width=32) | some.just(NAN)
 
 
 @given(values=some.lists(FLOATS, max_size=40))
-def test_they_are_those_of_the_numbers_that_are_none_of_them_nan(values: list[float]) -> None:
-    """Count, mean, norm, low and high are what numpy says of all that is not NaN."""
+def test_statistics_ignore_nan(values: list[float]) -> None:
+    """Count, mean, norm, low and high equal numpy's, for all elements that are not NaN."""
     numbers = np.array([value for value in values if not math.isnan(value)], np.float64)
     found = statistics(torch.tensor(values))
 
     assert found.numbers == len(numbers)
     if not len(numbers):
-        assert found == Statistics(0)
+        assert found == TensorStatistics(0)
         return
     assert found.mean == pytest.approx(numbers.mean(), abs=1e-6)
     assert found.norm == pytest.approx(np.linalg.norm(numbers))
@@ -59,47 +59,47 @@ SAME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore")  # torch says of some layouts that they may still change
 @pytest.mark.parametrize("kind", SAME)
-def test_every_kind_of_tensor_has_those_of_its_numbers(kind: str) -> None:
-    """The same numbers have the same statistics, however they are kept."""
+def test_statistics_do_not_depend_on_the_type_of_tensor(kind: str) -> None:
+    """Equal numbers have equal statistics in any layout and dtype."""
     found = statistics(SAME[kind](torch.tensor(VALUES)))
 
-    assert found == Statistics(5, pytest.approx(0.6), pytest.approx(math.sqrt(3)), 0.0, 1.0)
+    assert found == TensorStatistics(5, pytest.approx(0.6), pytest.approx(math.sqrt(3)), 0.0, 1.0)
 
 
 ONE_OF_EACH = torch.tensor([1 + 2j, 3 - 4j])
 FEW = torch.tensor([[0.0, 2.0], [0.0, 4.0]])
-OF_FEW = Statistics(2, 3.0, math.sqrt(20), 2.0, 4.0)
+OF_FEW = TensorStatistics(2, 3.0, math.sqrt(20), 2.0, 4.0)
 APART = torch.cat([torch.full((PIECE,), INF), torch.full((PIECE,), -INF)])
-EXACTLY: dict[str, tuple[Callable[[], torch.Tensor], Statistics]] = {
-    # The zeros that a sparse tensor leaves out, and its indices, do not count.
+EXACTLY: dict[str, tuple[Callable[[], torch.Tensor], TensorStatistics]] = {
+    # The implicit zeros of a sparse tensor, and its indices, do not count.
     "coo": (FEW.to_sparse, OF_FEW),
     "csr": (FEW.to_sparse_csr, OF_FEW),
     "csc": (FEW.to_sparse_csc, OF_FEW),
-    # Real and imaginary parts are numbers of their own, conjugated where the tensor is.
-    "complex": (lambda: ONE_OF_EACH, Statistics(4, 0.5, math.sqrt(30), -4.0, 3.0)),
-    "conjugate": (ONE_OF_EACH.conj, Statistics(4, 1.5, math.sqrt(30), -2.0, 4.0)),
-    "empty": (lambda: torch.empty(0), Statistics(0)),
-    "nan": (lambda: torch.tensor([NAN]), Statistics(0)),
-    "meta": (lambda: torch.ones(3, device="meta"), Statistics(0)),
-    "no rows": (lambda: torch.empty(4, 0, 3), Statistics(0)),
+    # Real and imaginary parts count separately, conjugated if the tensor is.
+    "complex": (lambda: ONE_OF_EACH, TensorStatistics(4, 0.5, math.sqrt(30), -4.0, 3.0)),
+    "conjugate": (ONE_OF_EACH.conj, TensorStatistics(4, 1.5, math.sqrt(30), -2.0, 4.0)),
+    "empty": (lambda: torch.empty(0), TensorStatistics(0)),
+    "nan": (lambda: torch.tensor([NAN]), TensorStatistics(0)),
+    "meta": (lambda: torch.ones(3, device="meta"), TensorStatistics(0)),
+    "no rows": (lambda: torch.empty(4, 0, 3), TensorStatistics(0)),
     # An infinity is the greatest number; both have no mean.
-    "infinity": (lambda: torch.tensor([1.0, INF]), Statistics(2, INF, INF, 1.0, INF)),
-    "both": (lambda: torch.tensor([-INF, INF]), Statistics(2, None, INF, -INF, INF)),
-    "both, in pieces": (lambda: APART, Statistics(2 * PIECE, None, INF, -INF, INF)),
+    "infinity": (lambda: torch.tensor([1.0, INF]), TensorStatistics(2, INF, INF, 1.0, INF)),
+    "both": (lambda: torch.tensor([-INF, INF]), TensorStatistics(2, None, INF, -INF, INF)),
+    "both, in pieces": (lambda: APART, TensorStatistics(2 * PIECE, None, INF, -INF, INF)),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", EXACTLY)
-def test_only_the_numbers_of_a_tensor_count(kind: str) -> None:
-    """Without numbers the count is 0, and all else is missing."""
+def test_statistics_of_special_values(kind: str) -> None:
+    """Without elements, the count is 0 and the rest is None."""
     make, expected = EXACTLY[kind]
 
     assert statistics(make()) == expected
 
 
-def test_small_numbers_are_not_lost_among_many() -> None:
-    """What is added up is exact to the last digits that two runs are compared by."""
+def test_small_numbers_are_not_lost_in_a_large_sum() -> None:
+    """Sums are exact enough for comparisons."""
     tensor = torch.full((3 * PIECE + 7,), 0.1)
     tensor[PIECE + 5] = NAN
     found = statistics(tensor)
@@ -115,8 +115,8 @@ def _compute(number: int) -> None:
 
 
 @pytest.mark.parametrize("ends", [1, 200], ids=lambda ends: f"{ends} steps")
-def test_each_op_has_its_own_whatever_other_threads_do(recorded: Recorder, ends: int) -> None:
-    """Statistics belong to the op of their thread, where others record or end steps meanwhile."""
+def test_statistics_belong_to_the_op_of_their_thread(recorded: Recorder, ends: int) -> None:
+    """Also if other threads record, or end steps, at the same time."""
 
     def program() -> None:
         threads = [threading.Thread(target=_compute, args=(number,)) for number in range(8)]

@@ -1,6 +1,6 @@
-"""What a step leaves besides its ops; what is remembered from step to step changes none of it.
+"""Digests of steps and of the end state; caches between steps change none of them.
 
-What no op wrote, and what was written after the last step, is part of what is compared.
+Writes without an op, and writes after the last step, are compared as well.
 """
 
 from __future__ import annotations
@@ -100,18 +100,18 @@ def _recorded(changes: list[str], level: str) -> list[Seen]:
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6), st.sampled_from(["step", "module"]))
-def test_what_is_remembered_of_parameters_changes_no_record(changes: list[str], level: str) -> None:
-    """Records of steps are those of a recording that looks everything up anew in each."""
+def test_cached_facts_about_parameters_change_no_record(changes: list[str], level: str) -> None:
+    """Records are the same as in a recording without the cache."""
     with mock.patch.object(recording_levels, "is_", return_value=False):
         anew = _recorded(changes, level)
 
     assert _recorded(changes, level) == anew
 
 
-def test_level_step_holds_gradients_before_and_parameters_after(
+def test_level_step_records_gradients_before_and_parameters_after(
     net: Net, recorded: Recorder
 ) -> None:
-    """Each step has the fingerprints that all gradients have before it, all parameters after."""
+    """Each step has fingerprints of all gradients before it and of all parameters after it."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     there: list[tuple[bytes, ...]] = []
 
@@ -155,10 +155,10 @@ def _trained(passes: int) -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_step_leaves_the_same_digests_however_it_is_recorded(tmp_path: Path, passes: int) -> None:
-    """Digests of gradients and parameters are of their memory: a view has those of its bytes.
+def test_all_levels_store_the_same_digests_of_a_step(tmp_path: Path, passes: int) -> None:
+    """Digests of gradients and parameters depend on their memory only, also for a view.
 
-    They are of the step alone, where those before it are not recorded as well.
+    They do not depend on earlier steps, also if those are not recorded.
     """
     found = []
     for number, options in enumerate(OPTIONS):
@@ -185,10 +185,10 @@ MOMENTS = ("first", "between a view and what reads it", "after the forward", "af
 
 
 @pytest.mark.parametrize("options", [{}, {"detail": True}], ids=str)
-def test_when_another_thread_computes_does_not_matter(
+def test_the_time_at_which_another_thread_computes_makes_no_difference(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Runs are the same in which a thread computes the same, at whatever moment of a step."""
+    """Runs are the same if a thread computes the same, at any moment of a step."""
     for moment in MOMENTS:
         with torchrepro.record(tmp_path / moment, **options):
             _beside_a_thread(moment)
@@ -221,7 +221,7 @@ def _beside_a_thread(moment: str) -> None:
 
 
 def _record_to_the_end(folder: Path, at_the_end: Callable[[Any, Any], object], level: str) -> None:
-    """Train a model whose fresh memory nobody writes, and do something after the last step."""
+    """Train a model with uninitialized memory, and do something after the last step."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
@@ -267,8 +267,8 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("level", ["op", "module", "step"])
-def test_what_is_written_after_the_last_op_is_a_difference(tmp_path: Path, level: str) -> None:
-    """It is named; two runs that write nothing are the same, whatever lies in fresh memory."""
+def test_a_write_after_the_last_op_is_a_difference(tmp_path: Path, level: str) -> None:
+    """The write is named; runs without it are the same despite uninitialized memory."""
     _record_to_the_end(tmp_path / "plain", lambda *_: None, level)
     for number, (write, named) in enumerate([(lambda *_: None, ""), *WRITTEN.values()]):
         _record_to_the_end(tmp_path / str(number), write, level)
@@ -278,8 +278,8 @@ def test_what_is_written_after_the_last_op_is_a_difference(tmp_path: Path, level
         assert verdict.first is None or named in verdict.first.what
 
 
-def test_what_no_longer_lives_is_not_compared(tmp_path: Path) -> None:
-    """A model that is gone as the recording ends is neither kept nor claimed."""
+def test_a_deleted_model_is_not_compared(tmp_path: Path) -> None:
+    """A model that was deleted before the end is not kept alive, and not in the end state."""
     with torchrepro.record(tmp_path / "run"):
         net = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -291,8 +291,8 @@ def test_what_no_longer_lives_is_not_compared(tmp_path: Path) -> None:
     assert trace.meta.get("end") is None
 
 
-def test_ops_that_no_mode_sees_are_said_to_be_unseen(tmp_path: Path) -> None:
-    """A note names the line that takes all modes away; torch's own, as for printing, are none."""
+def test_lines_that_hide_ops_are_reported(tmp_path: Path) -> None:
+    """A note names the line that disables all modes; code of torch, as in printing, is ignored."""
     for run in "ab":
         with torchrepro.record(tmp_path / run):
             weight = torch.ones(3)

@@ -1,4 +1,4 @@
-"""How a trace is stored: no record is lost, and what it takes on disk and in memory is bounded."""
+"""The store of a trace: no record is lost, and its size on disk and in memory is bounded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _written(
     arguments: Sequence[str] = ("1", "2"),
     clean: Callable[[Any], Any] = lambda text: text,
 ) -> Path:
-    """Write records as the recorder does, drop those of a step again, and return their file."""
+    """Write records as the recorder does, drop those of a step, and return the file."""
     to = store.Store(folder / "rank0.sqlite", clean, shrinks=True)
     to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
     to.add_threads([str(number) for number in range(3)])
@@ -89,8 +89,8 @@ row = st.tuples(
 
 @given(steps=st.lists(st.lists(row, max_size=9), max_size=4), many=st.integers(1, 9))
 @settings(max_examples=25)
-def test_records_are_read_as_they_were_taken(steps: list[list[Row]], many: int) -> None:
-    """Whatever records a step has, and in how many parts they lie, every one is read again."""
+def test_records_are_read_as_they_were_written(steps: list[list[Row]], many: int) -> None:
+    """All records of a step are read again, in any number of parts."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "MANY", many)
         path = _written(Path(folder), steps)
@@ -114,16 +114,16 @@ def _last_writer(trace: Trace, value: bytes, before: int) -> int | None:
     return next((number for number in found if number is not None), None)
 
 
-def test_what_records_are_takes_few_bytes(tmp_path: Path) -> None:
-    """Besides its digests, a record of steps that are alike takes at most eight bytes on disk."""
+def test_the_outline_of_a_record_takes_few_bytes(tmp_path: Path) -> None:
+    """If steps repeat, a record takes at most eight bytes on disk in addition to its digests."""
     path = _written(tmp_path, [_step(number, 300) for number in range(200)])
 
     assert path.stat().st_size < 200 * 300 * (8 + 16 + 8)
 
 
 @pytest.mark.slow
-def test_what_a_reader_holds_at_once_is_bounded(tmp_path: Path) -> None:
-    """Many digests become several parts; records without any take room in the file too."""
+def test_the_memory_of_a_reader_is_bounded(tmp_path: Path) -> None:
+    """Many digests are split into parts; records without digests also take space in the file."""
     steps = [[(0, 1, 0, bytes(6 << 20), bytes(16))] * 5, *[[(0, 1, 0, b"", b"")] * 5000] * 40]
     path = _written(tmp_path, steps)
 
@@ -133,10 +133,10 @@ def test_what_a_reader_holds_at_once_is_bounded(tmp_path: Path) -> None:
     assert _read(path) == steps
 
 
-def test_dropped_records_leave_their_step(tmp_path: Path) -> None:
-    """A step whose records are gone says so and keeps its digest; the others keep records and ids.
+def test_dropping_records_keeps_their_step(tmp_path: Path) -> None:
+    """A dropped step is marked and keeps its digest; other steps keep their records and ids.
 
-    However many they were, they are not counted among those that a file of this size can hold.
+    Dropped records do not count for the limit of records that a file of a size can have.
     """
     steps = [_step(0), [(0, 1, 0, b"", b"")] * 200_000, _step(1)]
     path = _written(tmp_path, steps, dropped=1)
@@ -154,8 +154,8 @@ def test_dropped_records_leave_their_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path) -> None:
-    """What a recorder holds of steps that it has written does not grow with their number."""
+def test_memory_does_not_grow_if_every_step_differs(tmp_path: Path) -> None:
+    """The memory of a recorder does not grow with the number of steps."""
     to = store.Store(tmp_path / "rank0.sqlite")
     rows, held = _step(0), []
     tracemalloc.start()
@@ -173,8 +173,8 @@ def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_step_may_have_more_names_than_what_is_said_of_a_run(tmp_path: Path) -> None:
-    """A program without an optimizer is one step, whose names take as much as they take."""
+def test_the_names_of_a_step_may_be_longer_than_a_value_of_meta(tmp_path: Path) -> None:
+    """A program without an optimizer is one step, whose names may be long."""
     names = [f"{number}".zfill(LONGEST // 64) for number in range(65)]
     path = _written(tmp_path, [[(0, 1, 65, b"", b"out." * 4)]], arguments=names)
 
@@ -187,7 +187,7 @@ def _with_a_mark(value: Any) -> Any:
 
 
 def test_a_text_is_redacted_whatever_its_quotes(tmp_path: Path) -> None:
-    """The arguments of an optimizer are JSON, all others as Python writes them."""
+    """The arguments of an optimizer are JSON, all others have Python's syntax."""
     texts = ["'a'", '[{"lr": "a"}]', "1"]
     path = _written(tmp_path, [_step(0, 1)], arguments=texts, clean=_with_a_mark)
 
@@ -213,7 +213,7 @@ def _trace(folder: Path) -> Trace:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Make this process the second of so many ranks."""
+    """Make this process rank 1 of a number of ranks."""
 
     def make(count: int) -> None:
         monkeypatch.setenv("RANK", "1")
@@ -234,7 +234,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         (700_000, {"level": "module", "every": 2}, 2),
     ],
 )
-def test_a_recording_never_takes_more_than_its_share(
+def test_a_recording_stays_within_its_share(
     tmp_path: Path,
     most: int,
     asked: dict[str, object],
@@ -242,7 +242,7 @@ def test_a_recording_never_takes_more_than_its_share(
     ranks: Callable[[int], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The folder is within the size after every step; the records left are of the last steps."""
+    """After every step the folder is within the size; the last steps keep their records."""
     folder, sizes = tmp_path / "run", []
     steps = STEPS if asked.get("level") != "step" else 500
 
@@ -271,7 +271,7 @@ def test_a_recording_never_takes_more_than_its_share(
 def test_the_oldest_steps_in_full_are_dropped_first_and_the_last_two_at_the_end(
     tmp_path: Path, every: int, most: int, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No smaller step is dropped while more than two in full are left; the end says what is."""
+    """Coarse steps are dropped only when at most two full ones are left; the end reports it."""
     folder = tmp_path / "run"
     with torchrepro.record(folder, max_size=most, every=every):
         weights_trained(count)
@@ -299,24 +299,24 @@ def _in_words(steps: list[int]) -> str:
     return ends if len(steps) > steps[-1] - steps[0] else f"{len(steps)} of the {ends}"
 
 
-def test_a_size_without_room_for_a_step_is_said(
+def test_a_size_that_is_too_small_for_a_step_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: Callable[[int], None]
 ) -> None:
-    """It is said when it happens and at the end, with what a step takes and what it may take."""
+    """It is reported at once and at the end, with the size of a step and the share."""
     ranks(2)
     with torchrepro.record(tmp_path / "run", max_size=600_000, keep=["layers*"], statistics=True):
         weights_trained(40)
     said = capsys.readouterr().err
 
     assert all(row.dropped for row in _trace(tmp_path / "run").steps.values())
-    assert len(re.findall(r"a step takes up to [\d.]+ kB: 300 kB \(its share of 600 kB", said)) == 2
-    assert said.count("for 2 ranks) has room for none in full") == 2
+    assert len(re.findall(r"a step needs up to [\d.]+ kB: 300 kB \(its share of 600 kB", said)) == 2
+    assert said.count("for 2 ranks) has room for no step in full") == 2
     assert "kept in full: none" in said
 
 
 @pytest.mark.slow
 def test_steps_that_grow_stay_within_the_size(tmp_path: Path) -> None:
-    """Where each step takes more than the one before it, the room of old ones is given back."""
+    """If each step is larger than the one before it, the space of old steps is freed."""
     folder, sizes = tmp_path / "run", []
     with torchrepro.record(folder, max_size=2 * MB):
         for step in range(120):
@@ -334,10 +334,10 @@ def test_steps_that_grow_stay_within_the_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_size_that_cannot_be_held_is_said_once(
+def test_a_size_that_cannot_be_kept_is_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run goes on, without records, and every step is there."""
+    """The run continues without records, and every step is in the trace."""
     with torchrepro.record(tmp_path / "run", max_size=200_000, level="step"):
         weights_trained(400)
 
@@ -348,8 +348,8 @@ def test_a_size_that_cannot_be_held_is_said_once(
 
 
 @pytest.mark.slow
-def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> None:
-    """A fault in one of them is in that step; the answer says what was compared in which way."""
+def test_dropped_steps_are_compared_by_their_digests(tmp_path: Path) -> None:
+    """A difference in a dropped step is found; the answer says which steps were compared how."""
     for name, at, asked in (
         ("whole", -1, {}),
         ("within", -1, {"max_size": MB * 3 // 4}),
@@ -384,8 +384,8 @@ def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> N
     assert late.first.op == "aten::randn"
 
 
-def test_a_killed_recording_is_whole_and_within_its_size(tmp_path: Path) -> None:
-    """Whenever it is killed, steps without records say so, and all others have theirs."""
+def test_a_killed_recording_is_complete_and_within_its_size(tmp_path: Path) -> None:
+    """Killed at any time, the trace marks dropped steps, and the others have their records."""
     weights_trained(1)
     for step in (3, 40, 41, 42, 100):
         folder = tmp_path / str(step)
@@ -406,10 +406,10 @@ def test_a_killed_recording_is_whole_and_within_its_size(tmp_path: Path) -> None
         assert all(row.dropped or trace.records(number) for number, row in trace.steps.items())
 
 
-def test_a_trace_without_an_op_has_room_in_every_size_that_is_taken(
+def test_every_accepted_size_has_room_for_a_trace_without_ops(
     tmp_path: Path, ranks: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It stays within the smallest size, whose share of each rank is held to the same."""
+    """Such a trace stays within the smallest size, which also limits the share of each rank."""
     folder, sizes = tmp_path / "run", []
     with torchrepro.record(folder, max_size=SMALLEST):
         for _ in range(9):
@@ -434,13 +434,13 @@ def test_a_trace_without_an_op_has_room_in_every_size_that_is_taken(
         *(("500M", 500 * MB), ("2g", 2 * 10**9), ("2Gi", 2 << 30)),
     ],
 )
-def test_a_size_is_written_as_people_write_it(written: str | int, meant: int) -> None:
-    """Units of a thousand and of 1024 are told apart, in letters of any case, with a B or not."""
+def test_sizes_are_parsed_with_their_units(written: str | int, meant: int) -> None:
+    """Decimal and binary units, in upper or lower case, with or without a B."""
     assert bytes_of(written) == meant
 
 
-def test_a_step_says_at_which_level_it_was_recorded(tmp_path: Path) -> None:
-    """Where steps end on other threads, no step is called recorded in full that was not."""
+def test_each_step_stores_its_level(tmp_path: Path) -> None:
+    """If steps end on other threads, no step is marked as recorded in full that was not."""
     with torchrepro.record(tmp_path / "run", every=2):
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Programs of other people's trainers are recorded as they are."""
+"""Programs that use trainers of other libraries are recorded unchanged."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def recorded(
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_trainer_is_recorded_unchanged(name: str, recorded) -> None:
-    """Two runs of a trainer are recorded step by step, with the model's names, and are the same."""
+    """Two runs of a trainer are recorded step by step, with the model's names, and are equal."""
     program, steps, module = PROGRAMS[name]
     one, two = (recorded(program, run) for run in ("one", "two"))
 

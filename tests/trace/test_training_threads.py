@@ -32,7 +32,7 @@ def _replicas() -> list[nn.Module]:
 
 
 def _training(model: nn.Module, seed: int) -> Iterator[None]:
-    """Train, and give others a chance to come first at each yield."""
+    """Train, and let other threads run first at each yield."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(STEPS):
@@ -71,7 +71,7 @@ def _in_threads(seed: int = 1) -> list[torch.Tensor]:
     for thread in threads:
         thread.start()
         _wait()
-        torch.ones(2).sum()  # the main thread computes meanwhile
+        torch.ones(2).sum()  # the main thread computes at the same time
     for thread in threads:
         thread.join()
     return _average(models)
@@ -82,7 +82,7 @@ def _in_a_pool(seed: int = 1) -> list[torch.Tensor]:
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(_train, m, seed if n else 0) for n, m in enumerate(models)]:
             future.result()
-    _train(models[0], 9)  # and the main thread goes on
+    _train(models[0], 9)  # and the main thread continues
     return _average(models)
 
 
@@ -92,7 +92,7 @@ def _in_coroutines(seed: int = 1) -> list[torch.Tensor]:
     async def run() -> None:
         turns = [_train_by_turns(m, seed if n else 0) for n, m in enumerate(models)]
         await asyncio.gather(*turns)
-        _train(models[0], 9)  # and the coroutine that started them goes on
+        _train(models[0], 9)  # and the coroutine that started them continues
 
     asyncio.run(run())
     return _average(models)
@@ -112,10 +112,10 @@ def _verdict(folder: Path, level: str, *programs: Callable[[], object]) -> Verdi
 @pytest.mark.parametrize("attempt", range(3))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_who_comes_first_is_no_difference(
+def test_the_order_of_threads_is_no_difference(
     tmp_path: Path, program: Callable[[], list[torch.Tensor]], level: str, attempt: int
 ) -> None:
-    """Replicas that are trained in threads are the same in every run, as their average is."""
+    """Replicas that are trained in threads, and their average, are the same in every run."""
     found: list[list[torch.Tensor]] = []
     verdict = _verdict(tmp_path, level, *[lambda: found.append(program())] * 2)
 
@@ -131,7 +131,7 @@ def test_who_comes_first_is_no_difference(
 def test_another_seed_in_one_thread_is_found(
     tmp_path: Path, program: Callable[[int], object], level: str
 ) -> None:
-    """A thread that draws other numbers computes another loss, and the runs differ."""
+    """Another seed in one thread gives another loss, and the runs differ."""
     verdict = _verdict(tmp_path, level, lambda: program(1), lambda: program(2))
 
     assert verdict.first is not None
@@ -141,7 +141,7 @@ def test_another_seed_in_one_thread_is_found(
 
 
 def test_the_coroutine_of_a_program_has_its_steps_in_order(tmp_path: Path) -> None:
-    """A program that runs within one coroutine is compared step by step, as one without any."""
+    """A program within one coroutine is compared step by step, like one without coroutines."""
 
     async def run() -> None:
         _train(_replicas()[0], 0)

@@ -1,4 +1,4 @@
-"""What a digest of a value depends on, and that reading one runs no code of the program."""
+"""Digests depend on values only, and computing one runs no code of the program."""
 
 import collections
 import datetime as dt
@@ -211,8 +211,8 @@ each_maker = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__nam
 
 
 @each_maker
-def test_every_value_has_a_digest_that_differs_from_those_of_the_others(make):
-    """No two values that differ in a bit, an order, a type or a shape have the same digest."""
+def test_different_values_have_different_digests(make):
+    """Values that differ in a bit, an order, a type or a shape have different digests."""
     values = make()
     by_digest = collections.defaultdict(list)
 
@@ -224,8 +224,8 @@ def test_every_value_has_a_digest_that_differs_from_those_of_the_others(make):
 
 
 @each_maker
-def test_a_value_that_is_made_again_has_the_same_digest(make):
-    """The digest is that of the value, and not of the object."""
+def test_equal_values_have_the_same_digest(make):
+    """A digest depends on the value, not on the object."""
     assert [*map(digest_of, make())] == [*map(digest_of, make())]
 
 
@@ -269,7 +269,7 @@ def test_digests_are_equal_in_processes_with_other_hashes_addresses_and_imports(
     assert one[0] == [digest_of(value).hex() for value in builtin_values()]
 
 
-# What has no digest, or is code.
+# Values without a digest, and code.
 
 no_digest = [
     *(object(), iter([]), (x for x in ()), itertools.count(), threading.Lock(), threading.Thread()),
@@ -284,19 +284,19 @@ code = [
 
 
 @pytest.mark.parametrize("value", no_digest, ids=lambda value: type(value).__name__)
-def test_a_value_that_means_nothing_in_another_process_is_opaque(value):
+def test_a_value_that_depends_on_the_process_is_opaque(value):
     """Handles, iterators, threads and modules of torch have no digest."""
     assert digest_of(value) == OPAQUE
 
 
 @pytest.mark.parametrize("value", code, ids=lambda value: type(value).__name__)
-def test_code_is_nothing(value):
-    """A function, a class or a module is never a difference."""
+def test_code_has_the_digest_nothing(value):
+    """Functions, classes and modules never count as different."""
     assert digest_of(value) == NOTHING
 
 
 class Layout(struct.Struct):
-    """Holds memory that no field shows."""
+    """A class with memory that is not in its fields."""
 
     number = 1
 
@@ -304,25 +304,25 @@ class Layout(struct.Struct):
         self.number = 2
 
 
-def test_a_class_that_keeps_memory_in_c_is_opaque():
-    """Its fields are not all that it is."""
+def test_a_class_with_memory_in_c_is_opaque():
+    """Its fields are only a part of its value."""
     assert digest_of(Layout("i")) == digest_of(struct.Struct("i")) == OPAQUE
 
 
 def test_a_lazy_frame_is_opaque():
-    """A frame that computes when it is read is not read."""
+    """A frame that would start to compute is not read."""
     pl = pytest.importorskip("polars")
 
     assert digest_of(pl.DataFrame({"a": [1]}).lazy()) == OPAQUE
 
 
-def test_an_opaque_field_is_left_out():
-    """The digest of an object is that of its other fields."""
+def test_an_opaque_field_is_ignored():
+    """The digest of an object depends on its other fields."""
     assert digest_of(WithLock()) == digest_of(WithLock()) != digest_of(WithLock(2))
 
 
-def test_fields_are_read_to_a_depth():
-    """An object within three others counts no more."""
+def test_fields_are_read_up_to_a_depth():
+    """An object within three others is ignored."""
 
     def nested(depth: int, value: int) -> Fields:
         return Fields(nested(depth - 1, value) if depth else value, None)
@@ -331,8 +331,8 @@ def test_fields_are_read_to_a_depth():
     assert digest_of(nested(3, 1)) == digest_of(nested(3, 2)) != OPAQUE
 
 
-def test_more_than_the_bounds_is_opaque(monkeypatch):
-    """Of a value at most so many elements and bytes are read."""
+def test_a_value_beyond_the_limits_is_opaque(monkeypatch):
+    """The numbers of elements and bytes that are read are limited."""
     monkeypatch.setattr(value_digest, "SIZE", 1000)
     deep: list[Any] = []
     for _ in range(100_000):
@@ -348,8 +348,8 @@ def test_more_than_the_bounds_is_opaque(monkeypatch):
     assert OPAQUE not in [digest_of([0] * 1_000_000), digest_of(b"a" * 1000)]
 
 
-def test_a_column_of_text_may_be_longer_than_a_container():
-    """A column of a frame has its own bound, which is that of its memory."""
+def test_a_column_of_text_may_have_more_elements_than_a_container():
+    """A column of a data frame has its own, higher limit."""
     pd = pytest.importorskip("pandas")
     words = [str(number) for number in range(20_000)]
 
@@ -388,14 +388,14 @@ def exact(value: Any) -> Any:
 
 
 @given(trees, trees)
-def test_digests_are_equal_exactly_where_values_are(first, second):
-    """Two trees of numbers, text and containers have one digest if all of it is the same."""
+def test_digests_are_equal_if_and_only_if_values_are(first, second):
+    """Two trees of numbers, text and containers have equal digests if they are identical."""
     assert (digest_of(first) == digest_of(second)) == (exact(first) == exact(second))
 
 
 @given(some.binary(min_size=1, max_size=64), some.integers(0, 511))
-def test_every_bit_of_an_array_counts(data, bit):
-    """One bit that differs gives another digest, in arrays, tensors and their views."""
+def test_every_bit_of_an_array_changes_its_digest(data, bit):
+    """One different bit gives another digest, in arrays, tensors and their views."""
     one = np.frombuffer(data, np.uint8).copy()
     other = one.copy()
     other[bit // 8 % len(one)] ^= 1 << bit % 8
@@ -419,11 +419,11 @@ STORED = {
     if type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType)
     and name != "__abstractmethods__"  # which `abc` assigns
 }
-"""What a class keeps of itself, where only its metaclass can have another."""
+"""Attributes of a class that only a metaclass can override."""
 
 
 class Hostile:
-    """A value; from `armed` on, calls of any method or property of its classes are noted."""
+    """A value; after `armed`, calls of any method or property of its classes are noted."""
 
     def __init__(
         self,
@@ -461,7 +461,7 @@ class Hostile:
 
 
 def hostile_values() -> dict[str, Hostile]:
-    """Return values of classes of a program, by what these derive from."""
+    """Return values of classes of a program, by their base class."""
     bases: list[tuple[Any, ...]] = [
         *((int, 1), (float, 1.5), (complex, 1j), (str, "a"), (bytes, b"a"), (tuple, [1]), (list,)),
         *((dict,), (set,), (frozenset, [1]), (bytearray,), (collections.deque,), (io.StringIO,)),
@@ -480,8 +480,8 @@ def hostile_values() -> dict[str, Hostile]:
     return found
 
 
-def test_no_digest_and_no_field_calls_what_a_class_defines():
-    """Neither a method, nor a property, nor the metaclass of a value is called to read it."""
+def test_digests_and_fields_run_no_code_of_a_class():
+    """No method, property or metaclass of a value is called to read it."""
     pytest.importorskip("pandas")
     values = hostile_values()
 
@@ -536,8 +536,8 @@ class Heard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_reading_tensors_is_observed_by_no_mode():
-    """A recording of ops hears nothing of a digest."""
+def test_no_mode_observes_the_digest_of_a_tensor():
+    """A recording of ops does not see the ops of a digest."""
     values = array_values()
 
     with Heard() as heard:
@@ -547,8 +547,8 @@ def test_reading_tensors_is_observed_by_no_mode():
     assert digests == [digest_of(value) for value in values]
 
 
-def test_reading_a_file_leaves_its_position_and_what_it_has_buffered(tmp_path):
-    """A file is known by its name and position, and stays as it was."""
+def test_the_digest_of_a_file_does_not_change_its_position_or_buffer(tmp_path):
+    """The digest of a file depends on its name and position, and does not change the file."""
     path = tmp_path / "text"
     path.write_bytes(b"one\ntwo\n" * 10_000)
 
@@ -569,7 +569,7 @@ def test_reading_a_file_leaves_its_position_and_what_it_has_buffered(tmp_path):
 
 
 def test_generators_draw_the_same_after_a_digest():
-    """The state of a generator is read, and not moved."""
+    """The state of a generator is read without a draw."""
     makers = (
         *(lambda: random.Random(1), lambda: np.random.default_rng(1)),
         lambda: np.random.RandomState(1),
@@ -593,7 +593,7 @@ def test_a_library_is_known_only_by_its_own_class():
 
 @pytest.mark.slow
 def test_no_library_is_imported_to_read_a_value():
-    """What the program has not loaded stays unloaded."""
+    """Libraries that the program has not loaded are not imported."""
     program = (
         "import sys; from torchrepro.trace.value_digest import digest_of\n"
         "class A: x = 1\n"
@@ -608,8 +608,8 @@ def test_no_library_is_imported_to_read_a_value():
     assert done.stdout == "set()\n"
 
 
-def test_an_interrupt_passes(monkeypatch):
-    """Ctrl-C while a value is read reaches the program."""
+def test_an_interrupt_during_a_digest_is_raised(monkeypatch):
+    """Ctrl-C during the digest of a value raises in the program."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -663,11 +663,11 @@ class WithGetattribute(WithFields):
         *((Fields(3), "first", 3), (Fields, "first", 1), (Point(1, 2), "x", MISSING)),
     ],
 )
-def test_a_field_is_read_where_no_code_is_needed(value, name, expected):
-    """Of modules, instances, slots and classes; a computed one is missing."""
+def test_a_field_is_read_only_if_no_code_runs(value, name, expected):
+    """Fields of modules, instances, slots and classes are read; computed ones are missing."""
     assert field_of(value, name) is expected or field_of(value, name) == expected
 
 
 def test_a_class_that_replaces_attribute_access_has_no_fields():
-    """Only its own code knows what `own` is."""
+    """Reading a field would run the code of the class."""
     assert field_of(object.__new__(WithGetattribute), "shared") is MISSING

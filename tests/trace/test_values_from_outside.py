@@ -1,5 +1,5 @@
 """Where numbers enter torch and leave it: tensors made from values, the arguments of optimizers,
-results that are no tensors, and objects that ranks send each other.
+results that are not tensors, and objects that ranks send each other.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .conftest import Recorder
 
 
-def test_the_arguments_of_an_optimizer_are_recorded_with_every_step(recorded: Recorder) -> None:
-    """Each step has one record of what its groups are given, numbers and tensors alike."""
+def test_every_step_records_the_arguments_of_its_optimizer(recorded: Recorder) -> None:
+    """Each step has one record of the arguments of its groups: numbers and tensors."""
     weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
     groups = [{"params": weights[:1], "lr": torch.tensor(0.5)}, {"params": weights[1:], "lr": 0.25}]
     optimizer = torch.optim.Adam(groups, lr=1.0, foreach=False, capturable=False)
@@ -51,10 +51,10 @@ def test_the_arguments_of_an_optimizer_are_recorded_with_every_step(recorded: Re
 
 
 @pytest.mark.parametrize(("defaults", "names"), [({"lr": 1.0}, ["lr"]), ({}, ["lr", "note"])])
-def test_what_an_optimizer_has_no_default_of_is_none_of_its_arguments(
+def test_an_omitted_default_is_not_recorded_as_an_argument(
     recorded: Recorder, defaults: dict[str, float], names: list[str]
 ) -> None:
-    """A note that a program leaves in a group is left out, unless there are no defaults at all."""
+    """A key without a default is a note of the program, unless there are no defaults at all."""
 
     class Still(torch.optim.Optimizer):
         def step(self, closure: None = None) -> None:
@@ -78,8 +78,10 @@ NEW_TENSORS = {
 
 
 @pytest.mark.parametrize("name", NEW_TENSORS)
-def test_a_tensor_made_from_values_has_a_record_at_its_line(recorded: Recorder, name: str) -> None:
-    """What Python and numpy hand to torch is recorded where it was made, once an op reads it."""
+def test_a_tensor_created_from_values_is_recorded_at_its_line(
+    recorded: Recorder, name: str
+) -> None:
+    """A tensor from Python or numpy values is recorded at its line when an op first reads it."""
     trace = recorded(lambda: NEW_TENSORS[name]().view(2, 1).add(1))
 
     made = [one for one in seen(trace) if one.op == "new tensor"]
@@ -88,8 +90,8 @@ def test_a_tensor_made_from_values_has_a_record_at_its_line(recorded: Recorder, 
     assert made[0].outputs[0].startswith(read.inputs[0])
 
 
-def test_memory_that_is_read_under_several_names_is_recorded_once(recorded: Recorder) -> None:
-    """A new tensor has one record, whichever alias of it is read, and looking changes nothing."""
+def test_a_new_tensor_with_aliases_is_recorded_once(recorded: Recorder) -> None:
+    """A new tensor has one record, whichever of its aliases is read."""
 
     def program(look: bool) -> None:
         tensor = torch.from_numpy(np.ones(1 << 19))  # large: its views are read, not itself
@@ -128,13 +130,13 @@ returned: list[int] = [0]
 
 @torch.library.custom_op("torchrepro_tests::counted", mutates_args=())
 def counted(x: torch.Tensor) -> int:
-    """Return what no input tells."""
+    """Return a value that does not depend on the input."""
     return returned[0]
 
 
 @torch.library.custom_op("torchrepro_tests::shared", mutates_args=())
 def shared(x: torch.Tensor) -> float:
-    """Return what no input tells."""
+    """Return a value that does not depend on the input."""
     return returned[0] / 3
 
 
@@ -190,7 +192,7 @@ SHOWN: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("program", [*SHOWN, "unset"])
 @pytest.mark.parametrize("asked", [{}, {"statistics": True, "detail": True}], ids=str)
 def test_another_value_is_a_difference(tmp_path: Path, program: str, asked: dict[str, Any]) -> None:
-    """The same value is none, and neither is what lies in memory that nobody wrote."""
+    """An equal value is no difference, and uninitialized memory is none either."""
     run = SHOWN.get(program, _of_unset_memory_in_inference)
     for name, value in (("a", 1), ("b", 1), ("c", 2)):
         with torchrepro.record(tmp_path / name, **asked):
@@ -200,8 +202,8 @@ def test_another_value_is_a_difference(tmp_path: Path, program: str, asked: dict
     assert torchrepro.compare(tmp_path / "a", tmp_path / "c").same == (program not in SHOWN)
 
 
-def test_a_number_that_differs_within_a_tolerance_is_no_difference(tmp_path: Path) -> None:
-    """What `item` returns is a number like those in tensors."""
+def test_a_number_within_the_tolerance_is_no_difference(tmp_path: Path) -> None:
+    """The tolerance also applies to numbers that `item` returns."""
     for name, value in (("a", 1.0), ("b", 1.0 + 1e-7)):
         with torchrepro.record(tmp_path / name, statistics=True):
             torch.full((1,), value, dtype=torch.float64).item()
@@ -235,7 +237,7 @@ SENT: dict[str, Callable[[Path], object]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", SENT)
 def test_an_object_that_is_new_in_every_run_is_no_difference(tmp_path: Path, way: str) -> None:
-    """It is pickled, and its bytes are not compared; what is computed before and after is."""
+    """Its pickled bytes are not compared; the ops before and after are."""
     for name in ("a", "b"):
         with torchrepro.record(tmp_path / name):
             torch.ones(2).sin()

@@ -1,4 +1,4 @@
-"""What a record holds: fingerprints of what was written, digests of what was read."""
+"""The content of a record: fingerprints of outputs, and digests of inputs."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ RESULTS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", RESULTS)
-def test_results_of_every_kind_are_read_as_by_themselves(recorded: Recorder, kind: str) -> None:
-    """However an op's result is read while it runs, its fingerprint is that of the tensor."""
+def test_the_recorded_fingerprint_is_that_of_the_result(recorded: Recorder, kind: str) -> None:
+    """However the recorder reads an op's result, its fingerprint is that of the tensor."""
     results = []
     found = seen(recorded(lambda: results.append(RESULTS[kind]())))
 
     assert found[-1].outputs[-1] == fingerprint(results[0])
 
 
-def test_views_of_every_kind_are_recorded(recorded: Recorder) -> None:
-    """A view of a subclass, of another than the first argument, or of a list, is recorded."""
+def test_all_types_of_views_are_recorded(recorded: Recorder) -> None:
+    """Views of a subclass, of an argument that is not the first, and in a list are recorded."""
     library = torch.library.Library("torchrepro_views", "FRAGMENT")
     library.define("later(int row, Tensor(a) x) -> Tensor(a)")
     library.impl("later", lambda row, x: x[row], "CPU")
@@ -72,11 +72,11 @@ def test_views_of_every_kind_are_recorded(recorded: Recorder) -> None:
 
 
 class Labelled(torch.Tensor):
-    """A subclass that changes nothing of what an op does."""
+    """A subclass that does not change ops."""
 
 
-def test_arguments_say_which_of_them_are_missing(recorded: Recorder) -> None:
-    """The text of arguments has each tensor, and each None, in its own place."""
+def test_the_text_of_arguments_shows_which_are_none(recorded: Recorder) -> None:
+    """The text of arguments has each tensor, and each None, in its position."""
     x, values = torch.ones(2, 4), torch.ones(4)
     normed = torch.native_layer_norm
 
@@ -88,8 +88,8 @@ def test_arguments_say_which_of_them_are_missing(recorded: Recorder) -> None:
     assert [one.argument for one in found] == [with_weight, with_bias] * 2
 
 
-def test_inputs_are_what_was_written_last(recorded: Recorder) -> None:
-    """An input carries the first half of the fingerprint that its last writer left."""
+def test_the_digest_of_an_input_is_that_of_its_last_writer(recorded: Recorder) -> None:
+    """The digest of an input is the first half of the fingerprint of its last writer."""
 
     def program() -> None:
         x = torch.arange(4.0)
@@ -112,8 +112,8 @@ WRITING = {
 
 
 @pytest.mark.parametrize("kind", WRITING)
-def test_whatever_is_written_is_fingerprinted(recorded: Recorder, kind: str) -> None:
-    """Another value written in any way leaves another fingerprint."""
+def test_every_write_changes_a_fingerprint(recorded: Recorder, kind: str) -> None:
+    """Writing another value, in any way, gives another fingerprint."""
 
     def outputs(value: float) -> list[bytes]:
         def program() -> None:
@@ -126,7 +126,7 @@ def test_whatever_is_written_is_fingerprinted(recorded: Recorder, kind: str) -> 
 
 
 def test_running_statistics_are_outputs_of_batch_norm(recorded: Recorder) -> None:
-    """What an op writes without its schema saying so is among its outputs."""
+    """Tensors that an op writes without declaring it in its schema are outputs."""
     norm = torch.nn.BatchNorm1d(3)
     found = seen(recorded(lambda: norm(torch.randn(4, 3))))
 
@@ -135,7 +135,7 @@ def test_running_statistics_are_outputs_of_batch_norm(recorded: Recorder) -> Non
 
 
 def test_running_statistics_are_read_once(recorded: Recorder) -> None:
-    """What batch norm has written is not read again by the next op that reads it."""
+    """Running statistics are fingerprinted once, and not again when the next op reads them."""
     norm, x = torch.nn.BatchNorm1d(3), torch.randn(4, 3, requires_grad=True)
 
     def bytes_read(program: Callable[[], object]) -> int:
@@ -148,8 +148,8 @@ def test_running_statistics_are_read_once(recorded: Recorder) -> None:
     assert bytes_read(read_after) - bytes_read(lambda: norm(x)) == 2 * 12
 
 
-def test_memory_that_nothing_wrote_is_said_to_be_so(recorded: Recorder) -> None:
-    """What `empty` returns has no fingerprint, and an op that reads it says that it did."""
+def test_a_read_of_uninitialized_memory_is_recorded(recorded: Recorder) -> None:
+    """The result of `empty` has no fingerprint; an op that reads it has a placeholder as input."""
     found = seen(recorded(lambda: torch.empty(3) + 1))
     empty = partial(torch._empty_affine_quantized, scale=0.1, zero_point=0, dtype=torch.qint8)
     (quantised,) = seen(recorded(lambda: empty([3])))
@@ -158,8 +158,8 @@ def test_memory_that_nothing_wrote_is_said_to_be_so(recorded: Recorder) -> None:
     assert found[1].inputs == (UNINITIALISED,)
 
 
-def test_views_have_no_fingerprint_but_an_identity(recorded: Recorder) -> None:
-    """A view is not read again; two views of one tensor are different inputs."""
+def test_views_have_no_fingerprint_but_distinct_digests(recorded: Recorder) -> None:
+    """Views are not read again; two views of one tensor have different digests."""
 
     def program() -> None:
         x = torch.arange(6.0).reshape(2, 3)
@@ -172,8 +172,8 @@ def test_views_have_no_fingerprint_but_an_identity(recorded: Recorder) -> None:
     assert first != second
 
 
-def test_arguments_are_written_exactly(recorded: Recorder) -> None:
-    """A scalar is as Python writes it, to the last bit, also where Python takes two for equal."""
+def test_scalar_arguments_are_recorded_exactly(recorded: Recorder) -> None:
+    """A scalar is exact to the last bit; values that Python compares as equal stay distinct."""
     x, values = torch.ones(2), (0.0, -0.0, 1, 1.0, True, 0.1 + 0.2, -(2**60), 1e-300)
     found = seen(recorded(lambda: [x.add(value) for value in values]))
 
@@ -181,7 +181,7 @@ def test_arguments_are_written_exactly(recorded: Recorder) -> None:
 
 
 def test_states_of_generators_are_recorded_at_each_step(net: Net, recorded: Recorder) -> None:
-    """A number drawn between two steps shows in the state of its generator, and in no other."""
+    """A draw between two steps changes the recorded state of its generator, and no other."""
 
     def states(draw: bool) -> list[dict[str, str]]:
         torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_states_of_generators_are_recorded_at_each_step(net: Net, recorded: Reco
     assert {key for key, value in without[1].items() if value != with_draw[1][key]} == {"numpy"}
 
 
-def test_statistics_are_recorded_where_asked(recorded: Recorder) -> None:
+def test_statistics_are_recorded_on_request(recorded: Recorder) -> None:
     """With statistics, each output has its mean, norm and range."""
     trace = recorded(lambda: torch.arange(5.0).mul(2), statistics=True)
 
@@ -211,7 +211,7 @@ def test_statistics_are_recorded_where_asked(recorded: Recorder) -> None:
 
 
 def test_tensors_of_named_modules_are_kept(net: Net, recorded: Recorder) -> None:
-    """What a kept module reads and writes can be read back; nothing else is kept."""
+    """The inputs and outputs of a kept module can be read back; no other tensors are kept."""
     trace = recorded(lambda: train(net, steps=1), keep=("layers.1",))
 
     kept = {}
@@ -223,7 +223,7 @@ def test_tensors_of_named_modules_are_kept(net: Net, recorded: Recorder) -> None
 
 
 def test_level_module_records_what_modules_return(net: Net, recorded: Recorder) -> None:
-    """At level `module` each call of a module is a record, and each gradient that comes back."""
+    """At level `module`, each call of a module is a record, and each gradient of its result."""
     trace = recorded(lambda: train(net, steps=1), level="module")
 
     found = [one for one in seen(trace) if one.op == "module"]
@@ -281,9 +281,9 @@ STEPS = {
 def test_a_step_is_one_call_of_an_optimizers_step(
     recorded: Recorder, program: str, *, after: bool
 ) -> None:
-    """However a program trains, so many steps are counted; what comes after them is none.
+    """The number of steps is right for every way to train; ops after the last are no step.
 
-    Ending a step does nothing where nothing is recorded.
+    Without a recording, ending a step does nothing.
     """
     torchrepro.end_step()
     train, steps = STEPS[program]
@@ -302,8 +302,8 @@ def test_a_step_is_one_call_of_an_optimizers_step(
         assert list(trace.steps) == [*ended, steps]
 
 
-def test_what_comes_after_the_last_step_can_be_asked_for(recorded: Recorder) -> None:
-    """It is recorded where the step that would come next is asked for."""
+def test_ops_after_the_last_step_can_be_requested(recorded: Recorder) -> None:
+    """They are recorded if the step that would follow is requested."""
 
     def run() -> None:
         _accumulation()
@@ -321,18 +321,18 @@ def test_what_comes_after_the_last_step_can_be_asked_for(recorded: Recorder) -> 
         (lambda: torch.ones(2).sin(), "the run had no steps"),
     ],
 )
-def test_steps_that_a_program_never_reaches_are_said(
+def test_requested_steps_that_a_program_does_not_reach_are_reported(
     program: Callable[[], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing recorded for want of such steps is no silence."""
+    """If a program ends before the requested steps, a message says that nothing was recorded."""
     with torchrepro.record(tmp_path / "run", steps=(7, 9)):
         program()
 
     assert f"{said}; steps 7 to 9 were not reached: nothing was" in capsys.readouterr().err
 
 
-def test_an_option_of_inductor_is_put_back(recorded: Recorder) -> None:
-    """A recording has regions seen; the program compiles as before afterwards."""
+def test_the_option_of_inductor_is_restored(recorded: Recorder) -> None:
+    """A recording changes the option to record compiled regions, and restores it afterwards."""
     from torch._inductor import config
 
     if not hasattr(config, "wrap_inductor_compiled_regions"):

@@ -1,1 +1,1 @@
-"""What a run computed, op by op: recorded, stored, read again."""
+"""Recordings of a run, op by op: recorded, stored, and read."""

@@ -1,4 +1,4 @@
-"""What a recording holds in memory: records of the running step, their details, and its state.
+"""The in-memory state of a recording: records of the running step, and their details.
 
 Details are recorded on request: statistics of outputs, and tensors.
 """
@@ -20,8 +20,9 @@ import torch
 
 from torchrepro.ground.callers import frames
 from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.trace.digests import InFlight
 from torchrepro.trace.fingerprint import Pending, fetch, memory_of, pieces, unobserved
-from torchrepro.trace.fingerprint_cache import FingerprintCache, InFlight
+from torchrepro.trace.fingerprint_cache import FingerprintCache
 from torchrepro.trace.format import INPUT, OUTPUT
 from torchrepro.trace.frames import ModuleNames, source_of
 from torchrepro.trace.op_facts import shapes_text, tensors_in
@@ -33,43 +34,42 @@ if TYPE_CHECKING:
     from torchrepro.trace.store import Store
 
 IN_MEMORY = 1 << 16
-"""Records of one step that are kept in memory; more go to the store at once."""
+"""The most records of one step in memory; then they are moved to the store."""
 
 PIECE = 1 << 18
-"""Numbers that are widened at a time: few enough to stay in the processor's cache."""
+"""Elements that are widened at a time: few enough for the processor's cache."""
 
 LARGE_PIECE = 1 << 23
-"""The same on a device, which is waited for at every piece."""
-
+"""The same on a device, where each piece waits for the device."""
 _WIDEST = {"mps": "float32", "npu": "float32"}
-"""The widest floats of device types that have no, or only slow, arithmetic of 64 bits."""
+"""The widest floats of types of devices where 64-bit arithmetic is slow or missing."""
 
 
 class RecordBuffer:
-    """Records in the order in which they were taken, and the names that they refer to."""
+    """Records in order, and the sites, arguments and threads that they refer to."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []  # whose inputs and outputs may be lists of missing digests
+        self.rows: list[Row] = []  # inputs and outputs may be lists with pending digests
         self.sites: dict[Hashable, int] = {}
         self.arguments: dict[Hashable, int] = {}
-        self.moved = 0  # records of the running step that the store has already
-        self._incomplete = False  # whether digests of a row, of this step or before, came later
+        self.moved = 0  # records of the running step that are already in the store
+        self._incomplete = False  # whether any row, also of earlier steps, had pending digests
         self._texts: dict[str, int] = {"": 0}
         self._number_of_texts = 0
-        self._passing: dict[int, tuple[str, int]] = {}
+        self._latest_arguments: dict[int, tuple[str, int]] = {}
         self._site_numbers: dict[tuple[str, ...], int] = {}
         self._threads: dict[int, int] = {}  # by the identifier of the thread
         self._tasks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._count = 0
-        # By their numbers, which come last: a signal may cut off a line between two others.
+        # By number, which is assigned last: a signal may interrupt between two lines.
         self._new_sites: dict[int, tuple[str, ...]] = {}
         self._new_arguments: dict[int, str] = {}
         self._new_threads: dict[int, str] = {}
         self._lock = threading.RLock()
 
-    def new_site(self, key: Hashable, phase: str, place: CallSite, op: str, shapes: Any) -> int:
-        """Give the records of one kind a number; `key` stands for it from now on."""
-        site = (phase, place.module, op, source_of(place), shapes_text(shapes))
+    def new_site(self, key: Hashable, phase: str, call_site: CallSite, op: str, shapes: Any) -> int:
+        """Return the number of a site, which `key` is mapped to from now on."""
+        site = (phase, call_site.module, op, source_of(call_site), shapes_text(shapes))
         with self._lock:
             number = self._site_numbers.get(site)
             if number is None:
@@ -80,7 +80,7 @@ class RecordBuffer:
             return number
 
     def new_argument(self, key: Hashable, text: str) -> int:
-        """Give a text of arguments a number; `key` stands for it from now on."""
+        """Return the number of a text of arguments, which `key` is mapped to from now on."""
         with self._lock:
             number = self._texts.get(text)
             if number is None:
@@ -88,15 +88,15 @@ class RecordBuffer:
             self.arguments[key] = number
             return number
 
-    def passing_argument(self, owner: int, text: str) -> int:
-        """Give a text a number, which it keeps until its owner has another text.
+    def latest_argument(self, owner: int, text: str) -> int:
+        """Return the number of a text, which is kept only until its owner has another text.
 
-        Texts that change with every step, as a learning rate does, are not held in memory.
+        So texts that change at every step, such as a learning rate, do not fill the memory.
         """
         with self._lock:
-            known = self._passing.get(owner)
+            known = self._latest_arguments.get(owner)
             if known is None or known[0] != text:
-                known = self._passing[owner] = text, self._number_for(text)
+                known = self._latest_arguments[owner] = text, self._number_for(text)
             return known[1]
 
     def _number_for(self, text: str) -> int:
@@ -121,15 +121,15 @@ class RecordBuffer:
         return number
 
     def thread(self, otherwise: int) -> int:
-        """Return the number of the running thread; one of autograd's has none of its own."""
+        """Return the number of the running thread; `otherwise` on autograd's threads."""
         number = self._threads.get(threading.get_ident(), otherwise)
         return number if running_loop() is None else self.task(number)
 
     def task(self, thread: int) -> int:
-        """Return the number of the task of asyncio that runs on a thread.
+        """Return the number of the running asyncio task of a thread.
 
-        Which of several comes first depends on timing, as with threads. The one that a loop was
-        run for, or in which the recording began, has the number of its thread.
+        Tasks are numbered like threads, since their order depends on timing too. The main task of a
+        loop, and the task in which the recording began, have the number of their thread.
         """
         task: Any = current_task()
         if task is None:
@@ -139,13 +139,13 @@ class RecordBuffer:
                 name = getattr(task.get_coro(), "__qualname__", "")
                 self._tasks[task] = (
                     thread
-                    if _is_what_a_loop_is_run_for(task)
+                    if _is_main_task(task)
                     else self._number_of_thread(f"{task.get_name()} ({name})")
                 )
             return self._tasks[task]
 
-    def take(self, thread: int, site: int, argument: int, inputs: Any, outputs: Any) -> int:
-        """Take a record; returns how many there are. Missing digests are completed later."""
+    def add(self, thread: int, site: int, argument: int, inputs: Any, outputs: Any) -> int:
+        """Add a record; return the number of records. Pending digests are completed later."""
         rows = self.rows
         try:
             joined = outputs if outputs.__class__ is bytes else b"".join(outputs)
@@ -155,21 +155,21 @@ class RecordBuffer:
             rows.append((thread, site, argument, inputs, outputs))
         return len(rows)
 
-    def take_each(self, sites: list[int], arguments: list[int], outputs: list[Any]) -> int:
-        """Take a record without inputs of each output; returns how many records there are."""
+    def add_outputs(self, sites: list[int], arguments: list[int], outputs: list[Any]) -> int:
+        """Add a record without inputs for each output; return the number of records."""
         rows, thread = self.rows, self.thread(0)
         if {bytes}.issuperset(map(type, outputs)):
             rows.extend(zip(repeat(thread), sites, arguments, repeat(b""), outputs, strict=False))
         else:
             for site, argument, output in zip(sites, arguments, outputs, strict=True):
-                self.take(thread, site, argument, (), (output,))
+                self.add(thread, site, argument, (), (output,))
         return len(rows)
 
-    def move(self, store: Store) -> None:
-        """Hand the records taken so far to `store`; the step goes on."""
+    def move_to_store(self, store: Store) -> None:
+        """Move the records to `store`; the step continues."""
         with self._lock:
             count = len(self.rows)
-            rows = self.rows[:count]  # other threads may add to the list meanwhile
+            rows = self.rows[:count]  # other threads may append at the same time
             del self.rows[:count]
             store.add_sites([*self._new_sites.values()])
             store.add_arguments([*self._new_arguments.values()])
@@ -177,61 +177,65 @@ class RecordBuffer:
             self._new_sites, self._new_arguments, self._new_threads = {}, {}, {}
             self.moved += count
         if self._incomplete:
-            missing = (each for row in rows for each in row[3:] if not isinstance(each, bytes))
-            _complete([digest for digests in missing for digest in digests])
+            columns = (column for row in rows for column in row[3:])
+            pending = (column for column in columns if not isinstance(column, bytes))
+            _complete([digest for digests in pending for digest in digests])
             rows = [(*row[:3], joined(row[3], INPUT), joined(row[4], OUTPUT)) for row in rows]
         store.add_records(rows)
 
     def end_step(self, store: Store) -> tuple[int, int]:
-        """Hand the rest of a step to `store`; returns the first id and the count of its records."""
-        self.move(store)
+        """Move the rest of a step to `store`; return the first id and the count of its records."""
+        self.move_to_store(store)
         count, self.moved = self.moved, 0
         return store.records - count + 1, count
 
 
-def _is_what_a_loop_is_run_for(task: Any) -> bool:
-    variables = (
+def _is_main_task(task: Any) -> bool:
+    """Whether an event loop was started to run `task`."""
+    namespaces = (
         frame.f_locals
         for frame in frames()
         if frame.f_code.co_name in {"run", "run_until_complete"}
         and str(frame.f_globals.get("__name__")).startswith("asyncio.")
     )
-    return any(task is its.get("task") or task is its.get("future") for its in variables)
+    return any(
+        task is variables.get("task") or task is variables.get("future") for variables in namespaces
+    )
 
 
 @dataclass(slots=True)
 class UninitializedReads:
-    """Reads of memory that nothing had written, of one op at one place."""
+    """Reads of uninitialized memory by one op at one call site."""
 
-    often: int = 0
-    is_nan: bool = False  # whether the result of one of them was NaN, and nothing else that it read
+    count: int = 0
+    is_nan: bool = False  # whether a result was NaN although all initialized inputs were not
 
 
 @dataclass(slots=True)
 class RecordingState:
-    """What the parts of one recording share."""
+    """The state that all parts of one recording share."""
 
     request: RecordingRequest
-    spill: Callable[[], None]  # called where a step has more records than are kept in memory
-    step: int = 0  # the step that is running
+    spill: Callable[[], None]  # called when a step has more than `IN_MEMORY` records
+    step: int = 0  # the running step
     names: ModuleNames = field(default_factory=ModuleNames)
     cache: FingerprintCache = field(default_factory=FingerprintCache)
     buffer: RecordBuffer = field(default_factory=RecordBuffer)
-    unwritten: dict[tuple[CallSite, CallSite, str], UninitializedReads] = field(
+    uninitialized_reads: dict[tuple[CallSite, CallSite, str], UninitializedReads] = field(
         default_factory=dict
     )
-    """By the place that allocated the memory, the place that read it, and the op."""
+    """By the call site that allocated the memory, the call site that read it, and the op."""
     hidden: set[str] = field(default_factory=set)
     """The lines that hid ops from all modes, as ``file:line``."""
-    # Held from an op's record to its details, and while a step is handed to the store: another
-    # thread may record, or end the step, in between.
+    # Locked from an op's record to its details, and while a step is moved to the store, because
+    # another thread may record or end the step at the same time.
     lock: Any = field(default_factory=fork_safe_lock)
     position: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Returns the running step and the number of records taken."""
+    """Returns the running step and the number of records."""
     seeds: dict[str, tuple[int, int, str]] = field(default_factory=dict)
-    """By each line that draws from a generator of the program's own: step, record and the seed."""
+    """By line that draws from an explicit generator: step, record and seed at its first draw."""
 
-    left: int = 0  # a sum over the fingerprints of all tensors whose values left torch
+    left_torch: int = 0  # the sum of the fingerprints of all tensors whose values left torch
 
     @property
     def wants_step(self) -> bool:
@@ -239,11 +243,11 @@ class RecordingState:
 
 
 def joined(digests: Any, length: int) -> bytes:
-    """Return digests one after the other; waits for missing ones, and cuts those to `length`."""
+    """Return concatenated digests; waits for pending ones, and truncates them to `length`."""
     if isinstance(digests, bytes):
         return digests
     try:
-        return b"".join(digests)  # all there, as they mostly are
+        return b"".join(digests)  # nearly always, none is pending
     except TypeError:
         _complete(digests)
     return b"".join(
@@ -256,42 +260,42 @@ def _complete(digests: list[Any]) -> None:
     fetch([digest for digest in landed if isinstance(digest, Pending)])
 
 
-class Statistics(NamedTuple):
+class TensorStatistics(NamedTuple):
     """Summary statistics of a tensor; NaN becomes None."""
 
-    numbers: int  # numbers besides NaN: the shape says how many there would be without it
+    numbers: int  # the count of elements that are not NaN
     mean: float | None = None
     norm: float | None = None
     low: float | None = None
     high: float | None = None
 
 
-def statistics(tensor: Any) -> Statistics:
-    """Return count, mean, Euclidean norm, least and greatest of the numbers of `tensor`.
+def statistics(tensor: Any) -> TensorStatistics:
+    """Return count, mean, Euclidean norm, minimum and maximum of the elements of `tensor`.
 
-    NaN is left out of all of them. A complex number counts as two real ones, a quantised one as
-    what it stands for; of a sparse tensor those that it keeps count. Without numbers, or where
-    none can be read, all but the count, 0, are None. Waits for a device. Never raises.
+    Ignores NaN. A complex number counts as two real ones; quantized elements are dequantized; of a
+    sparse tensor only the stored elements count. Without elements, or if they cannot be read, the
+    count is 0 and the rest None. Waits for a device. Never raises.
     """
     try:
         with unobserved():
-            found = list(map(_of_piece, _pieces(tensor)))
-    except Exception:  # noqa: BLE001 - the code of a subclass is anybody's, and may raise anything
-        return Statistics(0)
-    count = sum(numbers for numbers, *_ in found)
+            rows = list(map(_statistics_of_piece, _widened_pieces(tensor)))
+    except Exception:  # noqa: BLE001 - the code of a subclass may raise any error
+        return TensorStatistics(0)
+    count = sum(numbers for numbers, *_ in rows)
     if not count:
-        return Statistics(0)
-    _, sums, norms, lows, highs = zip(*found, strict=True)
-    # math.fsum refuses infinities of both signs.
+        return TensorStatistics(0)
+    _, sums, norms, lows, highs = zip(*rows, strict=True)
+    # math.fsum raises for infinities of both signs.
     total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
     mean, norm = (
-        None if math.isnan(each) else each for each in (total / count, math.hypot(*norms))
+        None if math.isnan(number) else number for number in (total / count, math.hypot(*norms))
     )
-    return Statistics(count, mean, norm, min(lows), max(highs))
+    return TensorStatistics(count, mean, norm, min(lows), max(highs))
 
 
-def _pieces(tensor: Any) -> Iterator[Any]:
-    for part in _parts(tensor):
+def _widened_pieces(tensor: Any) -> Iterator[Any]:
+    for part in _parts_with_values(tensor):
         wide = getattr(torch, _WIDEST.get(part.device.type, "float64"))
         size = PIECE if part.is_cpu else LARGE_PIECE
         for piece in pieces(part):
@@ -300,25 +304,25 @@ def _pieces(tensor: Any) -> Iterator[Any]:
             yield from (few.to(wide) for few in real.reshape(-1).split(size))
 
 
-def _parts(tensor: Any) -> Sequence[Any]:
-    if hasattr(tensor, "__tensor_flatten__"):  # offsets and scales come after the values
-        return _parts(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
+def _parts_with_values(tensor: Any) -> Sequence[Any]:
+    if hasattr(tensor, "__tensor_flatten__"):  # the first tensor has the values
+        return _parts_with_values(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
     if tensor.layout == torch.sparse_coo:
-        return _parts(tensor._values())  # noqa: SLF001 - the public name refuses one not coalesced
+        return _parts_with_values(tensor._values())  # noqa: SLF001 - the public method raises if not coalesced
     if tensor.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
-        return _parts(tensor.values())
+        return _parts_with_values(tensor.values())
     return memory_of(tensor.dequantize() if tensor.is_quantized else tensor).parts
 
 
-def _of_piece(piece: Any) -> tuple[int, float, float, float, float]:
+def _statistics_of_piece(piece: Any) -> tuple[int, float, float, float, float]:
     if not piece.numel():
         return 0, 0.0, 0.0, math.inf, -math.inf
     low, high = piece.aminmax()
     norm = torch.linalg.vector_norm(piece)
-    found = torch.stack([piece.sum(), norm, low, high]).tolist()
-    if math.isnan(found[2]):
-        return _of_piece(piece[~piece.isnan()])
-    return (piece.numel(), *found)
+    row = torch.stack([piece.sum(), norm, low, high]).tolist()
+    if math.isnan(row[2]):
+        return _statistics_of_piece(piece[~piece.isnan()])
+    return (piece.numel(), *row)
 
 
 class DetailRecorder:
@@ -330,16 +334,16 @@ class DetailRecorder:
         self._tensors: list[tuple[Any, ...]] = []
         self._matched: set[str] = set()
 
-    def before(self, place: CallSite, args: Any, kwargs: Any) -> list[Any] | None:
-        """Return copies of the inputs, for a module whose tensors are kept, else None."""
-        if not self._keeps(place) or not self._state.wants_step:
+    def before(self, call_site: CallSite, args: Any, kwargs: Any) -> list[Any] | None:
+        """Return copies of the inputs if the tensors of the module are kept, else None."""
+        if not self._keeps(call_site) or not self._state.wants_step:
             return None
         cache = self._state.cache
         tensors = tensors_in((args, kwargs))
-        return [None if cache.is_unset(tensor) else _kept(tensor) for tensor in tensors]
+        return [None if cache.is_uninitialized(tensor) else _kept(tensor) for tensor in tensors]
 
     def after(self, before: list[Any] | None, outputs: list[Any]) -> None:
-        """Record the outputs of an op whose record was the last to be taken."""
+        """Record the outputs of the op of the last record."""
         if not self._state.wants_step:
             return
         buffer = self._state.buffer
@@ -349,15 +353,15 @@ class DetailRecorder:
                 (position, number, *statistics(tensor)) for number, tensor in enumerate(outputs)
             ]
         if before is not None:
-            self._keep(position, "input", before)
-            self._keep(position, "output", map(_kept, outputs))
+            self._add_tensors(position, "input", before)
+            self._add_tensors(position, "output", map(_kept, outputs))
 
-    def made(self, place: CallSite, tensor: Any) -> None:
-        """Record a tensor made from values, whose record was the last to be taken."""
-        self.after([] if self._keeps(place) else None, [tensor])
+    def new_tensor(self, call_site: CallSite, tensor: Any) -> None:
+        """Record a tensor that was created from values, which the last record is for."""
+        self.after([] if self._keeps(call_site) else None, [tensor])
 
-    def _keeps(self, place: CallSite) -> bool:
-        module = place.module
+    def _keeps(self, call_site: CallSite) -> bool:
+        module = call_site.module
         matching = [
             pattern
             for pattern in self._state.request.keep
@@ -375,9 +379,11 @@ class DetailRecorder:
         store.add_tensors((first + row[0], *row[1:]) for row in self._tensors)
         self._statistics, self._tensors = [], []
 
-    def _keep(self, position: int, role: str, kept: Iterable[Any]) -> None:
+    def _add_tensors(self, position: int, role: str, kept: Iterable[Any]) -> None:
         self._tensors += [
-            (position, role, number, *its) for number, its in enumerate(kept) if its is not None
+            (position, role, index, *tensor)
+            for index, tensor in enumerate(kept)
+            if tensor is not None
         ]
 
 
@@ -389,6 +395,6 @@ def _kept(tensor: Any) -> tuple[str, str, bytes] | None:
     try:
         copy = tensor.detach().to("cpu", copy=True).contiguous()
         data = copy.reshape(-1).view(torch.uint8).numpy() if copy.numel() else b""
-    except Exception:  # noqa: BLE001 - the code of a subclass is anybody's, and may raise anything
+    except Exception:  # noqa: BLE001 - the code of a subclass may raise any error
         return None
     return str(copy.dtype).removeprefix("torch."), ",".join(map(str, copy.shape)), bytes(data)

@@ -1,11 +1,11 @@
-"""Fingerprints of tensors: 128 bits, of every bit of memory and its place.
+"""Fingerprints of tensors: 128 bits, which depend on every bit of memory and its position.
 
-Those of an accelerator are computed there, and fetched later, many at once.
+A fingerprint on an accelerator is computed there and fetched later, together with others.
 
-On the host a fingerprint is XXH3. On a device it is a sum: each word is mixed with a key of its
-place, in invertible steps, so that a change of one word always shows. The results are added modulo
-a power of two, so that the order of a reduction, which devices leave open, does not matter. The
-steps are those of SplitMix64 (https://prng.di.unimi.it).
+On the host a fingerprint is XXH3. On a device it is a sum: each word is mixed with the key of its
+position by invertible steps, so a change of one word always changes the sum. Sums are modulo a
+power of two, so the order of the reduction, which devices do not guarantee, has no effect. The
+steps are taken from SplitMix64 (https://prng.di.unimi.it).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any
 import xxhash
 
 torch: Any = import_module("torch")
-"""Without its types: much of what is asked for here is private or of subclasses."""
+"""Untyped, because this module uses many private names, and attributes of subclasses."""
 
 PIECE = 1 << 24
-"""Bytes that are copied at a time where memory is not contiguous."""
+"""Bytes that are copied at a time if memory is not contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory that holds the value of a tensor."""
+    """The memory that stores the value of a tensor."""
 
-    kind: str
-    """What distinguishes it from a plain contiguous tensor of the same bytes; empty for that."""
+    layout: str
+    """A text that differs between layouts of equal bytes; empty for a plain contiguous tensor."""
     parts: tuple[Any, ...]  # strided tensors, as contiguous as they can be without a copy
 
 
@@ -42,14 +42,14 @@ _UNOBSERVED: tuple[Callable[[], Any], ...] = (
     *(torch.no_grad, torch._C.DisableTorchFunction),  # noqa: SLF001
     *(torch._C._DisableFuncTorch, torch._C._DisableTorchDispatch),  # noqa: SLF001
 )
-"""Private, because nothing public turns them off; where one is gone recording is refused."""
+"""Private, because torch has no public switches. If one is missing, recording is refused."""
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Keep autograd, subclasses, modes and `torch.func` from seeing operations in the block.
+    """Hide operations in the block from autograd, subclasses, modes and `torch.func`.
 
-    They may record, count or change what is asked of a tensor.
+    These may otherwise record, count or change the operations.
     """
     with ExitStack() as stack:
         for off in _UNOBSERVED:
@@ -58,22 +58,22 @@ def unobserved() -> Iterator[None]:
 
 
 def memory_of(tensor: Any) -> Memory:
-    """Return the memory of `tensor`, whatever its kind; called within `unobserved`.
+    """Return the memory of a tensor of any layout and class; call it within `unobserved`.
 
-    Raises whatever the code of a subclass raises.
+    Raises any error that the code of a subclass raises.
     """
-    # A subclass keeps its value in other tensors. Those without elements are left out: a jagged
-    # tensor caches its lengths in the shape of one.
+    # A subclass stores its value in other tensors. Skip those without elements: a jagged tensor
+    # caches its lengths in the shape of one.
     # https://docs.pytorch.org/docs/stable/generated/torch.Tensor.__torch_dispatch__.html
     if hasattr(tensor, "__tensor_flatten__"):
-        wait = getattr(tensor, "trigger_wait", None)  # what a collective has not written yet
+        wait = getattr(tensor, "trigger_wait", None)  # until a collective has written it
         if wait is not None:
             wait()
         names = [name for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name).numel()]
         title = f"{type(tensor).__qualname__} {' '.join(names)}"
         return _joined(title, [getattr(tensor, name) for name in names])
-    # Nothing public tells the tensors inside of `torch.func`, and functional ones, from others;
-    # where a torch has not even these, asking raises, and their memory is not read.
+    # Torch has no public test for tensors within `torch.func` or for functional ones. In a torch
+    # without these private ones, the call raises, and the memory is not read.
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         return _joined("transformed", [torch._C._functorch.get_unwrapped(tensor)])  # noqa: SLF001
     if torch._is_functional_tensor(tensor):  # noqa: SLF001
@@ -81,9 +81,9 @@ def memory_of(tensor: Any) -> Memory:
     if tensor.device.type == "meta":
         return Memory("no memory", ())
     layout = str(tensor.layout)
-    if layout == "torch.sparse_coo":  # the public names of both refuse one that is not coalesced
-        inner = [tensor._indices(), tensor._values()]  # noqa: SLF001
-        return _joined(f"sparse coo, coalesced {tensor.is_coalesced()}", inner)
+    if layout == "torch.sparse_coo":  # the public methods raise if it is not coalesced
+        tensors = [tensor._indices(), tensor._values()]  # noqa: SLF001
+        return _joined(f"sparse coo, coalesced {tensor.is_coalesced()}", tensors)
     if layout in _INDICES:
         return _joined(layout, [getattr(tensor, name)() for name in (*_INDICES[layout], "values")])
     if tensor.is_mkldnn:
@@ -96,52 +96,52 @@ def memory_of(tensor: Any) -> Memory:
         scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
         return _joined(f"{scheme} {tensor.q_per_channel_axis()}", [tensor.int_repr(), *scales])
     if tensor.is_nested:
-        inner = tensor.unbind()
-        return _joined(f"nested {[tuple(part.shape) for part in inner]}", inner)
+        tensors = tensor.unbind()
+        return _joined(f"nested {[tuple(part.shape) for part in tensors]}", tensors)
     if not _has_memory(tensor):
         return Memory("no memory", ())
     order = None if tensor.is_contiguous() else _order_of_memory(tensor.shape, tensor.stride())
     if order is None:
         return Memory("", (tensor,))
-    return Memory(_kind_of_order(order), (tensor.permute(order),))
+    return Memory(_layout_of_order(order), (tensor.permute(order),))
 
 
 _INDICES = {
     **dict.fromkeys(("torch.sparse_csr", "torch.sparse_bsr"), ("crow_indices", "col_indices")),
     **dict.fromkeys(("torch.sparse_csc", "torch.sparse_bsc"), ("ccol_indices", "row_indices")),
 }
-"""The names of what compressed layouts keep besides their values."""
+"""The methods that return the indices of compressed layouts."""
 
 
-def not_read(tensor: Any) -> Memory:
-    """Return a stand-in for memory that was not found: the fingerprint is the same for a type."""
+def unreadable_memory(tensor: Any) -> Memory:
+    """Return a placeholder for memory that cannot be read; it only depends on the class."""
     return Memory(f"unread {type(tensor).__module__}.{type(tensor).__qualname__}", ())
 
 
 def pieces(part: Any) -> Iterator[Any]:
     """Yield the value of a part of a `Memory` in order, as contiguous tensors of any dtype.
 
-    A contiguous part comes as it is, without a copy. Of others every piece but the last has a
-    multiple of 8 bytes, and hardly more than `PIECE` unless a row has many more.
+    A contiguous part is yielded itself, without a copy. Otherwise every piece except the last one
+    has a multiple of 8 bytes, and not much more than `PIECE` unless a row is much larger.
     """
-    # Elements that are in no memory: conjugated or negated ones, or zeros.
-    lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - they have no other name
+    # Values that are not in memory: lazily conjugated or negated ones, or zeros.
+    lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - no public name
     if part.is_contiguous() and not lazy:
         yield part
         return
-    if not lazy:  # some dtypes have no kernel that copies
+    if not lazy:  # some dtypes have no copy kernel
         same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         part = part.view(same.get(part.itemsize, part.dtype))
     rows = (part,)
     if part.nbytes > PIECE and part.dim():
         row = part.nbytes // part.shape[0]
         if row * 8 > PIECE and row % 8 == 0:
-            for inner in part.unbind(0):
-                yield from pieces(inner)
+            for subtensor in part.unbind(0):
+                yield from pieces(subtensor)
             return
         rows = part.split(max(PIECE // row // 8, 1) * 8)  # 8 rows are a multiple of 8 bytes
-    for each in rows:
-        yield each.clone(memory_format=torch.contiguous_format)  # lazy numbers become what they are
+    for row_block in rows:
+        yield row_block.clone(memory_format=torch.contiguous_format)  # also resolves lazy values
 
 
 def _order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
@@ -155,34 +155,34 @@ def _order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] 
 
 
 def _joined(name: str, tensors: Iterable[Any]) -> Memory:
-    inner = [memory_of(tensor) for tensor in tensors]
-    kinds = ", ".join(f"{memory.kind}:{len(memory.parts)}" for memory in inner)
-    return Memory(f"{name}({kinds})", tuple(part for memory in inner for part in memory.parts))
+    memories = [memory_of(tensor) for tensor in tensors]
+    layouts = ", ".join(f"{memory.layout}:{len(memory.parts)}" for memory in memories)
+    return Memory(f"{name}({layouts})", tuple(part for memory in memories for part in memory.parts))
 
 
-def _kind_of_order(order: Sequence[int]) -> str:
+def _layout_of_order(order: Sequence[int]) -> str:
     return f"order {' '.join(map(str, order))}"
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Whether all the elements lie in storage: not on meta, in a fake, or after it was freed."""
+    """Whether all elements lie in allocated storage; not for meta or fake tensors, or if freed."""
     storage = tensor.untyped_storage()
     last = tensor.storage_offset() + sum(
         stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
-    zeros = tensor._is_zerotensor()  # noqa: SLF001 - zeros without memory have no other name
+    zeros = tensor._is_zerotensor()  # noqa: SLF001 - zeros without memory; no public name
     enough = not tensor.numel() or (last + 1) * tensor.itemsize <= storage.nbytes()
     return bool(zeros or (enough and storage.device.type != "meta"))
 
 
 ROW = 1024
-"""Keys of one row; those of the next row are these with `Mixing.step` added."""
+"""Keys per row; each row has the keys of the row before, plus `Mixing.step`."""
 
 CHUNK = 1 << 24
-"""Bytes that are mixed at a time, in all streams; up to four times as many are on the device."""
+"""Bytes that are mixed at a time, in all streams; needs up to four times as much memory."""
 
 FEW = 1 << 19
-"""Bytes up to which a small table of keys is used."""
+"""The most bytes for which a small table of keys is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Mixing:
     multipliers: tuple[int, int]
     shifts: tuple[int, int]
     step: int  # difference between the keys of two rows; even, so that keys stay odd
-    streams: int  # how often all is done, each time with other keys; each yields two sums
+    streams: int  # repetitions with different keys; each gives two sums
 
 
 WIDE = Mixing(
@@ -214,7 +214,7 @@ NARROW = Mixing(
     step=0x3C6EF372,
     streams=2,
 )
-"""For devices that do so slowly, or not at all.
+"""For devices that multiply integers of 64 bits slowly, or not at all.
 
 The vector unit of Ascend multiplies 16 and 32 bits:
 https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/910beta2/API/ascendcopapi/atlasascendc_api_07_0037.html
@@ -222,18 +222,18 @@ https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/910beta2/API/as
 
 
 def sums(part: Iterator[Any], mixing: Mixing) -> Any:
-    """Return the sums of consecutive contiguous tensors; None where all are empty.
+    """Return the sums of consecutive contiguous tensors, or None if all are empty.
 
-    They stay on the device, in a tensor of 16 bytes; nothing waits for them.
+    The sums are a tensor of 16 bytes on the device; does not wait for the device.
     """
-    total, at = None, 0
+    total, position = None, 0
     for piece in part:
         for chunk in piece.reshape(-1).view(torch.uint8).split(CHUNK // mixing.streams):
             words = _words(chunk, mixing)
             if words.numel():
-                here = _sums_at(words, at, mixing)
-                total = here if total is None else total + here
-            at += words.numel()
+                chunk_sums = _sums_at(words, position, mixing)
+                total = chunk_sums if total is None else total + chunk_sums
+            position += words.numel()
     return total
 
 
@@ -241,18 +241,18 @@ def _words(chunk: Any, mixing: Mixing) -> Any:
     missing = -chunk.numel() % mixing.width
     if missing:
         chunk = torch.nn.functional.pad(chunk, (0, missing))
-    elif (chunk.data_ptr() | chunk.storage_offset()) % mixing.width:  # it may begin anywhere
+    elif (chunk.data_ptr() | chunk.storage_offset()) % mixing.width:  # it may be unaligned
         chunk = chunk.clone()
     return chunk.view(getattr(torch, mixing.dtype))
 
 
-def _sums_at(words: Any, at: int, mixing: Mixing) -> Any:
-    """Return the sums of words that begin at place `at` of a tensor.
+def _sums_at(words: Any, position: int, mixing: Mixing) -> Any:
+    """Return the sums of words that begin at a position of a tensor, which counts words.
 
-    There are two of each stream: of the mixed words, and of their products with their keys.
+    For each stream there are two: of the mixed words, and of their products with the keys.
     """
     room = FEW if len(words) * mixing.width <= FEW else CHUNK
-    row, column = divmod(at, ROW)
+    row, column = divmod(position, ROW)
     keys = key_tables(mixing, words.device, room)[:, column : column + len(words)]
     if row:
         keys = keys + _signed(row * mixing.step, mixing.width)
@@ -267,15 +267,15 @@ def _sums_at(words: Any, at: int, mixing: Mixing) -> Any:
 
 @cache
 def key_tables(mixing: Mixing, device: Any, room: int) -> Any:
-    """Return the keys for so many bytes on a device, a row for each stream; they stay there.
+    """Return the keys for `room` bytes on a device, a row for each stream; they are cached.
 
-    They are made on the host and waited for once; every stream of the device may read them then.
+    They are computed on the host and copied synchronously, so every stream may read them.
     """
     rows = room // mixing.width // ROW + 1
     dtype = getattr(torch, mixing.dtype)
     steps = torch.arange(rows, dtype=dtype, device="cpu") * mixing.step
     first = [
-        [_signed(_splitmix(stream * ROW + place) | 1, mixing.width) for place in range(ROW)]
+        [_signed(_splitmix(stream * ROW + position) | 1, mixing.width) for position in range(ROW)]
         for stream in range(mixing.streams)
     ]
     keys = steps[:, None] + torch.tensor(first, dtype=dtype, device="cpu")[:, None]
@@ -296,17 +296,17 @@ def _signed(number: int, width: int) -> int:
 
 
 ALGORITHM = "xxh3-128"
-MANY = 1 << 12  # cached results; a program has few shapes
+MANY = 1 << 12  # the most cached results; a program has few shapes
 
 
 class _Arrays(dict[int, Any]):
-    """The ctypes array of so many bytes: faster than `functools.lru_cache` where it exists."""
+    """The ctypes array type of each size in bytes; hits are faster than with `lru_cache`."""
 
     def __missing__(self, size: int) -> Any:
         if len(self) >= MANY:
             self.clear()
-        found = self[size] = ctypes.c_char * size
-        return found
+        array_type = self[size] = ctypes.c_char * size
+        return array_type
 
 
 arrays = _Arrays()
@@ -315,7 +315,7 @@ arrays = _Arrays()
 @lru_cache(MANY)
 def _order(shape: Any, strides: Any) -> bytes | None:
     order = _order_of_memory(shape, strides)
-    return None if order is None else _kind_of_order(order).encode()
+    return None if order is None else _layout_of_order(order).encode()
 
 
 _plain_types = {torch.Tensor, torch.nn.Parameter}
@@ -330,16 +330,16 @@ _digest = xxhash.xxh3_128_digest
 
 
 def fingerprint(tensor: Any) -> bytes:
-    """Return 16 bytes that differ where a bit, its place, or the order of memory differs.
+    """Return 16 bytes that differ if a bit, its position, or the order of memory differs.
 
-    Tensors of equal value and order of memory have the same, wherever their memory lies. Only
-    that memory is read, without a copy if it has no gaps; the tensor stays unchanged. A tensor
-    without memory has a constant, and so has one whose memory is not found, for its type. Never
-    raises. https://github.com/Cyan4973/xxHash
+    Tensors with equal values and order of memory have equal fingerprints. Only the memory is read,
+    without a copy if it has no gaps; the tensor is not changed. A tensor without memory has a
+    constant fingerprint; one whose memory cannot be read, a constant for its class. Never raises.
+    https://github.com/Cyan4973/xxHash
     """
     try:
         if (
-            type(tensor) in _plain_types  # subclasses may count or change what is asked of them
+            type(tensor) in _plain_types  # subclasses may count or change operations
             and (width := widths.get(tensor.dtype)) is not None
             and tensor.is_cpu
             and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
@@ -353,36 +353,36 @@ def fingerprint(tensor: Any) -> bytes:
                 order = _order(tensor.shape, tensor.stride())
                 if order is not None:
                     return _digest(order + _digest(arrays[size].from_address(start)))
-    except RuntimeError:  # no storage to ask: sparse, or inside of a transformed function
-        return _of_any_kind(tensor)
-    return _of_any_kind(tensor)
+    except RuntimeError:  # no storage: a sparse tensor, or one within `torch.func`
+        return _fingerprint_of_any(tensor)
+    return _fingerprint_of_any(tensor)
 
 
-def _of_any_kind(tensor: Any) -> bytes:
+def _fingerprint_of_any(tensor: Any) -> bytes:
     try:
         with unobserved():
-            return _of_memory(memory_of(tensor))
-    except Exception:  # noqa: BLE001 - the code of a subclass is anybody's, and may raise anything
-        return _of_memory(not_read(tensor))
+            return _fingerprint_of_memory(memory_of(tensor))
+    except Exception:  # noqa: BLE001 - the code of a subclass may raise any error
+        return _fingerprint_of_memory(unreadable_memory(tensor))
 
 
-def _of_memory(memory: Memory) -> bytes:
-    parts = [_of_part(part) for part in memory.parts]
-    return _digest(memory.kind.encode() + b"".join(parts)) if memory.kind else parts[0]
+def _fingerprint_of_memory(memory: Memory) -> bytes:
+    parts = [_digest_of_part(part) for part in memory.parts]
+    return _digest(memory.layout.encode() + b"".join(parts)) if memory.layout else parts[0]
 
 
-def _of_part(part: Any) -> bytes:
+def _digest_of_part(part: Any) -> bytes:
     state = xxhash.xxh3_128()
     for piece in pieces(part):
-        here = piece.cpu()
-        state.update(arrays[here.nbytes].from_address(here.data_ptr()))
+        on_host = piece.cpu()
+        state.update(arrays[on_host.nbytes].from_address(on_host.data_ptr()))
     return state.digest()
 
 
-# On devices.
+# Fingerprints on devices.
 
 MIXINGS = {"npu": (NARROW, WIDE)}
-"""How types of devices may compute sums, the fastest first."""
+"""The arithmetic that each type of device may use, the fastest first."""
 
 OTHER_MIXINGS = (WIDE, NARROW)
 
@@ -391,65 +391,67 @@ OTHER_MIXINGS = (WIDE, NARROW)
 class Pending:
     """A fingerprint that a device computes."""
 
-    bytes: bytes | None = None  # the 16 bytes, once fetched
-    kind: str = ""
+    bytes: bytes | None = None  # the 16 bytes, after `fetch`
+    layout: str = ""
     sizes: tuple[int, ...] = ()
     sums: list[Any] = field(default_factory=list)
-    """16 bytes on the device for each part that has bytes, until they are fetched."""
+    """Until `fetch`: 16 bytes on the device for each part that is not empty."""
 
 
 def device_fingerprint(tensor: Any) -> Pending:
-    """Begin to fingerprint `tensor` on its device, without waiting; `fetch` fills it in.
+    """Start to fingerprint `tensor` on its device, without waiting; `fetch` fills in the bytes.
 
-    Two tensors have the same where their `fingerprint` is the same; the bytes are others. Waits at
-    the first tensor of a device, to test the device's arithmetic, and at every tensor of a device
-    that fails the test. Tensors that are captured into a graph are not computed yet and have a
-    constant. Never raises.
+    Two tensors have equal device fingerprints if and only if their `fingerprint` is equal, but the
+    bytes differ from `fingerprint`. Waits at the first tensor of a device, to test the device's
+    arithmetic, and at every tensor of a device that fails the test. A tensor that is being captured
+    into a graph has no value yet; its fingerprint is a constant. Never raises.
     """
     try:
         with unobserved():
-            return _begun(tensor)
-    except Exception:  # noqa: BLE001 - the code of a subclass is anybody's, and may raise anything
-        return _constant(not_read(tensor).kind)
+            return _start(tensor)
+    except Exception:  # noqa: BLE001 - the code of a subclass may raise any error
+        return _constant_fingerprint(unreadable_memory(tensor).layout)
 
 
 def fetch(pendings: Iterable[Pending]) -> None:
     """Fill in the bytes of `pendings`; waits for each device once and copies once from it.
 
-    One may come several times: as an output of one op, and as an input of those that read it.
+    The same fingerprint may occur repeatedly: as the output of an op and as the input of others.
     """
-    once = {id(pending): pending for pending in pendings}.values()
-    # Another thread may fetch the same one: it sets the bytes before it drops the sums.
-    missing = [(one, sums) for one, sums in [(one, one.sums) for one in once] if one.bytes is None]
+    distinct = {id(pending): pending for pending in pendings}.values()
+    # Read the sums first: another thread that fetches the same one sets its bytes before it
+    # deletes its sums.
+    with_sums = [(pending, pending.sums) for pending in distinct]
+    missing = [(pending, sums) for pending, sums in with_sums if pending.bytes is None]
     by_device: dict[Any, list[Any]] = defaultdict(list)
     fetched = {}
     with unobserved():
         for _, sums_of_parts in missing:
-            for found in sums_of_parts:
-                by_device[found.device].append(found.view(torch.uint8))
-        for device, together in by_device.items():
+            for part_sums in sums_of_parts:
+                by_device[part_sums.device].append(part_sums.view(torch.uint8))
+        for device, tensors in by_device.items():
             getattr(_module(device), "synchronize", lambda _: None)(device)  # all of its streams
-            fetched[device] = BytesIO(torch.cat(together).cpu().numpy().tobytes())
+            fetched[device] = BytesIO(torch.cat(tensors).cpu().numpy().tobytes())
     for pending, sums_of_parts in missing:
-        parts = b"".join(fetched[found.device].read(16) for found in sums_of_parts)
-        pending.bytes = xxhash.xxh3_128_digest(f"{pending.kind} {pending.sizes}".encode() + parts)
+        parts = b"".join(fetched[part_sums.device].read(16) for part_sums in sums_of_parts)
+        pending.bytes = xxhash.xxh3_128_digest(f"{pending.layout} {pending.sizes}".encode() + parts)
         pending.sums = []
 
 
 def algorithm(device: Any) -> str:
-    """Return the name of what `device_fingerprint` computes on `device`."""
+    """Return the name of the arithmetic of `device_fingerprint` on `device`."""
     with unobserved():
         mixing = _mixing(device)
     return mixing.name if mixing else ALGORITHM
 
 
-def _begun(tensor: Any) -> Pending:
+def _start(tensor: Any) -> Pending:
     memory = memory_of(tensor)
-    pending = Pending(kind=memory.kind, sizes=tuple(part.nbytes for part in memory.parts))
+    pending = Pending(layout=memory.layout, sizes=tuple(part.nbytes for part in memory.parts))
     for part in memory.parts:
-        # Nothing may be waited for where the device's stream is recording a graph.
+        # Do not wait while the device's stream is capturing a graph.
         if getattr(_module(part.device), "is_current_stream_capturing", lambda: False)():
-            return _constant("captured into a graph")
+            return _constant_fingerprint("captured into a graph")
         if part.nbytes:
             mixing = _mixing(part.device)
             if mixing is None:
@@ -458,8 +460,8 @@ def _begun(tensor: Any) -> Pending:
     return pending
 
 
-def _constant(kind: str) -> Pending:
-    return Pending(xxhash.xxh3_128_digest(kind.encode()))
+def _constant_fingerprint(layout: str) -> Pending:
+    return Pending(xxhash.xxh3_128_digest(layout.encode()))
 
 
 @cache
@@ -469,17 +471,17 @@ def _module(device: Any) -> Any:
 
 @cache
 def _mixing(device: Any) -> Mixing | None:
-    """Return the first arithmetic in which `device` computes what the host computes.
+    """Return the first arithmetic that gives the same sums on `device` as on the host.
 
-    One that raises there is skipped. Waits for the device.
+    Skips an arithmetic that raises on the device. Waits for the device.
     """
     probe = torch.arange(-9999, 9999, dtype=torch.int64, device="cpu") * WIDE.multipliers[0]
     probe = probe.view(torch.uint8)[5:]  # neither aligned nor whole words
     for mixing in MIXINGS.get(device.type, OTHER_MIXINGS):
         try:
-            there = sums(iter([probe.to(device)]), mixing).cpu()
-            if torch.equal(there, sums(iter([probe]), mixing)):
+            device_sums = sums(iter([probe.to(device)]), mixing).cpu()
+            if torch.equal(device_sums, sums(iter([probe]), mixing)):
                 return mixing
-        except Exception:  # noqa: BLE001, S112 - a driver may raise anything
+        except Exception:  # noqa: BLE001, S112 - a driver may raise any error
             continue
     return None

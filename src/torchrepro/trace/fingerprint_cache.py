@@ -1,18 +1,12 @@
-"""What is fingerprinted again only where it may have changed: tensors, and random generators.
+"""The digests of the inputs and outputs of ops, by their tensors.
 
-The cache has the digests of the inputs, and of the outputs, of ops by their tensors.
+A tensor is fingerprinted again only where its memory may have changed.
 """
 
 from __future__ import annotations
 
-import marshal
-import random
-import struct
-import sys
-from _random import Random as _Words
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
@@ -21,16 +15,26 @@ import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrepro.ground.callers import address
-from torchrepro.seeding import generators
-from torchrepro.trace.fingerprint import (
-    arrays,
-    device_fingerprint,
-    fingerprint,
-    unobserved,
-    widths,
+from torchrepro.trace.digests import (
+    MAYBE_INITIALIZED,
+    UNREAD,
+    Digest,
+    InFlight,
+    UninitializedDigest,
+    digest_of_uninitialized,
+    is_uninitialized,
 )
+from torchrepro.trace.fingerprint import unobserved
 from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
 from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
+from torchrepro.trace.tensor_reads import (
+    fingerprint_of,
+    fingerprint_of_plain_result,
+    inference_writes,
+    size_of,
+    storage_id,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
@@ -41,133 +45,56 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 LARGE = 2**20
-"""Bytes above which memory that is no parameter is read once and not again in every step."""
-
-
-class Unset(bytes):
-    """The digest of memory that no op is known to have written, in part or at all."""
-
-    place: CallSite | None = None  # where it was allocated
-
-    given_nan = False  # whether what ops have written into it is NaN, or may be
-
-    def becomes(self, digest: bytes, *, given_nan: bool = False) -> Unset:
-        """Return the digest of the same memory, or of a copy, once ops have written into it."""
-        made = Unset(digest)
-        made.place, made.given_nan = self.place, self.given_nan or given_nan
-        return made
-
-
-UNSEEN = Unset(PARTLY + b"miss")
-"""Stands for memory that was unset, and that ops have written which were not seen."""
-
-UNREAD = b"not read"
-"""Stands for the input of a view whose memory is too large to be read for that alone."""
-
-Digest = Any
-"""The first bytes of a fingerprint, or a `Pending` or `InFlight` one that is not there yet."""
-
-STAND_INS = frozenset({UNREAD[:4], UNINITIALISED[:4], PARTLY})
-"""How the digests begin that are not of bytes that were read."""
-
+"""Size in bytes above which a tensor is read once, not in every step. Parameters always are."""
 READ, WRITTEN, VIEW = range(3)
-"""Where a digest comes from: memory was read, an op has written it, or it is a view of another."""
+"""Source of a digest: memory was read, an op wrote the tensor, or the tensor is a view."""
 
 Entry = tuple["ReferenceType[Any]", int, Digest, int]
-"""The tensor, its version, its digest, and where the digest comes from."""
+"""The tensor, its version, its digest, and the source of the digest."""
 
 NO_ENTRY: Entry = (lambda: None), 0, UNREAD, READ  # type: ignore[assignment]
-"""Stands for the entry of a tensor that has none."""
+"""The default for a tensor without an entry; it never is valid."""
 
 NewTensor = tuple["ReferenceType[Any]", "list[Callable[[Any, Any], None]]"]
-"""A tensor, and what to call with it and its fingerprint where it is first read.
+"""A tensor, and a callback for its first read, which gets the tensor and its fingerprint.
 
-Tensors of the same memory share the list, which is empty once one of them was read.
+The callback is in a list that all tensors of the same memory share. The first read empties it.
 """
 
 _Kept = TypeVar("_Kept", Entry, NewTensor)
 
-BORROWED = torch.UntypedStorage._cdata, torch.Tensor._nnz, torch.Tensor._is_zerotensor  # noqa: SLF001
-"""Asked for as a recording begins, which a torch without one of them refuses before any op."""
-
-_digest = xxhash.xxh3_128_digest
 _short_digest = xxhash.xxh3_64_digest
 
 
-def fingerprint_of(tensor: Any) -> Any:
-    """Return the fingerprint of a tensor, `Pending` for one whose device still computes it."""
-    if tensor.is_cpu or tensor.is_meta:
-        return fingerprint(tensor)
-    return device_fingerprint(tensor)
-
-
-def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the fingerprints of tensors, their shapes, and how many bytes they have in all.
-
-    It is `fingerprint_of` and `shape_of` of each, with each thing asked once of a plain tensor.
-    """
-    fingerprints, shapes, total = [], [], 0
-    for tensor in tensors:
-        try:
-            if (
-                tensor.__class__ in PLAIN
-                and (shape := tensor.shape) is not None  # raises for nested tensors
-                and (width := widths.get(dtype := tensor.dtype)) is not None
-                and tensor.is_cpu
-                and tensor.is_contiguous()
-                and not (tensor.is_neg() or tensor.is_conj())
-                and (start := tensor.data_ptr())
-                and tensor.untyped_storage().nbytes()
-                >= tensor.storage_offset() * width + (size := tensor.nbytes)
-            ):
-                fingerprints.append(_digest(arrays[size].from_address(start)))
-                shapes.append((shape, dtype))
-                total += size
-                continue
-        except RuntimeError:  # as in `fingerprint`
-            pass
-        fingerprints.append(fingerprint_of(tensor))
-        shapes.append(shape_of(tensor))
-        total += size_of(tensor)
-    return fingerprints, shapes, total
-
-
-def size_of(tensor: Any) -> int:
-    """Return how many bytes the elements of a tensor take; of a sparse one, those it stores."""
-    try:
-        return tensor.nbytes  # type: ignore[no-any-return]
-    except (RuntimeError, NotImplementedError):
-        return tensor._nnz() * tensor.element_size() if tensor.is_sparse else 0  # noqa: SLF001 - the public `values` needs a coalesced tensor
-
-
 class FingerprintCache:
-    """Digests by tensor, valid as long as the tensor lives and torch has not written it again.
+    """Digests by tensor, valid while the tensor lives and until torch writes it again.
 
-    The version of a tensor does not count writes from outside torch. Parameters, and all small
-    tensors, are therefore read again in every step.
+    A tensor's version does not count writes from outside torch. Parameters and small tensors are
+    therefore read again in every step.
     """
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
-        self.new: dict[int, NewTensor] = {}  # made from values, until an op reads them
-        self.bytes_read = 0  # bytes of tensors that the running step has read
-        self.unset_inputs: list[tuple[Unset, Any]] = []
-        """What the op that is about to run reads that nobody has written, with its digest."""
-        self._allocated: dict[int, tuple[Any, int, Unset]] = {}  # unset memory, by its storage
+        self.new: dict[int, NewTensor] = {}  # made from Python values; not read by any op yet
+        self.bytes_read = 0  # in the running step
+        self.uninitialized_inputs: list[tuple[UninitializedDigest, Any]] = []
+        """The inputs of the running op that are uninitialized, each with its digest."""
+        self._allocated: dict[int, tuple[Any, int, UninitializedDigest]] = {}
+        """Storages that are uninitialized, by id: the storage, its version, its digest."""
 
     def digest_of_memory(self, tensor: Any) -> Digest:
-        """Return the digest of the memory of `tensor`, also where the cache has that of a view.
+        """Return the digest of the memory of `tensor`, even if the cache has its digest as a view.
 
-        It does not depend on what else was recorded. Unset memory is not read.
+        So it does not depend on which other ops were recorded. Does not read uninitialized memory.
         """
         entry = self.valid(tensor)
         if entry is None:
             return self.read(tensor)
-        if entry[3] != VIEW or is_unset(entry[2]):
+        if entry[3] != VIEW or is_uninitialized(entry[2]):
             return entry[2]
         self.bytes_read += size_of(tensor)
-        found = fingerprint_of(tensor)
-        return found[:INPUT] if found.__class__ is bytes else found
+        digest = fingerprint_of(tensor)
+        return digest[:INPUT] if digest.__class__ is bytes else digest
 
     def read(self, tensor: Any) -> Digest:
         """Return the digest of a tensor that the cache lacks; reads its memory."""
@@ -175,99 +102,100 @@ class FingerprintCache:
         if self.new:
             made = self.new.pop(address(tensor), None)
             if made is not None and made[0]() is tensor:
-                waiting = []
+                first_read = None
                 with suppress(IndexError):  # another thread was first
-                    waiting.append(made[1].pop())
-                for first_read in waiting:
+                    first_read = made[1].pop()
+                if first_read is not None:
                     first_read(tensor, fingerprint)
         return self.add(tensor, fingerprint)
 
     def expect(self, tensor: Any, first_read: Callable[[Any, Any], None]) -> None:
-        """Call `first_read` with a new tensor and its fingerprint where an op first reads it.
+        """Call `first_read` with a new tensor and its fingerprint when an op first reads it.
 
-        Its values count as they are then: the program may fill the memory in the meantime.
+        The fingerprint is taken only then, because the program may still fill the memory.
         """
         self.new[address(tensor)] = ref(tensor), [first_read]
 
     def pass_on(self, tensor: Any, result: Any) -> None:
-        """Expect the first read of a new tensor under `result` too, which shares its memory."""
+        """Expect the first read of a new tensor also through `result`, which shares its memory."""
         made = self.new.get(address(tensor))
         if made is not None and made[0]() is tensor:
             self.new[address(result)] = ref(result), made[1]
 
     def add(self, tensor: Any, fingerprint: Any) -> Digest:
-        """Add a tensor whose memory was read; returns its digest."""
+        """Add a tensor whose memory was read; return its digest."""
         self.bytes_read += size_of(tensor)
         digest = fingerprint[:INPUT] if fingerprint.__class__ is bytes else fingerprint
         self.entries[address(tensor)] = ref(tensor), version_of(tensor), digest, READ
         return digest
 
-    def is_unset(self, tensor: Any) -> bool:
-        """Whether some or all of `tensor` is memory that no op is known to have written."""
+    def is_uninitialized(self, tensor: Any) -> bool:
+        """Whether the cache knows `tensor` as uninitialized, wholly or in part."""
         entry = self.entries.get(address(tensor))
-        return entry is not None and entry[0]() is tensor and is_unset(entry[2])
+        return entry is not None and entry[0]() is tensor and is_uninitialized(entry[2])
 
-    def is_never_written(self, tensor: Any) -> bool:
-        """Whether `tensor` has memory that no op is known to have written, as any object of it."""
-        if self.is_unset(tensor):
+    def has_uninitialized_memory(self, tensor: Any) -> bool:
+        """Whether `tensor`, or another tensor of the same storage, is uninitialized."""
+        if self.is_uninitialized(tensor):
             return True
         if tensor.__class__ not in PLAIN or tensor.layout is not torch.strided:
             return False
-        known = self._allocated.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see `_notice`
+        known = self._allocated.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see `BORROWED_NAMES`
         return known is not None and known[1] == version_of(tensor)
 
     def end_step(self, *, on_main: bool = True) -> None:
-        """Forget all that may change without torch by the next step; large data stays.
+        """Forget all tensors that may change outside torch before the next step; keep large ones.
 
-        Views stay where another thread ends it than the main one: its digest is not that of its
-        memory, and some thread may be about to read it.
+        Keeps views if the step ends on another thread than the main one: a view's digest differs
+        from the digest of its memory, and some thread may be about to use it.
         """
 
         def outlives(tensor: Any, entry: Entry) -> bool:
-            if is_unset(entry[2]):
-                return True  # reading it would read what nobody wrote
+            if is_uninitialized(entry[2]):
+                return True  # its memory must not be read
             if entry[3] == VIEW:
                 return not on_main
             return size_of(tensor) > LARGE and not _is_parameter(tensor)
 
-        _keep(self.entries, outlives)
-        _keep(self.new, lambda *_: True)
+        _keep_only(self.entries, outlives)
+        _keep_only(self.new, lambda *_: True)
         for key, (storage, *_) in self._allocated.copy().items():
             if storage.expired():
                 self._allocated.pop(key, None)
 
     def forget_dead(self) -> None:
-        _keep(self.entries, lambda *_: True)
+        _keep_only(self.entries, lambda *_: True)
 
     def distrust(self) -> None:
-        """Forget everything except which memory nothing has written."""
-        _keep(self.entries, lambda _, entry: is_unset(entry[2]))
+        """Forget everything except which memory is uninitialized."""
+        _keep_only(self.entries, lambda _, entry: is_uninitialized(entry[2]))
 
     def resume(self) -> None:
-        """Go on after ops were missed.
+        """Continue after ops that were not recorded.
 
-        Where they wrote memory that had been unset, nobody knows which part of it has a value.
+        If they wrote uninitialized memory, it is unknown which part is initialized now.
         """
         self.distrust()
-        for key, (tensor, version, _, source) in self.entries.copy().items():
-            held = tensor()
-            if held is not None and version_of(held) != version:
-                self.entries[key] = tensor, version_of(held), UNSEEN, source
+        for key, (reference, version, _, source) in self.entries.copy().items():
+            tensor = reference()
+            if tensor is not None and version_of(tensor) != version:
+                self.entries[key] = reference, version_of(tensor), MAYBE_INITIALIZED, source
 
     def inputs(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
         """Return the digests of the tensors that an op reads, and its other arguments."""
         digests: list[Any] = []
         plain: list[Any] = []
-        for value in args[1:] if facts.overwrites else args:
+        arguments = args[1:] if facts.overwrites else args
+        for value in arguments:
             self._add_value(facts, value, digests, plain)
         self.add_named(facts, kwargs, digests, plain)
         return digests, plain
 
     def add_named(self, facts: OpFacts, kwargs: Any, digests: list[Any], plain: list[Any]) -> None:
-        """Add the digests of keyword arguments, and their names and those that are no tensors."""
+        """Add keyword arguments: the digests of tensors, the other values, and all the names."""
         plain += kwargs
         for name, value in kwargs.items():
-            if name not in facts.written_names:  # what is overwritten is not read
+            if name not in facts.written_names:  # an overwritten argument is not read
                 self._add_value(facts, value, digests, plain)
 
     def _add_value(self, facts: OpFacts, value: Any, digests: list[Any], plain: list[Any]) -> None:
@@ -275,73 +203,74 @@ class FingerprintCache:
             entry = self.valid(value)
             digests.append(self.missing_input(facts, value) if entry is None else entry[2])
             if entry is not None and entry[2].__class__ is not bytes:
-                self.is_about_to_read(entry[2], value)
+                self.note_unfinished_input(entry[2], value)
         elif value.__class__ is list or value.__class__ is tuple:
             self.add_list(value, digests, plain)
         else:
             plain.append(value)
 
-    def is_about_to_read(self, digest: Digest, tensor: Any) -> None:
-        """Take note of an input whose digest is not plain bytes."""
+    def note_unfinished_input(self, digest: Digest, tensor: Any) -> None:
+        """Note an input whose digest is pending, or a placeholder for uninitialized memory."""
         if digest.__class__ is InFlight:
             digest.land()
-        elif digest.__class__ is Unset:
-            self.unset_inputs.append((digest, tensor))
+        elif digest.__class__ is UninitializedDigest:
+            self.uninitialized_inputs.append((digest, tensor))
 
-    def _notice(self, tensor: Any) -> Unset | None:
-        """Take note of an input that is not in the cache, if its memory is unset; return that."""
+    def _uninitialized_digest_of(self, tensor: Any) -> UninitializedDigest | None:
+        """Note an input that is not in the cache if its memory is uninitialized; return the digest
+        of that memory, else None."""
         if tensor.__class__ in PLAIN and tensor.layout is torch.strided:
-            known = self._allocated.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see above
+            known = self._allocated.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see `BORROWED_NAMES`
             if known is not None and known[1] == version_of(tensor):
-                self.unset_inputs.append((known[2], tensor))
+                self.uninitialized_inputs.append((known[2], tensor))
                 return known[2]
         return None
 
-    def allocated(self, tensor: Any, place: CallSite) -> None:
-        """Note where the memory of a tensor was allocated that is unset.
+    def allocated(self, tensor: Any, call_site: CallSite) -> None:
+        """Note where uninitialized memory was allocated, by tensor and by storage.
 
-        Python may make another object of it without an op, as a parameter: its storage tells.
+        By storage because Python may make another tensor of it without an op, such as a parameter.
         """
         digest = self.entries[address(tensor)][2]
-        digest.place = place
+        digest.allocated_at = call_site
         if tensor.__class__ in PLAIN and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            held: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._allocated[held.cdata] = held, version_of(tensor), digest
+            reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._allocated[reference.cdata] = reference, version_of(tensor), digest
 
     def missing_input(self, facts: OpFacts, tensor: Any) -> Digest:
         """Return the digest of a tensor that an op reads and the cache lacks."""
         if facts.view and size_of(tensor) > LARGE and not _is_parameter(tensor):
             return UNREAD
-        unset = self._notice(tensor) if self._allocated else None
-        return unset if unset is not None and facts.keeps else self.read(tensor)
+        uninitialized = self._uninitialized_digest_of(tensor) if self._allocated else None
+        return uninitialized if uninitialized and facts.keeps else self.read(tensor)
 
-    def add_list(self, values: Any, digests: list[Any], plain: list[Any]) -> None:
-        """Add the digests of the tensors in a list; one without any is an argument like others."""
-        if not any(isinstance(one, Tensor) for one in values):
-            plain.append(values)
+    def add_list(self, sequence: Any, digests: list[Any], plain: list[Any]) -> None:
+        """Add the digests of the tensors in a list; a list without tensors is a plain argument."""
+        if not any(isinstance(member, Tensor) for member in sequence):
+            plain.append(sequence)
             return
-        for one in values:
-            if isinstance(one, Tensor):
-                entry = self.valid(one)
+        for member in sequence:
+            if isinstance(member, Tensor):
+                entry = self.valid(member)
                 if entry is None and self._allocated:
-                    self._notice(one)
-                digests.append(self.read(one) if entry is None else entry[2])
-                if digests[-1].__class__ is Unset:
-                    self.unset_inputs.append((digests[-1], one))
+                    self._uninitialized_digest_of(member)
+                digests.append(self.read(member) if entry is None else entry[2])
+                if digests[-1].__class__ is UninitializedDigest:
+                    self.uninitialized_inputs.append((digests[-1], member))
             else:
-                plain.append(one)
+                plain.append(member)
 
     def outputs(
         self, facts: OpFacts, args: Any, kwargs: Any, result: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Return the fingerprints of all that an op has made or written, and their shapes."""
+        """Return the fingerprints and shapes of all tensors that an op has created or written."""
         fingerprints: list[Any] = []
         shapes: list[Any] = []
         if facts.rebinds:
             self.entries.pop(address(result), None)
-            known = self._allocated.get(result.untyped_storage()._cdata)  # noqa: SLF001 - see above
-            if known is not None:  # whose version counts this only afterwards
+            known = self._allocated.get(result.untyped_storage()._cdata)  # noqa: SLF001 - see `BORROWED_NAMES`
+            if known is not None:  # torch counts the write only after this
                 storage, _, digest = known
                 self._allocated[storage.cdata] = storage, version_of(result) + 1, digest
         elif result.__class__ is Tensor and not facts.writes:
@@ -350,42 +279,43 @@ class FingerprintCache:
             written = facts.written_in(args, kwargs) if facts.writes else ()
             for tensor in written:
                 if tensor.is_inference():
-                    version = _writes[_memory_shared(tensor)] = version_of(tensor) + 1
+                    version = inference_writes[storage_id(tensor)] = version_of(tensor) + 1
                 else:  # autograd counts the write only after this
                     version = version_of(tensor) + facts.counted
                 self._read_output(facts, tensor, version, fingerprints, shapes)
                 self.update_base_of(tensor)
-            for tensor in _made(facts, written, result):
+            for tensor in _created_tensors(facts, written, result):
                 self._read_output(facts, tensor, version_of(tensor), fingerprints, shapes)
         return fingerprints, shapes
 
     def views(self, args: Any, key: bytes, inputs: list[Any], result: Any) -> list[Any]:
-        """Add views, whose digests come from that of their base; return their shapes."""
+        """Add views, whose digests are computed from the digest of their base; return shapes."""
         base = inputs[0] if inputs else UNREAD
         digest = base
         if base.__class__ is bytes and base is not UNREAD:
             digest = _short_digest(base + key)
-        elif base.__class__ is Unset and base[:4] == PARTLY:
+        elif base.__class__ is UninitializedDigest and base[:4] == PARTLY:
             digest = base.becomes(PARTLY + _short_digest(base + key)[4:])
         version = version_of(args[0]) if args and isinstance(args[0], Tensor) else 0
         shapes = []
-        for tensor in (result,) if isinstance(result, Tensor) else result:
+        tensors = (result,) if isinstance(result, Tensor) else result
+        for tensor in tensors:
             shapes.append(shape_of(tensor))
             if base is not UNREAD:
-                # Autograd has a view count the writes of its base only after this.
+                # The version is the base's: autograd lets the view share it only after this.
                 self.entries[address(tensor)] = ref(tensor), version, digest, VIEW
             elif self.new:
                 self.pass_on(args[0], tensor)
         return shapes
 
-    def unset_output(
+    def output_partly_uninitialized(
         self, facts: OpFacts, key: bytes, inputs: list[Any], result: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Return the fingerprint of memory that is still unset in part, and its shape."""
-        digest = _of_unset(inputs, key)
-        # Autograd counts a write only after this, and never one of an inference tensor.
+        """Return the fingerprint and shape of a result that is still uninitialized in part."""
+        digest = digest_of_uninitialized(inputs, key)
+        # Autograd counts the write only after this, and never counts writes of inference tensors.
         version = version_of(result) + (facts.writes and not result.is_inference())
-        short = inputs[0].becomes(digest[:INPUT], given_nan=facts.writes)
+        short = inputs[0].becomes(digest[:INPUT], may_be_nan=facts.writes)
         self.entries[address(result)] = ref(result), version, short, WRITTEN
         return [digest], [shape_of(result)]
 
@@ -393,20 +323,20 @@ class FingerprintCache:
         entry = self.entries.get(address(tensor))
         if entry is None or entry[0]() is not tensor:
             return None
-        # Which part of unset memory was written is not known of inference tensors.
-        sticks = is_unset(entry[2]) and Tensor.is_inference(tensor)  # type: ignore[arg-type]
-        return entry if sticks or entry[1] == version_of(tensor) else None
+        # Inference tensors do not count writes, so their uninitialized memory stays uninitialized.
+        is_inference = is_uninitialized(entry[2]) and Tensor.is_inference(tensor)  # type: ignore[arg-type]
+        return entry if is_inference or entry[1] == version_of(tensor) else None
 
     def _read_output(
         self, facts: OpFacts, tensor: Any, version: int, fingerprints: list[Any], shapes: list[Any]
     ) -> None:
         if facts.allocates:
-            short: Digest = Unset(UNINITIALISED)
+            short: Digest = UninitializedDigest(UNINITIALISED)
         else:
             if facts.collective:
                 digest: Digest = InFlight(tensor)
             else:
-                digest = _of_plain_result(tensor) or fingerprint_of(tensor)
+                digest = fingerprint_of_plain_result(tensor) or fingerprint_of(tensor)
             fingerprints.append(digest)
             short = digest[:INPUT] if digest.__class__ is bytes else digest
             self.bytes_read += size_of(tensor)
@@ -414,119 +344,45 @@ class FingerprintCache:
         self.entries[address(tensor)] = ref(tensor), version, short, WRITTEN
 
     def update_base_of(self, view: Any) -> None:
-        """Update the digest of memory that is unset in part, of which an op has written `view`."""
+        """Update the digest of uninitialized memory after an op has written its part `view`."""
         if self._allocated and view.layout is torch.strided:
-            self._allocated.pop(view.untyped_storage()._cdata, None)  # noqa: SLF001 - see above
+            self._allocated.pop(view.untyped_storage()._cdata, None)  # noqa: SLF001 - see `BORROWED_NAMES`
         base, entries = view._base, self.entries  # noqa: SLF001 - documented in the notes on autograd
         if base is None:
             return
         before, after = entries.get(address(base)), entries[address(view)]
-        if before is None or before[0]() is not base or not is_unset(before[2]):
+        if before is None or before[0]() is not base or not is_uninitialized(before[2]):
             return
-        where = repr((view.storage_offset(), view.shape, view.stride())).encode()
-        digest = _of_unset([before[2], after[2]], where)
-        short = before[2].becomes(digest[:INPUT], given_nan=is_nan(view))
+        region = repr((view.storage_offset(), view.shape, view.stride())).encode()
+        digest = digest_of_uninitialized([before[2], after[2]], region)
+        short = before[2].becomes(digest[:INPUT], may_be_nan=contains_nan(view))
         entries[address(base)] = before[0], after[1], short, WRITTEN
 
 
-def is_nan(value: Any) -> bool:
-    """Whether a plain tensor on the host has NaN in it; others are not asked."""
+def contains_nan(value: Any) -> bool:
+    """Whether a plain tensor on the host contains NaN; False for any other value."""
     if value.__class__ not in PLAIN or not value.is_cpu or not value.is_floating_point():
         return False
     with unobserved():
         return bool(value.isnan().any())
 
 
-def is_unset(digest: Digest) -> bool:
-    """Whether a digest stands for memory that nothing has written, in part or at all."""
-    return digest.__class__ is Unset
-
-
-def fingerprinted(facts: OpFacts, args: Any, kwargs: Any, result: Any) -> list[Any]:
-    """Return the tensors that the fingerprints of a record are of, in the same order."""
+def fingerprinted_tensors(facts: OpFacts, args: Any, kwargs: Any, result: Any) -> list[Any]:
+    """Return the tensors whose fingerprints a record has, in the same order."""
     if facts.view or facts.allocates or facts.rebinds:
         return []
     written = facts.written_in(args, kwargs)
-    return [*written, *_made(facts, written, result)]
-
-
-class InFlight:
-    """The fingerprint of a tensor that another thread or device is still writing.
-
-    A collective returns before its result is there. The result is there when the program uses it,
-    or at the latest when the step ends. What the program has overwritten by then stays unread.
-    """
-
-    __slots__ = ("_digest", "_tensor", "_version")
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor, self._version = tensor, version_of(tensor) + 1
-        self._digest: Digest = UNREAD + UNREAD
-
-    def land(self) -> Digest:
-        """Read the tensor once; returns a fingerprint that a device may still have to hand over."""
-        tensor, self._tensor = self._tensor, None
-        if tensor is not None and version_of(tensor) <= self._version:
-            self._digest = fingerprint_of(tensor)
-        return self._digest
-
-    @property
-    def bytes(self) -> bytes:
-        """All of the fingerprint, once it has landed."""
-        return self._digest if self._digest.__class__ is bytes else self._digest.bytes
-
-
-def version_of(tensor: Any) -> int:
-    """Return how often torch has written `tensor` in place.
-
-    Inference tensors do not count it: of these it is how often ops that were seen wrote their
-    memory, as any view of it. https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
-    """
-    try:
-        return tensor._version  # type: ignore[no-any-return]  # noqa: SLF001 - documented, see above
-    except RuntimeError:
-        return _writes.get(_memory_shared(tensor), 0)
-
-
-_writes: dict[int, int] = {}  # of inference tensors, by their storage
-
-
-def _memory_shared(tensor: Any) -> int:
-    if tensor.layout is not torch.strided:
-        return 0
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `_notice`
-
-
-def _of_plain_result(tensor: Any) -> bytes | None:
-    """Return the fingerprint of a plain contiguous tensor on the CPU, else None.
-
-    An op has just written it: its memory exists, and no value waits to be conjugated or negated.
-    Fewer checks than in `fingerprint` are therefore enough; the fingerprint is the same.
-    """
-    try:
-        if (
-            tensor.__class__ in PLAIN
-            and tensor.is_cpu
-            and tensor.dtype in widths  # not quantised
-            and tensor.shape is not None  # raises for nested tensors
-            and tensor.is_contiguous()  # raises for sparse ones
-            and (size := tensor.nbytes)
-            and (start := tensor.data_ptr())  # none for zeros that autograd only imagines
-        ):
-            return _digest(arrays[size].from_address(start))
-    except RuntimeError:
-        pass
-    return None
+    return [*written, *_created_tensors(facts, written, result)]
 
 
 def _is_parameter(tensor: Any) -> bool:
     return bool(tensor.requires_grad and tensor.is_leaf)
 
 
-def _keep(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> None:
-    """Remove all entries but some of living tensors, from a dict that other threads change.
+def _keep_only(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> None:
+    """Remove dead tensors, and those that fail `is_kept`, from a dict that threads share.
 
-    A copy is made at once. An entry that another thread has put in place of one in the copy stays.
+    Works on a copy: an entry that another thread has replaced since stays.
     """
     for key, entry in entries.copy().items():
         tensor = entry[0]()
@@ -534,133 +390,7 @@ def _keep(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> N
             entries.pop(key, None)
 
 
-def _of_unset(inputs: list[Digest], key: bytes) -> bytes:
-    known = [digest for digest in inputs if isinstance(digest, bytes)]
-    return PARTLY + _digest(b"".join(known) + key)[4:]
-
-
-def _made(facts: OpFacts, written: Any, result: Any) -> Iterator[Any]:
+def _created_tensors(facts: OpFacts, written: Any, result: Any) -> Iterator[Any]:
     for position, tensor in enumerate(tensors_in(result) if result is not None else ()):
-        if position not in facts.scratch and not any(tensor is other for other in written):
+        if position not in facts.scratch and not any(tensor is known for known in written):
             yield tensor
-
-
-class GeneratorStates:
-    """Reads the states of the global generators, and remembers the last fingerprints.
-
-    The state of a generator on the host is the same as long as its memory is.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, str]] = {}  # memory, and fingerprint of the state
-        self._views: dict[str, tuple[Any, Any]] = {}  # an object, and its memory
-        self._last: dict[str, str] = {}
-        self._built_for: set[str] | None = None
-
-    def read(self) -> Mapping[str, str]:
-        """Return a fingerprint of the state of every global generator; draws nothing.
-
-        While none has changed, it is the very same mapping, which nobody may change.
-        """
-        found = {
-            "python": self._of(
-                "python",
-                self._memory_of_python(),
-                lambda: xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2)),
-            )
-        }
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            memory = self._memory_of_numpy(numpy)
-            found["numpy"] = self._of("numpy", memory, lambda: _state_of_numpy(numpy))
-        state = fingerprint(torch.get_rng_state())
-        found["torch"] = self._of("torch", state, state.hex)
-        if self._built_for is None:
-            self._built_for = generators.built_for()
-        if self._built_for or "npu" in vars(torch):  # which is put there later
-            for name, module in generators.devices_in_use().items():
-                for index in range(module.device_count()):
-                    found[f"{name}:{index}"] = fingerprint(module.get_rng_state(index)).hex()
-        if found != self._last:
-            self._last = found
-        return self._last
-
-    def _of(self, name: str, memory: Any, read: Callable[[], str]) -> str:
-        known = self._known.get(name)
-        if known is None or known[0] != memory:
-            known = self._known[name] = memory, read()
-        return known[1]
-
-    # Where an object keeps its words is not documented. They are searched for once: where another
-    # Python or numpy has them elsewhere, a new object stands for the memory, and the state, which
-    # takes long, is read in full each time.
-
-    def _memory_of_python(self) -> Any:
-        generator = getattr(random.getstate, "__self__", None)
-        if type(generator) is not random.Random or not _python_is_inline():
-            return object()
-        left = repr(getattr(generator, "gauss_next", None))  # half a pair of normal numbers
-        return self._digest_of("python", generator, _words_of_python), left
-
-    def _memory_of_numpy(self, numpy: Any) -> Any:
-        words: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
-        around = getattr(numpy.get_state, "__self__", None)  # has half a pair of normal numbers
-        if (
-            type(words).__name__ != "MT19937"
-            or type(around) is not numpy.RandomState
-            or not _gauss_is_inline(numpy)
-        ):
-            return object()
-        return (
-            # A Mersenne twister is 624 words and a position:
-            # https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
-            self._digest_of(
-                "numpy", words, lambda its: arrays[625 * 4].from_address(its.ctypes.state_address)
-            ),
-            self._digest_of("around", around, _memory_of),
-        )
-
-    def _digest_of(self, name: str, value: Any, find: Callable[[Any], Any]) -> bytes:
-        known = self._views.get(name)
-        if known is None or known[0] is not value:
-            known = self._views[name] = value, find(value)
-        return _digest(known[1])
-
-
-def _state_of_numpy(numpy: Any) -> str:
-    state = numpy.get_state(legacy=False)
-    own = state["state"]
-    digest = xxhash.xxh3_128(own["key"] if "key" in own else repr(own).encode())
-    rest = (own.get("pos"), state.get("has_gauss"), state.get("gauss"))
-    digest.update(repr(rest).encode())
-    return digest.hexdigest()
-
-
-@cache
-def _python_is_inline() -> bool:
-    """Whether the words and the position of a generator lie within its object."""
-    generator = random.Random(0)  # noqa: S311 - an example
-    *words, position = _Words.getstate(generator)
-    memory = bytes(_words_of_python(generator))
-    return struct.pack(f"=i{len(words)}I", position, *words) in memory
-
-
-@cache
-def _gauss_is_inline(numpy: Any) -> bool:
-    """Whether the object around a generator changes where half a pair of normal numbers is used."""
-    around = numpy.RandomState(0)
-    seen = []
-    for _ in range(3):
-        around.standard_normal()
-        seen.append(bytes(_memory_of(around)))
-    return seen[0] != seen[1] != seen[2]
-
-
-def _words_of_python(generator: Any) -> Any:
-    return _memory_of(generator, _Words)
-
-
-def _memory_of(value: Any, kind: type | None = None) -> Any:
-    head = object.__basicsize__
-    size = (kind or type(value)).__basicsize__ - head
-    return arrays[size].from_address(address(value) + head)

@@ -1,21 +1,21 @@
 """Notes which values each line of the program reads and changes, as digests, while it runs.
 
-A process that is recorded in detail does so from its start, in each of its threads and in the
-processes that it forks. Each thread has a file of its own in the folder of the recording:
+Used in recordings with `detail`, from the start of a process, in all of its threads and forked
+children. Each thread writes its own file into the folder of the recording:
 
     H  rank, process, thread
     C  number, function, file, kind
                                     code of the program that runs for the first time
-    n  code, line, reads, calls     what a line that runs for the first time names; ``iter``, where
-                                    it takes the next value of what it does not name
-    c  frame, code                  a call of it, which makes a frame
-    b  frame, line, values          a line begins; what it reads that this frame has not read so
-    e  frame, line, values          that line has ended; what it has changed
+    n  code, line, reads, calls     the names in a line that runs for the first time; calls has
+                                    ``iter`` if the line advances an iterator without a name
+    c  frame, code                  a call of the code, which creates a frame
+    b  frame, line, values          a line begins: the values it reads that are new to this frame
+    e  frame, line, values          a line has ended: the values that it has changed
     r  frame, line, value           the frame returns or yields, or an exception leaves it
     s  step                         a step has ended
-    x  why                          nothing more is noted, or nothing of this step
+    x  why                          noting has stopped, for good or until the step ends
 
-A value is named as the code names it, as in ``self.index``. Only digests are kept.
+Values are named as in the code, for example ``self.index``. Only digests are stored.
 """
 
 from __future__ import annotations
@@ -48,18 +48,21 @@ from torchrepro.trace.value_digest import MISSING, NOTHING, OPAQUE, digest_of, f
 
 PREFIX = "lines-"
 RETURNED, ITERATES, COROUTINE = "return value", "iter", "coroutine"
-SET = b"s"  # ends the digest of a set, of which the order is a part
-MOST, LONGEST = 200_000, 30.0  # lines, and seconds in digests, of what a thread does in one step
-LONGEST_OF_ONE = 1.0  # seconds in digests of one name of one function in a step; it is then opaque
+SET = b"s"  # the end of the digest of a set, which includes the order of its elements
+MOST, LONGEST = 200_000, 30.0  # limits of a thread in one step: lines, and seconds in digests
+LONGEST_OF_ONE = 1.0  # seconds in digests of one name in one step; then the name is opaque
 
-_SEES_LOCALS = frozenset(("locals", "vars", "dir", "eval", "exec"))
+_READS_LOCALS = frozenset(("locals", "vars", "dir", "eval", "exec"))
 _ITERATING = ("FOR_ITER", "SEND")
 _WHOLE = ("<module>", "<lambda>")
 _HAS_NAMES = ("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _SETS_NAMES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 
 Names = Sequence[tuple[str, ...]]
-"""Values as code names them: a variable, and the attributes that lead on from it."""
+"""Names of values as in the code: a variable, followed by attributes."""
+
+Digests = dict[tuple[str, ...], bytes]
+"""Digests of values by their names."""
 
 Scope = tuple[Mapping[str, Any], Mapping[str, Any]]
 """The local and the global variables of a frame."""
@@ -69,233 +72,238 @@ Scope = tuple[Mapping[str, Any], Mapping[str, Any]]
 class _Code:
     number: int
     reads: dict[int, Names]  # by line
-    touches: dict[int, Names]  # what a line reads or sets
-    methods: dict[int, Names]  # that a line calls, or looks up
-    iterates: frozenset[int]  # lines that take the next value
+    touches: dict[int, Names]  # by line: the names that it reads or sets
+    methods: dict[int, Names]  # by line: the methods that it calls or looks up
+    iterates: frozenset[int]  # lines that advance an iterator
 
 
 @dataclass(slots=True)
 class _Frame:
     number: int
     code: _Code
-    line: int = 0  # that has begun and not ended
-    known: dict[tuple[str, ...], bytes] = field(default_factory=dict)
+    line: int = 0  # the running line
+    known: Digests = field(default_factory=dict)  # the last digest of each name
 
 
 class FollowedLines:
-    """Follows the lines of this process, from `begin` to its end, and in what it forks.
+    """Follows the lines of this process and its forked children, from `begin` to the end.
 
-    Follows nothing where a debugger, a coverage tool or a profiler follows them already: that one
-    stays. A function that asks for its own local variables is left out, since to read them changes
-    what it gets. Of all steps, the first one and those of `steps` are followed, with what comes
-    before and between them.
+    Follows nothing if a debugger, a coverage tool or a profiler already traces the process. Skips
+    functions that read their own `locals()`, because reading them here would change the result.
+    Follows the first step and the steps in the range `steps`, with the lines before and between
+    them.
     """
 
     def __init__(self, folder: str, rank: int, steps: tuple[int, int] | None) -> None:
         self._folder, self._rank, self._steps = folder, rank, steps
         self._codes: dict[int, tuple[CodeType, _Code | None]] = {}
         self._step = 0
-        self._threads = _Threads(self)
+        self._by_thread = _NotesByThread(self)
         self.opened = count()  # files
 
     def begin(self) -> bool:
-        """Begin to follow this thread and all that come; return whether nobody else does."""
+        """Start following this thread and later ones; return False if another tool traces them."""
         if not report_lines(self):
             return False
         os.register_at_fork(after_in_child=self._begin_in_child)
         return True
 
     def _begin_in_child(self) -> None:
-        self._step, self._threads = 0, _Threads(self)
+        self._step, self._by_thread = 0, _NotesByThread(self)
 
     def step_ended(self, number: int) -> None:
         """Note that a step has ended, on the thread that ended it."""
         self._step = number + 1
-        self._threads.own.step_ended(number)
+        self._by_thread.notes.step_ended(number)
 
     @property
     def is_wanted(self) -> bool:
         first, last = self._steps or (0, self._step)
         return self._step == 0 or first <= self._step <= last
 
-    # As a `Listener`.
-
+    # The methods of a `Listener`.
     def begins(self, frame: FrameType) -> bool:
         code = self._code(frame.f_code)
         if code is not None:
-            self._threads.own.called(frame, code)
+            self._by_thread.notes.called(frame, code)
         return code is not None
 
     def line_begins(self, frame: FrameType) -> None:
         if (code := self._code(frame.f_code)) is not None:
-            self._threads.own.line_begins(frame, code)
+            self._by_thread.notes.line_begins(frame, code)
 
     def returns(self, frame: FrameType, value: Any) -> None:
         if (code := self._code(frame.f_code)) is not None:
-            self._threads.own.returns(frame, code, value)
+            self._by_thread.notes.returns(frame, code, value)
 
     def yields(self, frame: FrameType, value: Any) -> None:
         if (code := self._code(frame.f_code)) is not None:
-            self._threads.own.yields(frame, code, value)
+            self._by_thread.notes.yields(frame, code, value)
 
     def is_left(self, frame: FrameType) -> None:
-        self._threads.own.is_left(frame)
+        self._by_thread.notes.is_left(frame)
 
     def failed(self, error: Exception) -> None:
         with suppress(Exception):
-            self._threads.own.note("x", f"{type(error).__name__}: {error}".splitlines()[0])
+            self._by_thread.notes.note("x", f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _code(self, code: CodeType) -> _Code | None:
-        """Return what is known of code of the program; None for any other."""
+        """Return the facts about code of the program; None for other code."""
         known = self._codes.get(address(code))
         if known is None:
-            its = None
-            # A comprehension is a part of the line that it stands on.
-            is_part = code.co_name.startswith("<") and code.co_name not in _WHOLE
-            is_own = not (is_library(code.co_filename) or code.co_filename.startswith("<"))
-            if is_own and not is_part and _SEES_LOCALS.isdisjoint(code.co_names):
-                its = _Code(len(self._codes), *_names_by_line(code), _lines_that_iterate(code))
-            known = self._codes[address(code)] = code, its  # which keeps the code alive
+            facts = None
+            # A comprehension is part of the line that contains it.
+            is_comprehension = code.co_name.startswith("<") and code.co_name not in _WHOLE
+            is_of_program = not (is_library(code.co_filename) or code.co_filename.startswith("<"))
+            if is_of_program and not is_comprehension and _READS_LOCALS.isdisjoint(code.co_names):
+                facts = _Code(len(self._codes), *_names_by_line(code), _lines_that_iterate(code))
+            known = self._codes[address(code)] = code, facts  # keeps the code alive
         return known[1]
 
 
-class _Threads(threading.local):
-    """The notes of each thread of a process."""
+class _NotesByThread(threading.local):
+    """The notes of the running thread, as `notes`."""
 
     def __init__(self, lines: FollowedLines) -> None:
-        self.own = _Thread(lines)
+        self.notes = _ThreadNotes(lines)
 
 
-class _Thread:
-    """What one thread notes."""
+class _ThreadNotes:
+    """The notes of one thread, and its file."""
 
     def __init__(self, lines: FollowedLines) -> None:
         self._lines = lines
         self._frames: dict[int, _Frame] = {}
         self._calls = 0
-        self._written: set[Any] = set()  # codes, and lines of them
+        self._written: set[Any] = set()  # numbers of code, and its lines
         self._file: IO[str] | None = None
         self._noted, self._seconds = 0, 0.0
         self._spent: dict[tuple[int, tuple[str, ...]], float] = {}  # seconds, by code and name
-        self._rests = False
+        self._is_paused = False
 
     def __del__(self) -> None:
         if self._file is not None:
             self._file.close()
 
     def called(self, frame: FrameType, code: _Code) -> None:
-        if self._rests:
+        if self._is_paused:
             return
         if frame.f_lasti > 0 and id(frame) in self._frames:
-            return  # a generator that goes on
+            return  # a generator that resumes
         self._calls += 1
         self._frames[id(frame)] = _Frame(self._calls, code)
         if code.number not in self._written:
             self._written.add(code.number)
-            its = frame.f_code
-            kind = COROUTINE if its.co_flags & inspect.CO_COROUTINE else ""
-            self.note("C", code.number, its.co_qualname, its.co_filename, kind)
+            python_code = frame.f_code
+            suffix = COROUTINE if python_code.co_flags & inspect.CO_COROUTINE else ""
+            self.note("C", code.number, python_code.co_qualname, python_code.co_filename, suffix)
         self.note("c", self._calls, code.number)
 
     def line_begins(self, frame: FrameType, code: _Code) -> None:
-        if self._is_resting():
+        if self._pauses_at_limit():
             return
-        its, number = self._frame(frame, code), frame.f_lineno
-        touched = code.touches.get(its.line, ()) if its.line else ()
+        followed, number = self._frame(frame, code), frame.f_lineno
+        touched = code.touches.get(followed.line, ()) if followed.line else ()
         reads = code.reads.get(number, ())
-        now = self._digests(frame, [*touched, *reads])
-        self._ended(its, touched, now)
+        digests = self._digests(frame, [*touched, *reads])
+        self._note_end_of_line(followed, touched, digests)
         if (code.number, number) not in self._written:
             self._written.add((code.number, number))
             methods, scope = code.methods.get(number, ()), (frame.f_locals, frame.f_globals)
-            alone = [name for name in reads if name not in {each[:-1] for each in methods}]
-            called = [_called(scope, name) for name in (*alone, *methods)]
+            objects = {method[:-1] for method in methods}
+            plain_reads = [name for name in reads if name not in objects]
+            called = [_called(scope, name) for name in (*plain_reads, *methods)]
             called += [ITERATES] if number in code.iterates else []
             names = " ".join(".".join(name) for name in reads)
             self.note("n", code.number, number, names, " ".join(filter(None, called)))
-        self._note_values("b", its, number, reads, now)
-        its.line = number
+        self._note_values("b", followed, number, reads, digests)
+        followed.line = number
 
     def returns(self, frame: FrameType, code: _Code, value: Any) -> None:
         self.yields(frame, code, value)
         self._frames.pop(id(frame), None)
 
     def yields(self, frame: FrameType, code: _Code, value: Any) -> None:
-        if self._is_resting():
+        if self._pauses_at_limit():
             return
-        its = self._frame(frame, code)
-        touched = code.touches.get(its.line, ()) if its.line else ()
-        now = self._digests(frame, touched)
-        self._ended(its, touched, now)
+        followed = self._frame(frame, code)
+        touched = code.touches.get(followed.line, ()) if followed.line else ()
+        digests = self._digests(frame, touched)
+        self._note_end_of_line(followed, touched, digests)
         began = time.perf_counter()
         digest = _digest(value)
         self._seconds += time.perf_counter() - began
-        self.note("r", its.number, frame.f_lineno, f"{RETURNED}={digest.hex()}")
+        self.note("r", followed.number, frame.f_lineno, f"{RETURNED}={digest.hex()}")
         if not frame.f_code.co_flags & inspect.CO_COROUTINE:
-            its.line = 0  # a line that awaits goes on afterwards
+            followed.line = 0  # a line that awaits continues later
 
     def is_left(self, frame: FrameType) -> None:
-        its = self._frames.pop(id(frame), None)
-        if its is not None:
-            self.note("r", its.number, frame.f_lineno)
+        followed = self._frames.pop(id(frame), None)
+        if followed is not None:
+            self.note("r", followed.number, frame.f_lineno)
 
     def step_ended(self, number: int) -> None:
-        self._noted, self._seconds, self._rests = 0, 0.0, False
+        self._noted, self._seconds, self._is_paused = 0, 0.0, False
         self._spent.clear()
         self.note("s", number)
         if not self._lines.is_wanted:
-            self._rest()
+            self._pause()
 
     def _frame(self, frame: FrameType, code: _Code) -> _Frame:
-        its = self._frames.get(id(frame))
-        if its is None:  # it was called before lines were followed
+        followed = self._frames.get(id(frame))
+        if followed is None:  # it was called before following began
             self.called(frame, code)
-            its = self._frames[id(frame)]
-        return its
+            followed = self._frames[id(frame)]
+        return followed
 
-    def _is_resting(self) -> bool:
-        if not self._rests and (self._noted > MOST or self._seconds > LONGEST):
+    def _pauses_at_limit(self) -> bool:
+        if not self._is_paused and (self._noted > MOST or self._seconds > LONGEST):
             much = "lines" if self._noted > MOST else "seconds"
             self.note("x", f"more than {MOST if much == 'lines' else LONGEST:,} {much} in a step")
-            self._rest()
-        return self._rests
+            self._pause()
+        return self._is_paused
 
-    def _rest(self) -> None:
-        self._rests = True
-        self._frames.clear()  # what is known of them will no longer be true
+    def _pause(self) -> None:
+        self._is_paused = True
+        self._frames.clear()  # their digests become outdated
 
-    def _ended(self, its: _Frame, touched: Names, now: dict[tuple[str, ...], bytes]) -> None:
-        if its.line:
-            self._note_values("e", its, its.line, touched, now)
+    def _note_end_of_line(self, followed: _Frame, touched: Names, digests: Digests) -> None:
+        if followed.line:
+            self._note_values("e", followed, followed.line, touched, digests)
 
-    def _digests(self, frame: FrameType, names: Names) -> dict[tuple[str, ...], bytes]:
-        found = dict[tuple[str, ...], bytes]()
-        scope = frame.f_locals, frame.f_globals  # Python makes the first anew each time
+    def _digests(self, frame: FrameType, names: Names) -> Digests:
+        digests = Digests()
+        scope = frame.f_locals, frame.f_globals  # each read of `f_locals` builds a new dict
         for name in names:
-            if name in found:
+            if name in digests:
                 continue
             key, began = (address(frame.f_code), name), time.perf_counter()
             spent = self._spent.get(key, 0.0)
-            value = _value(scope, name)
-            if value is MISSING or _is_ours(value) or _is_of_library(scope, name):
-                found[name] = NOTHING
+            value = _value_of(scope, name)
+            if value is MISSING or _is_wrapper(value) or _is_of_library(scope, name):
+                digests[name] = NOTHING
             else:
-                found[name] = OPAQUE if spent > LONGEST_OF_ONE else _digest(value)
+                digests[name] = OPAQUE if spent > LONGEST_OF_ONE else _digest(value)
             del value
             took = time.perf_counter() - began
             self._spent[key] = spent + took
             self._seconds += took
-        return found
+        return digests
 
     def _note_values(
-        self, kind: str, its: _Frame, line: int, names: Names, now: dict[tuple[str, ...], bytes]
+        self,
+        event: str,
+        followed: _Frame,
+        line: int,
+        names: Names,
+        digests: Digests,
     ) -> None:
-        """Note what is not known of some names, and in any case that a line begins."""
-        new = [name for name in names if now[name] != its.known.get(name, NOTHING)]
-        its.known.update((name, now[name]) for name in new)
-        if new or kind == "b":
-            values = (f"{'.'.join(name)}={now[name].hex()}" for name in dict.fromkeys(new))
-            self.note(kind, its.number, line, *values)
+        """Note the values that are new to the frame; the begin of a line is always noted."""
+        new = [name for name in names if digests[name] != followed.known.get(name, NOTHING)]
+        followed.known.update((name, digests[name]) for name in new)
+        if new or event == "b":
+            values = (f"{'.'.join(name)}={digests[name].hex()}" for name in dict.fromkeys(new))
+            self.note(event, followed.number, line, *values)
 
     def note(self, *values: Any) -> None:
         if self._file is None:
@@ -307,7 +315,7 @@ class _Thread:
         process = sys.modules.get("multiprocessing.process")
         name = process.current_process().name if process is not None else "MainProcess"
         path = Path(self._lines._folder) / f"{PREFIX}{os.getpid()}-{next(self._lines.opened)}"  # noqa: SLF001
-        # By lines, as a worker may end without closing its files.
+        # Buffered by line, because a worker may end without closing its files.
         file = path.open("a", 1, encoding="utf-8", errors="surrogateescape")
         thread = threading.current_thread().name
         file.write(f"H\t{self._lines._rank}\t{name}\t{thread}\n")  # noqa: SLF001
@@ -320,30 +328,34 @@ def _digest(value: Any) -> bytes:
     return digest + SET if is_set else digest
 
 
-def _value(scope: Scope, name: tuple[str, ...]) -> Any:
-    """Return the value that a name stands for, or the object whose property it is."""
-    first, *rest = name
-    known, everywhere = scope
-    value = known[first] if first in known else everywhere.get(first, MISSING)
-    for each in rest:
-        its = field_of(value, each)
-        if its is MISSING:
+def _value_of(scope: Scope, name: tuple[str, ...]) -> Any:
+    """Return the value of a name; for a method or property, the object that has it."""
+    variable, *attributes = name
+    local_variables, global_variables = scope
+    if variable in local_variables:
+        value = local_variables[variable]
+    else:
+        value = global_variables.get(variable, MISSING)
+    for attribute in attributes:
+        field_value = field_of(value, attribute)
+        if field_value is MISSING:
             break
-        value = its
+        value = field_value
     return value
 
 
 def _called(scope: Scope, name: tuple[str, ...]) -> str:
-    """Return what of a library a name stands for, as in ``polars.DataFrame.group_by``."""
-    value, holder = _value(scope, name), _value(scope, name[:-1]) if name[1:] else MISSING
-    kind = type(value)
-    if value is MISSING or kind is ModuleType or kind in _PLAIN:
+    """Return the library function or method that a name refers to, such as
+    ``polars.DataFrame.group_by``; empty for any other name."""
+    value, holder = _value_of(scope, name), _value_of(scope, name[:-1]) if name[1:] else MISSING
+    type_ = type(value)
+    if value is MISSING or type_ is ModuleType or type_ in _PLAIN:
         return ""
-    is_class = issubclass(kind, type)
-    is_code = is_class or kind in _CODE or _is_ours(value)
-    used = "" if is_code else next(_in_call(kind), "")
+    is_class = issubclass(type_, type)
+    is_code = is_class or type_ in _CODE or _is_wrapper(value)
+    used = "" if is_code else next(_implicit_methods(type_), "")
     if value is holder:  # a method, or a property, of its class
-        (module, inside), used = _name_of(kind), f".{name[-1]}"
+        (module, inside), used = _name_of(type_), f".{name[-1]}"
     elif not (is_code or used):
         return ""
     elif type(holder) is ModuleType:
@@ -351,34 +363,34 @@ def _called(scope: Scope, name: tuple[str, ...]) -> str:
     elif is_code and not is_class:
         module, inside = value.__module__, value.__qualname__
     else:
-        module, inside = _name_of(value if is_class else kind)
+        module, inside = _name_of(value if is_class else type_)
     if not isinstance(module, str) or not is_library(_file_of(module)):
         return ""
     return f"{module.partition('.')[0]}.{inside}{used}"
 
 
-def _name_of(kind: type) -> tuple[Any, Any]:
-    # Not by the class itself, whose own class may be the program's.
-    return tuple(type.__getattribute__(kind, name) for name in ("__module__", "__qualname__"))
+def _name_of(type_: type) -> tuple[Any, Any]:
+    # Without code of a metaclass, which may be the program's.
+    return tuple(type.__getattribute__(type_, name) for name in ("__module__", "__qualname__"))
 
 
-def _in_call(kind: type) -> Iterator[str]:
-    """Yield how an object of a class may be used without the name of a method."""
-    for each in type.__getattribute__(kind, "__mro__"):
-        own = type.__getattribute__(each, "__dict__")
-        yield from (f".{name}" for name in ("__call__", "__iter__") if name in own)
+def _implicit_methods(type_: type) -> Iterator[str]:
+    """Yield the methods of a class that code calls without naming them."""
+    for base in type.__getattribute__(type_, "__mro__"):
+        namespace = type.__getattribute__(base, "__dict__")
+        yield from (f".{name}" for name in ("__call__", "__iter__") if name in namespace)
 
 
 def _is_of_library(scope: Scope, name: tuple[str, ...]) -> bool:
-    """Whether a name leads on from a module of a library, as ``np.pi`` does."""
+    """Whether a name begins with a module of a library, as ``np.pi`` does."""
     if not name[1:]:
         return False
-    module = _value(scope, name[:1])
+    module = _value_of(scope, name[:1])
     return type(module) is ModuleType and is_library(_file_of(module.__name__))
 
 
-def _is_ours(value: Any) -> bool:
-    """Whether it stands in for a function that is listened to, with the names of that one."""
+def _is_wrapper(value: Any) -> bool:
+    """Whether a value is torchrepro's wrapper of an observed function, which has its names."""
     return type(value).__module__ == "torchrepro.seeding.observed_calls"
 
 
@@ -392,19 +404,19 @@ _CODE = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def _names_by_line(code: CodeType) -> tuple[dict[int, Names], dict[int, Names], dict[int, Names]]:
-    """Return what each line reads, what it reads or sets, and the methods that it looks up."""
+    """Return for each line: the names it reads, those it reads or sets, and methods it looks up."""
     reads, touches, methods = (defaultdict[int, dict[tuple[str, ...], None]](dict) for _ in "123")
     path: tuple[str, ...] = ()
-    is_first = False  # whether the line reads it now for the first time
+    is_first = False  # whether the line has not read `path` before
 
-    def only_leads_on() -> None:
+    def forget_prefix() -> None:
         if is_first:
             del reads[line][path], touches[line][path]
 
     for line, name, operation in _operations(code):
         if operation == "load" or (operation == "attribute" and path):
             if operation == "attribute":
-                only_leads_on()
+                forget_prefix()
             path = (*path, name) if operation == "attribute" else (name,)
             is_first = path not in reads[line]
             reads[line][path] = touches[line][path] = None
@@ -415,38 +427,51 @@ def _names_by_line(code: CodeType) -> tuple[dict[int, Names], dict[int, Names], 
             if operation == "set":
                 touches[line][(name,)] = None
             elif operation == "set attribute" and path:
-                only_leads_on()
+                forget_prefix()
                 touches[line][(*path, name)] = None
             path = ()
-    its = ({line: tuple(names) for line, names in of.items()} for of in (reads, touches, methods))
-    return tuple(its)  # type: ignore[return-value]
+    tables = (reads, touches, methods)
+    as_tuples = ({line: tuple(names) for line, names in table.items()} for table in tables)
+    return tuple(as_tuples)  # type: ignore[return-value]
 
 
 def _lines_that_iterate(code: CodeType) -> frozenset[int]:
-    its = (each.positions for each in dis.get_instructions(code) if each.opname in _ITERATING)
-    return frozenset(each.lineno for each in its if each is not None and each.lineno is not None)
+    instructions = (
+        instruction
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in _ITERATING
+    )
+    positions = (instruction.positions for instruction in instructions)
+    lines = (position.lineno for position in positions if position is not None)
+    return frozenset(line for line in lines if line is not None)
 
 
 def _operations(code: CodeType) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the name and the kind of what code does with names, in its order."""
+    """Yield line, name and operation of each instruction, in order; empty if it uses no name."""
     line = code.co_firstlineno
-    own = set[tuple[int, str]]()  # variables of a comprehension that has no frame, by its lines
-    for each in dis.get_instructions(code):
-        line = (each.positions.lineno if each.positions else None) or line
-        given = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-        if each.opname == "LOAD_FAST_AND_CLEAR":
-            end = (each.positions and each.positions.end_lineno) or line
-            own.update((number, each.argval) for number in range(line, end + 1))
-        names = [name for name in given if (line, name) not in own]
-        if each.opname.startswith(_HAS_NAMES):
+    inlined = set[tuple[int, str]]()  # lines and variables of comprehensions without a frame
+    for instruction in dis.get_instructions(code):
+        line = (instruction.positions.lineno if instruction.positions else None) or line
+        arguments = (
+            instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        )
+        if instruction.opname == "LOAD_FAST_AND_CLEAR":
+            end = (instruction.positions and instruction.positions.end_lineno) or line
+            inlined.update((number, instruction.argval) for number in range(line, end + 1))
+        names = [name for name in arguments if (line, name) not in inlined]
+        if instruction.opname.startswith(_HAS_NAMES):
             yield from ((line, name, "load") for name in names)
-        elif each.opname.startswith(_SETS_NAMES):
+        elif instruction.opname.startswith(_SETS_NAMES):
             yield from ((line, name, "set") for name in names)
-        elif each.opname == "LOAD_METHOD" or "NULL|self" in each.argrepr:
-            yield line, each.argval, "method"
-        elif each.opname in ("LOAD_ATTR", "STORE_ATTR"):
-            yield line, each.argval, "attribute" if each.opname == "LOAD_ATTR" else "set attribute"
-        elif each.opname not in _SILENT:
+        elif instruction.opname == "LOAD_METHOD" or "NULL|self" in instruction.argrepr:
+            yield line, instruction.argval, "method"
+        elif instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
+            yield (
+                line,
+                instruction.argval,
+                "attribute" if instruction.opname == "LOAD_ATTR" else "set attribute",
+            )
+        elif instruction.opname not in _SILENT:
             yield line, "", ""
 
 
@@ -454,7 +479,7 @@ _SILENT = ("CACHE", "PUSH_NULL", "PRECALL", "NOP", "EXTENDED_ARG")
 
 
 def follow(folder: str, steps: tuple[int, int] | None, environment: Mapping[str, str]) -> None:
-    """Follow the lines of this process from now on, as part of the recording in `folder`."""
+    """Follow the lines of this process from now on, for the recording in `folder`."""
     rank = environment.get("RANK", "0")
     lines = FollowedLines(folder, int(rank) if rank.isdecimal() else 0, steps)
     if lines.begin():
@@ -462,9 +487,9 @@ def follow(folder: str, steps: tuple[int, int] | None, environment: Mapping[str,
 
 
 def step_ended(number: int) -> None:
-    """Note that a step of the recording has ended, on the thread that has ended it."""
+    """Note that a step of the recording has ended; call it on the thread that ended it."""
     for lines in _followed:
         lines.step_ended(number)
 
 
-_followed: list[FollowedLines] = []  # one, from the start of a process to its end
+_followed: list[FollowedLines] = []  # at most one, until the process ends

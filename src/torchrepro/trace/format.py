@@ -1,4 +1,4 @@
-"""The format of a trace: its tables, the values of their rows, how records lie in them."""
+"""The format of a trace: its tables, the values of their rows, and the encoding of records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 1
 SUFFIX = ".sqlite"
 
 BY_RUN, BY_PROGRAM = "run", "program"
-"""Who asked for a recording: ``torchrepro run --record``, or the program by a call of `record`."""
+"""Who started a recording: ``torchrepro run --record``, or the program, by calling `record`."""
 
 SCHEMA = """
 create table meta (key text primary key, value text not null) without rowid;
@@ -44,58 +44,57 @@ create table tensor (
     primary key (record, role, position)
 ) without rowid;
 """
-"""The values of the rows below say what the tables hold. No value stands in two places of a file,
-as it would in an index: a changed one is always the one that is read.
+"""The classes below document the columns. Tables have no indexes, so no value is stored twice: if
+one is changed, the changed one is always read.
 
-`step` has a row for each step, whose `seal` covers the row and, by the digests in it, all that
-belongs to the step in other tables: a row that was changed, moved or lost does not fit it. A trace
-that is finished says in `meta` how many steps it has. All of a step is written in one transaction.
+`step` has a row for each step. Its `seal` covers the row and, by the digests in it, all rows of the
+step in other tables, so a row that was changed, moved or removed is detected. In a finished trace,
+`meta` has the number of steps. Each step is written in one transaction.
 """
 
 DETAILS = ("statistics", "tensor")
-"""Tables with details of single records, whose first three columns give the order of their rows."""
+"""Tables with details of single records; rows are ordered by the first three columns."""
 
 SEAL = "seal"
 """The key of `meta` whose value is a digest of all its other rows."""
 
 MANY = 1 << 16
-"""Records of a part at most."""
+"""The most records in a part."""
 
 INPUT = 8
-"""Bytes of the fingerprint of an input: the first half of the tensor's."""
+"""Bytes of the digest of an input: the first half of the tensor's fingerprint."""
 
 OUTPUT = 16
 """Bytes of the fingerprint of an output."""
 
 MAIN = 0
-"""The number of the main thread. Its order is the program's own; that of all others an accident."""
+"""The number of the main thread. Its records have a fixed order; that of others may vary."""
 
 UNINITIALISED = b"not set "
-"""Stands for an input whose memory nothing had written."""
+"""Placeholder for the digest of an uninitialized input."""
 
 PARTLY = b"part"
-"""Begins the fingerprint of memory that ops had written in part. The rest of it is of what was
-written and where, not of the bytes."""
+"""The first bytes of the fingerprint of partly uninitialized memory. The remaining bytes depend on
+the values and regions that ops wrote, not on the memory itself."""
 
 NEW_TENSOR = "new tensor"
-"""The op of a record of a tensor that the program made from values of Python or numpy."""
+"""The op of a record of a tensor that was created from Python or numpy values."""
 
 OPTIMIZER_STEP = ".step()"
-"""Ends the op of a record of the arguments of an optimizer, which are JSON: one mapping a group."""
-
+"""The end of the op of a record of an optimizer's arguments, as JSON: one mapping per group."""
 
 ARGUMENTS = "the arguments of "
-"""Begins the name of what is left of an optimizer at the end, besides its state: no tensors."""
+"""The beginning of the name of an optimizer's arguments in the end state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What records of one kind have in common: a place of the program that computes."""
+    """The op, source line, module, phase and output shapes that many records share."""
 
     phase: str
     """``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``."""
     module: str
-    """Path of the module within its model; the class of a model itself; empty outside of all."""
+    """Path of the module within its model; of a model itself, its class; empty outside modules."""
     op: str
     source: str
     """``file:line`` of the user's code."""
@@ -104,27 +103,27 @@ class Site:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What aligned records of two runs have in common."""
+        """The fields that must be equal for records of two runs to be aligned."""
         return self.phase, self.module, self.op
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An op that ran, with what it read and wrote."""
+    """An op that ran, with digests of its inputs and outputs."""
 
     id: int
     thread: int
     site: int
     argument: int
     inputs: bytes
-    """The first 8 bytes of each input tensor's fingerprint, one after the other."""
+    """The first 8 bytes of each input tensor's fingerprint, concatenated."""
     outputs: bytes
-    """16 bytes per output tensor; none for a view, whose memory is another's."""
+    """16 bytes per output tensor; empty for a view, which shares the memory of its base."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a backward pass began from."""
+    """A tensor that a backward pass started from."""
 
     step: int
     value: float | None
@@ -134,7 +133,7 @@ class Loss:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it is a number, neither NaN nor infinite."""
+        """Whether the value is finite; False also if there is none."""
         return self.value is not None and math.isfinite(self.value)
 
 
@@ -147,45 +146,45 @@ class StepRow:
 
     step: int
     first: int
-    """The id of its first record; the others follow."""
+    """The id of its first record; ids are consecutive."""
     records: int
     bytes: int
-    """Bytes of all tensors that were read for the step's fingerprints."""
+    """The size of all tensors that were read to compute the step's fingerprints."""
     parameters: Fingerprint
     gradients: Fingerprint
     arguments: Fingerprint
-    """Of what its optimizers were given as arguments, as a learning rate is."""
+    """Of the arguments of its optimizers, such as the learning rate."""
     random: Mapping[str, str]
-    """JSON: the state of each generator when it ended."""
+    """A fingerprint of the state of each generator at the end of the step."""
     finished: bool
     """Whether an optimizer, or the program itself, has ended the step.
 
-    The last row of a trace is unfinished where the program did anything after its last step. That
-    part is no step. Its number is the one that the next step would have had.
+    The last row of a trace is unfinished if the program ran ops after its last step. It is not
+    counted as a step; its number is the one that the next step would have had.
     """
     level: str = "op"
-    """The level at which it was recorded."""
+    """The level of the recording in this step."""
     digest: Fingerprint = b""
     """Of its records; the store fills it in."""
     details: Fingerprint = b""
-    """Of its statistics and tensors; the store fills it in. Empty if it has none."""
+    """Of its statistics and tensors, empty if there are none; the store fills it in."""
     parts: int = 0
-    """How many rows of `part` have its records; the store fills it in."""
+    """The number of rows of `part` with its records; the store fills it in."""
     thread: int = MAIN
-    """The thread that ended it."""
+    """The thread that ended the step."""
 
     @property
     def dropped(self) -> bool:
-        """Whether its records are no longer there. All else of it is, their number included."""
+        """Whether its records were dropped. Everything else stays, including their number."""
         return bool(self.records) and not self.parts
 
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """What records that follow one another are, apart from their values.
+    """Consecutive records without their digests: threads, sites, arguments and lengths.
 
-    Steps are alike. Parts whose outlines are equal mostly share one, which is a key for whatever is
-    worked out of it.
+    Steps repeat, so equal outlines are common. Parts mostly share one object for them, which can
+    serve as the key of a cache.
     """
 
     digest: bytes
@@ -193,7 +192,7 @@ class Outline:
     sites: Sequence[int]
     arguments: Sequence[int]
     input_lengths: Sequence[int]
-    """How many bytes of digests each record read."""
+    """The number of bytes of input digests of each record."""
     output_lengths: Sequence[int]
 
     def __len__(self) -> int:
@@ -201,17 +200,17 @@ class Outline:
 
     @cached_property
     def input_ends(self) -> Sequence[int]:
-        """Where the digests that a record read end among those of the part."""
+        """The end of each record's input digests within the part."""
         return _ends(self.input_lengths)
 
     @cached_property
     def output_ends(self) -> Sequence[int]:
-        """Where the digests that a record wrote end among those of the part."""
+        """The end of each record's output digests within the part."""
         return _ends(self.output_lengths)
 
     @cached_property
     def limits(self) -> tuple[int, int, int, int]:
-        """The largest number of a thread, the least and the largest of a site, and of arguments."""
+        """The largest thread number, the least and largest site, and the largest argument."""
         threads, sites, arguments = map(np.asarray, (self.threads, self.sites, self.arguments))
         return int(threads.max()), int(sites.min()), int(sites.max()), int(arguments.max())
 
@@ -222,16 +221,16 @@ def _ends(lengths: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Records of a step that follow one another. A step has one part, or several if it is long."""
+    """Consecutive records of a step. A step has one part, or several if it is long."""
 
     first: int
-    """The id of its first record; the others follow."""
+    """The id of its first record; ids are consecutive."""
     outline: Outline
-    """Five numbers for each record, compressed with zlib."""
+    """In the file, five numbers for each record, compressed with zlib."""
     inputs: bytes
     """The first 8 bytes of each input tensor's fingerprint, record by record."""
     outputs: bytes
-    """16 bytes per output tensor, record by record; none for a view, whose memory is another's."""
+    """16 bytes per output tensor, record by record; nothing for a view."""
 
     def __len__(self) -> int:
         return len(self.outline)
@@ -241,32 +240,32 @@ class Part:
         return range(self.first, self.first + len(self))
 
     def record(self, number: int) -> Record:
-        its, place = self.outline, number - self.first
-        end, other_end = its.input_ends[place], its.output_ends[place]
+        outline, index = self.outline, number - self.first
+        end, output_end = outline.input_ends[index], outline.output_ends[index]
         return Record(
-            *(number, its.threads[place], its.sites[place], its.arguments[place]),
-            self.inputs[end - its.input_lengths[place] : end],
-            self.outputs[other_end - its.output_lengths[place] : other_end],
+            *(number, outline.threads[index], outline.sites[index], outline.arguments[index]),
+            self.inputs[end - outline.input_lengths[index] : end],
+            self.outputs[output_end - outline.output_lengths[index] : output_end],
         )
 
     def last_writer(self, value: bytes, before: int) -> int | None:
-        """Return the id of the last record before another that wrote what `value` stands for."""
+        """Return the id of the last record before `before` whose outputs contain `value`."""
         ends, lengths = self.outline.output_ends, self.outline.output_lengths
-        place = min(before - self.first, len(self))
-        end = ends[place - 1] if place > 0 else 0
-        while (at := self.outputs.rfind(value, 0, end)) >= 0:
-            place = bisect_right(ends, at)
-            if (at - ends[place] + lengths[place]) % OUTPUT == 0:  # not across two digests
-                return self.first + place
-            end = at + len(value) - 1
+        index = min(before - self.first, len(self))
+        end = ends[index - 1] if index > 0 else 0
+        while (position := self.outputs.rfind(value, 0, end)) >= 0:
+            index = bisect_right(ends, position)
+            if (position - ends[index] + lengths[index]) % OUTPUT == 0:  # not across two digests
+                return self.first + index
+            end = position + len(value) - 1
         return None
 
 
 Row = tuple[int, int, int, bytes, bytes]
-"""A record as it is taken: thread, site, argument, inputs, outputs."""
+"""A new record: thread, site, argument, inputs, outputs."""
 
 _WIDTH = 20
-"""Bytes of an outline for each record: five numbers of 32 bits, the lowest byte first."""
+"""Bytes per record of an outline: five numbers of 32 bits, little-endian."""
 
 
 def packed(columns: Sequence[Sequence[int]]) -> bytes:
@@ -276,25 +275,24 @@ def packed(columns: Sequence[Sequence[int]]) -> bytes:
 
 @lru_cache(maxsize=32)
 def unpacked(content: bytes) -> Outline:
-    """Return the outline of a part. Raises `ValueError` for bytes that are none."""
+    """Return the outline of a part. Raises `ValueError` if the bytes are not an outline."""
     unpacking = zlib.decompressobj()
     try:
         plain = unpacking.decompress(content, _WIDTH * MANY + 1)
     except zlib.error:
         plain = b""
-    count, rest = divmod(len(plain), _WIDTH)
-    if rest or not 0 < count <= MANY or not unpacking.eof or unpacking.unused_data:
-        raise ValueError("what records are is not valid")
+    count, remainder = divmod(len(plain), _WIDTH)
+    if remainder or not 0 < count <= MANY or not unpacking.eof or unpacking.unused_data:
+        raise ValueError("the outline of its records is not valid")
     numbers = np.frombuffer(plain, "<u4").astype(np.uint32).reshape(-1, count)
     columns = (array("I", column.tobytes()) for column in numbers)
     return Outline(xxhash.xxh3_128_digest(plain), *columns)
 
 
 def digest_of(rows: Iterable[tuple[Any, ...]]) -> bytes:
-    """Return a digest of rows with the types of their values; nothing if there are none.
+    """Return a digest of rows, including the types of their values; empty without rows.
 
-    Version 2 of marshal writes equal values as equal bytes, and values of different types as
-    different ones.
+    Version 2 of marshal encodes equal values as equal bytes, and different types differently.
     """
     digest, row = xxhash.xxh3_128(), None
     for row in rows:

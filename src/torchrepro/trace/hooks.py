@@ -1,9 +1,8 @@
-"""Hooks while a recording runs: the training loop, threads, the compiler, the loading of a batch.
+"""Hooks of a running recording: into the training loop, threads, the compiler, and loaders.
 
-Optimizers have public hooks. Backward passes and batches have none, so one function of torch
-each is wrapped while anything is recorded. What the program's own functions return while a loader
-prepares a batch is seen only where that is in the main process, and asked for: the profile function
-that sees every call costs more than the rest of a recording.
+Optimizers have public hooks. Backward passes and batches have none, so while anything is recorded,
+a function of torch is wrapped for each. `parts_of` splits values of the program into comparable
+parts.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrepro.ground.callers import frames, package, program_place
 from torchrepro.ground.imports import AfterImport
 from torchrepro.ground.patching import patch, surround
-from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
 from torchrepro.trace.op_facts import shape_of
+from torchrepro.trace.tensor_reads import fingerprint_of, size_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -46,8 +45,8 @@ _LOADERS = {
 """Module -> the class of its loaders."""
 
 _ITERATORS = dict.fromkeys(_LOADERS, "_BaseDataLoaderIter")
-"""Module -> the class whose ``__next__`` hands every batch to the program. Private: a loader has
-no hook; were the class gone, batches would be recorded where an op first reads them."""
+"""Module -> the class whose ``__next__`` returns every batch to the program. Private, because
+loaders have no hook. Without it, batches are recorded when an op first reads them."""
 
 _OBJECT_COLLECTIVES = (
     *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
@@ -59,20 +58,19 @@ _DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
 _HIGHER_ORDER = ("torch._higher_order_ops*", "torch.nn.attention*")  # where such ops are defined
 _LEAVING = "numpy", "tolist", "__reduce_ex__", "__repr__", "__dlpack__"
 _SAVING = {"safetensors.torch": ("save", "save_file")}
-_PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
+_PINNING = "_pin_memory_loop"  # the function of the thread of torch's loader that pins memory
 _HIDES = "_disable_current_modes"
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
 _WRAP_REGIONS = "wrap_inductor_compiled_regions"
 _COMPILED = "torchrepro.seeding.observed_calls"
-"""The module that a compiler may trace: it does nothing while one does."""
-_MOST = 64  # parts of one value
+"""The module that a compiler may trace: it does nothing during tracing."""
+_MOST = 64  # the most parts of one value
 _LONGEST = 100_000  # items of a list or a dict
 _DEEPEST = 4
-_LARGEST = 1 << 26  # bytes: a dataset that a function passes on is not read again and again
+_LARGEST = 1 << 26  # bytes; larger values, such as a whole dataset, are not read
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
-_GENERATOR = 0x20  # the flag of a generator's code, see the documentation of `inspect`
 _digest = xxhash.xxh3_128_digest
-_left_out: list[bool] = []  # once is enough for a process
+_excluded: list[bool] = []  # not empty after the code was excluded in this process
 
 
 def watch_training(undo: ExitStack, listener: Any) -> None:
@@ -80,7 +78,7 @@ def watch_training(undo: ExitStack, listener: Any) -> None:
 
     Its methods are `backward_begins` (losses), `backward_ends`, `optimizer_begins` (optimizer,
     its closure if any), `optimizer_ends` (optimizer), `batch_begins` (the loader's iterator)
-    and `batch_ends` (the iterator, and its batch, None if there was none).
+    and `batch_ends` (the iterator, and its batch, or None at the end).
     """
 
     def optimizer_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -93,17 +91,19 @@ def watch_training(undo: ExitStack, listener: Any) -> None:
         finally:
             listener.backward_ends()
 
-    def around_batch(following: Any, iterator: Any) -> Any:
+    def around_batch(next_batch: Any, iterator: Any) -> Any:
         listener.batch_begins(iterator)
         batch = None
         try:
-            batch = following(iterator)
+            batch = next_batch(iterator)
         finally:
             listener.batch_ends(iterator, batch)
         return batch
 
     undo.callback(register_optimizer_step_pre_hook(optimizer_begins).remove)
-    optimizer_ends = register_optimizer_step_post_hook(lambda its, *_: listener.optimizer_ends(its))
+    optimizer_ends = register_optimizer_step_post_hook(
+        lambda optimizer, *_: listener.optimizer_ends(optimizer)
+    )
     undo.callback(optimizer_ends.remove)
     surround(undo, torch.autograd, "backward", around_backward)
     _surround_once_imported(undo, _ITERATORS, "__next__", around_batch)
@@ -112,9 +112,10 @@ def watch_training(undo: ExitStack, listener: Any) -> None:
 def within_loaders_begun(
     undo: ExitStack, around: Callable[[Any], AbstractContextManager[None]]
 ) -> None:
-    """Have loaders begin to be iterated within ``around(loader)``.
+    """Run ``iter(loader)`` within ``around(loader)``.
 
-    One with workers draws the order of its first samples then, one without them at its first batch.
+    A loader with workers draws the order of its first samples there; one without workers does so
+    at its first batch.
     """
 
     def within(begin: Any, loader: Any) -> Any:
@@ -125,10 +126,10 @@ def within_loaders_begun(
 
 
 def on_worker_begun(undo: ExitStack, call: Callable[[], object]) -> None:
-    """Call `call` where this process turns out to be a worker of a loader, before it loads a batch.
+    """Call `call` if this process becomes a worker of a loader, before it loads a batch.
 
-    A worker that is not forked has by then imported the program, whose class the dataset is of.
-    What torch tells a worker of itself is made there and nowhere else, torchdata's included.
+    By then a worker that is not forked has imported the program, to unpickle the dataset. Workers
+    are recognized by their `WorkerInfo`, which only a worker creates, also torchdata's.
     """
 
     def around(begin: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +144,7 @@ def on_worker_begun(undo: ExitStack, call: Callable[[], object]) -> None:
 def _surround_once_imported(
     undo: ExitStack, classes: Mapping[str, str], method: str, around: Callable[..., Any]
 ) -> None:
-    watched: set[type] = set()  # both modules may hold the same class
+    watched: set[type] = set()  # both modules may have the same class
 
     def watch(module: str) -> None:
         owner = getattr(sys.modules[module], classes[module], None)
@@ -157,153 +158,157 @@ def _surround_once_imported(
 def on_threads_started(undo: ExitStack, first: Callable[[], object]) -> None:
     """Call `first` on each thread that is started until `undo` is closed, before its own code.
 
-    Left out is the thread on which a loader pins memory: it moves batches at any time, and they are
-    recorded where they are used.
+    Except on a loader's thread that pins memory: it moves batches at any time, and they are
+    recorded when they are used.
 
-    A thread calls its profile function at its first call of anything. No other public way comes as
-    early. A profile function that is set already gets its place back.
+    Uses the profile function, which a thread calls at its first call of any function; no other
+    public hook is as early. Restores a profile function that was set before.
     https://docs.python.org/3/library/threading.html#threading.setprofile
     """
-    before = threading.getprofile()
+    previous = threading.getprofile()
 
     def begin(frame: Any, event: Any, argument: Any) -> None:
-        sys.setprofile(before)
+        sys.setprofile(previous)
         if _PINNING not in threading.current_thread().name:
             first()
-        if before is not None:
-            before(frame, event, argument)
+        if previous is not None:
+            previous(frame, event, argument)
 
-    def watched(start: Any, function: Any, *given: Any) -> Any:
+    def watched(start: Any, function: Any, *start_args: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             first()
             return function(*args, **kwargs)
 
-        return start(run, *given)
+        return start(run, *start_args)
 
-    def put_back() -> None:
+    def restore_profile() -> None:
         if threading.getprofile() is begin:
-            threading.setprofile(before)
+            threading.setprofile(previous)
 
     threading.setprofile(begin)
-    undo.callback(put_back)
-    surround(undo, _thread, "start_new_thread", watched)  # which needs no `threading`
+    undo.callback(restore_profile)
+    surround(undo, _thread, "start_new_thread", watched)  # for threads started without `threading`
 
 
-def objects_sent_within(undo: ExitStack, around: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Send Python objects to other ranks within `around`.
+def wrap_object_collectives(
+    undo: ExitStack, around: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Run the collectives that send Python objects to other ranks within `around`.
 
-    They are sent as pickled bytes, and equal objects need not have equal ones: a name in them may
-    be new in every run. What a program makes of them shows in what it computes.
+    They send pickled bytes, which may differ for equal objects: for example, a name may be new in
+    every run. If the objects matter, the ops that use them show the difference.
     """
 
-    def within(original: Any, *args: Any, **more: Any) -> Any:
+    def within(original: Any, *args: Any, **kwargs: Any) -> Any:
         with around():
-            return original(*args, **more)
+            return original(*args, **kwargs)
 
     for owner in map(sys.modules.get, _DISTRIBUTED):
         for name in _OBJECT_COLLECTIVES:
-            if callable(getattr(owner, name, None)):  # a torch may be built without
+            if callable(getattr(owner, name, None)):  # absent if torch is built without distributed
                 surround(undo, owner, name, within)
 
 
-def higher_order_ops_run(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
-    """Have higher-order ops run under `mode`, those that are defined later as well.
+def allow_higher_order_ops(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
+    """Let higher-order ops run under `mode`, including ops that are defined later.
 
-    Newer torch asks a mode once, by `supports_higher_order_operators`. Older torch refuses a
-    higher-order op under a mode that the op has no rule for. The list of all such ops is private;
-    were it gone where it is needed, such an op would raise torch's own error.
+    Newer torch uses the mode's `supports_higher_order_operators`. Older torch raises for a
+    higher-order op under a mode that the op has no rule for. The list of all such ops is private.
+    If it is missing in an older torch, such ops raise torch's own error.
     """
 
     def rule(op: Any) -> Callable[..., Any]:
-        return lambda own, *args, **kwargs: own.__torch_dispatch__(op, (), args, kwargs)
+        return lambda active, *args, **kwargs: active.__torch_dispatch__(op, (), args, kwargs)
 
-    def give_rules(_module: str) -> None:
+    def add_rules(_module: str) -> None:
         for op in getattr(getattr(torch, "_ops", None), "_higher_order_ops", {}).values():
             if mode not in op.python_key_table:
                 op.py_impl(mode)(rule(op))
 
     if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
-        _once_imported(undo, _HIGHER_ORDER, give_rules)
+        _once_imported(undo, _HIGHER_ORDER, add_rules)
 
 
-def hidden_ops_noted(undo: ExitStack, note: Callable[[str], object]) -> None:
+def note_hidden_ops(undo: ExitStack, note: Callable[[str], object]) -> None:
     """Call `note` with each line of the program that hides its ops from all modes.
 
-    Torch itself does so where it prints a tensor and within its compiler. The functions are
-    private; were they gone, nothing would be noted.
+    Ignores torch's own code, which hides ops when it prints a tensor, and within its compiler. The
+    functions are private; if they are missing, nothing is noted.
     """
 
     def noticed(pop: Callable[..., Any], *args: Any) -> Any:
         callers = frames()
-        # It is called in a list comprehension, which has a frame of its own before Python 3.12.
-        if any(each.f_code.co_name == _HIDES for each in islice(callers, 4)):
-            by = next(frame for frame in callers if package(frame) != "contextlib")
-            if package(by) != "torch":
-                note(program_place(by))
+        # Among several frames: before Python 3.12, the list comprehension that calls it has one.
+        if any(frame.f_code.co_name == _HIDES for frame in islice(callers, 4)):
+            caller = next(frame for frame in callers if package(frame) != "contextlib")
+            if package(caller) != "torch":
+                note(program_place(caller))
         return pop(*args)
 
     if hasattr(_python_dispatch, "_pop_mode"):
         surround(undo, _python_dispatch, "_pop_mode", noticed)
 
 
-def values_that_leave_noted(undo: ExitStack, note: Callable[[Any], object]) -> None:
-    """Call `note` with each tensor that becomes numpy's or Python's, or is printed or saved.
+def note_values_that_leave(undo: ExitStack, note: Callable[[Any], object]) -> None:
+    """Call `note` with each tensor that is converted to numpy or Python, printed or saved.
 
-    No op shows that. These methods are the public ways; safetensors reads memory by its address.
+    No op shows that. Wraps the public methods, and those of safetensors, which reads memory by
+    address.
     """
 
-    def leaves(leave: Callable[..., Any], value: Any, *args: Any, **more: Any) -> Any:
-        for each in value.values() if isinstance(value, dict) else (value,):
+    def leaves(leave: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = value.values() if isinstance(value, dict) else (value,)
+        for tensor in tensors:
             if not torch.compiler.is_compiling():
-                note(each)
-        return leave(value, *args, **more)
+                note(tensor)
+        return leave(value, *args, **kwargs)
 
     def watch_saving(module: str) -> None:
         for name in _SAVING[module]:
             surround(undo, sys.modules[module], name, leaves)
 
     for name in _LEAVING:
-        if name not in vars(torch.Tensor):  # inherited, and found there once this is undone
+        if name not in vars(torch.Tensor):  # an inherited method stays an attribute after `undo`
             setattr(torch.Tensor, name, getattr(torch.Tensor, name))
         surround(undo, torch.Tensor, name, leaves)
     _once_imported(undo, tuple(_SAVING), watch_saving)
 
 
-def compiled_regions_seen(undo: ExitStack) -> None:
-    """Have regions that inductor compiles from now on pass through the dispatcher as one op.
+def record_compiled_regions(undo: ExitStack) -> None:
+    """Let regions that inductor compiles from now on pass through the dispatcher as one op.
 
-    The option is inductor's own and leaves the generated code as it is. Without it (older torch)
-    the kernels that inductor wrote are not seen; those of libraries that it calls are.
+    This option of inductor does not change the generated code. In older torch without it, kernels
+    that inductor generates are not recorded, but calls of library kernels are.
     """
 
     def wrap_regions(module: str) -> None:
         config = sys.modules[module]
         if hasattr(config, _WRAP_REGIONS):
-            before = getattr(config, _WRAP_REGIONS)
-            patch(undo, config, _WRAP_REGIONS, value=True, before=before)
+            previous = getattr(config, _WRAP_REGIONS)
+            patch(undo, config, _WRAP_REGIONS, value=True, before=previous)
 
     _once_imported(undo, (_INDUCTOR,), wrap_regions)
 
 
-def left_out_of_compilation(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
-    """Have torch.compile leave torchrepro's own code out where it finds it between two regions.
+def exclude_from_compilation(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
+    """Exclude torchrepro's own code from torch.compile, which may reach it between two regions.
 
-    ``trace_rules.add`` is not documented. The documented ``torch.compiler.disable`` costs a
-    microsecond per op even where nothing is compiled; it is used where the other is gone.
+    Uses ``trace_rules.add``, which is not documented. If it is missing, uses the documented
+    ``torch.compiler.disable``, which costs a microsecond per op even without compilation.
     """
 
-    def leave_out(_module: str) -> None:
-        if _left_out:
+    def exclude(_module: str) -> None:
+        if _excluded:
             return
-        _left_out.append(True)
+        _excluded.append(True)
         rules = sys.modules.get("torch._dynamo.trace_rules")
         if rules is None or not hasattr(rules, "add"):
             dispatch: Any = mode.__torch_dispatch__
             mode.__torch_dispatch__ = torch.compiler.disable(dispatch)  # type: ignore[method-assign, no-untyped-call]
             return
         with ExitStack() as built:
-            # It builds its one pattern anew for each module that is added: a fifth of a second for
-            # all of ours. Where that can be put off, it is built once.
+            # Each call of `add` rebuilds one pattern, which takes a fifth of a second for all our
+            # modules. If possible, postpone that and rebuild once.
             build = getattr(rules, "_recompile_re", None)
             if build is not None:
                 built.callback(build)
@@ -311,11 +316,11 @@ def left_out_of_compilation(undo: ExitStack, mode: type[TorchDispatchMode]) -> N
             divided = _COMPILED.rpartition(".")[0]
             for parent in (__name__.partition(".")[0], divided):
                 for module in iter_modules(import_module(parent).__path__):
-                    own = f"{parent}.{module.name}"
-                    if own not in (divided, _COMPILED):
-                        rules.add(own)
+                    name = f"{parent}.{module.name}"
+                    if name not in (divided, _COMPILED):
+                        rules.add(name)
 
-    _once_imported(undo, (_DYNAMO,), leave_out)
+    _once_imported(undo, (_DYNAMO,), exclude)
 
 
 def _once_imported(undo: ExitStack, modules: Sequence[str], call: Callable[[str], None]) -> None:
@@ -325,44 +330,45 @@ def _once_imported(undo: ExitStack, modules: Sequence[str], call: Callable[[str]
 
 
 def parts_of(value: Any) -> list[Part]:
-    """Return the parts of `value` that can be compared between runs; a few of very many.
+    """Return the parts of `value` that can be compared between runs; at most 64.
 
-    Each is its shape, its dtype or the name of its type, and its fingerprint. Parts are tensors,
-    arrays, numbers, texts, and what has `tobytes` as an image does, alone and in lists, tuples and
-    mappings.
+    A part is a shape, a dtype or the name of a type, and a fingerprint. Parts are tensors, arrays,
+    numbers, texts, and objects with `tobytes`, such as images, alone or in lists, tuples and dicts.
     """
     try:
-        return list(islice(_parts(value, 0), _MOST))
-    except Exception:  # noqa: BLE001 - a class of the program's may raise what it likes
+        return list(islice(_parts_at_depth(value, 0), _MOST))
+    except Exception:  # noqa: BLE001 - a class of the program may raise any error
         return []
 
 
-def _parts(value: Any, depth: int) -> Iterator[Part]:
-    kind = type(value)
+def _parts_at_depth(value: Any, depth: int) -> Iterator[Part]:
+    value_type = type(value)
     if isinstance(value, torch.Tensor):
         if size_of(value) <= _LARGEST:
             shape, *rest = shape_of(value)
             yield (shape, " ".join(map(str, rest)), fingerprint_of(value))
-    elif kind in _PLAIN:
+    elif value_type in _PLAIN:
         if not isinstance(value, str | bytes) or len(value) <= _LARGEST:
-            yield ((), kind.__name__, _digest(marshal.dumps(value, 2)))
-    elif kind is dict and len(value) <= _LONGEST:  # another mapping may load what it is asked
-        yield from _of_several(list(value), depth)
-        yield from _of_several(list(value.values()), depth)
+            yield ((), value_type.__name__, _digest(marshal.dumps(value, 2)))
+    elif (
+        value_type is dict and len(value) <= _LONGEST
+    ):  # other mappings may load their values lazily
+        yield from _parts_of_sequence(list(value), depth)
+        yield from _parts_of_sequence(list(value.values()), depth)
     elif isinstance(value, list | tuple) and len(value) <= _LONGEST:
-        yield from _of_several(list(value), depth)
+        yield from _parts_of_sequence(list(value), depth)
     elif callable(getattr(value, "tobytes", None)):  # an array or an image
         dtype = getattr(value, "dtype", None)
         if not getattr(dtype, "hasobject", False) and getattr(value, "nbytes", 0) <= _LARGEST:
             data = value.tobytes()
             shape = getattr(value, "shape", None) or getattr(value, "size", ())
-            name = kind.__name__ if dtype is None else str(dtype)
+            name = value_type.__name__ if dtype is None else str(dtype)
             yield tuple(shape) if isinstance(shape, tuple) else (), name, _digest(data)
 
 
-def _of_several(values: list[Any], depth: int) -> Iterator[Part]:
-    if values and all(type(each) in _PLAIN for each in values):
+def _parts_of_sequence(values: list[Any], depth: int) -> Iterator[Part]:
+    if values and all(type(value) in _PLAIN for value in values):
         yield ((len(values),), "list", _digest(marshal.dumps(values, 2)))
     elif depth < _DEEPEST:
-        for each in values:
-            yield from _parts(each, depth + 1)
+        for value in values:
+            yield from _parts_at_depth(value, depth + 1)

@@ -1,8 +1,8 @@
 """Reports each line that Python runs to a listener, in every thread of the process.
 
-Python 3.11 reports lines to a trace function, which is in C here. Later versions have
-`sys.monitoring` (https://docs.python.org/3/library/sys.monitoring.html), which does not slow down
-code whose lines the listener does not ask for.
+In Python 3.11 through a C trace function. In later versions through `sys.monitoring`
+(https://docs.python.org/3/library/sys.monitoring.html), which does not slow down code whose lines
+the listener does not request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Listener(Protocol):
         """Receive a value that the frame yields, or the awaitable that it waits for."""
 
     def is_left(self, frame: FrameType) -> None:
-        """Receive a frame that an exception leaves."""
+        """Receive a frame that ends with an exception."""
 
     def failed(self, error: Exception) -> None:
         """Receive an error of another method; no events follow, and the program continues."""
@@ -45,14 +45,14 @@ def _is_traced() -> bool:
 if sys.version_info >= (3, 12):
 
     def report_lines(listener: Listener) -> bool:
-        """Report to `listener` from now on, also in processes that this one forks.
+        """Report to `listener` from now on, also in forked children.
 
-        Returns whether it does: not where a debugger, a coverage tool or a profiler traces the
-        process already.
+        Returns False, and reports nothing, if a debugger, a coverage tool or a profiler already
+        traces the process.
         """
         monitoring, on = sys.monitoring, sys.monitoring.events
-        # Other numbers are those of debuggers, coverage tools, profilers and optimizers.
-        tool = next((each for each in (3, 4) if monitoring.get_tool(each) is None), None)
+        # The remaining numbers are reserved for debuggers, coverage, profilers and optimizers.
+        tool = next((number for number in (3, 4) if monitoring.get_tool(number) is None), None)
         if tool is None or _is_traced():
             return False
         monitoring.use_tool_id(tool, "torchrepro")
@@ -85,16 +85,16 @@ if sys.version_info >= (3, 12):
         for event, function in callbacks.items():
             monitoring.register_callback(tool, event, function)
         monitoring.set_events(tool, on.PY_START | on.PY_RESUME | on.PY_UNWIND)
-        atexit.register(stop)  # then modules lose what the listener uses
+        atexit.register(stop)  # before Python clears the modules that the listener uses
         return True
 
 else:
 
     def report_lines(listener: Listener) -> bool:
-        """Report to `listener` from now on, also in processes that this one forks.
+        """Report to `listener` from now on, also in forked children.
 
-        Returns whether it does: not where a debugger, a coverage tool or a profiler traces the
-        process already. Sets `sys.unraisablehook`, which receives exceptions of signals.
+        Returns False, and reports nothing, if a debugger, a coverage tool or a profiler already
+        traces the process. Sets `sys.unraisablehook`, which receives exceptions of signals.
         """
         if _is_traced():
             return False
@@ -106,7 +106,7 @@ else:
                 if event == called:
                     frame.f_trace_lines = listener.begins(frame)
                 elif not frame.f_trace_lines:
-                    pass  # most events: the listener asked for no line of this frame
+                    pass  # most events: the listener did not request lines of this frame
                 elif event == line:
                     listener.line_begins(frame)
                 elif event == returned and value is None:
@@ -118,7 +118,7 @@ else:
             except Exception as error:  # noqa: BLE001 - the program continues
                 sys.settrace(None)
                 listener.failed(error)
-            except BaseException as error:  # noqa: BLE001 - of a signal; nothing passes through C
+            except BaseException as error:  # noqa: BLE001 - from a signal; C code cannot raise it
                 raise_in(frame, error)
             return 0
 
@@ -129,14 +129,14 @@ else:
             frame.f_trace_lines, frame.f_trace = True, pass_on
             sys.settrace(pass_on)
 
-        present = sys.unraisablehook
+        previous_hook = sys.unraisablehook
 
-        def hook(lost: Any) -> None:
-            # A signal that is handled as `on_event` begins raises before its first statement.
-            if lost.object is on_event:
-                raise_in(sys._getframe(1), lost.exc_value)  # noqa: SLF001 - documented
+        def hook(unraisable: Any) -> None:
+            # A signal handled just when `on_event` is called raises before its first statement.
+            if unraisable.object is on_event:
+                raise_in(sys._getframe(1), unraisable.exc_value)  # noqa: SLF001 - documented
             else:
-                present(lost)
+                previous_hook(unraisable)
 
         sys.unraisablehook = hook
 
@@ -144,17 +144,17 @@ else:
             ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p
         )
         function = traced(on_event)
-        # C calls it to the end of the process, after the modules that refer to it are gone.
+        # C calls it until the end of the process, when the modules that refer to it are gone.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
 
         def trace_thread(*_: Any) -> None:
-            # Around a trace function of Python's own, Python 3.11 writes the variables of every
-            # closure that is called back into it, and with them what another thread had set before.
+            # Not `sys.settrace`: after each call of a Python trace function, Python 3.11 writes the
+            # closure variables of the frame back, and so may undo a write of another thread.
             set_trace = ctypes.pythonapi.PyEval_SetTrace
             set_trace.argtypes, set_trace.restype = [traced, ctypes.py_object], None
             set_trace(function, None)
 
         trace_thread()
         threading.settrace(trace_thread)
-        atexit.register(sys.settrace, None)  # then modules lose what the listener uses
+        atexit.register(sys.settrace, None)  # before Python clears the listener's modules
         return True

@@ -1,4 +1,4 @@
-"""Facts about ops: the text of their arguments, and what they read, write, and share."""
+"""Facts about ops: the text of their arguments, and which tensors they read, write, and share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torchrepro.ground.redaction import HIDDEN, sounds_secret
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
-"""The classes of tensors that do not change what an op does."""
+"""The classes of tensors that do not override ops."""
 
 CPU = torch.device("cpu")
 _LITERALS = (
@@ -21,7 +21,7 @@ _LITERALS = (
 
 
 def call_text(args: Any, kwargs: Any) -> str:
-    """Return the arguments of a call as Python writes them, with `_` for a tensor.
+    """Return the arguments of a call in Python syntax, with `_` for a tensor.
 
     A string is redacted if the name of its argument sounds secret.
     """
@@ -34,7 +34,7 @@ def call_text(args: Any, kwargs: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return one value as Python writes it, or the name of its type if it has no such form."""
+    """Return one value in Python syntax, or the name of its type if it has none."""
     if isinstance(value, torch.Tensor):
         return "_"
     if isinstance(value, list | tuple):
@@ -50,7 +50,7 @@ def tensors_in(value: Any) -> list[Any]:
 def shape_of(tensor: Any) -> tuple[Any, ...]:
     """Return shape and dtype of a tensor, and its device if that is not the CPU.
 
-    A ragged size has a number that counts on in the process: it is left out.
+    Omits the number of a ragged size, which depends on earlier tensors of the process.
     """
     try:
         shape = tensor.shape
@@ -83,13 +83,13 @@ TRANSPARENT = _aten("alias detach detach_ lift record_stream") | {
     "profiler::_record_function_enter_new",
     "profiler::_record_function_exit",
 }
-"""Ops that compute nothing: what they return is what they were given."""
+"""Ops that compute nothing and return their argument."""
 
 ALLOCATING = _aten(
     "_empty_affine_quantized _empty_per_channel_affine_quantized empty empty_like empty_permuted"
     " empty_quantized empty_strided new_empty new_empty_strided resize_ resize_as_"
 )
-"""Ops whose result is memory that nobody has written yet."""
+"""Ops that return uninitialized memory."""
 
 OVERWRITING = _aten(
     "_foreach_copy_ _foreach_zero_ copy_ fill_ zero_ uniform_ normal_ bernoulli_ random_"
@@ -98,7 +98,7 @@ OVERWRITING = _aten(
 """Ops that write all of their first argument without reading it."""
 
 SHARING = _aten("_unsafe_view _reshape_alias")
-"""Ops that return their input's memory although their schema does not say so."""
+"""Ops that return the memory of their input although their schema does not declare it."""
 
 SCRATCH = {
     "aten::_cudnn_rnn": (3, 4),
@@ -111,27 +111,27 @@ SCRATCH = {
     "aten::_efficient_attention_forward": (1,),
     "fsdp::all_gather_copy_in": (1,),
 }
-"""Op -> the outputs that are a kernel's own workspace, which it may not write in full.
+"""Op -> the outputs that are the workspace of a kernel, which may stay partly uninitialized.
 
-Their layout is in the signatures of
+The signatures of the ops are in
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml
 """
 
 SCRATCH_ARGUMENTS = {"aten::rrelu_with_noise": (1,), "aten::rrelu_with_noise_": (1,)}
-"""Op -> arguments that are memory for its own use: it writes them only while it trains."""
+"""Op -> arguments that are its workspace, written only in training mode."""
 
-UNSAID = {
+UNDECLARED_WRITES = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
 }
-"""Op -> arguments that it writes although its schema does not say so: running statistics."""
+"""Op -> arguments that it writes although its schema does not declare it: running statistics."""
 
 KEEPING = _aten(
     "_index_put_impl_ fill_diagonal_ index_copy_ index_fill_ index_put_ masked_fill_"
     " masked_scatter_ put_ scatter_ copy_ clone _to_copy"
 )
-"""Ops that pass on some or all values of the first tensor they read unchanged."""
+"""Ops that copy or keep some values of the first tensor that they read."""
 
 COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 """Namespaces of the ops that exchange tensors with other ranks."""
@@ -139,100 +139,106 @@ COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpFacts:
-    """What one op does to its inputs, and which outputs count."""
+    """What one op does to its inputs, and which outputs are fingerprinted."""
 
-    op: Any  # the op itself; held, so that its id means no other
+    op: Any  # the op itself; kept alive, so that its id is not reused
     name: str  # as in ``aten::add.Tensor``
     transparent: bool = False
     view: bool = False
-    rebinds: bool = False  # gives a tensor other memory, which is read where it is used
+    rebinds: bool = False  # gives a tensor other memory, which is read when an op uses it
     overwrites: bool = False
     allocates: bool = False
     collective: bool = False
     written: tuple[int, ...] = ()  # positions of the arguments that are written in place
     written_names: tuple[str, ...] = ()  # keyword arguments that are written, such as ``out``
-    scratch: tuple[int, ...] = ()  # positions of the outputs that no fingerprint is taken of
-    scratch_arguments: tuple[int, ...] = ()  # positions of those that are its own memory
+    scratch: tuple[int, ...] = ()  # positions of the outputs that are not fingerprinted
+    scratch_arguments: tuple[int, ...] = ()  # positions of the arguments that are workspace
     compiled: bool = False  # runs a region that inductor has compiled
-    counted: bool = True  # autograd counts what it writes: not in lists, nor what is `UNSAID`
-    keeps: bool = False  # passes on values of its first input unchanged
+    counted: bool = True  # autograd counts its writes; not in lists, nor `UNDECLARED_WRITES`
+    keeps: bool = False  # keeps values of its first input unchanged
     writes: bool = False  # writes any of its arguments
     view_of_first: bool = False  # a view of its first argument, which is a tensor
-    single: bool = False  # all that it makes or writes is the one tensor that it returns
-    single_written: bool = False  # and it is its first argument, written in place, and counted
-    fresh: bool = False  # torch passes what it makes from values of Python or numpy through it
+    single: bool = False  # creates or writes exactly one tensor, which it returns
+    single_written: bool = False  # and that is its first argument, written in place and counted
+    fresh: bool = False  # torch passes tensors through it that it creates from Python or numpy
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the tensors that a call has written in place, each once."""
         values = [args[position] for position in self.written if position < len(args)]
         if kwargs:
             values += [kwargs[name] for name in self.written_names if name in kwargs]
-        found: list[Any] = []
+        tensors: list[Any] = []
         for value in values:
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if tensor is not None and not any(tensor is other for other in found):
-                    found.append(tensor)
-        return found
+            sequence = value if isinstance(value, list | tuple) else (value,)
+            for tensor in sequence:
+                if tensor is not None and not any(tensor is known for known in tensors):
+                    tensors.append(tensor)
+        return tensors
 
 
 def facts_of(op: Any) -> OpFacts:
     """Return the facts of an op overload, from its schema and the tables above.
 
-    ``_schema`` is private; torch's own modes read it, and the public ``torch.library.infer_schema``
-    is for functions only. An op without a schema has only a name and counts as writing nothing.
+    ``_schema`` is private, but torch's own modes use it; the public ``torch.library.infer_schema``
+    only takes functions. An op without a schema has only a name and is assumed to write nothing.
     """
     schema = getattr(op, "_schema", None)
     if schema is None:
         compiled = str(op) == "inductor_compiled_code"
         return OpFacts(op, "compiled region" if compiled else str(op), compiled=compiled)
-    plain = schema.name
+    op_name = schema.name
     writes = [
         (position, argument)
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None
         and argument.alias_info.is_write
-        and position not in SCRATCH_ARGUMENTS.get(plain, ())
+        and position not in SCRATCH_ARGUMENTS.get(op_name, ())
     ]
-    returned = [value.alias_info for value in schema.returns]
-    aliases = bool(returned) and all(info is not None and not info.is_write for info in returned)
+    returned_info = [value.alias_info for value in schema.returns]
+    aliases = bool(returned_info) and all(
+        info is not None and not info.is_write for info in returned_info
+    )
     written = (
         *(position for position, argument in writes if not argument.kwarg_only),
-        *UNSAID.get(plain, ()),
+        *UNDECLARED_WRITES.get(op_name, ()),
     )
-    collective = plain.partition("::")[0] in COLLECTIVE
-    rebinds, fresh = plain == "aten::set_", plain == "aten::lift_fresh"
-    special = collective or rebinds or plain in ALLOCATING or plain in SCRATCH
-    view = aliases or plain in SHARING
-    of_first = plain in SHARING or _returns_memory_of_first(schema)
-    one = [str(value.type) for value in schema.returns] == ["Tensor"]
-    in_place = one and written == (0,) and len(writes) == 1 and of_first
+    collective = op_name.partition("::")[0] in COLLECTIVE
+    rebinds, fresh = op_name == "aten::set_", op_name == "aten::lift_fresh"
+    special = collective or rebinds or op_name in ALLOCATING or op_name in SCRATCH
+    view = aliases or op_name in SHARING
+    shares_first = op_name in SHARING or _returns_memory_of_first(schema)
+    returns_tensor = [str(value.type) for value in schema.returns] == ["Tensor"]
+    in_place = returns_tensor and written == (0,) and len(writes) == 1 and shares_first
     return OpFacts(
         op=op,
-        name=f"{plain}.{schema.overload_name}" if schema.overload_name else plain,
-        transparent=plain in TRANSPARENT or fresh,
+        name=f"{op_name}.{schema.overload_name}" if schema.overload_name else op_name,
+        transparent=op_name in TRANSPARENT or fresh,
         view=view,
-        view_of_first=view and of_first,
+        view_of_first=view and shares_first,
         rebinds=rebinds,
-        overwrites=plain in OVERWRITING,
-        allocates=plain in ALLOCATING,
+        overwrites=op_name in OVERWRITING,
+        allocates=op_name in ALLOCATING,
         collective=collective,
         written=written,
         written_names=tuple(argument.name for _, argument in writes),
-        scratch=SCRATCH.get(plain, ()),
-        scratch_arguments=SCRATCH_ARGUMENTS.get(plain, ()),
-        counted=plain not in UNSAID
+        scratch=SCRATCH.get(op_name, ()),
+        scratch_arguments=SCRATCH_ARGUMENTS.get(op_name, ()),
+        counted=op_name not in UNDECLARED_WRITES
         and not any("List" in str(argument.type) for _, argument in writes),
-        keeps=plain in KEEPING,
+        keeps=op_name in KEEPING,
         writes=bool(written or writes),
-        single=one and not special and not view and (in_place or not (written or writes)),
+        single=returns_tensor
+        and not special
+        and not view
+        and (in_place or not (written or writes)),
         single_written=in_place,
         fresh=fresh,
     )
 
 
 def _returns_memory_of_first(schema: Any) -> bool:
-    """Whether an op returns the memory of its first argument, one tensor: both have one name."""
+    """Whether an op returns the memory of its first argument, a tensor: their alias sets match."""
     if not schema.arguments or not schema.returns or str(schema.arguments[0].type) != "Tensor":
         return False
-    given, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info
-    return given is not None and returned is not None and given.before_set == returned.before_set
+    first, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info
+    return first is not None and returned is not None and first.before_set == returned.before_set

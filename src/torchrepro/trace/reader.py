@@ -1,6 +1,6 @@
-"""Reads traces: the runs in a folder, and the file of a process, checked before it is believed.
+"""Reads the traces of a recorded run, and validates each file before it is used.
 
-A trace may come from anybody: reading it runs nothing that is in it, and ends soon.
+A trace may come from an untrusted source: reading one runs no code from it, in bounded time.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from torchrepro.trace.format import Outline, Record
 
 LONGEST = 1 << 26
-"""Bytes of a cell of `meta`; any other cell may have as many as the file."""
+"""The most bytes in a cell of `meta`; any other cell may have as many bytes as the file."""
 
 MOST = 1 << 40
-"""Records of a step."""
+"""The most records of a step."""
 
 _Tables = dict[str, tuple[str, str]]
 _Words, _Number = str | None, int | None
@@ -73,14 +73,14 @@ META: Mapping[str, Any] = {
     "began": float | None,
     "unwritten": {**dict.fromkeys(("allocated", "read", "op"), str), "is_nan": bool},
 }
-"""The type of each value that is read of a run; for a list, those of its entries' fields."""
+"""The type of each value in `meta`; for a list of mappings, the type of each field."""
 
 
 class Trace:
-    """One process of a recorded run, as its file is when it is opened.
+    """The trace of one process, as its file is when it is opened.
 
-    Raises `TraceError` for a file that is no trace, is damaged, or has another format. Without
-    `records`, the records and their details are not checked and must not be read.
+    Raises `TraceError` if the file is not a trace, is damaged, or has another format. Without
+    `records`, the records and their details are not validated and must not be read.
     """
 
     def __init__(self, path: Path, *, records: bool = True) -> None:
@@ -90,19 +90,19 @@ class Trace:
         self.sites: dict[int, Site] = {}
         """Every site by its number, from 1 on."""
         self.arguments: dict[int, str] = {0: ""}
-        """The text of arguments that are not tensors, by its number; 0 stands for none."""
+        """The text of arguments that are not tensors, by number; 0 means no arguments."""
         self.threads: dict[int, str] = {}
         """The name of each thread by its number; 0 is the main thread."""
         self.losses: list[Loss] = []
-        """Every loss in its order."""
+        """Every loss, in order."""
         self._last_part: Part | None = None
         try:
             with ExitStack() as if_it_fails:
                 self._connection = if_it_fails.enter_context(closing(_connect(path)))
                 _check_tables(self._connection, path)
-                # All rows together take no more bytes than the file and its log, whatever they say.
+                # All rows together have at most as many bytes as the file and its log.
                 files = path, path.with_name(f"{path.name}-wal")
-                size = self._left = sum(each.stat().st_size for each in files if each.exists())
+                size = self._left = sum(file.stat().st_size for file in files if file.exists())
                 self.meta = self._read_meta()
                 self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, 2**31 - 1))
                 self._read_steps()
@@ -117,18 +117,18 @@ class Trace:
         except sqlite3.Error as error:
             raise TraceError.about(f"cannot be read as a trace: {error}", str(path)) from None
 
-    def _rows(self, table: str, which: str = "", *values: int) -> Iterator[Any]:
+    def _rows(self, table: str, condition: str = "", *values: int) -> Iterator[Any]:
         types = _format()[1][table]
-        for row in self._connection.execute(f"select * from {table} {which}", values):  # noqa: S608 - ours
+        for row in self._connection.execute(f"select * from {table} {condition}", values):  # noqa: S608 - ours
             if not all(map(isinstance, row, types)):
                 raise ValueError(f"its table `{table}` has a value of another type")
-            self._take(1 + sum(len(cell) for cell in row if isinstance(cell, str | bytes)))
+            self._count_bytes(1 + sum(len(cell) for cell in row if isinstance(cell, str | bytes)))
             yield row
 
-    def _take(self, count: int) -> None:
+    def _count_bytes(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise ValueError("it has more in it than a file of its size can hold")
+            raise ValueError("it claims more content than a file of its size can have")
 
     def _read_meta(self) -> Mapping[str, Any]:
         texts = dict(self._rows("meta"))
@@ -138,7 +138,7 @@ class Trace:
             meta = {key: json.loads(text) for key, text in texts.items()}
         except RecursionError:
             raise ValueError("its facts about the run are nested too deeply") from None
-        valid = {key: _fits(meta.get(key), kind) for key, kind in META.items()}
+        valid = {key: _fits(meta.get(key), expected_type) for key, expected_type in META.items()}
         valid["level"] = meta.get("level") in (None, *LEVELS)
         valid["steps"] = meta.get("steps") is None or is_range(meta["steps"])
         for key in ("every", "world_size"):
@@ -149,7 +149,7 @@ class Trace:
         return meta
 
     def _read_steps(self) -> None:
-        # A recording begins with step 0, or the first one requested, and leaves none out.
+        # A recording has every step from 0, or from the first requested step, on.
         following, after = (self.meta.get("steps") or [0])[0], 1
         for row in self._rows("step", "order by step"):
             number, first, records, parts, read, level, finished, *rest = row
@@ -174,24 +174,24 @@ class Trace:
             following, after = number + 1, first + records
         self._end = after
         if self.meta.get("finished") and self.meta.get("rows") != len(self.steps):
-            raise ValueError(f"it has {len(self.steps)} steps and says {self.meta.get('rows')}")
+            raise ValueError(f"it has {len(self.steps)} steps, not {self.meta.get('rows')}")
 
     def _read_texts(self, step: int, names: Any, losses: Any) -> int:
-        """Read the texts of a step; returns the thread that ended it."""
+        """Read the texts of a step; return the number of the thread that ended it."""
         sites = [Site(*words) for words in names.get("sites", ())]
         arguments, threads = names.get("arguments", ()), names.get("threads", ())
-        by, *by_each = map(int, names.get("by") or [MAIN] * (len(losses) + 1))
+        ended_by, *loss_threads = map(int, names.get("by") or [MAIN] * (len(losses) + 1))
         of_step = [
             Loss(step, None if value is None else float(value), bytes.fromhex(mark), source, thread)
-            for (value, mark, source), thread in zip(losses, by_each, strict=True)
+            for (value, mark, source), thread in zip(losses, loss_threads, strict=True)
         ]
         texts = chain(*map(astuple, sites), arguments, threads, (loss.source for loss in of_step))
-        "".join(texts).encode()  # raises if one of them is no text
+        "".join(texts).encode()  # raises if one of them is not valid text
         self.sites |= enumerate(sites, len(self.sites) + 1)
         self.arguments |= enumerate(arguments, len(self.arguments))
         self.threads |= enumerate(threads, len(self.threads))
         self.losses += of_step
-        return by
+        return ended_by
 
     def _check_records(self) -> None:
         rows = self._rows("part", "order by first")
@@ -202,8 +202,8 @@ class Trace:
                 if first != following:
                     raise ValueError(f"records of step {step.step} are missing")
                 outline = unpacked(content)
-                # The recorder sees to it that a file has a byte for each record.
-                self._take(max(0, len(outline) - len(content) - len(inputs) - len(outputs)))
+                # The recorder writes at least one byte for each record.
+                self._count_bytes(max(0, len(outline) - len(content) - len(inputs) - len(outputs)))
                 thread, least_site, site, argument = outline.limits
                 if not (
                     thread < max(len(self.threads), 1)
@@ -216,22 +216,22 @@ class Trace:
                 of_values = xxhash.xxh3_128_digest(inputs), xxhash.xxh3_128_digest(outputs)
                 digest.update(b"".join((outline.digest, *of_values)))
                 following += len(outline)
-            found, expected = (following, digest.digest()), (step.first + step.records, step.digest)
-            if not step.dropped and found != expected:
+            is_intact = (following, digest.digest()) == (step.first + step.records, step.digest)
+            if not step.dropped and not is_intact:
                 raise ValueError(f"records of step {step.step} were changed or are missing")
         if next(rows, None) is not None:
-            raise ValueError("it has records that belong to no step")
+            raise ValueError("it has records outside of any step")
 
     def _check_details(self) -> None:
-        which = "where record >= ? and record < ? order by 1, 2, 3"
+        condition = "where record >= ? and record < ? order by 1, 2, 3"
         for step in self.steps.values():
             ids = step.first, step.first + step.records
-            rows = chain.from_iterable(self._rows(table, which, *ids) for table in DETAILS)
+            rows = chain.from_iterable(self._rows(table, condition, *ids) for table in DETAILS)
             if digest_of(rows) != step.details:
                 raise ValueError(f"the statistics or tensors of step {step.step} were changed")
         for table in DETAILS:
             for _ in self._rows(table, "where record < 1 or record >= ?", self._end):
-                raise ValueError(f"its table `{table}` has rows of no record")
+                raise ValueError(f"its table `{table}` has rows without a record")
 
     def close(self) -> None:
         self._connection.close()
@@ -242,16 +242,16 @@ class Trace:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the process ended before it had written the end of the trace."""
+        """Whether the process was killed before it finished the trace."""
         return not self.meta.get("finished")
 
     @property
     def ended_steps(self) -> int:
-        """How many steps of the program are in it: what came after the last one is none."""
+        """The number of the program's steps; ops after the last step do not count as one."""
         return sum(row.finished for row in self.steps.values())
 
     def level_of(self, number: int) -> str:
-        """Return the level at which a step was recorded, or would have been."""
+        """Return the level of a step; of one that was not recorded, the level it would have."""
         row = self.steps.get(number)
         if row is not None:
             return row.level
@@ -259,7 +259,7 @@ class Trace:
         return level_of_step(number, asked, self.meta.get("every") or 1)
 
     def ends_before(self, number: int) -> bool:
-        """Whether it shows that the program ended no step of this number."""
+        """Whether the trace proves that the program did not end the step of this number."""
         asked = self.meta.get("steps")
         row = self.steps.get(number)
         return not (
@@ -269,7 +269,7 @@ class Trace:
         )
 
     def outlines(self, step: int) -> Iterator[Outline]:
-        """Yield what the records of a step are, without their values; nothing if dropped."""
+        """Yield the outlines of a step's records, without values; nothing if it was dropped."""
         row = self.steps[step]
         rows = self._connection.execute(
             "select outline from part where first >= ? and first < ? order by first",
@@ -278,17 +278,17 @@ class Trace:
         return (unpacked(content) for (content,) in rows)
 
     def parts(self, step: int) -> Iterator[Part]:
-        """Yield the records of a step in parts that fit into memory; nothing if dropped."""
+        """Yield the records of a step in parts that fit into memory; nothing if it was dropped."""
         row = self.steps[step]
-        which = "where first >= ? and first < ? order by first"
-        return self._parts(which, row.first, row.first + row.records)
+        condition = "where first >= ? and first < ? order by first"
+        return self._parts(condition, row.first, row.first + row.records)
 
     def parts_before(self, record: int) -> Iterator[Part]:
-        """Yield all that came before a record, the last first; a part may go on after it."""
+        """Yield the parts that begin before a record, last part first; a part may contain it."""
         return self._parts("where first < ? order by first desc", record)
 
-    def _parts(self, which: str, *values: int) -> Iterator[Part]:
-        rows = self._connection.execute(f"select * from part {which}", values)  # noqa: S608 - ours
+    def _parts(self, condition: str, *values: int) -> Iterator[Part]:
+        rows = self._connection.execute(f"select * from part {condition}", values)  # noqa: S608 - ours
         return (Part(first, unpacked(content), *rest) for first, content, *rest in rows)
 
     def records(self, step: int) -> list[Record]:
@@ -301,10 +301,12 @@ class Trace:
         return part.record(number)
 
     def step_of(self, record: int) -> int:
-        return next(at for at, its in self.steps.items() if record < its.first + its.records)
+        return next(
+            number for number, row in self.steps.items() if record < row.first + row.records
+        )
 
     def statistics_of(self, records: range) -> Iterator[tuple[Any, ...]]:
-        """Yield record, count, mean, norm, low and high of each output of some records."""
+        """Yield record, count, mean, norm, low and high of each output of the records."""
         return self._connection.execute(
             "select record, count, mean, norm, low, high from statistics"
             " where record >= ? and record < ? order by record, position",
@@ -320,45 +322,47 @@ class Trace:
         ).fetchall()
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    if kind == "words by name":
+def _fits(value: Any, expected_type: Any) -> bool:
+    if expected_type == "words by name":
         value = {} if value is None else value
         return isinstance(value, dict) and {str}.issuperset(map(type, value.values()))
-    if kind == "words":
+    if expected_type == "words":
         return value is None or (isinstance(value, list) and {str}.issuperset(map(type, value)))
-    if isinstance(kind, dict):
+    if isinstance(expected_type, dict):
         return value is None or (
             isinstance(value, list)
             and all(
-                isinstance(each, dict) and all(_fits(each.get(key), kind[key]) for key in kind)
-                for each in value
+                isinstance(row, dict)
+                and all(_fits(row.get(key), expected_type[key]) for key in expected_type)
+                for row in value
             )
         )
-    return isinstance(value, kind)
+    return isinstance(value, expected_type)
 
 
 def _connect(path: Path, *, is_immutable: bool = False) -> sqlite3.Connection:
-    """Open a file for reading, as it is at this moment. Raises `ValueError` for what is no file.
+    """Open a snapshot of a file for reading. Raises `ValueError` if it is not a regular file.
 
-    Views, and what else a database may hold besides data, run only if a query names them;
-    `_check_tables` makes sure that there are none.
+    Views and triggers run only if a query names their tables; `_check_tables` rejects a file that
+    has any.
     """
-    for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))):
-        if (each is path or each.exists()) and not each.is_file():
-            raise ValueError(f"{each.name} is not a regular file")
+    logs = [path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal")]
+    for file in (path, *(log for log in logs if log.exists())):
+        if not file.is_file():
+            raise ValueError(f"{file.name} is not a regular file")
     uri = f"{path.absolute().as_uri()}?mode=ro" + "&immutable=1" * is_immutable
     connection = sqlite3.connect(uri, uri=True)
     try:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
         for pragma in ("trusted_schema = off", "cell_size_check = on", "query_only = on"):
             connection.execute(f"pragma {pragma}")
-        connection.execute("begin")  # a run that still goes on adds rows
-        connection.execute("pragma schema_version")  # the first that reads the file
+        connection.execute("begin")  # a snapshot: a running process adds rows
+        connection.execute("pragma schema_version")  # the first statement that reads the file
     except BaseException as error:
         connection.close()
-        # A process that was killed while it opened or closed its file may leave a journal, which a
-        # reader may not take back. It would take back nothing but how SQLite keeps the file, so
-        # the file is read without it. See https://sqlite.org/rescode.html#readonly_rollback.
+        # A process that is killed while it opens or closes its file may leave a journal, which a
+        # read-only connection cannot roll back. That journal changes no rows, only the journal
+        # mode, so it is ignored. See https://sqlite.org/rescode.html#readonly_rollback.
         code = getattr(error, "sqlite_errorcode", None)
         if code == sqlite3.SQLITE_READONLY_ROLLBACK and not is_immutable:
             return _connect(path, is_immutable=True)
@@ -367,10 +371,10 @@ def _connect(path: Path, *, is_immutable: bool = False) -> sqlite3.Connection:
 
 
 def _tables(connection: sqlite3.Connection) -> _Tables:
-    """Return what a database holds, by name: its type, and how it was made. It may be cut short."""
+    """Return the type and the SQL of each table, view, index or trigger by name; at most 100."""
     master = connection.execute("select name, type, sql from sqlite_master")
     rows = master.fetchmany(100)
-    return {str(name): (str(kind), " ".join(str(sql).split())) for name, kind, sql in rows}
+    return {str(name): (str(type_), " ".join(str(sql).split())) for name, type_, sql in rows}
 
 
 @cache
@@ -381,8 +385,8 @@ def _format() -> tuple[_Tables, Mapping[str, tuple[Any, ...]]]:
         tables = _tables(connection)
         types = {
             table: tuple(
-                _TYPES[kind.lower()] if filled else (_TYPES[kind.lower()], type(None))
-                for kind, filled in connection.execute(columns, (table,))
+                _TYPES[declared.lower()] if filled else (_TYPES[declared.lower()], type(None))
+                for declared, filled in connection.execute(columns, (table,))
             )
             for table in tables
         }
@@ -406,51 +410,51 @@ def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
 def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
     """Return the traces of a recorded run, by rank and by the order in which they began.
 
-    Raises `TraceError` for a folder that does not exist, holds no trace, or holds a damaged one.
-    Without `records` the traces are for reading what they say of the run and its steps only.
+    Raises `TraceError` if the folder does not exist, has no trace, or has a damaged one.
+    Without `records`, only the facts about the run and its steps can be read.
     """
-    place = Path(folder)
-    if os.path.isfile(place):  # noqa: PTH113 - never raises
+    path = Path(folder)
+    if os.path.isfile(path):  # noqa: PTH113 - never raises
         todo = "name the folder of the recording"
         raise TraceError.about("is a file", found=str(folder), todo=todo)
-    if not os.path.isdir(place):  # noqa: PTH112 - see above
-        raise TraceError.about("no such folder", found=str(folder), **_beside(place))
-    files = place.glob(f"rank*{SUFFIX}")
+    if not os.path.isdir(path):  # noqa: PTH112 - see above
+        raise TraceError.about("no such folder", found=str(folder), **_hint_of_neighbours(path))
+    files = path.glob(f"rank*{SUFFIX}")
     by_number = sorted(files, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
-    begun = [path for path in by_number if _begun(path)]
-    if not begun:
+    started = [path for path in by_number if _has_rows(path)]
+    if not started:
         todo = (
             "copy the whole folder: until a run ends, its steps may be in files that end in -wal; "
-            "one that was killed before its first step ended has none"
+            "a run that was killed before the end of its first step has no steps"
             if by_number
             else "record one: torchrepro run PROFILE --record DIR -- COMMAND"
         )
-        raise TraceError.about("holds no trace", found=str(folder), todo=todo)
-    return [Trace(path, records=records) for path in begun]
+        raise TraceError.about("contains no trace", found=str(folder), todo=todo)
+    return [Trace(path, records=records) for path in started]
 
 
-def _begun(path: Path) -> bool:
-    """Whether there are rows; a process killed before its first step leaves empty tables.
+def _has_rows(path: Path) -> bool:
+    """Whether a trace has rows; a process killed before its first step leaves empty tables.
 
-    A file that cannot be read as a trace counts as begun, so that opening it says why.
+    True for a file that is not a valid trace, so that opening it raises the error.
     """
     try:
         with closing(_connect(path)) as connection:
             tables, (expected, _) = _tables(connection), _format()
             return not tables.items() <= expected.items() or any(
                 connection.execute(f"select 1 from {name} limit 1").fetchone()  # noqa: S608 - ours
-                for name, (kind, _) in tables.items()
-                if kind == "table"
+                for name, (type_, _) in tables.items()
+                if type_ == "table"
             )
     except (ValueError, sqlite3.Error):
         return True
 
 
 def steps_so_far(folder: Path) -> int:
-    """Return how many steps a run that may go on has ended, in the process that is furthest.
+    """Return how many steps a run has ended up to now, in its process with the most steps.
 
-    A file is opened only once its write-ahead log is there: a reader does not hold up who
-    writes to it from then on (https://sqlite.org/wal.html#concurrency).
+    Opens a file only after its write-ahead log exists: from then on a reader does not block the
+    writer (https://sqlite.org/wal.html#concurrency).
     """
     ended = [0]
     for log in folder.glob(f"rank*{SUFFIX}-wal"):
@@ -458,17 +462,18 @@ def steps_so_far(folder: Path) -> int:
             with closing(_connect(log.with_name(log.name.removesuffix("-wal")))) as connection:
                 ended += connection.execute("select count(*) from step where finished").fetchone()
         except (ValueError, OSError, sqlite3.Error):
-            continue  # the process has ended meanwhile, or has not got so far
+            continue  # the process has just ended, or has no table of steps yet
     return max(ended)
 
 
-def _beside(place: Path) -> dict[str, str]:
-    above = place.parent
-    others = sorted(each.name for each in above.iterdir()) if above.is_dir() else []
-    recorded = [each for each in others if any((above / each).glob(f"rank*{SUFFIX}"))]
-    close = near(place.name, recorded)
+def _hint_of_neighbours(path: Path) -> dict[str, str]:
+    """Return the hint of an error: recordings beside a folder that does not exist."""
+    parent = path.parent
+    names = sorted(neighbour.name for neighbour in parent.iterdir()) if parent.is_dir() else []
+    recorded = [name for name in names if any((parent / name).glob(f"rank*{SUFFIX}"))]
+    close = near(path.name, recorded)
     if close:
-        return {"near": str(above / close)}
+        return {"near": str(parent / close)}
     if recorded:
-        return {"legal": some(str(above / each) for each in recorded)}
+        return {"legal": some(str(parent / name) for name in recorded)}
     return {"todo": "record one: torchrepro run PROFILE --record DIR -- COMMAND"}

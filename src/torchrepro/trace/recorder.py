@@ -1,4 +1,4 @@
-"""Public functions that record a `with` block, record a process, and end a step."""
+"""Public functions: record a `with` block, and end a step. Also records a whole process."""
 
 from __future__ import annotations
 
@@ -35,21 +35,20 @@ def record(  # noqa: PLR0913 - one for each option of a recording
 ) -> Iterator[Recording]:
     """Record what the program computes within the block into `folder`, which is new or empty.
 
-    Takes records on this thread and on those started within the block. `level` is ``op``,
-    ``module`` or ``step``; `steps` are the first and last step to record; `keep` are patterns of
-    modules whose tensors are kept; `statistics` adds what ``compare`` needs for tolerances;
-    `detail` reads every input again. With `every`, steps 0, `every`, 2 * `every` and so on are
-    recorded at `level` and all others at ``step``. `max_size`, in bytes or as in ``"500MB"``, is
-    what the recording may take on disk, of which each rank has an equal share: the records of the
-    oldest steps are dropped, those in full before the others, but the last two in full at the end.
+    Records this thread and threads started within the block. `level` is ``op``, ``module`` or
+    ``step``; `steps` are the first and last step to record; `keep` are patterns of modules whose
+    tensors are kept; `statistics` adds the numbers that ``compare`` needs for tolerances; `detail`
+    reads every input again. With `every`, steps 0, `every`, 2 * `every` and so on are recorded at
+    `level`, all others at ``step``. `max_size`, in bytes or as in ``"500MB"``, limits the size of
+    the recording on disk; each rank has an equal share. To stay below it, the records of the oldest
+    steps are dropped: steps in full first, except the last two, which are dropped last.
 
-    A step is one call of an optimizer's ``step()``, or of `torchrepro.end_step` (``end_step`` of
-    the returned recording), with all that led to it, and is numbered from 0: several backward
-    passes before the call belong to it, and two optimizers end two steps in one iteration. What
-    comes after the last step is recorded too, with the number that the next step would have had.
-    So is a program that has no steps, with the number 0. Imports torch. Raises `TraceError` for a
-    folder that is not empty, and where the trace cannot be written, unless `on_unwritable` is
-    ``warn``.
+    A step ends at each call of an optimizer's ``step()``, or of `torchrepro.end_step` (or the
+    recording's ``end_step``). Steps are numbered from 0: several backward passes before the call
+    belong to one step, and two optimizers end two steps in one iteration. Ops after the last step
+    are recorded with the number of the step that would follow; in a program without steps, with 0.
+    Imports torch. Raises `TraceError` if the folder is not empty, or if the trace cannot be
+    written, unless `on_unwritable` is ``warn``.
     """
     request = RecordingRequest(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable),
@@ -57,9 +56,9 @@ def record(  # noqa: PLR0913 - one for each option of a recording
         max_size=None if max_size is None else bytes_of(max_size),
     )
     with _starting:
-        others = [recording for recording in _running() if recording not in _of_process]
-        if others:
-            todo, found = "end that recording first", others[-1].request.folder
+        active = [recording for recording in _running() if recording not in _of_process]
+        if active:
+            todo, found = "end that recording first", active[-1].request.folder
             raise TraceError.about("is being recorded already", found=found, todo=todo)
         request.prepare_folder()
         recording = _begin(request)
@@ -70,23 +69,23 @@ def record(  # noqa: PLR0913 - one for each option of a recording
 
 
 _starting = fork_safe_lock()
-_of_process: list[Recording] = []  # those of `run --record`, which go on beside a program's own
+_of_process: list[Recording] = []  # of `run --record`; a program may also record itself
 
 
 def end_step() -> None:
-    """End a step of the recordings that are running, for a program without an optimizer.
+    """End a step of all running recordings, for a program without an optimizer.
 
-    Does nothing where nothing is recorded.
+    Does nothing if no recording is running.
     """
     for recording in _running():
         recording.end_step()
 
 
 def record_process(request: RecordingRequest, refuse: Callable[[TraceError], None]) -> None:
-    """Record this process from now until it ends, as ``torchrepro run --record`` asks.
+    """Record this process from now until it ends, for ``torchrepro run --record``.
 
-    `refuse` ends the program where its trace cannot be written, unless it is to go on. The fork
-    server of multiprocessing is not recorded: it computes nothing that the program asks for.
+    `refuse` is called to end the program if its trace cannot be written, unless `on_unwritable` is
+    ``warn``. The fork server of multiprocessing is not recorded, as it runs no code of the program.
     """
     if is_fork_server():
         return
@@ -100,15 +99,15 @@ def record_process(request: RecordingRequest, refuse: Callable[[TraceError], Non
     atexit.register(recording.finish)
     leave, process = os._exit, os.getpid()
 
-    # A program whose main thread calls `os._exit`, to skip the exit handlers of its libraries, has
-    # done its work, so its trace is complete. A call from another thread ends a program that hangs.
+    # If the main thread calls `os._exit`, to skip the exit handlers of libraries, the program has
+    # done its work, so its trace is complete. Other threads call it to end a program that hangs.
 
     @wraps(leave)
     def finish_and_leave(status: int) -> NoReturn:
         if os.getpid() == process and threading.current_thread() is threading.main_thread():
             try:
                 recording.finish()
-            except Exception:  # noqa: BLE001 - the program ends all the same
+            except Exception:  # noqa: BLE001 - the program must end
                 traceback.print_exc()
         leave(status)
 
@@ -116,11 +115,11 @@ def record_process(request: RecordingRequest, refuse: Callable[[TraceError], Non
 
 
 def _begin(request: RecordingRequest) -> Recording:
-    try:  # what recording borrows from torch is asked for as its modules are imported
+    try:  # importing the modules of a recording fails if a private name of torch is missing
         from torchrepro.trace.recording import Recording
     except (ImportError, AttributeError) as missing:
         raise TraceError.about(
-            "recording needs what is not in this Python or torch", found=str(missing)
+            "this Python or torch lacks a name that recording needs", found=str(missing)
         ) from missing
     from torchrepro.trace.store import check_share
 

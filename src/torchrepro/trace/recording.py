@@ -1,7 +1,7 @@
-"""A recording that is running: it takes records, and hands every finished step to the store.
+"""A running recording: it collects records and writes every finished step to the store.
 
-As it ends it says what the program still holds: what is written from outside torch, or to an
-optimizer after its last step, shows in no op.
+At the end it stores digests of the program's final state. They show writes that no op shows: from
+outside torch, or to an optimizer after its last step.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from torchrepro.seeding.observed_calls import on_modules_called
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.streams import world
 from torchrepro.trace.buffer import RecordingState, joined
-from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
 from torchrepro.trace.followed_lines import step_ended
 from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OUTPUT, StepRow
-from torchrepro.trace.frames import parameters_of, place_of_user, source_of
+from torchrepro.trace.frames import call_site_of_program, parameters_of, source_of
+from torchrepro.trace.generator_states import GeneratorStates
 from torchrepro.trace.hooks import (
     on_worker_begun,
     watch_training,
@@ -48,30 +48,30 @@ from torchrepro.trace.op_facts import PLAIN, value_text
 from torchrepro.trace.recording_levels import LEVELS, StepLevel, arguments_of
 from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
+from torchrepro.trace.tensor_reads import fingerprint_of
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
 
-    from torchrepro.trace.fingerprint_cache import Digest
+    from torchrepro.trace.digests import Digest
     from torchrepro.trace.recording_levels import Level
     from torchrepro.trace.request import RecordingRequest
     from torchrepro.trace.store import Store
 
-    Held = Iterator[tuple[str, str, Any]]
-    """Kind, name and value of each."""
+    NamedValues = Iterator[tuple[str, str, Any]]
+    """Group, name and value of each parameter, buffer, or part of an optimizer."""
 
-_MOST = 64  # reads of unwritten memory, lines that hide ops, and optimizers, that a trace names
-_OF_DATAPIPES = "_sharding_worker_init_fn"  # torch's own, around that of the author
+_MOST_REPORTED = 64  # of uninitialized reads, of lines that hide ops, of optimizers
+_DATAPIPES_INIT = "_sharding_worker_init_fn"  # torch's wrapper of a user's worker_init_fn
 _PARAMETERS, _BUFFERS, _OPTIMIZERS = "parameters", "buffers", "optimizers"
 
 
 class Recording:
-    """One process being recorded, from `start` to `stop`.
+    """The recording of one process, from `start` to `stop`.
 
-    With `every`, the level changes between two steps: to `StepLevel` for those that are not to be
-    recorded in full. Where the full level cannot be taken up at once, because the steps of a
-    program end on several threads or have begun to end within backward passes, it stays there;
-    each step says at which level it was recorded.
+    With `every`, the level changes between steps: steps that are not recorded in full use
+    `StepLevel`. The full level may be unable to resume: if steps end on several threads, or during
+    backward passes. Then the recording stays at `StepLevel`. Each step stores its level.
     """
 
     def __init__(self, request: RecordingRequest) -> None:
@@ -80,7 +80,7 @@ class Recording:
         self._full: Level = LEVELS[request.level](self.state)
         self._level = self._full  # of the running step; step 0 is a multiple of every number
         self._coarse = StepLevel(self.state)
-        self._naming = ExitStack()  # of modules that are first called while the full level rests
+        self._naming = ExitStack()  # names modules while the full level is paused
         self._store: Store | None = None
         self._limit: SizeLimit | None = None
         self._open = ExitStack()
@@ -89,24 +89,26 @@ class Recording:
         self._gradients: dict[int, list[Any]] = {}  # by thread
         self._arguments: dict[int, list[Any]] = {}  # of optimizers, by thread
         self._optimizers: dict[int, ReferenceType[Any]] = {}  # by their identity
-        self._begun: list[Sequence[Digest]] = []  # parameters of those that began in this step
-        self._before: list[str] = []  # digests of the parameters of each, as its first step began
+        self._parameters_at_start: list[Sequence[Digest]] = []
+        """Digests of the parameters of each optimizer whose first step began in this step."""
+        self._start_digests: list[str] = []
+        """One digest for each optimizer: its parameters when its first step began."""
         self._parallel: list[ReferenceType[DistributedDataParallel]] = []
         self._replicated = True  # whether DDP keeps all that optimizers update equal on all ranks
         self._generators = GeneratorStates()
-        self._first_states: Mapping[str, str] = {}  # of generators, as the recording began
-        self._files = program_files()  # that of the main module is no longer known at the end
+        self._first_states: Mapping[str, str] = {}  # of generators, when the recording began
+        self._files = program_files()  # now, since the main module's file is unknown at the end
         self._loaders: dict[Hashable, Mapping[str, Any]] = {}
-        self._built: int | None = None  # how many records came before the first model
+        self._built: int | None = None  # the number of records before the first model
         self._failed = False
-        self._handing_over = False
-        self._left_out = False
+        self._is_writing = False
+        self._skipped_steps = False
         self.ended = False
         self.refuse: Callable[[TraceError], None] = _raise
-        """Called where the trace cannot be written and the program is not to go on."""
+        """Called if the trace cannot be written, to end the program (`on_unwritable` is stop)."""
 
     def start(self) -> None:
-        """Begin to take records on this thread and on those that it starts."""
+        """Start recording this thread and the threads that it starts."""
         self._sources.position = self.state.position = self._position
         self._first_states = self._generators.read()
         # https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_parameter_registration_hook.html
@@ -116,7 +118,7 @@ class Recording:
             undo.callback(register_module_parameter_registration_hook(self._model_is_built).remove)
             undo.callback(register_module_module_registration_hook(self._module_is_wrapped).remove)
             watch_training(undo, self)
-            on_worker_begun(undo, self._leave_to_main_process)
+            on_worker_begun(undo, self._ignore_worker)
             self._full.begin(undo)
             if not self.request.loading:
                 within_loaders_begun(undo, lambda _: self._full.paused())
@@ -126,69 +128,69 @@ class Recording:
             if_it_fails.pop_all()
 
     def stop(self) -> None:
-        """Take no more records, and write what is left of a step that has not ended."""
+        """Stop recording and write the records of the unfinished step."""
         self._open.close()
         self.finish()
 
     def finish(self) -> None:
-        """Write what is left, and that the trace is complete; for a process that ends.
+        """Write the remaining records and mark the trace as complete; for a process that ends.
 
-        Writes nothing the second time, nor in a child that was forked.
+        Does nothing when called again, or in a forked child.
         """
         if self.ended:
             return
         self._full.abandon()
         self.ended = True
-        self._give_up_if_cut()
+        self._discard_if_interrupted()
         if self._failed:
             return
         if self.state.buffer.rows or self.state.buffer.moved or self._losses:
             self._write_step((), finished=False)
-        folder, asked = self.request.folder, self.request.steps
+        folder, requested = self.request.folder, self.request.steps
         if self._store is None:
-            if asked is not None and self._left_out:
-                say(f"{folder}: {_not_reached(asked, self.state.step)}")
+            if requested is not None and self._skipped_steps:
+                say(f"{folder}: {_message_of_unreached(requested, self.state.step)}")
             return
         say(*(f"{folder}: no module matches `{pattern}`" for pattern in self._full.unmatched()))
         with self._unwritable_handled():
             self._store.finish(self._facts())
             if self._limit is not None and self._limit.count:
-                say(f"{self._store.path}: {self._limit.in_words()}")
+                say(f"{self._store.path}: {self._limit.summary()}")
 
     def abandon(self) -> None:
-        """Take no more records and leave the store alone: it is another process's."""
+        """Stop recording, and do not touch the store: it belongs to another process."""
         self._failed, self._store = True, None
         self._full.abandon()
 
-    def _leave_to_main_process(self) -> None:
-        """Record nothing of a loader's worker: its batches are recorded where they are used."""
+    def _ignore_worker(self) -> None:
+        """Do not record a loader's worker: the main process records its batches."""
         store = self._store
         self.abandon()
-        if store is not None:  # its own; a forked worker has left that of its parent alone
+        if store is not None:  # the worker's own store, not that of the process that forked it
             store.discard()
             store.path.unlink(missing_ok=True)
 
     def spill(self) -> None:
-        """Hand the records of a long step to the store before it ends."""
-        with self.state.lock, self._full.paused(), self._in_one_piece():
+        """Move the records of a long step to the store before the step ends."""
+        with self.state.lock, self._full.paused(), self._guarded_write():
             if self._drops_step():
                 return
             with self._unwritable_handled():
-                self.state.buffer.move(self._store or self._open_store())
+                self.state.buffer.move_to_store(self._store or self._open_store())
             self.state.cache.forget_dead()
 
     def end_step(self, parameters: Sequence[Digest] = ()) -> None:
-        """End a step: all that belongs to it is written in one transaction.
+        """End a step and write it in one transaction.
 
-        `parameters` are digests of what an optimizer has updated.
+        `parameters` are digests of the parameters that an optimizer has updated.
         """
         if self.ended:
             raise TraceError.about(
-                "has ended: no step of it can end any more",
+                "has ended: it has no more steps to end",
                 found=self.request.folder,
                 todo="call end_step inside of the `with` block",
             )
-        with self.state.lock, self._full.paused(), self._in_one_piece():
+        with self.state.lock, self._full.paused(), self._guarded_write():
             self._write_step(parameters, finished=True)
             step_ended(self.state.step)
             self.state.step += 1
@@ -202,31 +204,34 @@ class Recording:
         if wanted == self._level.name:
             return
         if wanted == self._coarse.name:
-            self._full.rest()
-            # Modules are named in the order of their first calls, in whichever steps these are.
+            self._full.pause()
+            # Modules are named in the order of their first calls, which may be in any step.
             names = self.state.names
             self._naming.enter_context(
-                on_modules_called(lambda module, _: names.knows(module) or names.place_of(module))
+                on_modules_called(
+                    lambda module, _: names.knows(module) or names.call_site_of(module)
+                )
             )
             self._level = self._coarse
         elif self._full.resume():
             self._naming.close()
             self._level = self._full
 
-    # Called by the hooks of the training loop (see `watch_training`). A backward pass, and the
-    # loading of a batch, may begin in one step and end in another: the full level hears of both
-    # ends, also while it rests. A batch is recorded alike at each level.
+    # Called by the hooks of the training loop (see `watch_training`). A backward pass, or loading a
+    # batch, may begin in one step and end in another, so the full level is notified of the begin
+    # and the end even while it is paused. Batches are recorded in the same way at each level.
 
     def backward_begins(self, losses: Any) -> None:
-        source = source_of(place_of_user())
+        source = source_of(call_site_of_program())
         with self._full.paused():
-            found = [
+            sequence = (losses,) if isinstance(losses, torch.Tensor) else losses
+            recorded = [
                 (*_value_and_fingerprint(loss), source, self._thread())
-                for loss in ((losses,) if isinstance(losses, torch.Tensor) else losses)
+                for loss in sequence
                 if isinstance(loss, torch.Tensor)
             ]
             with self.state.lock:  # another thread may end a step
-                self._losses += found
+                self._losses += recorded
         self._full.backward_begins()
 
     def backward_ends(self) -> None:
@@ -236,58 +241,62 @@ class Recording:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = ref(optimizer)
             self._replicated = self._replicated and self._is_replicated(optimizer)
-            if len(self._optimizers) <= _MOST:
-                self._begun.append(self._level.parameters_now(optimizer))
-        found = self._level.optimizer_begins(optimizer, place_of_user(), closure)
-        for each, digests in zip((self._arguments, self._gradients), found, strict=True):
-            each.setdefault(self._thread(), []).extend(digests)
+            if len(self._optimizers) <= _MOST_REPORTED:
+                self._parameters_at_start.append(self._level.parameters_now(optimizer))
+        arguments, gradients = self._level.optimizer_begins(
+            optimizer, call_site_of_program(), closure
+        )
+        self._arguments.setdefault(self._thread(), []).extend(arguments)
+        self._gradients.setdefault(self._thread(), []).extend(gradients)
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self.end_step(self._level.optimizer_ends(optimizer))
 
     def batch_begins(self, iterator: Any) -> None:
-        # What workers compute is not recorded.
+        # Ops of workers are not recorded.
         self._full.batch_begins(_workers_of(iterator) or int(not self.request.loading))
 
     def batch_ends(self, iterator: Any, batch: Any) -> None:
-        place = place_of_user()
-        with suppress(Exception):  # a class of the program's may raise what it likes
+        call_site = call_site_of_program()
+        with suppress(Exception):  # attributes of a class of the program may raise any error
             dataset = getattr(iterator, "_dataset", None)
-            its = {
-                "where": source_of(place),
+            loader = {
+                "where": source_of(call_site),
                 "workers": _workers_of(iterator),
                 "dataset": type(dataset).__name__,
                 "iterable": isinstance(dataset, IterableDataset),
-                "worker_init_fn": _own_init(getattr(iterator, "_worker_init_fn", None)),
+                "worker_init_fn": _worker_init_name(getattr(iterator, "_worker_init_fn", None)),
             }
-            self._loaders[tuple(its.values())] = its
-        self._full.batch_ends(batch, place)
+            self._loaders[tuple(loader.values())] = loader
+        self._full.batch_ends(batch, call_site)
 
     def _facts(self) -> dict[str, Any]:
-        own_seeds = (seed_of_generator(at, *seed) for at, seed in self.state.seeds.items())
-        found: dict[str, Any] = {
-            "sources": [read.to_json() for read in (*self._sources.reads(), *own_seeds)],
-            "models": self.state.names.held(),
-            "before": self._before,
+        explicit_seeds = (seed_of_generator(at, *seed) for at, seed in self.state.seeds.items())
+        reads = islice(self.state.uninitialized_reads.items(), _MOST_REPORTED)
+        facts: dict[str, Any] = {
+            "sources": [read.to_json() for read in (*self._sources.reads(), *explicit_seeds)],
+            "models": self.state.names.names_in_program(),
+            "before": self._start_digests,
             "generators": self._first_states,
             "built": self._built,
-            "left": f"{self.state.left:x}" if self.state.left else "",
+            "left": f"{self.state.left_torch:x}" if self.state.left_torch else "",
             "unwritten": [
                 {
                     "allocated": source_of(allocated),
-                    "read": source_of(place),
+                    "read": source_of(call_site),
                     "op": op,
                     "is_nan": read.is_nan,
                 }
-                for (allocated, place, op), read in islice(self.state.unwritten.items(), _MOST)
+                for (allocated, call_site, op), read in reads
             ],
-            "hidden": sorted(self.state.hidden)[:_MOST],
+            "hidden": sorted(self.state.hidden)[:_MOST_REPORTED],
         }
-        if self.request.steps is None:  # what comes after them was not asked for
-            optimizers = [one for each in self._optimizers.values() if (one := each()) is not None]
-            found["end"] = _end_state(self.state, optimizers, knows_ops=self._full.name == "op")
+        if self.request.steps is None:  # with a range of steps, the end is not requested
+            references = [reference() for reference in self._optimizers.values()]
+            optimizers = [optimizer for optimizer in references if optimizer is not None]
+            facts["end"] = _end_state(self.state, optimizers, knows_ops=self._full.name == "op")
         return {
-            **{key: value for key, value in found.items() if value},
+            **{key: value for key, value in facts.items() if value},
             **(self._sources.files.to_json() if self._sources.files is not None else {}),
             "loaders": list(self._loaders.values()),
             "modules": sorted({*self._files, *program_files()}),
@@ -296,7 +305,7 @@ class Recording:
         }
 
     def _model_is_built(self, *_: Any) -> None:
-        if self._built is None and not self.state.names.models:  # that has computed nothing yet
+        if self._built is None and not self.state.names.models:  # no model was called yet
             self._built = self._position()[1]
 
     def _module_is_wrapped(self, module: Any, *_: Any) -> None:
@@ -306,16 +315,18 @@ class Recording:
     def _is_replicated(self, optimizer: Any) -> bool:
         """Whether DDP averages the gradients of all parameters of an optimizer over all ranks.
 
-        Within groups, or by a hook of the program as in local SGD, ranks may differ for a reason.
+        Not if DDP averages only within a group of ranks, or by a hook of the program, as in local
+        SGD: there ranks may differ on purpose.
         """
+        living = [wrapper for reference in self._parallel if (wrapper := reference()) is not None]
         averaged = {
             id(parameter)
-            for one in [each() for each in self._parallel]
-            # No public API knows of hooks. One that failed as it was made has no such list.
-            if one is not None and not getattr(one, "_comm_hooks", True)
-            if one.process_group.size() == world().size
-            for name, parameter in one.module.named_parameters()
-            if name not in one.parameters_to_ignore
+            for wrapper in living
+            # No public API lists hooks. A wrapper whose `__init__` failed has no such list.
+            if not getattr(wrapper, "_comm_hooks", True)
+            if wrapper.process_group.size() == world().size
+            for name, parameter in wrapper.module.named_parameters()
+            if name not in wrapper.parameters_to_ignore
         }
         return averaged.issuperset(map(id, parameters_of(optimizer)))
 
@@ -327,19 +338,19 @@ class Recording:
         return self.state.buffer.thread(MAIN)
 
     @contextmanager
-    def _in_one_piece(self) -> Iterator[None]:
-        """Hand records to the store. Where an exception of anybody's cuts this off, such as that of
-        ^C, the steps before it are what is recorded: a rest of a step would look like a step.
+    def _guarded_write(self) -> Iterator[None]:
+        """Mark that records are being moved to the store, and the recording as failed if an
+        exception, such as ^C, interrupts that: a part of a step would look like a whole step.
         """
-        self._give_up_if_cut()
-        self._handing_over = True
+        self._discard_if_interrupted()
+        self._is_writing = True
         yield
-        self._handing_over = False
+        self._is_writing = False
 
-    def _give_up_if_cut(self) -> None:
-        if self._handing_over:
+    def _discard_if_interrupted(self) -> None:
+        if self._is_writing:
             self._failed, store, self._store = True, self._store, None
-            self._handing_over = False
+            self._is_writing = False
             if store is not None:
                 store.discard()
 
@@ -347,7 +358,7 @@ class Recording:
         if self._failed or not self.state.wants_step:
             self.state.buffer.rows.clear()
             self._losses, self._gradients, self._arguments = [], {}, {}
-            self._left_out = True
+            self._skipped_steps = True
             return True
         return False
 
@@ -359,8 +370,9 @@ class Recording:
             first, count = self.state.buffer.end_step(store)
             losses, self._losses = self._losses, []
             marks = joined([mark for _, mark, *_ in losses], OUTPUT)
-            self._before += [_combined(each).hex() for each in self._begun]
-            self._begun = []
+            started = self._parameters_at_start
+            self._start_digests += [_combined(parameters).hex() for parameters in started]
+            self._parameters_at_start = []
             store.add_losses(
                 (_real(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source, thread)
                 for n, (value, _, source, thread) in enumerate(losses)
@@ -383,7 +395,7 @@ class Recording:
             cache.bytes_read = 0
             store.end_step(row)
             if self._limit is not None:
-                self._limit.hold(row)
+                self._limit.make_room(row)
 
     def _open_store(self) -> Store:
         self._store = open_store(self.request)
@@ -403,7 +415,7 @@ class Recording:
             if self.request.on_unwritable == "stop":
                 self.refuse(error)
                 return
-            say(f"{error}\n    the run goes on, unrecorded from here")
+            say(f"{error}\n    the run continues without recording")
 
 
 _recordings: list[Recording] = []
@@ -426,8 +438,8 @@ def _abandon_in_forked_child() -> None:
 os.register_at_fork(after_in_child=_abandon_in_forked_child)
 
 
-def _not_reached(asked: tuple[int, int], ended: int) -> str:
-    first, last = asked
+def _message_of_unreached(requested: tuple[int, int], ended: int) -> str:
+    first, last = requested
     wanted = f"step {first} was" if first == last else f"steps {first} to {last} were"
     if ended > 1:
         had = f"{ended:,} steps, 0 to {ended - 1}"
@@ -443,11 +455,11 @@ def _combined(digests: Sequence[Digest]) -> bytes:
 
 def _value_and_fingerprint(loss: Any) -> tuple[Any, Any]:
     mark, value = fingerprint_of(loss), None
-    with suppress(Exception):  # not every tensor has a value, and subclasses raise what they like
+    with suppress(Exception):  # some tensors have no value, and subclasses may raise any error
         if loss.__class__ in PLAIN and loss.is_cpu:
             value = loss.item() if loss.numel() == 1 else None
         elif loss.numel() == 1:
-            # To ask a device now would wait for it: a copy stays there until the step ends.
+            # Reading the value now would wait for the device. A copy is read when the step ends.
             value = loss.detach().clone()
     return value, mark
 
@@ -460,16 +472,16 @@ def _real(value: Any) -> float | None:
         return None
 
 
-# What is read of an iterator of torch's loader is private. A fact that a newer torch no longer has
-# there is left out, and so is a loader whose objects raise where they are read.
+# The attributes of a loader's iterator are private. If a newer torch lacks one, or if reading one
+# raises, the fact or the loader is omitted.
 
 
 def _workers_of(iterator: Any) -> int:
     return int(getattr(iterator, "_num_workers", 0))
 
 
-def _own_init(init: Any) -> str | None:
-    if isinstance(init, partial) and getattr(init.func, "__name__", "") == _OF_DATAPIPES:
+def _worker_init_name(init: Any) -> str | None:
+    if isinstance(init, partial) and getattr(init.func, "__name__", "") == _DATAPIPES_INIT:
         init = init.args[0]
     init = author_worker_init(init)
     if init is None:
@@ -485,26 +497,31 @@ def _own_init(init: Any) -> str | None:
 def _end_state(
     state: RecordingState, optimizers: Sequence[Any], *, knows_ops: bool
 ) -> dict[str, dict[str, str]]:
-    """Return a digest of each value that is left, by its kind and name; waits for devices.
+    """Return a digest of each value of the program's final state, by group and name.
 
-    Left out is memory that nothing has written. Which memory that is only ops tell: without them
-    (`knows_ops`) buffers are those that a checkpoint would hold of a model that is trained.
+    Omits uninitialized memory, which only recorded ops reveal. Without them (`knows_ops` is False)
+    the buffers are those that a checkpoint of a trained model would contain. Waits for devices.
     """
-    held = [each for at, one in enumerate(optimizers) for each in _of_optimizer(at, one)]
-    held += _of_modules(state) if knows_ops else _buffers_of_trained(optimizers)
-    tensors = [each for each in held if isinstance(each[2], torch.Tensor)]
-    tensors = [each for each in tensors if not state.cache.is_never_written(each[2])]
-    marks = joined([fingerprint_of(tensor) for _, _, tensor in tensors], OUTPUT)
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for kind, name, value in held:
+    values = [
+        named
+        for number, optimizer in enumerate(optimizers)
+        for named in _values_of_optimizer(number, optimizer)
+    ]
+    values += _values_of_modules(state) if knows_ops else _buffers_of_trained(optimizers)
+    digests: dict[str, dict[str, str]] = defaultdict(dict)
+    tensors = []
+    for group, name, value in values:
         if not isinstance(value, torch.Tensor):
-            found[kind][name] = xxhash.xxh3_64_hexdigest(value_text(value).encode())
-    for number, (kind, name, _) in enumerate(tensors):
-        found[kind][name] = marks[number * OUTPUT : (number + 1) * OUTPUT].hex()[:OUTPUT]
-    return dict(found)
+            digests[group][name] = xxhash.xxh3_64_hexdigest(value_text(value).encode())
+        elif not state.cache.has_uninitialized_memory(value):
+            tensors.append((group, name, value))
+    marks = joined([fingerprint_of(tensor) for _, _, tensor in tensors], OUTPUT)
+    for number, (group, name, _) in enumerate(tensors):
+        digests[group][name] = marks[number * OUTPUT : (number + 1) * OUTPUT].hex()[:OUTPUT]
+    return dict(digests)
 
 
-def _of_modules(state: RecordingState) -> Held:
+def _values_of_modules(state: RecordingState) -> NamedValues:
     for path, module in state.names.living():
         for name, value in module.named_parameters(recurse=False):
             yield _PARAMETERS, f"{path}.{name}", value
@@ -512,39 +529,41 @@ def _of_modules(state: RecordingState) -> Held:
             yield _BUFFERS, f"{path}.{name}", value
 
 
-def _buffers_of_trained(optimizers: Iterable[Any]) -> Held:
-    """Find models by what the program still holds, as nothing has followed their calls."""
-    trained = dict.fromkeys(id(one) for each in optimizers for one in parameters_of(each))
-    places = {parameter: place for place, parameter in enumerate(trained)}
-    # `isinstance` would ask objects of the program for their `__class__`, and wake lazy ones.
-    every = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    built = [each for each in every if "_modules" in vars(each)]  # its `__init__` was called
+def _buffers_of_trained(optimizers: Iterable[Any]) -> NamedValues:
+    """Yield the buffers of trained models; searches all living objects, as no calls were seen."""
+    trained = dict.fromkeys(
+        id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)
+    )
+    indices = {parameter: index for index, parameter in enumerate(trained)}
+    # `isinstance` would read the `__class__` of all objects, which initializes lazy ones.
+    modules = [living for living in gc.get_objects() if issubclass(type(living), torch.nn.Module)]
+    built = [module for module in modules if "_modules" in vars(module)]  # `__init__` was called
     inner = {id(child) for module in built for child in module.children()}
-    roots = [
-        (min(its), root)
-        for root in built
-        if id(root) not in inner
-        and (its := [places[id(one)] for one in root.parameters() if id(one) in places])
-    ]
+    roots = []
+    for module in built:
+        if id(module) not in inner:
+            used = [indices[key] for key in map(id, module.parameters()) if key in indices]
+            if used:
+                roots.append((min(used), module))
     for number, (_, root) in enumerate(sorted(roots, key=itemgetter(0))):
         for path, module in root.named_modules():
-            # No public API says which buffers are left out of a checkpoint. Without this name
-            # all are compared, those whose memory nothing has written as well.
-            left_out = getattr(module, "_non_persistent_buffers_set", ())
+            # No public API lists the buffers that a checkpoint omits. Without this private name
+            # all buffers are compared, also uninitialized ones.
+            omitted = getattr(module, "_non_persistent_buffers_set", ())
             for name, value in module.named_buffers(recurse=False):
-                if name not in left_out:
-                    own = f"{path}.{name}" if path else name
-                    yield _BUFFERS, f"{own} of model {number}" if number else own, value
+                if name not in omitted:
+                    label = f"{path}.{name}" if path else name
+                    yield _BUFFERS, f"{label} of model {number}" if number else label, value
 
 
-def _of_optimizer(number: int, optimizer: Any) -> Held:
-    kind = type(optimizer).__name__
-    own = f"{kind} {number}" if number else kind
+def _values_of_optimizer(number: int, optimizer: Any) -> NamedValues:
+    class_name = type(optimizer).__name__
+    label = f"{class_name} {number}" if number else class_name
     arguments, _ = arguments_of(optimizer)
-    yield _OPTIMIZERS, f"{ARGUMENTS}{own}", arguments
-    for place, parameter in enumerate(parameters_of(optimizer)):
-        yield _PARAMETERS, f"parameter {place} of {own}", parameter
-        its = optimizer.state.get(parameter, {})
-        if isinstance(its, dict):
-            for name, value in its.items():
-                yield _OPTIMIZERS, f"{name} of parameter {place} of {own}", value
+    yield _OPTIMIZERS, f"{ARGUMENTS}{label}", arguments
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        yield _PARAMETERS, f"parameter {index} of {label}", parameter
+        parameter_state = optimizer.state.get(parameter, {})
+        if isinstance(parameter_state, dict):
+            for name, value in parameter_state.items():
+                yield _OPTIMIZERS, f"{name} of parameter {index} of {label}", value

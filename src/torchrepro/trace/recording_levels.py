@@ -1,4 +1,4 @@
-"""What is recorded at each level: every op, the results of modules, or the state after steps."""
+"""The levels of recording: every op, the results of modules, or the state after each step."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from xxhash import xxh3_128_digest
 from torchrepro.seeding.observed_calls import on_modules_called
 from torchrepro.trace import hooks
 from torchrepro.trace.buffer import IN_MEMORY, DetailRecorder, joined
-from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
 from torchrepro.trace.format import INPUT, MAIN, OPTIMIZER_STEP, OUTPUT
 from torchrepro.trace.frames import (
     CallSite,
     OptimizerStep,
     RunPosition,
+    call_site_of_program,
     parameters_of,
-    place_of_user,
 )
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
-from torchrepro.trace.op_mode import ModeTakenOff, RecordingMode
+from torchrepro.trace.op_mode import RecordingMode, SuspendedMode
+from torchrepro.trace.tensor_reads import fingerprint_of, read_each
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
 
     from torchrepro.trace.buffer import RecordingState
-    from torchrepro.trace.fingerprint_cache import Digest
+    from torchrepro.trace.digests import Digest
     from torchrepro.trace.store import Store
 
-    Begun = tuple[Sequence[Digest], Sequence[Digest]]
-    """Digests of the arguments of an optimizer, and of its gradients."""
+    OptimizerDigests = tuple[Sequence[Digest], Sequence[Digest]]
+    """Digests of an optimizer's arguments, and of its gradients."""
 
 Origin = tuple[str, CallSite, str]
-"""The phase, the place and the op of records of one kind."""
+"""The phase, the call site and the op of a record."""
 
-_NO_ARGUMENTS = ("params", "param_names")  # of the entries of an optimizer's groups
+_NO_ARGUMENTS = ("params", "param_names")  # keys of an optimizer's groups
 _encode = json.JSONEncoder(default=value_text).encode
 
 
 def arguments_of(optimizer: Any) -> tuple[str, list[Any]]:
-    """Return the arguments of an optimizer as JSON, a list of one mapping for each group.
+    """Return the arguments of an optimizer as JSON, one mapping for each group, and as tensors.
 
-    Those that are tensors, as a learning rate may be, are returned beside it. What is none of the
-    optimizer's defaults is a note of the program's own, as a time is: were it used, an op would
-    show it. An optimizer without defaults is given all its arguments in its groups.
+    The tensors are the arguments that are tensors, as a learning rate may be. Keys of a group that
+    the optimizer has no default for are notes of the program, such as a time, and are omitted: if
+    an op used one, its record would show it. Without any defaults, all keys are arguments.
     """
     names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
     names = {*names}.difference(_NO_ARGUMENTS)
@@ -63,13 +63,13 @@ def arguments_of(optimizer: Any) -> tuple[str, list[Any]]:
 
 
 def _first_parts(fingerprints: Iterable[Any]) -> Sequence[Digest]:
-    return [each[:INPUT] if each.__class__ is bytes else each for each in fingerprints]
+    return [mark[:INPUT] if mark.__class__ is bytes else mark for mark in fingerprints]
 
 
 class Level:
-    """What all levels record: batches as they enter the program, and arguments of optimizers.
+    """Records what all levels record: batches, and the arguments of optimizers.
 
-    What has no body here is for levels that do something then.
+    Methods without a body are notifications that some levels use.
     """
 
     name: str
@@ -78,42 +78,46 @@ class Level:
         self.state = state
 
     def begin(self, undo: ExitStack) -> None:
-        """Begin to record, until `undo` is closed."""
-        hooks.left_out_of_compilation(undo, RecordingMode)
+        """Start recording, until `undo` is closed."""
+        hooks.exclude_from_compilation(undo, RecordingMode)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the ops of this thread in the block: they are torchrepro's own."""
+        """Do not record the ops of this thread in the block, which are torchrepro's own."""
         yield
 
     def backward_begins(self) -> None: ...
     def backward_ends(self) -> None: ...
     def batch_begins(self, workers: int) -> None: ...
-    def write(self, store: Store, first: int) -> None: ...  # of a step's details, by its first id
+    def write(self, store: Store, first: int) -> None: ...  # the details of a step
     def end_step(self) -> None: ...
-    def rest(self) -> None: ...  # between two steps, until `resume`
-    def abandon(self) -> None: ...  # for good
+    def pause(self) -> None: ...  # stop recording between two steps, until `resume`
+    def abandon(self) -> None: ...  # stop recording for good
 
     def resume(self) -> bool:
-        """Record all again, from the next step on; returns whether it could be done."""
+        """Record again from the next step on; return False if that is not possible."""
         return True
 
     def unmatched(self) -> Iterable[str]:
         """Return the patterns of modules to keep that matched no module."""
         return self.state.request.keep
 
-    def optimizer_begins(self, optimizer: Any, place: CallSite, closure: Any) -> Begun:
-        """Record the arguments with which an optimizer is about to make a step."""
-        arguments = self._take_arguments(optimizer, place)
-        gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
+    def optimizer_begins(
+        self, optimizer: Any, call_site: CallSite, closure: Any
+    ) -> OptimizerDigests:
+        """Record the arguments of an optimizer that is about to make a step."""
+        arguments = self._record_arguments(optimizer, call_site)
+        gradients = [
+            parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None
+        ]
         return arguments, self._digests(gradients)
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
-        """Return the digests of the parameters, now that the step is made."""
+        """Return the digests of the parameters after an optimizer's step."""
         return self._digests(parameters_of(optimizer))
 
     def parameters_now(self, optimizer: Any) -> Sequence[Digest]:
-        """Return the digests of an optimizer's parameters, as after a step."""
+        """Return the digests of an optimizer's parameters, before its first step."""
         if not self.state.wants_step:
             return ()
         with self.paused():
@@ -125,20 +129,20 @@ class Level:
         with self.paused():
             return [*map(self.state.cache.digest_of_memory, tensors)]
 
-    def _take_arguments(self, optimizer: Any, place: CallSite) -> Sequence[Digest]:
+    def _record_arguments(self, optimizer: Any, call_site: CallSite) -> Sequence[Digest]:
         text, tensors = arguments_of(optimizer)
-        argument = self.state.buffer.passing_argument(id(optimizer), text)
+        argument = self.state.buffer.latest_argument(id(optimizer), text)
         name = type(optimizer).__name__ + OPTIMIZER_STEP
-        digests = self._take_tensors(("optimizer", place, name), tensors, argument)
+        digests = self._record_tensors(("optimizer", call_site, name), tensors, argument)
         return xxh3_128_digest(text.encode()), *digests
 
-    def batch_ends(self, batch: Any, place: CallSite) -> None:
-        """Record a batch; None if there was none."""
+    def batch_ends(self, batch: Any, call_site: CallSite) -> None:
+        """Record a batch; `batch` is None at the end of an epoch."""
         tensors = tensors_in(batch)
         if tensors:
-            self._take_tensors(("data", place, "DataLoader"), tensors)
+            self._record_tensors(("data", call_site, "DataLoader"), tensors)
 
-    def _take_tensors(
+    def _record_tensors(
         self, origin: Origin, tensors: Sequence[Any], argument: int = 0
     ) -> Sequence[Digest]:
         digests: list[Any] = []
@@ -147,24 +151,24 @@ class Level:
                 digests = [*map(fingerprint_of, tensors)]
             for tensor, digest in zip(tensors, digests, strict=True):
                 self.state.cache.add(tensor, digest)
-        self._take(origin, [*map(shape_of, tensors)], digests, argument)
+        self._record(origin, [*map(shape_of, tensors)], digests, argument)
         return digests
 
-    def _take(self, origin: Origin, shapes: Any, digests: Sequence[Any], argument: int) -> None:
-        buffer, site = self.state.buffer, self._site(origin, shapes)
+    def _record(self, origin: Origin, shapes: Any, digests: Sequence[Any], argument: int) -> None:
+        buffer, site = self.state.buffer, self._site_number(origin, shapes)
         with self.state.lock:
-            if buffer.take(buffer.thread(0), site, argument, (), digests) >= IN_MEMORY:
+            if buffer.add(buffer.thread(0), site, argument, (), digests) >= IN_MEMORY:
                 self.state.spill()
 
-    def _argument(self, text: str) -> int:
+    def _argument_number(self, text: str) -> int:
         buffer = self.state.buffer
         return buffer.arguments.get(text) or buffer.new_argument(text, text)
 
-    def _site(self, origin: Origin, shapes: Any) -> int:
+    def _site_number(self, origin: Origin, shapes: Any) -> int:
         buffer = self.state.buffer
-        phase, place, op = origin
-        key = (op, phase, place, *shapes)
-        return buffer.sites.get(key) or buffer.new_site(key, phase, place, op, shapes)
+        phase, call_site, op = origin
+        key = (op, phase, call_site, *shapes)
+        return buffer.sites.get(key) or buffer.new_site(key, phase, call_site, op, shapes)
 
 
 class StepLevel(Level):
@@ -174,9 +178,9 @@ class StepLevel(Level):
 
     def __init__(self, state: RecordingState) -> None:
         super().__init__(state)
-        # By kind of record and by optimizer: what its records have in common, its parameters, and
-        # the sites and arguments of them.
-        self._known: dict[
+        # By op and optimizer: what its records have in common, its parameters, and for each
+        # parameter the number of its site and of its argument.
+        self._groups: dict[
             tuple[str, int], tuple[Any, list[ReferenceType[Any]], list[int], list[int]]
         ] = {}
         self._watching = ExitStack()
@@ -186,85 +190,88 @@ class StepLevel(Level):
         hooks.on_threads_started(undo, self.state.buffer.new_thread)
         super().begin(undo)
         undo.enter_context(self._watching)
-        self._watch()
+        self._start_watching()
 
-    def _watch(self) -> None:
-        # The names of parameters are learnt from the first calls of modules, until a step ends.
+    def _start_watching(self) -> None:
+        # Parameters are named when their modules are first called, in the first step.
         names = self.state.names
-        self._watching.enter_context(on_modules_called(lambda module, _: names.place_of(module)))
+        name_module = on_modules_called(lambda module, _: names.call_site_of(module))
+        self._watching.enter_context(name_module)
 
     def end_step(self) -> None:
-        if not self.state.buffer.thread(MAIN):  # other threads may come to their models later
+        if not self.state.buffer.thread(MAIN):  # other threads may call their models later
             self._watching.close()
 
-    def optimizer_begins(self, optimizer: Any, place: CallSite, closure: Any) -> Begun:
+    def optimizer_begins(
+        self, optimizer: Any, call_site: CallSite, closure: Any
+    ) -> OptimizerDigests:
         parameters = parameters_of(optimizer)
-        gradients = [grad for one in parameters if (grad := one.grad) is not None]
+        gradients = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if len(gradients) < len(parameters):
-            parameters = [one for one in parameters if one.grad is not None]
-        origin = "backward", place, "gradient"
-        digests = self._take_each(origin, id(optimizer), parameters, gradients)
-        return self._take_arguments(optimizer, place), digests
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        origin = "backward", call_site, "gradient"
+        digests = self._record_each(origin, id(optimizer), parameters, gradients)
+        return self._record_arguments(optimizer, call_site), digests
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
         parameters = parameters_of(optimizer)
-        origin = "optimizer", place_of_user(), "parameter"
-        return self._take_each(origin, id(optimizer), parameters, parameters)
+        origin = "optimizer", call_site_of_program(), "parameter"
+        return self._record_each(origin, id(optimizer), parameters, parameters)
 
-    def _take_each(
+    def _record_each(
         self, origin: Origin, owner: int, parameters: list[Any], tensors: list[Any]
     ) -> Sequence[Digest]:
         state = self.state
         fingerprints, shapes, size = read_each(tensors)
-        phase, place, op = origin
-        kind = origin, shapes, state.names.models
-        known = self._known.get((op, owner))
+        phase, call_site, op = origin
+        signature = origin, shapes, state.names.models
+        cached = self._groups.get((op, owner))
         if (
-            known is None
-            or known[0] != kind
-            or not all(map(is_, [reference() for reference in known[1]], parameters))
+            cached is None
+            or cached[0] != signature
+            or not all(map(is_, [reference() for reference in cached[1]], parameters))
         ):
             sites, arguments = [], []
-            for number, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
-                module, name = state.names.of_parameter(parameter) or ("", str(number))
-                sites.append(self._site((phase, place.within(module), op), [shape]))
-                arguments.append(self._argument(name))
-            known = self._known[op, owner] = kind, [*map(ref, parameters)], sites, arguments
+            for index, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
+                module, name = state.names.of_parameter(parameter) or ("", str(index))
+                sites.append(self._site_number((phase, call_site.within(module), op), [shape]))
+                arguments.append(self._argument_number(name))
+            cached = self._groups[op, owner] = signature, [*map(ref, parameters)], sites, arguments
         state.cache.bytes_read += size
-        if state.buffer.take_each(*known[2:], fingerprints) >= IN_MEMORY:
+        if state.buffer.add_outputs(*cached[2:], fingerprints) >= IN_MEMORY:
             state.spill()
         return _first_parts(fingerprints)
 
 
 class ModuleLevel(StepLevel):
-    """What every module returns, and the gradients that come back to it, besides steps."""
+    """As `StepLevel`, and the tensors that every module returns, with their gradients."""
 
     name = "module"
 
-    def _watch(self) -> None:
+    def _start_watching(self) -> None:
         self.resume()
 
     def end_step(self) -> None:
-        """Go on watching modules."""
+        """Keep watching modules."""
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         self._watching.close()
 
     def resume(self) -> bool:
-        self._watching.enter_context(on_modules_called(self._returned))
+        self._watching.enter_context(on_modules_called(self._module_returned))
         return True
 
-    def _returned(self, module: Any, result: Any) -> None:
-        place = self.state.names.place_of(module)
+    def _module_returned(self, module: Any, result: Any) -> None:
+        call_site = self.state.names.call_site_of(module)
         tensors = tensors_in(result)
         if tensors:
-            self._take_tensors(("forward", place, "module"), tensors)
+            self._record_tensors(("forward", call_site, "module"), tensors)
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                argument = self._argument(str(position))
+                argument = self._argument_number(str(position))
 
                 def take(gradient: Any, argument: int = argument) -> None:
-                    self._take_tensors(("backward", place, "module"), [gradient], argument)
+                    self._record_tensors(("backward", call_site, "module"), [gradient], argument)
 
                 tensor.register_hook(take)
 
@@ -281,29 +288,29 @@ class OpLevel(Level):
         wanted = request.statistics or request.keep or request.detail
         self._details = DetailRecorder(state) if wanted else None
         self._by_thread: WeakValueDictionary[int, RecordingMode] = WeakValueDictionary()
-        self._taken_off = ModeTakenOff()
+        self._suspended = SuspendedMode()
 
     def begin(self, undo: ExitStack) -> None:
         super().begin(undo)
-        hooks.compiled_regions_seen(undo)
-        hooks.higher_order_ops_run(undo, RecordingMode)
-        hooks.hidden_ops_noted(undo, self.state.hidden.add)
+        hooks.record_compiled_regions(undo)
+        hooks.allow_higher_order_ops(undo, RecordingMode)
+        hooks.note_hidden_ops(undo, self.state.hidden.add)
         hooks.on_threads_started(undo, self._enter_thread)
-        hooks.objects_sent_within(undo, self.paused)
-        hooks.values_that_leave_noted(undo, self._leaves)
+        hooks.wrap_object_collectives(undo, self.paused)
+        hooks.note_values_that_leave(undo, self._note_value_that_leaves)
         undo.callback(self.abandon)
-        undo.callback(self._taken_off.end, undo.enter_context(self._new_mode()))
+        undo.callback(self._suspended.end, undo.enter_context(self._new_mode()))
 
-    def _leaves(self, tensor: Any) -> None:
+    def _note_value_that_leaves(self, tensor: Any) -> None:
         if self.state.wants_step:
             with self.paused(), self.state.lock:
-                self.state.left += int.from_bytes(
+                self.state.left_torch += int.from_bytes(
                     joined([fingerprint_of(tensor)], OUTPUT), "little"
                 )
 
     def _enter_thread(self) -> None:
         mode: Any = self._new_mode()
-        mode.__enter__()  # and never left: a thread's stack of modes ends with the thread
+        mode.__enter__()  # without `__exit__`: a thread's stack of modes ends with the thread
 
     def _new_mode(self) -> RecordingMode:
         mode = RecordingMode(self.state, self.now, self._details)
@@ -311,51 +318,54 @@ class OpLevel(Level):
         return mode
 
     def _modes(self) -> list[RecordingMode]:
-        # Of threads that have not ended: the stack of a thread holds its own. Others may begin or
-        # end meanwhile.
-        return [mode for known in self._by_thread.valuerefs() if (mode := known()) is not None]
+        # A mode lives as long as its thread, whose stack holds it. Threads may start or end during
+        # this loop.
+        references = self._by_thread.valuerefs()
+        return [mode for reference in references if (mode := reference()) is not None]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         try:
-            self.now.pause()
+            self.now.pause_thread()
             yield
         finally:
-            self.now.go_on()
+            self.now.continue_thread()
 
     def abandon(self) -> None:
         self.now.stop()
 
     def backward_begins(self) -> None:
-        self._taken_off.before_backward()
-        self.now.optimizer.pop(get_ident(), None)  # a step that failed did not say that it ended
+        self._suspended.before_backward()
+        self.now.optimizer.pop(get_ident(), None)  # a step that raised has not removed itself
         self.now.backward.add(get_ident())
 
     def backward_ends(self) -> None:
         self.now.backward.discard(get_ident())
 
-    def optimizer_begins(self, optimizer: Any, place: CallSite, closure: Any) -> Begun:
-        found = super().optimizer_begins(optimizer, place, closure)
-        self.state.names.learn_optimizer(optimizer)
-        # A closure computes the loss inside of the step; its ops say themselves where they are.
+    def optimizer_begins(
+        self, optimizer: Any, call_site: CallSite, closure: Any
+    ) -> OptimizerDigests:
+        digests = super().optimizer_begins(optimizer, call_site, closure)
+        self.state.names.name_optimizer_tensors(optimizer)
+        # A closure computes the loss within the step: its ops keep their own call sites.
         if not closure:
-            self.now.optimizer[get_ident()] = OptimizerStep(place)
-        return found
+            self.now.optimizer[get_ident()] = OptimizerStep(call_site)
+        return digests
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
         self.now.optimizer.pop(get_ident(), None)
         return super().optimizer_ends(optimizer)
 
     def batch_begins(self, workers: int) -> None:
-        if workers:  # timing decides which of them is heard first; the batch does not depend on it
-            self.now.pause()
+        if workers:  # the order of their messages depends on timing; the batch does not
+            self.now.pause_thread()
         else:
             self.now.loading.add(get_ident())
 
-    def batch_ends(self, batch: Any, place: CallSite) -> None:
+    def batch_ends(self, batch: Any, call_site: CallSite) -> None:
         self.now.loading.discard(get_ident())
-        self.now.go_on()
-        super().batch_ends(batch, place)
+        self.now.continue_thread()
+        super().batch_ends(batch, call_site)
 
     def unmatched(self) -> Iterable[str]:
         return () if self._details is None else self._details.unmatched()
@@ -365,22 +375,22 @@ class OpLevel(Level):
             self._details.write(store, first)
 
     def end_step(self) -> None:
-        own = self.state.buffer.thread(MAIN)
+        thread = self.state.buffer.thread(MAIN)
         for mode in self._modes():
-            mode.origin.end_step(of_this_thread=mode.thread == own)
+            mode.origin.end_step(of_this_thread=mode.thread == thread)
 
-    def rest(self) -> None:
-        self.now.rest()
-        self.state.cache.distrust()  # ops may change all else while none is seen
+    def pause(self) -> None:
+        self.now.pause_all()
+        self.state.cache.distrust()  # unrecorded ops may change any other memory
         self.state.cache.new.clear()
-        self._taken_off.take_off(self._modes())
+        self._suspended.suspend(self._modes())
 
     def resume(self) -> bool:
-        if not self._taken_off.put_back():
+        if not self._suspended.restore():
             return False
         self.state.cache.resume()
-        self.end_step()  # the graphs of steps that were not seen
-        self.now.resume()
+        self.end_step()  # forget the graphs of unrecorded steps
+        self.now.resume_all()
         return True
 
 

@@ -1,6 +1,6 @@
 """The store of a trace: one SQLite file per rank and process, complete up to its last commit.
 
-It is kept within so many bytes, where that is asked for, while it is written.
+Also enforces `max_size` while the trace is written.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ from torchrepro.trace.format import (
 from torchrepro.trace.request import LEVELS, SMALLEST, RecordingRequest
 
 LARGE = 1 << 24
-"""Bytes of digests at which records become two parts. A reader holds a part in memory."""
+"""Bytes of digests above which a part is split in two, since a reader loads whole parts."""
 
 PATIENCE = 5000
-"""Milliseconds for which a write waits for a lock, which is what Python asks for by itself."""
+"""Milliseconds that a write waits for a lock; Python's default."""
 
-_ASKED = ("level", "steps", "every", "max_size", "statistics", "detail", "keep")
+_REQUESTED = ("level", "steps", "every", "max_size", "statistics", "detail", "keep")
 
 CHECKPOINT = 4000
-"""Pages of the log that are moved to the file at once. The disk is waited for then, and the time
-that takes depends little on how much is moved."""
+"""The number of pages in the log after which SQLite moves them to the file. That waits for the
+disk, for a time that depends little on the number of pages."""
 
 OVERHEAD = 1 << 16
-"""Bytes that a step takes besides its own: pages that are written again, and the log's index."""
+"""Extra bytes that a step needs: for rewritten pages, and for the index of the log."""
 
 COARSEST = LEVELS[0]
 
 NEWEST = 2
-"""Steps in full that outlive the records of older steps at `COARSEST`: where a run diverges, its
-last step and the one before it say from what."""
+"""How many of the newest steps in full are dropped last, after all steps at `COARSEST`: if a run
+diverges, its last two steps show the cause."""
 
 
 class Store:
     """A trace that is being written.
 
-    Every step is one transaction, so a process that is killed leaves complete steps behind.
+    Every step is one transaction, so the trace of a killed process has complete steps only.
     https://sqlite.org/atomiccommit.html
-    `clean` redacts texts of the program; with `shrinks`, the file can be made smaller again.
+    `clean` redacts texts of the program. With `shrinks`, deleted rows can make the file smaller.
     """
 
     def __init__(
@@ -94,24 +94,24 @@ class Store:
         self._clean = clean
         self._meta: dict[str, str] = {}
         self._steps = 0
-        self._sources: dict[str, str] = {}  # of losses: the same in every step
+        self._sources: dict[str, str] = {}  # of losses, redacted; the same in every step
         self._states: tuple[Mapping[str, str], str] = {}, "{}"
-        self._outline = b"", b"", b""  # the last one, compressed, and its digest
-        self._begin_step()
+        self._outline = b"", b"", b""  # the last one: plain, compressed, and its digest
+        self._reset_step()
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         if shrinks:
-            self.ask("pragma auto_vacuum = incremental")
-        # Survives the end of the process at any moment; only a power cut may lose the last steps.
-        self.ask("pragma journal_mode = wal")
-        self.ask("pragma synchronous = normal")
-        self.ask(f"pragma wal_autocheckpoint = {CHECKPOINT}")
-        self.ask("begin")
+            self.execute("pragma auto_vacuum = incremental")
+        # Safe if the process is killed at any moment; only a power cut may lose the last steps.
+        self.execute("pragma journal_mode = wal")
+        self.execute("pragma synchronous = normal")
+        self.execute(f"pragma wal_autocheckpoint = {CHECKPOINT}")
+        self.execute("begin")
         for table in SCHEMA.split(";")[:-1]:  # all tables or none
-            self.ask(table)
+            self.execute(table)
         self.commit()
 
-    def _begin_step(self) -> None:
-        self._of_step = xxhash.xxh3_128()
+    def _reset_step(self) -> None:
+        self._records_digest = xxhash.xxh3_128()
         self._parts = 0
         self._names: dict[str, list[Any]] = {"sites": [], "arguments": [], "threads": [], "by": []}
         self._losses: list[Any] = []
@@ -121,46 +121,47 @@ class Store:
         self._meta |= {key: json.dumps(self._clean(value)) for key, value in values.items()}
         rows = sorted(self._meta.items())
         rows.append((SEAL, json.dumps(digest_of(rows).hex())))
-        self.ask("replace into meta values (?, ?)", rows, each=True)
+        self.execute("replace into meta values (?, ?)", rows, many=True)
 
     def add_sites(self, sites: Sequence[Sequence[str]]) -> None:
-        """Add places of the program that records refer to, by numbers from 1 on."""
-        shown = self._shown(chain.from_iterable(sites))
-        self._names["sites"] += [[*map(shown.__getitem__, words)] for words in sites]
+        """Add the sites that records refer to; they are numbered from 1 on."""
+        cleaned = self._cleaned(chain.from_iterable(sites))
+        self._names["sites"] += [[*map(cleaned.__getitem__, words)] for words in sites]
 
     def add_arguments(self, texts: Sequence[str]) -> None:
-        """Add arguments of ops that are not tensors, which are numbered from 1 on."""
-        # A text without quotes has only numbers and types in it, and may be new in every step.
-        shown = self._shown(text for text in texts if "'" in text or '"' in text)
-        self._names["arguments"] += [shown.get(text, text) for text in texts]
+        """Add the texts of ops' arguments that are not tensors; they are numbered from 1 on."""
+        # Without quotes a text has only numbers and types, so it contains no secret. There may be
+        # new ones in every step.
+        cleaned = self._cleaned(text for text in texts if "'" in text or '"' in text)
+        self._names["arguments"] += [cleaned.get(text, text) for text in texts]
 
     def add_threads(self, names: Sequence[str]) -> None:
-        """Add threads that records come from, which are numbered from 0 on."""
-        self._names["threads"] += map(self._shown(names).__getitem__, names)
+        """Add the threads that records refer to; they are numbered from 0 on."""
+        self._names["threads"] += map(self._cleaned(names).__getitem__, names)
 
     def add_records(self, rows: list[Row]) -> None:
-        """Add records of the running step in their order."""
+        """Add records of the running step, in order."""
         for start in range(0, len(rows), MANY):
             self._add_part(rows[start : start + MANY])
 
     def _add_part(self, rows: list[Row]) -> None:
-        threads, sites, arguments, each_input, each_output = zip(*rows, strict=True)
-        inputs, outputs = b"".join(each_input), b"".join(each_output)
+        threads, sites, arguments, input_digests, output_digests = zip(*rows, strict=True)
+        inputs, outputs = b"".join(input_digests), b"".join(output_digests)
         size = len(inputs) + len(outputs)
         if size > LARGE and len(rows) > 1:
             half = len(rows) // 2
             self._add_part(rows[:half])
             self._add_part(rows[half:])
             return
-        lengths = [*map(len, each_input)], [*map(len, each_output)]
+        lengths = [*map(len, input_digests)], [*map(len, output_digests)]
         plain = packed((threads, sites, arguments, *lengths))
-        if plain != self._outline[0]:  # steps are alike
-            # A reader relies on it that a file has a byte for each of its records.
+        if plain != self._outline[0]:  # equal outlines are common: steps repeat
+            # A reader relies on at least one byte for each record, so tiny parts stay uncompressed.
             content = zlib.compress(plain, 1 if size >= len(rows) else 0)
             self._outline = plain, content, xxhash.xxh3_128_digest(plain)
         _, content, digest = self._outline
-        of_values = xxhash.xxh3_128_digest(inputs), xxhash.xxh3_128_digest(outputs)
-        self._of_step.update(b"".join((digest, *of_values)))
+        value_digests = xxhash.xxh3_128_digest(inputs), xxhash.xxh3_128_digest(outputs)
+        self._records_digest.update(b"".join((digest, *value_digests)))
         self._insert("part", [(self.records + 1, content, inputs, outputs)])
         self.records += len(rows)
         self._parts += 1
@@ -169,166 +170,171 @@ class Store:
         """Add losses of the running step: value, fingerprint, source, thread."""
         for value, fingerprint, source, thread in rows:
             if source not in self._sources:
-                self._sources |= self._shown([source])
-            # JSON has no numbers for NaN and infinities.
+                self._sources |= self._cleaned([source])
+            # JSON cannot represent NaN and infinities as numbers.
             real = value if value is None or math.isfinite(value) else str(value)
             self._losses.append((real, fingerprint.hex(), self._sources[source]))
             self._names["by"].append(thread)
 
     def add_statistics(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add statistics of outputs: record, position, count, mean, norm, low, high."""
-        self._details["statistics"] += ((*row[:3], *map(_real, row[3:])) for row in rows)
+        self._details["statistics"] += ((*row[:3], *map(_storable_float, row[3:])) for row in rows)
 
     def add_tensors(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add kept tensors: record, role, position, dtype, shape, data."""
         self._details["tensor"] += rows
 
     def end_step(self, row: StepRow) -> None:
-        """Add a step and commit all that belongs to it."""
-        if row.random is not self._states[0]:  # those of many steps are the very same
+        """Add a step and commit everything that belongs to it."""
+        if row.random is not self._states[0]:  # the same object if no generator changed
             self._states = row.random, json.dumps(dict(row.random))
         details = []
         for table, rows in self._details.items():
             if rows:
                 details += sorted(rows, key=itemgetter(0, 1, 2))
                 self._insert(table, rows)
-        by = [row.thread, *self._names.pop("by")]
-        if any(by):  # by others than the main thread
-            self._names["by"] = by
+        threads = [row.thread, *self._names.pop("by")]
+        if any(threads):  # omitted if all are the main thread
+            self._names["by"] = threads
         values = (
             *(row.step, row.first, row.records, self._parts, row.bytes),
             *(row.level, int(row.finished)),
-            *(self._of_step.digest(), digest_of(details)),
+            *(self._records_digest.digest(), digest_of(details)),
             *(row.parameters, row.gradients, row.arguments, self._states[1]),
-            json.dumps({kind: its for kind, its in self._names.items() if its}),
+            json.dumps({group: texts for group, texts in self._names.items() if texts}),
             json.dumps(self._losses),
         )
         self._insert("step", [(*values, digest_of([values]))])
         self._steps += 1
-        self._begin_step()
+        self._reset_step()
         self.commit()
 
     def commit(self) -> None:
-        self.ask("commit")
-        self.ask("begin")
+        self.execute("commit")
+        self.execute("begin")
 
     def bytes_on_disk(self, *, of_log: bool = False) -> int:
-        """Return how many bytes the trace, or its log alone, takes with the log's index."""
+        """Return the size of the trace, or only of its log, including the log's index."""
         ends = ("-wal", "-shm") if of_log else ("", "-wal", "-shm")
         files = [self.path.with_name(self.path.name + end) for end in ends]
         return sum(file.stat().st_size for file in files if file.exists())
 
     def bytes_of_file(self) -> tuple[int, int]:
-        """Return how many bytes the file has, once it has all of the log, and are in use."""
-        ((pages, free, page),) = self.ask(
+        """Return the size of the file after all of the log is moved to it, and the bytes in use."""
+        ((pages, free, page),) = self.execute(
             "select page_count, freelist_count, page_size"
             " from pragma_page_count, pragma_freelist_count, pragma_page_size"
         )
         return pages * page, (pages - free) * page
 
     def drop(self, step: int) -> None:
-        """Delete the records of a step and their details; its row says so and stays."""
-        ((first, records),) = self.ask("select first, records from step where step = ?", (step,))
-        which = first, first + records
-        self.ask("delete from part where first >= ? and first < ?", which)
+        """Delete the records of a step and their details; its row stays, marked as dropped."""
+        ((first, records),) = self.execute(
+            "select first, records from step where step = ?", (step,)
+        )
+        ids = first, first + records
+        self.execute("delete from part where first >= ? and first < ?", ids)
         for table in DETAILS:
-            self.ask(f"delete from {table} where record >= ? and record < ?", which)  # noqa: S608 - a table of ours
-        self.ask("update step set parts = 0, details = x'' where step = ?", (step,))
-        ((*values, _),) = self.ask("select * from step where step = ?", (step,))
+            self.execute(f"delete from {table} where record >= ? and record < ?", ids)  # noqa: S608 - a table of ours
+        self.execute("update step set parts = 0, details = x'' where step = ?", (step,))
+        ((*values, _),) = self.execute("select * from step where step = ?", (step,))
         seal = digest_of([tuple(values)])
-        self.ask("update step set seal = ? where step = ?", (seal, step))
+        self.execute("update step set seal = ? where step = ?", (seal, step))
 
     def shrink(self, *, file: bool) -> None:
-        """Empty the log into the file; with `file`, make that smaller by what is not in use.
+        """Move the log into the file; with `file`, also remove unused pages from the file.
 
-        While somebody reads the trace, this does less, and does not wait.
+        Does not wait for readers: during a read, it does less.
         """
-        self.ask("commit")
+        self.execute("commit")
         if file:
-            self._connection.executescript("pragma incremental_vacuum")  # one page by `execute`
-        self.ask("pragma busy_timeout = 0")
-        self.ask("pragma wal_checkpoint(truncate)")
-        self.ask(f"pragma busy_timeout = {PATIENCE}")
-        self.ask("begin")
+            self._connection.executescript(
+                "pragma incremental_vacuum"
+            )  # `execute` would free only one page
+        self.execute("pragma busy_timeout = 0")
+        self.execute("pragma wal_checkpoint(truncate)")
+        self.execute(f"pragma busy_timeout = {PATIENCE}")
+        self.execute("begin")
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Write that the trace is complete, with `values` of the run, and leave one file behind.
+        """Mark the trace as complete, add `values` of the run, and close it as a single file.
 
-        Knobs that have changed since to equivalent values have these. Raises `TraceError` if
-        somebody has taken the file away while it was written.
+        Knobs that changed to an equivalent value during the run are stored with that value. Raises
+        `TraceError` if the file was removed while it was written.
         """
-        changes = [each for applied in in_force() for each in applied.report.as_good]
-        now = {each.knob: shown(each.now) for each in changes}
-        knobs = {"knobs": json.loads(self._meta["knobs"]) | now} if now else {}
+        changes = [change for applied in in_force() for change in applied.report.as_good]
+        changed = {change.knob: shown(change.now) for change in changes}
+        knobs = {"knobs": json.loads(self._meta["knobs"]) | changed} if changed else {}
         self.write_meta({**knobs, **values, "finished": True, "rows": self._steps})
         self.close()
         if not self.path.exists():
             raise TraceError.about("the trace was removed while it was written", str(self.path))
 
     def close(self) -> None:
-        """Commit what is left; a trace that is not finished shows that the run was cut off."""
-        self.ask("commit")
-        with suppress(sqlite3.OperationalError):  # a reader may hold it: then it stays as it is
+        """Commit and close; without `finish`, the trace shows that the run was truncated."""
+        self.execute("commit")
+        with suppress(sqlite3.OperationalError):  # during a read, the log stays a separate file
             self._connection.execute("pragma journal_mode = delete")
         self._connection.close()
 
     def discard(self) -> None:
-        """Close without what was written since the last commit."""
+        """Close and roll back to the last commit."""
         with suppress(sqlite3.Error):
             self._connection.execute("rollback")
         self._connection.close()
 
-    def ask(self, statement: str, values: Sequence[Any] = (), *, each: bool = False) -> list[Any]:
-        """Run a statement and return its rows. Raises `TraceError` if it cannot be done.
+    def execute(
+        self, statement: str, values: Sequence[Any] = (), *, many: bool = False
+    ) -> list[Any]:
+        """Run a statement and return its rows. Raises `TraceError` if it fails.
 
-        With `each`, run it once for each of `values`.
+        With `many`, run it once for each of `values`.
         """
-        run = self._connection.executemany if each else self._connection.execute
+        run = self._connection.executemany if many else self._connection.execute
         try:
             return run(statement, values).fetchall()
         except sqlite3.Error as error:
             todo = "make room, or record into another folder"
-            what = f"the trace cannot be written: {error}"
-            raise TraceError.about(what, str(self.path), todo=todo) from error
+            problem = f"the trace cannot be written: {error}"
+            raise TraceError.about(problem, str(self.path), todo=todo) from error
 
     def _insert(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
         marks = ", ".join("?" * len(rows[0]))
-        self.ask(f"insert into {table} values ({marks})", rows, each=True)  # noqa: S608 - a table of ours
+        self.execute(f"insert into {table} values ({marks})", rows, many=True)  # noqa: S608 - a table of ours
 
-    def _shown(self, texts: Iterable[str]) -> dict[str, str]:
+    def _cleaned(self, texts: Iterable[str]) -> dict[str, str]:
         distinct = list(dict.fromkeys(texts))
         cleaned = self._clean(distinct) if distinct else []
-        # A path may hold bytes that are not Unicode.
+        # A path may contain bytes that are not Unicode.
         storable = (text.encode(errors="backslashreplace").decode() for text in cleaned)
         return dict(zip(distinct, storable, strict=True))
 
 
 class SizeLimit:
-    """Holds a store to its rank's share of the size of a run; a process that a rank starts has as
-    much again.
+    """Keeps a store within its rank's share of `max_size`, by dropping records of old steps.
 
-    No step is taken to be larger than those before it. SQLite writes a step to a log, and later
-    from there into its file, in which it uses the place of what was deleted. So there has to be
-    room for the largest step up to now in the log, in the file, and once more for the step that is
-    written before the next call.
+    Each process that a rank starts may use the same share again. Assumes that the next step is at
+    most as large as the largest one up to now. SQLite writes a step to a log and later moves it
+    to the file, where it reuses the space of deleted rows. So three times the size of that step
+    stays free: in the log, in the file, and for the step that is written before the next call.
     """
 
     def __init__(self, store: Store, size_of_run: int) -> None:
         ranks = world().size
         self._store = store
-        self._most = size_of_run // ranks
+        self._limit = size_of_run // ranks  # bytes
         share = f" (its share of {size(size_of_run)} for {ranks:,} ranks)" if ranks > 1 else ""
-        self._most_in_words = f"{size(self._most)}{share}"
+        self._limit_text = f"{size(self._limit)}{share}"
         self._largest = 0
         self._used = store.bytes_of_file()[1]
-        self._in_full: deque[int] = deque()  # the steps that have records
-        self._coarse: deque[int] = deque()  # those at `COARSEST` that have records
-        self._after_last: int | None = None  # the number of what came after the last step
+        self._in_full: deque[int] = deque()  # steps in full that have records
+        self._coarse: deque[int] = deque()  # steps at `COARSEST` that have records
+        self._after_last: int | None = None  # the number of the unfinished step at the end
         self._dropped = array("q")
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
-    def hold(self, row: StepRow) -> None:
-        """Make room for the next step; called where `row` has been written."""
+    def make_room(self, row: StepRow) -> None:
+        """Make room for the next step; called after `row` was written."""
         if not row.finished:
             self._after_last = row.step
         if row.records:
@@ -336,68 +342,70 @@ class SizeLimit:
         store = self._store
         file, used = store.bytes_of_file()
         self._largest = max(self._largest, used - self._used + OVERHEAD)
-        room = self._most - 3 * self._largest
+        room = self._limit - 3 * self._largest
         if used > room:
             newest = NEWEST + (self._after_last is not None)
             while store.bytes_of_file()[1] > room and (self._coarse or self._in_full):
-                kind = self._in_full
-                if self._coarse and len(kind) <= newest:
-                    kind = self._coarse
-                self._dropped.append(kind.popleft())
+                drops_coarse = self._coarse and len(self._in_full) <= newest
+                steps = self._coarse if drops_coarse else self._in_full
+                self._dropped.append(steps.popleft())
                 store.drop(self._dropped[-1])
             store.commit()
             file, used = store.bytes_of_file()
         self._used = used
         if row.level != COARSEST and row.records and not self._in_full:
-            self._say_once("full", self._room_for_none())
-        # The log is still there while it is moved: the file grows beside it.
-        if file + store.bytes_on_disk(of_log=True) + 2 * self._largest > self._most:
-            store.shrink(file=file + 2 * self._largest > self._most)
-            if store.bytes_on_disk() > self._most:
-                self._say_once(
+            self._report_once("full", self._message_of_no_room())
+        # While the log is moved, both need space: the log, and the growing file.
+        if file + store.bytes_on_disk(of_log=True) + 2 * self._largest > self._limit:
+            store.shrink(file=file + 2 * self._largest > self._limit)
+            if store.bytes_on_disk() > self._limit:
+                self._report_once(
                     "over",
-                    f"takes {size(store.bytes_on_disk())}, more than {self._most_in_words}: no "
-                    "records are left that could be dropped\n    the run goes on, and the digests "
-                    "of each step are still written",
+                    f"takes {size(store.bytes_on_disk())}, more than {self._limit_text}: no "
+                    "records are left that could be dropped\n    the run continues, and the "
+                    "digests of each step are still written",
                 )
 
     @property
     def count(self) -> int:
-        """How many steps have no records any longer, what came after the last one included."""
+        """The number of steps whose records were dropped, including an unfinished last one."""
         return len(self._dropped)
 
-    def in_words(self) -> str:
-        """Return what the trace takes, which steps have their records and which have not."""
+    def summary(self) -> str:
+        """Return the size of the trace, and which steps have records and which were dropped."""
         in_full = [step for step in self._in_full if step != self._after_last]
         dropped = [step for step in self._dropped if step != self._after_last]
-        taken = self._store.bytes_on_disk()
-        of = "of" if taken <= self._most else "and not"
-        parts = [f"takes {size(taken)} {of} {self._most_in_words}"]
+        used = self._store.bytes_on_disk()
+        relation = "of" if used <= self._limit else "and not"
+        parts = [f"takes {size(used)} {relation} {self._limit_text}"]
         if in_full or not self._coarse:
-            parts.append(f"kept in full: {_in_words(in_full)}")
+            parts.append(f"kept in full: {_text_of_steps(in_full)}")
         if self._coarse:
             parts.append(f"kept at level {COARSEST}: {len(self._coarse):,} others")
-        what = [f"the records of {_in_words(dropped)}"] if dropped else []
-        what += ["what came after the last step"] if len(dropped) < self.count else []
+        records = [f"the records of {_text_of_steps(dropped)}"] if dropped else []
+        if len(dropped) < self.count:
+            records.append("the records after the last step")
         parts.append(
-            f"dropped: {' and '.join(what)}; losses and the digests of parameters and gradients "
-            "are there of every step"
+            f"dropped: {' and '.join(records)}; every step still has its losses and the digests "
+            "of its parameters and gradients"
         )
-        none = f"\n    {self._room_for_none()}" * ("full" in self._said and not self._in_full)
-        return "; ".join(parts) + none
+        text = "; ".join(parts)
+        if "full" in self._reported and not self._in_full:
+            text += f"\n    {self._message_of_no_room()}"
+        return text
 
-    def _say_once(self, what: str, sentence: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _report_once(self, topic: str, sentence: str) -> None:
+        if topic not in self._reported:
+            self._reported.add(topic)
             say(f"{self._store.path}: {sentence}")
 
-    def _room_for_none(self) -> str:
+    def _message_of_no_room(self) -> str:
         step = size(self._largest - OVERHEAD)
-        return f"a step takes up to {step}: {self._most_in_words} has room for none in full"
+        return f"a step needs up to {step}: {self._limit_text} has room for no step in full"
 
 
 class _Redaction:
-    """Takes the secrets of this process out of texts, also those that it has learnt since."""
+    """Redacts the secrets of this process in texts, including secrets that were set later."""
 
     def __init__(self) -> None:
         self._environment: Mapping[str, str] | None = None
@@ -412,12 +420,12 @@ class _Redaction:
 
 
 def check_share(request: RecordingRequest) -> None:
-    """Raise `TraceError` where the share of this rank has no room for a trace without an op."""
+    """Raise `TraceError` if the share of this rank is too small for a trace without ops."""
     ranks = world().size
     if request.max_size is not None and request.max_size // ranks < SMALLEST:
         raise TraceError.about(
             f"each of {ranks} ranks has {size(request.max_size // ranks)} of it, and an empty "
-            f"trace takes up to {size(SMALLEST)}",
+            f"trace needs up to {size(SMALLEST)}",
             key="max_size",
             found=size(request.max_size),
             legal=f"{size(ranks * SMALLEST)} or more",
@@ -425,9 +433,8 @@ def check_share(request: RecordingRequest) -> None:
 
 
 def open_store(request: RecordingRequest) -> Store:
-    """Open a store for this process, the next free one of its rank, and describe the process in it.
-
-    Raises `TraceError` if the folder cannot be written to.
+    """Create the store of this process, with the next free number of its rank, and describe the
+    process in it. Raises `TraceError` if the folder cannot be written to.
     """
     torch: Any = import_module("torch")
     about: dict[str, Any] = {
@@ -445,8 +452,9 @@ def open_store(request: RecordingRequest) -> Store:
         "knobs": {},
     }
     if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator().type
-        about["hardware"] |= {"accelerator": f"{kind} x{torch.accelerator.device_count()}"}
+        device_type = torch.accelerator.current_accelerator().type
+        devices = f"{device_type} x{torch.accelerator.device_count()}"
+        about["hardware"] |= {"accelerator": devices}
     profiles = in_force()
     if profiles:
         resolved = profiles[-1].resolved
@@ -461,18 +469,18 @@ def open_store(request: RecordingRequest) -> Store:
                 row.knob: row.absent for row in rows if row.absent and row.after is not None
             },
         }
-    its = world()
+    ranks = world()
     folder = Path(request.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path, ordinal = _new_file(folder, its.rank)
+        path, ordinal = _create_file(folder, ranks.rank)
     except OSError as error:
-        what = f"cannot hold a recording: {error.strerror}"
-        raise TraceError.about(what, found=request.folder) from None
+        problem = f"cannot store a recording: {error.strerror}"
+        raise TraceError.about(problem, found=request.folder) from None
     store = Store(path, _Redaction(), shrinks=request.max_size is not None)
-    asked = {name: getattr(request, name) for name in _ASKED}
-    place = {"rank": its.rank, "world_size": its.size, "ordinal": ordinal}
-    store.write_meta({"format": FORMAT, **asked, **place, **about})
+    requested = {name: getattr(request, name) for name in _REQUESTED}
+    position = {"rank": ranks.rank, "world_size": ranks.size, "ordinal": ordinal}
+    store.write_meta({"format": FORMAT, **requested, **position, **about})
     return store
 
 
@@ -483,7 +491,7 @@ def _program_text() -> str | None:
         return None
 
 
-def _new_file(folder: Path, rank: int) -> tuple[Path, int]:
+def _create_file(folder: Path, rank: int) -> tuple[Path, int]:
     for ordinal in count():
         path = folder / f"rank{rank}{f'.{ordinal}' if ordinal else ''}{SUFFIX}"
         with suppress(FileExistsError):
@@ -492,12 +500,12 @@ def _new_file(folder: Path, rank: int) -> tuple[Path, int]:
     raise AssertionError("count() does not end")
 
 
-def _real(value: float | None) -> float | None:
-    """Return a number as it is read again: a database has no NaN and no negative zero."""
+def _storable_float(value: float | None) -> float | None:
+    """Return a float as SQLite would return it, which stores no NaN and no negative zero."""
     return None if value is None or math.isnan(value) else float(value) + 0.0
 
 
-def _in_words(steps: Sequence[int]) -> str:
+def _text_of_steps(steps: Sequence[int]) -> str:
     if len(steps) <= 1:
         return f"step {steps[0]}" if steps else "none"
     first, last = min(steps), max(steps)

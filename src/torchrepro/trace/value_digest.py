@@ -1,9 +1,9 @@
-"""Digests of the values of a program: equal in two processes where the values are equal.
+"""Digests of the values of a program; equal values have equal digests in any two processes.
 
-No digest runs code of the program. A type is compared by identity or by its `id`: a metaclass may
-have its own `__hash__` and `__eq__`. Fields are read by the descriptors of `type` and of slots, and
-content by methods of the builtin base, since a class may replace its own. A class of a library is
-known only if the library, once loaded, exports that very object.
+Computing a digest runs no code of the program. Types are compared by identity or `id`, because a
+metaclass may define `__hash__` and `__eq__`. Fields are read by the descriptors of `type` and of
+slots, and content by methods of the builtin base class, because a class may override its methods.
+A class of a library is known only if the loaded library exports that very object.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any, Final
 from xxhash import xxh3_64, xxh3_64_digest
 
 OPAQUE: Final = b"?"
-"""Of a value that has no digest with the same meaning in two processes."""
+"""The digest of a value that cannot be compared between two processes."""
 
 NOTHING: Final = b""
-"""Of code: modules, functions, classes, methods. Never a difference."""
+"""The digest of code: modules, functions, classes, methods. Code never counts as different."""
 
 PARTLY: Final = b"~"
-"""Ends the digest of a value with elements that have none."""
+"""The end of the digest of a value that has some opaque elements."""
 
 MISSING: Final = object()
-"""What `field_of` returns for an attribute that only code of the program may read."""
+"""Returned by `field_of` for an attribute that cannot be read without running code."""
 
 ELEMENTS = 50_000  # of containers, in one value
 PLAIN_ELEMENTS = 1_000_000  # of one container, or column of a frame, of numbers and text
@@ -59,20 +59,20 @@ _buffer_of = vars(io.TextIOWrapper)["buffer"].__get__
 IS_HEAP_TYPE, IS_CLASS = 1 << 9, 1 << 31  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_TYPE_SUBCLASS
 POINTER = 8
 
-# Version 2 of marshal writes equal values of these in the same bytes; later ones add references.
-NUMBERS = {id(kind) for kind in (int, float, bool, complex, type(None))}
+# Version 2 of marshal encodes equal values as equal bytes; later versions add references.
+NUMBERS = {id(cls) for cls in (int, float, bool, complex, type(None))}
 PLAIN = NUMBERS | {id(str), id(bytes)}
 MARKS = {OPAQUE: b"opaque..", NOTHING: b"code...."}
 
 
 class _BeyondBoundError(Exception):
-    """A value has more elements or bytes than are read."""
+    """A value has more elements or bytes than the limits allow."""
 
 
 def digest_of(value: Any) -> bytes:
-    """Return 8 bytes that differ where the value does, or `OPAQUE`, or `NOTHING`. Never raises.
+    """Return 8 bytes that differ if the values differ, or `OPAQUE`, or `NOTHING`. Never raises.
 
-    After those of a container with opaque elements comes `PARTLY`.
+    The 8 bytes are followed by `PARTLY` for a container that has some opaque elements.
     """
     try:
         if id(type(value)) in NUMBERS or (type(value) is str and len(value) < ELEMENTS):
@@ -80,90 +80,92 @@ def digest_of(value: Any) -> bytes:
         walk = _Walk()
         digest = walk.digest(value)
         return digest + PARTLY if walk.is_partly_opaque and digest not in MARKS else digest
-    except Exception:  # noqa: BLE001 - any error of a library, or of what another thread changes
+    except Exception:  # noqa: BLE001 - libraries raise any error; other threads change values
         return OPAQUE
 
 
 def field_of(value: Any, name: str) -> Any:
-    """Return the attribute `name` if it can be read without code of the program, or `MISSING`.
+    """Return the attribute `name`, or `MISSING` if reading it could run code of the program.
 
-    It can where it is in the `__dict__` of a module or an instance, in a slot, or a class variable
-    that is not a descriptor. Never raises.
+    Reads attributes in the `__dict__` of a module or an instance, in slots, and class variables
+    that are not descriptors. Never raises.
     """
     try:
         return _field_of(value, name)
-    except Exception:  # noqa: BLE001 - an empty slot, or what another thread changes
+    except Exception:  # noqa: BLE001 - an empty slot, or a value that another thread changes
         return MISSING
 
 
 def _field_of(value: Any, name: str) -> Any:
-    kind = type(value)
-    if any(base is types.ModuleType for base in _mro_of(kind)):
+    cls = type(value)
+    if any(base is types.ModuleType for base in _mro_of(cls)):
         return dict.get(_globals_of(value), name, MISSING)
-    if type(_class_variable(kind, "__getattribute__")) is not types.WrapperDescriptorType:
+    if type(_class_variable(cls, "__getattribute__")) is not types.WrapperDescriptorType:
         return MISSING
-    is_class = _flags_of(kind) & IS_CLASS
-    shared = _class_variable(kind, name)
+    is_class = _flags_of(cls) & IS_CLASS
+    shared = _class_variable(cls, name)
     is_descriptor = _class_variable(type(shared), "__get__") is not MISSING
     if is_descriptor and (is_class or _class_variable(type(shared), "__set__") is not MISSING):
         is_slot = type(shared) is types.MemberDescriptorType and not is_class
         return shared.__get__(value) if is_slot else MISSING
     if is_class:
-        own = _class_variable(value, name)
-        if _class_variable(type(own), "__get__") is not MISSING:
+        field = _class_variable(value, name)
+        if _class_variable(type(field), "__get__") is not MISSING:
             return MISSING
     else:
-        own = dict.get(_dict_of(value), name, MISSING)
-    return own if own is not MISSING or is_descriptor else shared
+        field = dict.get(_dict_of(value), name, MISSING)
+    return field if field is not MISSING or is_descriptor else shared
 
 
-def _class_variable(kind: type, name: str) -> Any:
-    for base in _mro_of(kind):
-        found = _namespace_of(base).get(name, MISSING)
-        if found is not MISSING:
-            return found
+def _class_variable(cls: type, name: str) -> Any:
+    for base in _mro_of(cls):
+        variable = _namespace_of(base).get(name, MISSING)
+        if variable is not MISSING:
+            return variable
     return MISSING
 
 
 def _dict_of(value: Any) -> dict[Any, Any]:
-    for base in _mro_of(type(value)) if _dict_offset_of(type(value)) else ():
+    if not _dict_offset_of(type(value)):
+        return {}
+    for base in _mro_of(type(value)):
         getter = _namespace_of(base).get("__dict__")
         if type(getter) in (types.GetSetDescriptorType, types.MemberDescriptorType):
-            found: dict[Any, Any] = getter.__get__(value)
-            return found
+            return getter.__get__(value)  # type: ignore[no-any-return]
     return {}
 
 
 def _fields_of(value: Any, base: type) -> dict[str, Any] | None:
-    """Return what the slots and the `__dict__` of `value` hold.
+    """Return the fields of `value`: its slots and its `__dict__`.
 
-    Returns None where it has other memory than these and that of `base`: its class is written in C.
+    Returns None if it has memory besides these and that of `base`, as instances of C types do.
     """
-    kind = type(value)
-    memory = _size_of(kind) - _size_of(base)
-    offset = _dict_offset_of(kind)
-    before_object = offset < -POINTER or offset == -1  # as Python 3.11 and 3.12 say it
+    cls = type(value)
+    memory = _size_of(cls) - _size_of(base)
+    offset = _dict_offset_of(cls)
+    before_object = offset < -POINTER or offset == -1  # in Python 3.11 and 3.12
     if offset and not before_object and not _dict_offset_of(base):
         memory -= POINTER
-    if _weak_offset_of(kind) > 0 and not _weak_offset_of(base):
+    if _weak_offset_of(cls) > 0 and not _weak_offset_of(base):
         memory -= POINTER
     fields: dict[str, Any] = {}
-    for each in _mro_of(kind) if memory else ():
-        if each is base:
+    may_have_slots = memory != 0
+    for owner in _mro_of(cls):
+        if owner is base or not may_have_slots:
             break
-        for name, slot in _namespace_of(each).items():
-            if type(slot) is types.MemberDescriptorType and slot.__objclass__ is each:
+        for name, slot in _namespace_of(owner).items():
+            if type(slot) is types.MemberDescriptorType and slot.__objclass__ is owner:
                 memory -= POINTER
                 try:
                     fields[name] = slot.__get__(value)
-                except AttributeError:  # nothing was assigned
+                except AttributeError:  # an empty slot
                     continue
     fields.update(item for item in dict.items(_dict_of(value)) if type(item[0]) is str)
     return None if memory else fields
 
 
 class _Walk:
-    """What was read of one value, and the objects that enclose the current one."""
+    """The state of computing one digest: what was read, and the enclosing objects."""
 
     def __init__(self) -> None:
         self.elements = self.size = self.depth = 0
@@ -171,22 +173,22 @@ class _Walk:
         self.enclosing: dict[int, int] = {}
 
     def digest(self, value: Any) -> bytes:
-        kind = type(value)
-        if id(kind) in PLAIN:
-            if id(kind) not in NUMBERS:
+        cls = type(value)
+        if id(cls) in PLAIN:
+            if id(cls) not in NUMBERS:
                 self.read(len(value))
             return xxh3_64_digest(dumps(value, 2))
-        if _flags_of(kind) & IS_CLASS:
+        if _flags_of(cls) & IS_CLASS:
             return NOTHING
         if id(value) in self.enclosing:
             return xxh3_64_digest(b"enclosing %d" % self.enclosing[id(value)])
         self.enclosing[id(value)] = len(self.enclosing)
         try:
-            handler = _handler(kind)
+            handler = _handler(cls)
             return handler(value, self) if handler else self.of_object(value)
         except (_BeyondBoundError, RecursionError, MemoryError):
             raise
-        except Exception:  # noqa: BLE001 - an error in one field leaves the others
+        except Exception:  # noqa: BLE001 - one field that raises does not affect the others
             return OPAQUE
         finally:
             del self.enclosing[id(value)]
@@ -202,34 +204,36 @@ class _Walk:
             raise _BeyondBoundError
 
     def of_elements(self, name: str, elements: Iterable[Any], count: int) -> bytes:
-        """Return the digest of a container; opaque where each element is."""
+        """Return the digest of a container, which is opaque if all of its elements are."""
         if count > PLAIN_ELEMENTS:
             raise _BeyondBoundError
         row = tuple(elements)
-        kinds = {*map(id, map(type, row))}
-        if not kinds <= PLAIN:
+        type_ids = {*map(id, map(type, row))}
+        if not type_ids <= PLAIN:
             self.count(count)
-            return self.of_parts(name, *row, least=1)
-        if not kinds <= NUMBERS:
-            self.read(sum(len(each) for each in row if id(type(each)) not in NUMBERS))
+            return self.of_values(name, *row, least=1)
+        if not type_ids <= NUMBERS:
+            self.read(sum(len(text) for text in row if id(type(text)) not in NUMBERS))
         return xxh3_64_digest(_utf8(name) + dumps(row, 2))
 
-    def of_parts(self, name: str, *parts: Any, least: int | None = None) -> bytes:
-        """Return the digest of what an object consists of; opaque where one of them is."""
-        digests = [self.digest(part) for part in parts]
-        if len(digests) - digests.count(OPAQUE) < (len(parts) if least is None else least):
+    def of_values(self, name: str, *values: Any, least: int | None = None) -> bytes:
+        """Return one digest of several values; opaque if fewer than `least` (default: all) are not
+        opaque."""
+        digests = [self.digest(value) for value in values]
+        if len(digests) - digests.count(OPAQUE) < (len(values) if least is None else least):
             return OPAQUE
         self.is_partly_opaque = self.is_partly_opaque or OPAQUE in digests
-        return xxh3_64_digest(_utf8(name) + b"".join(MARKS.get(each, each) for each in digests))
+        marks = [MARKS.get(digest, digest) for digest in digests]
+        return xxh3_64_digest(_utf8(name) + b"".join(marks))
 
     def of_object(self, value: Any) -> bytes:
-        """Return the digest of the fields, and of the content that a builtin base holds.
+        """Return the digest of an object's fields and of the content of its builtin base.
 
-        Opaque fields and code are left out.
+        Ignores opaque fields and code.
         """
-        kind = base = type(value)
+        cls = base = type(value)
         handler = None
-        for base in _mro_of(kind):
+        for base in _mro_of(cls):
             handler = _handler(base)
             if handler or base is object:
                 break
@@ -251,7 +255,7 @@ class _Walk:
         if handler:
             digests.append(("", handler(value, self)))
         known = [(_utf8(name), digest) for name, digest in digests if digest not in MARKS]
-        text = b"\0".join((_utf8(_name_of(kind)), *chain.from_iterable(known)))
+        text = b"\0".join((_utf8(_name_of(cls)), *chain.from_iterable(known)))
         return xxh3_64_digest(text) if known else OPAQUE
 
 
@@ -259,12 +263,12 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _package_of(kind: type) -> str:
-    module = _module_of(kind)
+def _package_of(cls: type) -> str:
+    module = _module_of(cls)
     return module.partition(".")[0] if type(module) is str else ""
 
 
-# Of builtin types.
+# Handlers of builtin types.
 
 Handler = Callable[[Any, _Walk], bytes]
 
@@ -288,7 +292,7 @@ def _dict(value: Any, walk: _Walk) -> bytes:
 
 
 def _ordered_dict(value: Any, walk: _Walk) -> bytes:
-    # Its order is not that of `dict.items`, and its iterator hashes every key.
+    # `dict.items` has another order, and the iterator of an OrderedDict hashes every key.
     if dict.__len__(value) > ELEMENTS or not {*map(id, map(type, dict.keys(value)))} <= PLAIN:
         return OPAQUE
     items = chain.from_iterable(collections.OrderedDict.items(value))
@@ -297,43 +301,43 @@ def _ordered_dict(value: Any, walk: _Walk) -> bytes:
 
 def _bytearray(value: Any, walk: _Walk) -> bytes:
     walk.read(bytearray.__len__(value))
-    # A copy: the program could not resize it while its memory is exported.
+    # A copy, because the program cannot resize a bytearray while its memory is exported.
     return xxh3_64_digest(b"bytearray" + bytearray.__getitem__(value, slice(None)))
 
 
-def _parts(name: str, *getters: Callable[[Any], Any]) -> Handler:
-    return lambda value, walk: walk.of_parts(name, *(get(value) for get in getters))
+def _values_read_by(name: str, *getters: Callable[[Any], Any]) -> Handler:
+    return lambda value, walk: walk.of_values(name, *(get(value) for get in getters))
 
 
 def _attributes(base: Any, *names: str) -> Handler:
-    return _parts(base.__name__, *(vars(base)[name].__get__ for name in names))
+    return _values_read_by(base.__name__, *(vars(base)[name].__get__ for name in names))
 
 
-def _from(read: Callable[[Any], Any]) -> Handler:
-    """Return what handles an exact type of which `read` returns all that counts."""
-    return lambda value, walk: walk.of_parts(type(value).__name__, read(value))
+def _read_by(read: Callable[[Any], Any]) -> Handler:
+    """Return the handler of a class whose state is what `read` returns."""
+    return lambda value, walk: walk.of_values(type(value).__name__, read(value))
 
 
 def _file(value: Any, walk: _Walk) -> bytes:
-    # The `tell` of a text flushes, and that of a buffer waits where the file is a pipe.
+    # `tell` of a text file flushes it, and `tell` of a buffer blocks on a pipe.
     buffered = _buffer_of(value) if type(value) is io.TextIOWrapper else value
-    if not any(type(buffered) is each for each in FILES):
+    if not any(type(buffered) is file_type for file_type in FILES):
         return OPAQUE
     raw = buffered if type(buffered) is io.FileIO else buffered.raw
     if type(raw) is not io.FileIO or not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
         return OPAQUE
-    return walk.of_parts("file", raw.name, raw.mode, buffered.tell())
+    return walk.of_values("file", raw.name, raw.mode, buffered.tell())
 
 
 FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom)
 TIME = ("hour", "minute", "second", "microsecond", "fold", "tzinfo")
-# Each reads by methods of the base alone, so that a subclass of the program has no say in it.
+# These handlers only call methods of the base class, so that subclasses cannot run their code.
 INHERITED: dict[Any, Handler] = {
-    int: _parts("int", int.__int__),
-    float: _parts("float", float.__float__),
-    complex: _parts("complex", complex.__complex__),
-    str: _parts("str", str.__str__),
-    bytes: _parts("bytes", lambda value: bytes.__getitem__(value, slice(None))),
+    int: _values_read_by("int", int.__int__),
+    float: _values_read_by("float", float.__float__),
+    complex: _values_read_by("complex", complex.__complex__),
+    str: _values_read_by("str", str.__str__),
+    bytes: _values_read_by("bytes", lambda value: bytes.__getitem__(value, slice(None))),
     bytearray: _bytearray,
     **{base: _elements(base) for base in (list, tuple, set, frozenset, collections.deque)},
     dict: _dict,
@@ -343,16 +347,16 @@ INHERITED: dict[Any, Handler] = {
     dt.timedelta: _attributes(dt.timedelta, "days", "seconds", "microseconds"),
 }
 EXACT: dict[Any, Handler] = {
-    dt.datetime: _from(lambda value: (value.date(), value.timetz())),
+    dt.datetime: _read_by(lambda value: (value.date(), value.timetz())),
     dt.time: _attributes(dt.time, *TIME),
-    dt.timezone: _from(lambda value: value.__getinitargs__()),
-    **{kind: _attributes(kind, "start", "stop", "step") for kind in (range, slice)},
-    array.array: _from(lambda value: (value.typecode, value.tobytes())),
-    random.Random: _from(lambda value: dumps(value.getstate(), 2)),
-    types.SimpleNamespace: _from(vars),
-    **dict.fromkeys((io.BytesIO, io.StringIO), _from(lambda v: (v.getvalue(), v.tell()))),
-    **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), _from(list)),
-    **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), _from(str)),
+    dt.timezone: _read_by(lambda value: value.__getinitargs__()),
+    **{cls: _attributes(cls, "start", "stop", "step") for cls in (range, slice)},
+    array.array: _read_by(lambda value: (value.typecode, value.tobytes())),
+    random.Random: _read_by(lambda value: dumps(value.getstate(), 2)),
+    types.SimpleNamespace: _read_by(vars),
+    **dict.fromkeys((io.BytesIO, io.StringIO), _read_by(lambda v: (v.getvalue(), v.tell()))),
+    **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), _read_by(list)),
+    **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), _read_by(str)),
     **dict.fromkeys((*FILES, io.TextIOWrapper), _file),
 }
 CODE: tuple[Any, ...] = (
@@ -367,10 +371,10 @@ OPAQUE_PACKAGES = {
     *("threading", "queue", "multiprocessing", "concurrent", "asyncio", "subprocess", "socket"),
     *("selectors", "logging", "tempfile", "weakref", "ctypes", "contextlib"),
 }
-"""Their objects hold ids of processes and threads, times, and what other threads do."""
+"""Packages whose objects depend on process and thread ids, times, and other threads."""
 
 
-# Of libraries, by what each exports.
+# Handlers of classes of libraries.
 
 
 def _numpy_array(value: Any, walk: _Walk) -> bytes:
@@ -378,16 +382,18 @@ def _numpy_array(value: Any, walk: _Walk) -> bytes:
     plain = np.ndarray.view(value, np.ndarray)
     dtype = plain.dtype
     name = f"ndarray {dtype.str} {dtype.type.__name__} {plain.shape}"
-    if dtype.names:  # there may be gaps between them that nothing writes
-        return walk.of_parts(f"{name} {dtype.names}", *(plain[each] for each in dtype.names))
+    if dtype.names:  # by field, because there may be uninitialized gaps between fields
+        return walk.of_values(f"{name} {dtype.names}", *(plain[field] for field in dtype.names))
     if dtype.hasobject:
         return walk.of_elements(name, plain.reshape(-1).flat, plain.size)
-    if dtype.type in (np.longdouble, np.clongdouble):  # 10 bytes of 16 are written
+    if dtype.type in (np.longdouble, np.clongdouble):  # 6 of its 16 bytes are uninitialized
         return OPAQUE
     walk.read(plain.nbytes)
     state = xxh3_64(name.encode())
-    pieces = [plain.reshape(-1)] if plain.flags.c_contiguous and plain.nbytes else []
-    if plain.nbytes and not pieces:
+    pieces: Iterable[Any] = ()
+    if plain.nbytes and plain.flags.c_contiguous:
+        pieces = (plain.reshape(-1),)
+    elif plain.nbytes:
         buffered = {"flags": ("external_loop", "buffered"), "op_flags": [["readonly", "contig"]]}
         pieces = np.nditer(plain, **buffered, order="C", buffersize=1 << 20)
     for piece in pieces:
@@ -396,7 +402,7 @@ def _numpy_array(value: Any, walk: _Walk) -> bytes:
 
 
 def _numpy_scalar(value: Any, walk: _Walk) -> bytes:
-    return walk.of_parts("scalar", sys.modules["numpy"].asarray(value))
+    return walk.of_values("scalar", sys.modules["numpy"].asarray(value))
 
 
 def _tensor(value: Any, walk: _Walk) -> bytes:
@@ -409,59 +415,63 @@ def _tensor(value: Any, walk: _Walk) -> bytes:
         memory = memory_of(value)
         walk.read(sum(part.nbytes for part in memory.parts))
         name = f"tensor {value.dtype} {tuple(value.shape)} "
-        known = memory.kind != "no memory"
+        known = memory.layout != "no memory"
         return xxh3_64_digest(name.encode() + fingerprint(value)) if known else OPAQUE
 
 
-def _state(value: Any) -> Any:
+def _generator_state(value: Any) -> Any:
     return value.get_state() if value.device.type == "cpu" else iter(())
 
 
-def _column(walk: _Walk, head: tuple[Any, ...], count: int, read: Callable[[], Any]) -> bytes:
-    """Return the digest of a column of a frame that is not plain memory."""
+def _column_of_values(
+    walk: _Walk, description: tuple[Any, ...], count: int, read: Callable[[], Any]
+) -> bytes:
+    """Return the digest of a column of a data frame that is not stored as plain memory."""
     if count > PLAIN_ELEMENTS:
         return OPAQUE
-    return walk.of_elements(repr(walk.of_parts("column", *head)), read(), count)
+    return walk.of_elements(repr(walk.of_values("column", *description)), read(), count)
 
 
 def _pandas_column(value: Any, walk: _Walk) -> bytes:
     data = value.array
-    if _package_of(type(data)) != "pandas":  # of the program
+    if _package_of(type(data)) != "pandas":  # an extension array of the program
         return OPAQUE
-    named = ("pandas", value.name, str(value.dtype))
+    description = ("pandas", value.name, str(value.dtype))
     if hasattr(data, "asi8"):  # times, as integers
-        return walk.of_parts("column", *named, data.asi8)
+        return walk.of_values("column", *description, data.asi8)
     if hasattr(data, "categories"):
-        return walk.of_parts("column", *named, data.codes, data.categories, data.ordered)
+        return walk.of_values("column", *description, data.codes, data.categories, data.ordered)
     if _package_of(type(value.dtype)) == "numpy" and not value.dtype.hasobject:
-        return walk.of_parts("column", *named, value.to_numpy())
-    return _column(walk, named, len(data), value.to_list)
+        return walk.of_values("column", *description, value.to_numpy())
+    return _column_of_values(walk, description, len(data), value.to_list)
 
 
 def _pandas_series(value: Any, walk: _Walk) -> bytes:
     column = _pandas_column(value, walk)
-    return OPAQUE if column == OPAQUE else walk.of_parts("Series", value.index, column)
+    return OPAQUE if column == OPAQUE else walk.of_values("Series", value.index, column)
 
 
 def _pandas_frame(value: Any, walk: _Walk) -> bytes:
     columns = [_pandas_column(value.iloc[:, number], walk) for number in range(value.shape[1])]
-    return walk.of_parts("DataFrame", value.index, value.columns, columns)
+    return walk.of_values("DataFrame", value.index, value.columns, columns)
 
 
 def _polars_column(value: Any, walk: _Walk) -> bytes:
     dtype = value.dtype
     if _package_of(type(dtype)) != "polars" or len(value) * 8 > SIZE:
         return OPAQUE
-    named = ("polars", value.name, str(dtype))
+    description = ("polars", value.name, str(dtype))
     if (dtype.is_integer() or dtype.is_float()) and not value.null_count():
-        return walk.of_parts("column", *named, value.to_numpy())
-    return _column(walk, named, len(value), value.to_list)
+        return walk.of_values("column", *description, value.to_numpy())
+    return _column_of_values(walk, description, len(value), value.to_list)
 
 
 def _arrow_column(value: Any, walk: _Walk) -> bytes:
     dtype = sys.modules["pyarrow"].DataType.__str__(value.type)
     chunks = getattr(value, "chunks", [value])
-    if dtype.startswith(("timestamp", "time", "duration", "date")):  # else it imports pandas
+    if dtype.startswith(
+        ("timestamp", "time", "duration", "date")
+    ):  # `to_pylist` would import pandas
         chunks = [chunk.view(f"int{value.type.bit_width}") for chunk in chunks]
     elif dtype in ARROW_NUMBERS and not value.null_count:
         state = xxh3_64(f"arrow {dtype} {len(value)}".encode())
@@ -472,7 +482,7 @@ def _arrow_column(value: Any, walk: _Walk) -> bytes:
     if "extension" in dtype:
         return OPAQUE
     lists = (chunk.to_pylist() for chunk in chunks)
-    return _column(walk, ("arrow", dtype), len(value), lambda: chain.from_iterable(lists))
+    return _column_of_values(walk, ("arrow", dtype), len(value), lambda: chain.from_iterable(lists))
 
 
 def _image(value: Any) -> Any:
@@ -484,74 +494,75 @@ WIDTHS = (8, 16, 32, 64)
 ARROW_NUMBERS = {"float", "double", *(f"{s}int{width}" for s in ("", "u") for width in WIDTHS)}
 
 LIBRARIES: dict[str, dict[str, Handler]] = {
-    "decimal": {"Decimal": _from(lambda value: tuple(value.as_tuple()))},
-    "zoneinfo": {"ZoneInfo": _from(lambda value: value.key)},
+    "decimal": {"Decimal": _read_by(lambda value: tuple(value.as_tuple()))},
+    "zoneinfo": {"ZoneInfo": _read_by(lambda value: value.key)},
     "numpy": {
         "ndarray": _numpy_array,
         "generic+": _numpy_scalar,
         "ufunc": _code,
     },
-    "numpy.dtypes": {"object+": _from(str)},
+    "numpy.dtypes": {"object+": _read_by(str)},
     "numpy.random": {
-        "Generator": _from(lambda value: value.bit_generator),
-        "RandomState": _from(lambda value: value.get_state(legacy=False)),
-        "BitGenerator+": _from(lambda value: value.state),
+        "Generator": _read_by(lambda value: value.bit_generator),
+        "RandomState": _read_by(lambda value: value.get_state(legacy=False)),
+        "BitGenerator+": _read_by(lambda value: value.state),
     },
     "torch": {
         "Tensor": _tensor,
-        "Generator": _from(_state),
-        "Size": _from(tuple),
-        **dict.fromkeys(("dtype", "device", "layout", "memory_format"), _from(str)),
+        "Generator": _read_by(_generator_state),
+        "Size": _read_by(tuple),
+        **dict.fromkeys(("dtype", "device", "layout", "memory_format"), _read_by(str)),
     },
-    "torch.return_types": {"tuple+": _from(tuple)},
+    "torch.return_types": {"tuple+": _read_by(tuple)},
     "torch.nn": {"Parameter": _tensor, "Module": _opaque},
     "torch.optim": {"Optimizer": _opaque},
     "pandas": {
         "DataFrame": _pandas_frame,
         "Series": _pandas_series,
         "Index+": _pandas_column,
-        "MultiIndex": _from(lambda value: [*value.names, *value.levels, *value.codes]),
-        "Timestamp": _from(lambda value: (value.value, value.unit, str(value.tz))),
-        "Timedelta": _from(lambda value: (value.value, value.unit)),
+        "MultiIndex": _read_by(lambda value: [*value.names, *value.levels, *value.codes]),
+        "Timestamp": _read_by(lambda value: (value.value, value.unit, str(value.tz))),
+        "Timedelta": _read_by(lambda value: (value.value, value.unit)),
     },
     "polars": {
-        "DataFrame": _from(lambda value: value.get_columns()),
+        "DataFrame": _read_by(lambda value: value.get_columns()),
         "Series": _polars_column,
         "LazyFrame": _opaque,
     },
     "pyarrow": {
         **dict.fromkeys(
-            ("Table", "RecordBatch"), _from(lambda value: [value.schema.names, value.columns])
+            ("Table", "RecordBatch"), _read_by(lambda value: [value.schema.names, value.columns])
         ),
         **dict.fromkeys(("ChunkedArray", "Array+"), _arrow_column),
     },
-    "PIL.Image": {"Image": _from(_image)},
+    "PIL.Image": {"Image": _read_by(_image)},
 }
-"""The classes that each module exports; with a `+`, also those that derive from it."""
+"""The handlers of the classes that each module exports; with a `+`, also of exported subclasses."""
 
 PACKAGES = {module.partition(".")[0] for module in LIBRARIES}
-INHERITABLE = {id(kind) for kind in INHERITED}
+INHERITABLE = {id(cls) for cls in INHERITED}
 _searched: set[str] = set()
 _handlers: dict[int, Handler] = {
-    **{id(kind): _code for kind in CODE},
-    **{id(kind): handler for kind, handler in (*INHERITED.items(), *EXACT.items())},
+    **{id(cls): _code for cls in CODE},
+    **{id(cls): handler for cls, handler in (*INHERITED.items(), *EXACT.items())},
 }
-"""What reads instances of exactly one class, by the `id` of the class; none is ever freed."""
+"""The handlers by the `id` of the exact class; no class in it is ever freed."""
 
 
-def _handler(kind: type) -> Handler | None:
-    if id(kind) not in _handlers and _package_of(kind) in PACKAGES:
+def _handler(cls: type) -> Handler | None:
+    if id(cls) not in _handlers and _package_of(cls) in PACKAGES:
         for module in LIBRARIES.keys() - _searched:
             exported = _globals_of(sys.modules[module]) if module in sys.modules else {}
             if exported and not getattr(exported["__spec__"], "_initializing", False):
                 for name, handler in LIBRARIES[module].items():
                     base = exported.get(name.removesuffix("+")) or getattr(builtins, name[:-1])
-                    kinds = exported.values() if name.endswith("+") else (base,)
-                    _handlers.update((id(each), handler) for each in kinds if _derives(each, base))
+                    candidates = exported.values() if name.endswith("+") else (base,)
+                    subclasses = [export for export in candidates if _derives(export, base)]
+                    _handlers.update((id(subclass), handler) for subclass in subclasses)
                 _searched.add(module)
-    return _handlers.get(id(kind))
+    return _handlers.get(id(cls))
 
 
 def _derives(exported: Any, base: type) -> bool:
     is_class = bool(_flags_of(type(exported)) & IS_CLASS)
-    return is_class and any(each is base for each in _mro_of(exported))
+    return is_class and any(parent is base for parent in _mro_of(exported))

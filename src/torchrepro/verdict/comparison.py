@@ -79,7 +79,7 @@ def compare(
     Returns a `Verdict`: the same, or the first divergence. Runs that were both recorded under the
     guarantee `aligned` are compared within its tolerance. What the lines of `ignore` computed, each
     as ``file:line``, is left out, with what differs by that alone. Raises `TraceError` for a folder
-    that holds no trace, for recordings that cannot be compared in this way, for a line without a
+    that contains no trace, for recordings that cannot be compared in this way, for a line without a
     record, and if nothing is compared.
     """
     refuse_no_line(ignore)

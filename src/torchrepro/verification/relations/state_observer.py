@@ -17,8 +17,8 @@ from torch.utils.data import Sampler
 
 from torchrepro.ground.callers import address, frames, line, package, program_place
 from torchrepro.trace.fingerprint import fingerprint, unobserved
-from torchrepro.trace.fingerprint_cache import GeneratorStates
 from torchrepro.trace.frames import is_of_program
+from torchrepro.trace.generator_states import GeneratorStates
 from torchrepro.trace.hooks import on_worker_begun, watch_training, within_loaders_begun
 from torchrepro.trace.op_facts import tensors_in
 from torchrepro.verification.relations.checkpoint_observer import Checkpoints

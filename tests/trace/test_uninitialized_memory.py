@@ -1,4 +1,4 @@
-"""Memory that nothing had written and that was read is named with the line that allocated it."""
+"""A read of uninitialized memory is reported with the line that allocated it."""
 
 import ctypes
 import subprocess
@@ -20,7 +20,7 @@ from .conftest import line_of
 
 @pytest.fixture
 def filled() -> Iterator[None]:
-    """Fresh memory is filled with NaN, as a strict profile has it."""
+    """Fill uninitialized memory with NaN, as a strict profile does."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -34,7 +34,7 @@ def _verdict(folder: Path, program: Callable[[float], object]) -> Verdict:
 
 
 def _leave(value: float, *sizes: int) -> None:
-    """Leave a value in memory that is free again, without a record of it."""
+    """Write a value into memory, without a record, and free the memory."""
     with _disable_current_modes():  # type: ignore[no-untyped-call]
         for size in sizes:
             _ = [torch.full((size,), value) for _ in range(300)]
@@ -71,8 +71,10 @@ ALLOCATED: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("name", ALLOCATED)
-def test_a_loss_that_it_made_nan_is_said_with_both_lines(tmp_path: Path, name: str) -> None:
-    """Runs that agree on a loss that is NaN say so, who read the memory, and who allocated it."""
+def test_a_loss_that_uninitialized_memory_made_nan_is_reported_with_both_lines(
+    tmp_path: Path, name: str
+) -> None:
+    """If runs agree on a loss of NaN, the lines that read and allocated the memory are named."""
     verdict = _verdict(tmp_path, lambda _: _trained(ALLOCATED[name]()))
 
     allocated = f"{__file__}:{line_of(f'  # {name}', __file__)}"
@@ -88,8 +90,8 @@ def test_a_loss_that_it_made_nan_is_said_with_both_lines(tmp_path: Path, name: s
     )
 
 
-def test_runs_that_diverge_by_it_name_it(tmp_path: Path) -> None:
-    """Where the runs first differ by what memory held, the line that allocated it is named."""
+def test_runs_that_diverge_by_uninitialized_memory_name_the_line(tmp_path: Path) -> None:
+    """If runs first differ by uninitialized memory, the line that allocated it is named."""
 
     def program(left_over: float) -> None:
         scale = torch.empty(4)  # allocated
@@ -146,10 +148,10 @@ def _growing_cache(_: float) -> None:
     "program", [_scratch_of_ctc, _noise_of_rrelu, _noise_of_training, _shared, _growing_cache]
 )
 @pytest.mark.parametrize("fill", [False, True])
-def test_memory_that_has_no_effect_is_no_matter(
+def test_uninitialized_memory_without_effect_is_not_reported(
     tmp_path: Path, program: Callable[[float], None], *, fill: bool
 ) -> None:
-    """What an op reads in part, or writes before, makes no difference, and is never the reason."""
+    """Memory that an op does not use, or writes first, is no difference and no cause."""
 
     def seeded(left_over: float) -> None:
         torch.manual_seed(0)
@@ -173,8 +175,10 @@ def test_memory_that_has_no_effect_is_no_matter(
         ([1.0, 1.0, 1.0], ""),
     ],
 )
-def test_a_loss_that_is_not_finite_is_said(tmp_path: Path, scales: list[float], words: str) -> None:
-    """The first step whose loss is no finite number is said, of runs that are the same too."""
+def test_a_loss_that_is_not_finite_is_reported(
+    tmp_path: Path, scales: list[float], words: str
+) -> None:
+    """The first step whose loss is not finite is reported, also for equal runs."""
 
     def program(_: float) -> None:
         weight, trained = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
@@ -204,8 +208,10 @@ for _ in range(2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scale", "is_said"), [("torch.empty(1)", True), ("torch.ones(1)", False)])
-def test_a_run_says_that_parameters_are_nan(tmp_path: Path, scale: str, *, is_said: bool) -> None:
-    """Under a profile that fills fresh memory with NaN a run says it, and what names the line."""
+def test_a_run_reports_parameters_that_are_nan(
+    tmp_path: Path, scale: str, *, is_said: bool
+) -> None:
+    """Under a profile that fills memory with NaN, a run reports NaN and how to find the line."""
     program = tmp_path / "train.py"
     program.write_text(PROGRAM.format(scale=scale))
     words = [sys.executable, "-m", "torchrepro", "run", "debug-strict", "--"]
@@ -223,7 +229,7 @@ def test_a_run_says_that_parameters_are_nan(tmp_path: Path, scale: str, *, is_sa
 def test_no_op_of_torch_is_a_false_alarm(
     fork_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """Equal values in are equal values out: what an op leaves unwritten is not compared."""
+    """Equal inputs give equal outputs for each op: memory that it does not write is ignored."""
     done = fork_python(Path(__file__).with_name("op_database.py"))
 
     assert done.returncode == 0, done.stderr
