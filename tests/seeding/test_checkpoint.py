@@ -338,7 +338,7 @@ def test_a_resumed_run_that_ends_early_is_said_to_be_shorter(tmp_path: Path) -> 
         run.train(STEPS - 1)
     verdict = torchrepro.compare(tmp_path / "whole", tmp_path / "resumed")
 
-    assert verdict.notes[0] == f"B goes on from A: its step 0 is step {PER_EPOCH + 1} of A"
+    assert verdict.notes[0] == f"B resumes from A: its step 0 is step {PER_EPOCH + 1} of A"
     assert verdict.compared.steps == STEPS - PER_EPOCH - 2
     assert not verdict.same
     assert "shorter than the other" in verdict.advice.cause

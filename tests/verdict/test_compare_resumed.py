@@ -59,13 +59,13 @@ def test_a_resume_that_is_exact_is_the_same_from_the_step_that_it_goes_on_with(
 
     assert verdict.same
     assert verdict.compared.steps == STEPS - SAVED
-    assert verdict.notes[0] == f"B goes on from A: its step 0 is step {SAVED} of A"
+    assert verdict.notes[0] == f"B resumes from A: its step 0 is step {SAVED} of A"
 
 
 LOST: dict[str, tuple[Lose, int, str]] = {
     "optimizer": (lambda state: state["parts"].__setitem__(3, None), 3, "state of the optimizer"),
     "generator": (lambda state: state.update(random=None), 3, "random generators (torch)"),
-    "data": (lambda state: state.update(moved=1), 3, "the place in the data"),
+    "data": (lambda state: state.update(moved=1), 3, "the position in the data"),
     "buffer": (
         lambda state: state["parts"][0]["1.running_mean"].add_(1),
         STEPS - 1,

@@ -190,7 +190,7 @@ def test_a_line_is_left_out_with_what_only_it_feeds(tmp_path: Path) -> None:
     assert [each.records for each in verdict.left_out] == [3]
     assert verdict.fed == 3 * 4
     assert verdict.notes[0] == (
-        f"left out: 3 records of {_line('# measured')} and 12 that only they feed"
+        f"ignored: 3 records of {_line('# measured')} and 12 that differ only because of them"
     )
 
 
