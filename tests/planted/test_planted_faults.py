@@ -76,7 +76,7 @@ def _other_dropout(training):
 
 # Program, fault, whether every input is read anew; then what the verdict has to say: step, phase,
 # module, op, the comment that marks the line, kind, and words.
-CHANGED = "something other than torch has changed it"
+CHANGED = "something outside torch has changed it"
 TABLE: dict[str, tuple[Any, ...]] = {
     "one ulp in a forward op of layer 3": (
         *(transformer(), kernel("gelu", 7, 3, one_ulp), False),

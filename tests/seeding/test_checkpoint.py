@@ -361,7 +361,7 @@ def test_a_comparison_that_lines_up_no_steps_says_that_one_run_was_resumed(
     verdict = torchrepro.compare(tmp_path / "whole", tmp_path / "resumed", rtol=rtol)
 
     assert not verdict.same
-    assert "went on from a checkpoint" in verdict.advice.cause
+    assert "resumed from a checkpoint" in verdict.advice.cause
     assert Setting("resumed", "no", "yes") in verdict.settings
     ends = "the parameters after the last step of each, 7 in A and "
     assert any(each.startswith(ends) and parameters in each for each in verdict.notes)

@@ -275,8 +275,8 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
         _only(ONE, TWO, computed(Op("aten::sum"), *ONE.outputs)),
         _only(ONE, TWO, computed(Op("aten::sum"), *TWO.outputs)),
         *(Kind.ARGUMENT, 0, "aten::sum"),
-        "input 0 of aten::sum is another tensor: written by aten::relu in one at step 0 (forward) "
-        "in A, by aten::relu in one at step 0 (forward) in B",
+        "input 0 of aten::sum is a different tensor: written by aten::relu in one at step 0 "
+        "(forward) in A, by aten::relu in one at step 0 (forward) in B",
     ),
     "a tensor more": (
         *(_only(computed(Op("aten::cat"), A, B)), _only(computed(Op("aten::cat"), A))),
@@ -284,7 +284,7 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
     ),
     "memory as the allocator gave it": (
         *(_only(READS), _only(replace(READS, outputs=(Y,))), Kind.OUTPUTS, 0, "aten::add"),
-        "input 0 is memory that nothing had written",
+        "input 0 is uninitialized memory",
     ),
     "memory that an op only writes, which is not blamed": (
         *(_only(DRAWS), _only(replace(DRAWS, outputs=(Y,)))),
@@ -292,28 +292,28 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
     ),
     "an op that stands where it ran though its neighbour moved": (
         *(_only(FIRST, LAST, MOVED), _only(MOVED, MORE, FIRST, LAST)),
-        *(Kind.ONLY_ONE, 0, "aten::exp", "only B has it; A goes on with aten::relu"),
+        *(Kind.ONLY_ONE, 0, "aten::exp", "only B has it; A continues with aten::relu"),
     ),
     "an op left out, though one of its name was added elsewhere": (
         *(_only(MORE, FIRST, LAST, MOVED), _only(FIRST, LAST, MOVED, replace(MORE, outputs=(X,)))),
-        *(Kind.ONLY_ONE, 0, "aten::exp", "only A has it; B goes on with aten::relu"),
+        *(Kind.ONLY_ONE, 0, "aten::exp", "only A has it; B continues with aten::relu"),
     ),
     "an op in place of another": (
         *(_only(ONE), _only(computed(Op("aten::linear", "fc"), A))),
-        *(Kind.ONLY_ONE, 0, "aten::relu", "only A has it; B goes on with aten::linear in fc"),
+        *(Kind.ONLY_ONE, 0, "aten::relu", "only A has it; B continues with aten::linear in fc"),
     ),
     "data that no loader handed over": (
         *(_training(later=LATER), _training(batch=ANOTHER, later=LATER)),
         *(Kind.DATA, 2, "aten::addmm"),
-        "input 1 of aten::addmm differs, and no op that was recorded wrote it: "
-        "a batch, a constant, or a parameter as it was at the start",
+        "input 1 of aten::addmm differs, and no recorded op wrote it: "
+        "a batch, a constant, or an initial parameter",
     ),
     **{
         f"a weight that numpy wrote in {changed}, {shown}": (
             *(_training(weight=NUMPY * (name == changed), is_view=is_view) for name in "AB"),
             *(Kind.INPUT, 2, "aten::addmm"),
-            f"{shown} is in {kept} what aten::add_ at step 1 (optimizer) wrote; "
-            f"in {changed} something other than torch has changed it since",
+            f"in {kept} {shown} is the output of aten::add_ at step 1 (optimizer); "
+            f"in {changed} something outside torch has changed it since",
         )
         for kept, changed in ("AB", "BA")
         for shown, is_view in (("input 2 of aten::addmm", False), ("input 0 of aten::t", True))
@@ -321,20 +321,20 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
     "a weight that numpy wrote in both": (
         *(_training(weight=value(run, "numpy")) for run in "ab"),
         *(Kind.INPUT, 2, "aten::addmm"),
-        "input 2 of aten::addmm was trained until the step before; in both runs something other "
-        "than torch has changed it since",
+        "input 2 of aten::addmm was trained until the previous step; in both runs something "
+        "outside torch has changed it since",
     ),
     "a frozen weight that numpy wrote": (
         *(_training(), _training(bias=NUMPY)),
         *(Kind.INPUT, 2, "aten::addmm"),
-        "input 0 of aten::addmm is in A what it was in the step before; "
-        "in B something other than torch has changed it since",
+        "in A input 0 of aten::addmm is unchanged since the previous step; "
+        "in B something outside torch has changed it",
     ),
     "what equals a constant by chance": (
         *(_only(ONES, computed(Op("aten::mul"), A, mask)) for mask in (A, value("mask"))),
         *(Kind.DATA, 0, "aten::mul"),
-        "input 1 of aten::mul equals in A what aten::ones at step 0 (forward) wrote, which may be "
-        "chance; in B no op that was recorded wrote it",
+        "in A input 1 of aten::mul equals the output of aten::ones at step 0 (forward), maybe by "
+        "chance; in B no recorded op wrote it",
     ),
 }
 """Two runs; what kind of difference comes first, its step and op, and what is said of it."""

@@ -230,7 +230,7 @@ def test_what_cannot_be_compared_is_not_the_same() -> None:
     first = diverged([Step(tuple(left))], [Step((*left[:2], moved, *left[3:]))])
 
     assert first.kind is Kind.INCOMPARABLE
-    assert "1 op ran on another kind of device" in first.what
+    assert "1 op ran on another type of device" in first.what
     assert "--statistics" in first.what
 
 

@@ -149,7 +149,7 @@ def test_threads_that_the_end_of_the_run_cuts_off_are_noted(left: int, right: in
     assert len(verdict.notes) == 2
     ops = len(LANE) - right
     assert verdict.notes[0].startswith(
-        f"A has {ops} more op{'s' * (ops != 1)} at an end of thread worker 1"
+        f"A has {ops} more op{'s' * (ops != 1)} at one end of thread worker 1"
     )
     assert verdict.notes[1].startswith(f"B has {len(second) - left} more op")
 

@@ -343,7 +343,7 @@ def test_what_a_recording_has_not_read_may_have_changed(
     """Without detail, equal inputs are what torch last wrote: the command reads them anew."""
     found = advised(unequal(divergence(op), settings=()), meta)
 
-    assert ("an input was changed outside torch in mid-step" in found.cause) == said
+    assert ("an input was changed outside torch within the step" in found.cause) == said
     assert (" --detail -- " in found.closer) == said
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.trace.reader import read_run
-from torchrepro.verdict.matching import fewest_left_over
+from torchrepro.verdict.matching import cheapest_alignment
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Kind, Verdict
 
@@ -317,7 +317,7 @@ def test_each_run_may_have_ops_of_its_own() -> None:
 
     assert first is not None
     assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::exp")
-    assert first.what == "only B has it; A goes on with aten::add.Tensor"
+    assert first.what == "only B has it; A continues with aten::add.Tensor"
 
 
 LETTERS = st.lists(st.sampled_from(range(3)), max_size=9)
@@ -377,7 +377,7 @@ def test_fewest_records_are_left_over_and_then_pairs_cost_least(
     ]
     prices = [(facts[0], facts[1], 2), (facts[2], facts[3], 1)]
 
-    found = fewest_left_over(left, right, prices)
+    found = cheapest_alignment(left, right, prices)
 
     assert found is not None
     pairs = list(zip(*(places.tolist() for places in found), strict=True))
@@ -411,7 +411,7 @@ def test_sequences_with_little_in_common_end_the_search_soon() -> None:
     chance = np.random.default_rng(0)
     left, right = (chance.integers(0, 300, 20_000) for _ in "ab")
 
-    assert fewest_left_over(left, right) is None
-    found = fewest_left_over(left, np.concatenate([left[:5000], right[:9], left[5000:]]))
+    assert cheapest_alignment(left, right) is None
+    found = cheapest_alignment(left, np.concatenate([left[:5000], right[:9], left[5000:]]))
     assert found is not None
     assert len(found[0]) == len(left)
