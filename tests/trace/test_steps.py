@@ -303,6 +303,6 @@ def test_ops_that_no_mode_sees_are_said_to_be_unseen(tmp_path: Path) -> None:
 
     line = line_of(":  # hides", __file__)
     assert verdict.notes == (
-        f"ops that test_steps.py:{line} hides from all modes of torch were not recorded, nor "
+        f"ops that test_steps.py:{line} hides from all modes of torch were not recorded or "
         "compared",
     )

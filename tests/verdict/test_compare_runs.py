@@ -342,7 +342,7 @@ ENDS: dict[str, tuple[Run, Run, list[dict[str, Any]], int, str, str]] = {
     ),
     "nothing after the last step": (
         *(_with_end(3), _run(3), [{}, {}], 3),
-        *(f"{EARLIER}, after the last step", "B ended after step 2; A goes on after it"),
+        *(f"{EARLIER}, after the last step", "B ended after step 2; A continues after it"),
     ),
     "killed after the last step": (
         *(_with_end(3), _run(3), [{}, KILLED], 3),
@@ -412,7 +412,7 @@ def test_what_one_recording_leaves_out_after_the_last_step_is_no_step() -> None:
     """A recording of some steps beside a whole one: the rest of it is named by what it is."""
     assert compared(_with_end(5), _run(2), {}, {"steps": (0, 1)}).notes == (
         "3 steps are recorded in A only: 2 to 4",
-        "what comes after the last step is recorded in A only",
+        "records after the last step are in A only",
     )
 
 

@@ -81,7 +81,7 @@ def test_a_meter_reaches_nothing(tmp_path: Path) -> None:
     assert verdict.to_json()["reaches"] is False
     assert headline(verdict).startswith("not the same")
     assert reach(verdict) == (
-        "losses and parameters of all 3 steps are the same; the runs computed other values at "
+        "losses and parameters of all 3 steps are the same; the runs computed different values at "
         f"{_line('# measured')}"
     )
 
@@ -93,7 +93,9 @@ def test_an_op_more_reaches_nothing(tmp_path: Path) -> None:
 
     assert not verdict.same
     assert not verdict.reaches
-    assert "all 3 steps are the same; one run did an op more at test_reach.py:" in reach(verdict)
+    assert "all 3 steps are the same; one run has an additional op at test_reach.py:" in reach(
+        verdict
+    )
 
 
 @pytest.mark.parametrize("level", ["op", "module", "step"])

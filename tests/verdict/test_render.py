@@ -165,7 +165,7 @@ def test_memory_that_nothing_wrote_is_not_shown_as_a_fingerprint() -> None:
     """What stands for it in a recording means nothing to a reader."""
     text = page(VERDICTS["memory that nothing wrote"])
 
-    assert "(never written)" in text
+    assert "(uninitialized)" in text
     assert UNINITIALISED.hex() not in text
 
 

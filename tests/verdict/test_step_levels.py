@@ -42,7 +42,7 @@ def test_what_comes_after_the_last_step_may_be_dropped(dropped_in: str) -> None:
     verdict = compared(*(_dropped(whole, 4) if name in dropped_in else whole for name in "AB"))
 
     assert verdict.same
-    note = f"what comes after the last step was dropped in {dropped_in}, and is not compared"
+    note = f"records after the last step were dropped in {dropped_in}, and are not compared"
     assert note in verdict.notes
     assert not any("the records of" in note for note in verdict.notes)
     assert verdict.compared.ops == 16
