@@ -186,7 +186,7 @@ TABLE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("name", TABLE, ids=lambda name: name.replace(" ", "-"))
 def test_a_planted_fault_is_found_where_it_was_planted(name: str, tmp_path: Path) -> None:
-    """The first divergence is the fault: its step, phase, module, op, source line and kind."""
+    """The first divergence has the step, phase, module, op, source line and kind of the fault."""
     program, fault, detail, *where, mark, kind, what = TABLE[name]
     for run, harmful in (("well", False), ("ill", True)):
         with torchrepro.record(tmp_path / run, detail=detail):

@@ -41,7 +41,7 @@ from torchrepro.verdict.criteria import (
 )
 from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
 from torchrepro.verdict.first_difference import FirstDifference
-from torchrepro.verdict.first_line import BROUGHT_IN, Origins
+from torchrepro.verdict.first_line import CAUSED_BY_PROGRAM, Origins
 from torchrepro.verdict.reach import draws_outside
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
 from torchrepro.verdict.render import are, counted, short
@@ -342,28 +342,28 @@ def _verdict(
         of_processes = (comparison.modes.get(step, Mode.OPS) for comparison in comparisons)
         modes[step] = max(of_processes, key=[*Mode].index)
     compared = _compared(comparisons, modes)
-    uses = UNKNOWN_PROGRAM
+    program = UNKNOWN_PROGRAM
     if pairs:
-        diverges = earliest.pair if earliest else pairs[0]
-        uses = recordings.program(diverges, [pair for pair in pairs if pair is not diverges])
-    if first is not None and uses.name_of(first.module) != first.module:
-        first = replace(first, called=uses.name_of(first.module))
+        chosen = earliest.pair if earliest else pairs[0]
+        program = recordings.program(chosen, [pair for pair in pairs if pair is not chosen])
+    if first is not None and program.name_of(first.module) != first.module:
+        first = replace(first, called=program.name_of(first.module))
     shown = [trace for pair in pairs[:1] for trace in pair.traces]
-    unfinite = tuple(map(recordings.not_finite, shown)) or (None, None)
+    not_finite = tuple(map(recordings.not_finite, shown)) or (None, None)
     at = (first.source, first.op) if first and first.kind in FROM_MEMORY else None
     unwritten = tuple(
         read
-        for read in uses.unwritten
-        if (read.is_nan and any(unfinite)) or (read.read, read.op) == at
+        for read in program.unwritten
+        if (read.is_nan and any(not_finite)) or (read.read, read.op) == at
     )
-    left_out = tuple(recordings.line_left_out(pairs, location) for location in ignore)
+    ignored = tuple(recordings.count_ignored(pairs, location) for location in ignore)
     fed = sum(comparison.records.fed for comparison in comparisons)
-    notes = [*recordings.words_of_not_finite(unfinite, unwritten)]
-    if left_out:
-        lines = ", ".join(f"{counted(line.records, 'record')} of {line.where}" for line in left_out)
+    notes = [*recordings.loss_sentences(not_finite, unwritten)]
+    if ignored:
+        lines = ", ".join(f"{counted(line.records, 'record')} of {line.where}" for line in ignored)
         downstream = f" and {fed:,} that differ only because of them" if fed else ""
         notes.append(f"ignored: {lines}{downstream}")
-    if left_out and first and first.op in COARSE:
+    if ignored and first and first.op in COARSE:
         notes.append(
             "the ignored lines may be the cause: without --ignore the first differing op is named"
         )
@@ -385,9 +385,9 @@ def _verdict(
     if tally[ALONE]:
         extra = counted(tally[ALONE], "more op")
         of_pairs.append(f"{extra} {are(tally[ALONE])} in one of the runs only")
-    has_order = earliest is not None and compared.in_order
+    knows_step = earliest is not None and compared.in_order
     origin = None
-    if first is not None and first.source and first.kind in BROUGHT_IN:
+    if first is not None and first.source and first.kind in CAUSED_BY_PROGRAM:
         metas = [trace.meta for trace in shown]
         origins = Origins(*runs, first.rank)
         origin = origins.of(first)
@@ -411,11 +411,11 @@ def _verdict(
         map=tuple(_cells(comparisons)),
         losses=recordings.losses(pairs[0]) if pairs else (),
         settings=recordings.settings(pairs[0]) if pairs else (),
-        program=replace(uses, unwritten=unwritten),
+        program=replace(program, unwritten=unwritten),
         about=tuple(map(recordings.facts, shown)),
-        agreed=agreed_before(modes, first.step) if first and has_order else None,
-        not_finite=unfinite,
-        left_out=left_out,
+        agreed=agreed_before(modes, first.step) if first and knows_step else None,
+        not_finite=not_finite,
+        left_out=ignored,
         fed=fed,
         across_ranks=tuple(
             sentence

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from torchrepro.trace.format import Loss
     from torchrepro.trace.reader import Trace
 
-ANY_STEP = (
-    -1
-)  # the step of all that other threads do, since timing decides into which step it falls
+# The step of records of other threads, since timing decides into which step these fall.
+ANY_STEP = -1
 
 NAMES = ("A", "B")  # of the runs in sentences: names of folders are long and often similar
 
@@ -82,9 +81,8 @@ def criteria_for(
         return Criteria()
     obstacle = next(filter(None, map(_lacks_statistics, pairs)), "")
     if obstacle:
-        within = (
-            f"whether they agree within rtol={tolerance[0]:g}, atol={tolerance[1]:g} is unknown"
-        )
+        rtol, atol = tolerance
+        within = f"whether they agree within rtol={rtol:g}, atol={atol:g} is unknown"
         return Criteria(note_if_different=f"{within}: {obstacle}")
     return Criteria(tolerance, one_program, notes)
 
@@ -219,25 +217,21 @@ class Pair:
                 continue
             phase, shown = PHASE_OF[name], number
             if number == ANY_STEP and name != LOSS:
-                left_steps, right_steps = (trace.steps for trace in self.traces)
-                right_digests = {getattr(right_steps[at], name) for at in self.steps}
-                shown = next(
-                    at for at in self.steps if getattr(left_steps[at], name) not in right_digests
-                )
+                lefts, rights = (trace.steps for trace in self.traces)
+                known = {getattr(rights[at], name) for at in self.steps}
+                shown = next(at for at in self.steps if getattr(lefts[at], name) not in known)
             if name == LOSS:
-                divergence = self._unequal_losses(
-                    number, lambda a, b: a.fingerprint != b.fingerprint
-                )
+                first = self._unequal_losses(number, lambda a, b: a.fingerprint != b.fingerprint)
             elif name == ARGUMENTS:
                 problem, op = "not recorded which", f"optimizer{OPTIMIZER_STEP}"
-                divergence = self.at_step(shown, Kind.ARGUMENT, problem, phase, op)
+                first = self.at_step(shown, Kind.ARGUMENT, problem, phase, op)
             else:
-                divergence = self.at_step(shown, Kind.VALUES, "", phase, name)
+                first = self.at_step(shown, Kind.VALUES, "", phase, name)
             left, right = (
                 RunAtDivergence(run, "", "", "", (), (digest.hex(),))
                 for run, digest in zip(self.runs, digests, strict=True)
             )
-            return divergence and replace(divergence, left=left, right=right)
+            return first and replace(first, left=left, right=right)
         return None
 
     def unequal_loss(self, step: int, tolerance: tuple[float, float]) -> Divergence | None:
@@ -294,9 +288,7 @@ class Pair:
             names = [
                 name
                 for name in self.unequal_generators(number)
-                if all(
-                    of_run.get(f"seed.{name.partition(':')[0]}") not in NO_VALUE for of_run in knobs
-                )
+                if all(run.get(f"seed.{name.partition(':')[0]}") not in NO_VALUE for run in knobs)
             ]
             if names:
                 end = "the runs end" if self.is_after_last(number) else "the step ends"
@@ -314,13 +306,11 @@ class Pair:
             left, right = (end.get(group) or {} for end in ends)
             names = [name for name in left if name in right and left[name] != right[name]]
             if names:
-                others = f", and {len(names) - 1:,} more" if names[1:] else ""
-                difference = (
-                    f"different at the end of the recordings: {printable(names[0])}{others}"
-                )
+                rest = f", and {len(names) - 1:,} more" if names[1:] else ""
+                text = f"different at the end of the recordings: {printable(names[0])}{rest}"
                 if {*self.levels} == {"op"}:
-                    difference += f". {_WRITTEN_OUTSIDE}"
-                return self.at_step(self.steps[-1], Kind.INPUT, difference)
+                    text += f". {_WRITTEN_OUTSIDE}"
+                return self.at_step(self.steps[-1], Kind.INPUT, text)
         return None
 
 
@@ -407,7 +397,7 @@ def excess(
 
 
 def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: float) -> str:
-    """Return a clause on the first statistic that is out of tolerance; empty if all are within.
+    """Return a clause on the first statistic that is out of tolerance; empty if none is.
 
     With elements within ``atol + rtol * |right|``, means are at most ``atol + rtol * rms`` apart,
     rms likewise (Minkowski), and extremes at most ``atol + rtol * max|right|``. The bound of the

@@ -24,7 +24,7 @@ from torchrepro.verdict.value import Kind, LineOfOrigin, OpaqueValue
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Divergence
 
-BROUGHT_IN = (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE, Kind.INPUT)
+CAUSED_BY_PROGRAM = (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE, Kind.INPUT)
 """Divergences that the program itself causes, outside of any op."""
 
 _UNKNOWN, _PARTLY, _PARTLY_SET = (text.hex() for text in (OPAQUE, PARTLY, PARTLY + SET))
@@ -156,18 +156,16 @@ class _PairedRuns:
 
     def __init__(self, left: Thread, right: Thread, begins: int = 0) -> None:
         self.threads = left, right
-        left_lines, right_lines = left.executions, right.executions
+        lefts, rights = left.executions, right.executions
         if not begins:
-            self.pairs = _paired(left_lines, right_lines)
+            self.pairs = _paired(lefts, rights)
         else:
-            steps = [execution.step for execution in left_lines]
+            steps = [execution.step for execution in lefts]
             start, end = bisect_left(steps, begins), bisect_right(steps, begins)
-            stop = bisect_right([execution.step for execution in right_lines], 0)
-            first = _paired(left_lines[start:end][::-1], right_lines[:stop][::-1])
+            stop = bisect_right([execution.step for execution in rights], 0)
+            first = _paired(lefts[start:end][::-1], rights[:stop][::-1])
             self.pairs = [(end - 1 - i, stop - 1 - j) for i, j in first][::-1]
-            self.pairs += [
-                (end + i, stop + j) for i, j in _paired(left_lines[end:], right_lines[stop:])
-            ]
+            self.pairs += [(end + i, stop + j) for i, j in _paired(lefts[end:], rights[stop:])]
         self._number = {i: n for n, (i, _) in enumerate(self.pairs)}
         self._children: dict[int, list[int]] = defaultdict(list)
         for number in range(len(self.pairs)):

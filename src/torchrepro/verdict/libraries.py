@@ -77,7 +77,7 @@ def edits_of(row: LibraryRow, location: str) -> Iterator[Edit]:
 
 
 def _insertions(row: LibraryRow, module: Module, at: int) -> Iterator[Insertion]:
-    """Yield nodes, with a column and the text that replaces the source from it to the node's end."""
+    """Yield nodes with a column and the text that replaces the source from there to their end."""
     for call in _edited_calls(row, module, at):
         end = call.end_col_offset or 0
         if row.how == "keyword":

@@ -182,9 +182,9 @@ def _equal_ends(left: Array, right: Array) -> tuple[int, int]:
 def _in_order(runs: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs, bool]:
     """Align the records between equal ends, by lines if both runs have the same source, or by ops.
 
-    An edit of the program shifts its lines, which makes them useless. If one run did the same as
-    the other plus additional ops, either alignment without unmatched records of the shorter run is
-    right. Returns the pairs, and whether lines were used.
+    An edit of the program shifts its lines, which makes them useless. An alignment that leaves no
+    record of the shorter run unmatched is taken as right: the other run only has additional ops.
+    Returns the pairs, and whether lines were used.
     """
     shorter = min(map(len, between))
     columns = [name for name in finest if name != "key"]

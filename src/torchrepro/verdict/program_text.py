@@ -74,8 +74,7 @@ _SEEDING = {
 }
 _BECOME_SEEDS = {CLOCK, CLOCK_AND_CARD, ENTROPY, PROCESS, ADDRESS, HASH}
 _NO_SOURCE = (GIVEN_SEED, SET_ORDER, THREADS, UNWRITTEN, IF_THERE, FILES, FORKED, HOST)
-"""Sources from which no program makes a seed, and those that are the same in all runs on one
-machine."""
+"""Causes that cannot explain a differing seed in two runs on one machine."""
 
 _GIVE_BYTES = {"urandom", "token_bytes", "randbytes"}
 _DRAWN = {  # functions that draw from the system, with their equivalents in `random`

@@ -26,8 +26,8 @@ from torchrepro.verdict.render import are, counted, short
 from torchrepro.verdict.value import (
     BOTH_CUT,
     Divergence,
+    IgnoredLine,
     Kind,
-    LeftOut,
     Loader,
     NotFinite,
     Program,
@@ -153,14 +153,9 @@ def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
     """
     metas = left, right = [trace.meta for trace in pair.traces]
     loaders = [
-        Loader(
-            loader["where"],
-            loader["workers"],
-            loader["dataset"],
-            loader.get("worker_init_fn") or "",
-        )
+        Loader(row["where"], row["workers"], row["dataset"], row.get("worker_init_fn") or "")
         for meta in metas
-        for loader in meta.get("loaders") or ()
+        for row in meta.get("loaders") or ()
     ]
     # Loaders are recorded at every level, other features are known only by their ops.
     unseen = any(meta.get("level", "op") != "op" for meta in metas)
@@ -173,9 +168,7 @@ def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
     ]
     if LOADER in features and (unknown or any(loader.workers for loader in loaders)):
         features.append(WORKERS)
-    threads = [
-        threads_of_trace for trace in pair.traces for threads_of_trace in trace.threads.items()
-    ]
+    threads = [thread for trace in pair.traces for thread in trace.threads.items()]
     # Use the program's name of a model only if it is unique.
     models = {**(right.get("models") or {}), **(left.get("models") or {})}
     times = Counter(models.values())
@@ -210,36 +203,31 @@ def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
 
 
 def _reads(pairs: Sequence[Pair]) -> tuple[UncontrolledRead, ...]:
-    reads_by_key: dict[tuple[str, str, str], UncontrolledRead] = {}
+    by_key: dict[tuple[str, str, str], UncontrolledRead] = {}
     for pair in pairs:
         left, right = (
-            {
-                (source["name"], source["what"], short(source["where"])): source
-                for source in sources or ()
-            }
+            {(call["name"], call["what"], short(call["where"])): call for call in sources or ()}
             for sources in (trace.meta.get("sources") for trace in pair.traces)
         )
-        for key, source in (right | left).items():
-            name = printable(source["name"])
-            row = row_of_read(source["name"], source["what"])
+        for key, call in (right | left).items():
+            name = printable(call["name"])
+            row = row_of_read(call["name"], call["what"])
             if row is None:
                 continue
             read = UncontrolledRead(
                 name,
                 what=row.what,
-                where=source["where"],
-                instead=row.edit(name, in_sample=source.get("in_sample") is True),
-                in_sample=bool(row.in_sample and source.get("in_sample")),
-                step=source["step"],
-                record=source["record"],
+                where=call["where"],
+                instead=row.edit(name, in_sample=call.get("in_sample") is True),
+                in_sample=bool(row.in_sample and call.get("in_sample")),
+                step=call["step"],
+                record=call["record"],
                 left=left.get(key, {}).get("value") or "",
                 right=right.get(key, {}).get("value") or "",
             )
-            if key not in reads_by_key or (
-                read.is_other_seed and not reads_by_key[key].is_other_seed
-            ):
-                reads_by_key[key] = read
-    reads = tuple(reads_by_key.values())
+            if key not in by_key or (read.is_other_seed and not by_key[key].is_other_seed):
+                by_key[key] = read
+    reads = tuple(by_key.values())
     began = [trace.meta.get("began") for pair in pairs for trace in pair.traces]
     until = min((time for time in began if time is not None), default=None)
     return tuple(with_source(read, reads, until) if read.is_other_seed else read for read in reads)
@@ -248,7 +236,7 @@ def _reads(pairs: Sequence[Pair]) -> tuple[UncontrolledRead, ...]:
 _NEAR = 3  # how many near lines are proposed
 
 
-def line_left_out(pairs: Sequence[Pair], location: str) -> LeftOut:
+def count_ignored(pairs: Sequence[Pair], location: str) -> IgnoredLine:
     """Return how many records a line has, the larger number of both runs, or near lines if none."""
     records = [0, 0]
     sources = set[str]()
@@ -259,16 +247,14 @@ def line_left_out(pairs: Sequence[Pair], location: str) -> LeftOut:
             if not sites:
                 continue
             for step in trace.steps:
-                sites_of_step = chain.from_iterable(
-                    outline.sites for outline in trace.outlines(step)
-                )
-                records[run] += sum(map(sites.__contains__, sites_of_step))
+                used = chain.from_iterable(outline.sites for outline in trace.outlines(step))
+                records[run] += sum(map(sites.__contains__, used))
     file, _, line = short(location).rpartition(":")
     near = sorted(
         (source for source in sources if source.rpartition(":")[0] == file),
         key=lambda source: (abs(int(source.rpartition(":")[2]) - int(line)), source),
     )
-    return LeftOut(location, max(records), () if any(records) else tuple(near[:_NEAR]))
+    return IgnoredLine(location, max(records), () if any(records) else tuple(near[:_NEAR]))
 
 
 COMMIT = 12  # how many digits of a commit are shown
@@ -318,14 +304,12 @@ def not_finite(trace: Trace) -> NotFinite | None:
     return NotFinite(known[first].step, str(known[first].value), last)
 
 
-def words_of_not_finite(
-    not_finite_losses: tuple[NotFinite | None, ...], unwritten: Sequence[UninitializedRead]
+def loss_sentences(
+    firsts: tuple[NotFinite | None, ...], unwritten: Sequence[UninitializedRead]
 ) -> Iterator[str]:
     """Yield a sentence on losses that are not finite, and one on each uninitialized read."""
-    same = not_finite_losses[0] == not_finite_losses[1]
-    for name, loss in (
-        [("", not_finite_losses[0])] if same else zip(NAMES, not_finite_losses, strict=True)
-    ):
+    same = firsts[0] == firsts[1]
+    for name, loss in [("", firsts[0])] if same else zip(NAMES, firsts, strict=True):
         if loss is not None:
             when = f"from step {loss.step} on" if loss.on else f"at step {loss.step}"
             yield f"{name and f'{name}: '}loss is {loss.value} {when}"

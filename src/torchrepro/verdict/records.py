@@ -51,7 +51,7 @@ RECORD = np.dtype(
         ("size", "i4"),  # shapes of the outputs alone
         ("spot", "i4"),  # phase and module
         ("algorithm", "i4"),  # of the fingerprints of the outputs
-        ("effect", "?"),  # whether a difference in it may come from an earlier record in any case
+        ("effect", "?"),  # whether its inputs are unknown: a difference may have begun earlier
         ("module", "i4"),
         ("line", "i4"),  # equal records may have different lines after an edit of the program
         ("compared", "?"),  # whether records of its site are compared

@@ -174,7 +174,7 @@ def _where(first: Divergence) -> Rows:
 
 
 def arguments(first: Divergence) -> str:
-    """Return both arguments as in `Divergence.what`, which is omitted if they have their own row."""
+    """Return both arguments as in `Divergence.what`, which is omitted if rows show them."""
     left, right = first.left, first.right
     return f"{left.argument or 'none'} and {right.argument or 'none'}" if left and right else ""
 

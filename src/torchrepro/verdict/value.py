@@ -161,7 +161,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class IgnoredLine:
     """A line whose records were ignored at the request of the user."""
 
     where: str  #: ``file:line``, as requested.
@@ -384,7 +384,7 @@ class Verdict(Displayed):
     """The facts of the left run and of the right run; empty if a run was not recorded."""
     not_finite: tuple[NotFinite | None, ...] = (None, None)
     """Of the left run and of the right run; None if all losses are finite."""
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[IgnoredLine, ...] = ()
     fed: int = 0
     """How many records were ignored because they differ only downstream of the lines `left_out`."""
     agreed: Agreed | None = None
