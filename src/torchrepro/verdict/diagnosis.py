@@ -513,7 +513,7 @@ def _cause_by_rule(evidence: Evidence) -> str:
         instead=known.instead if known else "",
         settings=_listed(evidence.differing_knobs_of(rule.knobs) or evidence.differing_platform),
         what=first.what,
-        programs=" and ".join(sorted(files)) or f"two texts of {short(program)}",
+        programs=" and ".join(sorted(files)) or f"two versions of {short(program)}",
         worker_init=worker_init_sentence(loader.worker_init_fn, seeded=seeded) if loader else "",
     )
 
@@ -524,7 +524,7 @@ def worker_init_sentence(worker_init_fn: str, *, seeded: bool) -> str:
     `seeded` is whether torchrepro seeds loaders that the program did not seed.
     """
     name, _, location = worker_init_fn.partition(" at ")
-    left = ", so torchrepro leaves the workers' seeds to it" if seeded else ""
+    left = ", which seeds the workers in place of torchrepro" if seeded else ""
     return f"{name}{f' at {short(location)}' if location else ''} is its worker_init_fn{left}."
 
 
