@@ -363,7 +363,7 @@ def test_a_comparison_that_lines_up_no_steps_says_that_one_run_was_resumed(
     assert not verdict.same
     assert "resumed from a checkpoint" in verdict.advice.cause
     assert Setting("resumed", "no", "yes") in verdict.settings
-    ends = "the parameters after the last step of each, 7 in A and "
+    ends = "the parameters after the last step of each run, 7 in A and "
     assert any(each.startswith(ends) and parameters in each for each in verdict.notes)
 
 
