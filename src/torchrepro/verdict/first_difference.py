@@ -103,6 +103,16 @@ class RecordView(NamedTuple):
     def op(self) -> str:
         return f"{self.site.op}{f' in {self.site.module}' if self.site.module else ''}"
 
+    def at_divergence(self, run: str) -> RunAtDivergence:
+        return RunAtDivergence(
+            run=run,
+            source=self.site.source,
+            outputs=self.site.outputs,
+            argument="" if self.is_optimizer_step else self.argument,
+            input_fingerprints=tuple(value.hex() for value in self.inputs),
+            output_fingerprints=tuple(value.hex() for value in self.outputs),
+        )
+
 
 def describe(
     pair: Pair, difference: FirstDifference, out_of_tolerance: str | None = None
@@ -136,19 +146,6 @@ def describe(
         explanation = _explain(pair, left, right, earlier)
     kept = [record.trace.tensors(record.id) if record else [] for record in (left, right)]
     elements, distances = differences(*kept)
-    at_divergence = [
-        RunAtDivergence(
-            run=run,
-            source=record.site.source,
-            outputs=record.site.outputs,
-            argument="" if record.is_optimizer_step else record.argument,
-            input_fingerprints=tuple(value.hex() for value in record.inputs),
-            output_fingerprints=tuple(value.hex() for value in record.outputs),
-        )
-        if record
-        else None
-        for run, record in zip(pair.runs, (left, right), strict=True)
-    ]
     return Divergence(
         rank=pair.left.rank,
         step=shown.step,
@@ -158,8 +155,8 @@ def describe(
         source=shown.site.source,
         kind=explanation.kind,
         thread=shown.thread,
-        left=at_divergence[0],
-        right=at_divergence[1],
+        left=left and left.at_divergence(pair.runs[0]),
+        right=right and right.at_divergence(pair.runs[1]),
         elements=elements,
         distances=distances,
         what=explanation.what,
@@ -386,7 +383,9 @@ def _last_writers(
     """
     missing = set(values)
     writers: dict[bytes, RecordView] = {}
-    for part in trace.parts_before(before) if missing else ():
+    if not missing:
+        return writers
+    for part in trace.parts_before(before):
         for value in tuple(missing):
             number = part.last_writer(value, before)
             if number is not None:

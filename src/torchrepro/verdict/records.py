@@ -294,27 +294,22 @@ class Records:
         has a site or an argument that the other lacks.
         """
         left, right = self.readers
-        kinds = [name for name in OF_SITE if name != "line"]
-        sites, arguments = (
-            set(np.flatnonzero(mine[:shorter] != theirs[:shorter]).tolist())
-            for mine, theirs in (
-                (left.sites[kinds], right.sites[kinds]),
-                (left.arguments, right.arguments),
-            )
-            for shorter in [min(len(mine), len(theirs))]
-        )
-        left_steps, right_steps = (trace.steps for trace in self.pair.traces)
-        return frozenset(
-            step
-            for step in self.steps
-            if not left_steps[step].digest
-            or (left_steps[step].digest, left_steps[step].records)
-            != (right_steps[step].digest, right_steps[step].records)
-            or not all(
+        columns = [name for name in OF_SITE if name != "line"]
+        sites = _unequal_numbers(left.sites[columns], right.sites[columns])
+        arguments = _unequal_numbers(left.arguments, right.arguments)
+
+        def is_unequal(step: int) -> bool:
+            mine, theirs = (trace.steps[step] for trace in self.pair.traces)
+            if not mine.digest or (mine.digest, mine.records) != (theirs.digest, theirs.records):
+                return True
+            if not (sites or arguments):
+                return False
+            return not all(
                 sites.isdisjoint(outline.sites) and arguments.isdisjoint(outline.arguments)
-                for outline in (self.pair.left.outlines(step) if sites or arguments else ())
+                for outline in self.pair.left.outlines(step)
             )
-        )
+
+        return frozenset(filter(is_unequal, self.steps))
 
     def step(self, number: int) -> StepComparison:
         """Compare the records of a step, of the main thread and of all others."""
@@ -522,6 +517,12 @@ class Records:
             comparison.totals = self._count(pairs[0][paired], *alone)
             comparisons[step] = comparison
         return comparisons
+
+
+def _unequal_numbers(left: Array, right: Array) -> set[int]:
+    """Return the numbers that mean different things in two traces."""
+    shorter = min(len(left), len(right))
+    return set(np.flatnonzero(left[:shorter] != right[:shorter]).tolist())
 
 
 def _statistics(trace: Trace, ids: Sequence[int]) -> Mapping[int, list[Statistics]]:
