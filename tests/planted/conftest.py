@@ -1,4 +1,4 @@
-"""What the planted faults have in common: one thread per op, so that tests need one core."""
+"""Common setup of planted faults: one thread per op, so that tests need one core."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _one_thread_per_op() -> Iterator[None]:
-    """Compute small tensors on the thread that asks, as threads of OpenMP wait by spinning."""
+    """Compute small tensors on the calling thread, because OpenMP threads wait by spinning."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Faults to plant in a program: each acts once, in a run that is to be harmed."""
+"""Faults to plant in a program: each acts once, in the faulty run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,7 +93,7 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def kernel(op: str, step: int, call: int, alter: Alter) -> Plant:
-    """Return the fault of a kernel that alters its output in one call of one step."""
+    """Return a fault: a kernel changes its output in one call of one step."""
 
     @contextmanager
     def plant(training: Training) -> Iterator[None]:
@@ -117,12 +117,12 @@ def kernel(op: str, step: int, call: int, alter: Alter) -> Plant:
 
 
 def in_memory(find: Callable[[Training], torch.Tensor], step: int, alter: Alter) -> Plant:
-    """Return the fault of memory that something other than torch writes before a step."""
+    """Return a fault: something outside torch writes to memory before a step."""
     return changed(lambda training: alter(find(training)), step)
 
 
 def changed(change: Callable[[Training], object], step: int) -> Plant:
-    """Return the fault of an attribute that has another value from a step on."""
+    """Return a fault: an attribute has a different value from a step on."""
 
     @contextmanager
     def plant(training: Training) -> Iterator[None]:
@@ -135,7 +135,7 @@ def changed(change: Callable[[Training], object], step: int) -> Plant:
 
 
 def in_batch(part: int | None, step: int, alter: Alter) -> Plant:
-    """Return the fault of a batch that is altered on its way to the model."""
+    """Return a fault: a batch is changed on its way to the model."""
 
     @contextmanager
     def plant(training: Training) -> Iterator[None]:
@@ -151,7 +151,7 @@ def in_batch(part: int | None, step: int, alter: Alter) -> Plant:
 
 
 def in_dataset(first: int) -> Plant:
-    """Return the fault of two samples that stand in another order in the dataset."""
+    """Return a fault: two samples of the dataset are swapped."""
 
     @contextmanager
     def plant(training: Training) -> Iterator[None]:
@@ -163,7 +163,7 @@ def in_dataset(first: int) -> Plant:
 
 
 def before_module(name: str, step: int, alter: Alter) -> Plant:
-    """Return the fault of an operand that is altered as it enters a module, with no op added."""
+    """Return a fault: an input of a module is changed, without an additional op."""
 
     @contextmanager
     def plant(training: Training) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Small programs that train, with doors at which a fault can be planted."""
+"""Small training programs, with hooks for planted faults."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -27,19 +27,19 @@ def line_of(mark: str, file: str) -> str:
 
 @dataclass
 class Training:
-    """What a fault can lay hands on while a program runs."""
+    """The objects of a running program that a fault can change."""
 
     model: Any = None
     optimizer: Any = None
     harmful: bool = False
-    """Whether the fault acts: its healthy twin runs the same code."""
+    """Whether the fault is active; the healthy run executes the same code."""
     step: int = 0
     call: int = 0
     """How often a planted kernel has been called in this step."""
     batch: Callable[[int, Any], Any] = lambda _step, batch: batch
-    """The door that every batch goes through."""
+    """The hook for every batch."""
     before_step: Callable[[int], None] = lambda _step: None
-    """The door at which nothing of a step has happened."""
+    """The hook at the beginning of a step."""
     data: Any = None
     """The dataset, for a program that has one."""
 
@@ -51,7 +51,7 @@ class Training:
 
 Plant = Callable[[Training], AbstractContextManager[None]]
 Program = Callable[[Plant, bool], None]
-"""Called with what is planted, and whether it does harm."""
+"""Called with the fault and whether it is active."""
 
 
 class Block(nn.Module):
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Sorts little pictures."""
+    """Classifies small pictures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,14 +108,14 @@ class ConvNet(nn.Module):
 
 
 def texts() -> Iterator[torch.Tensor]:
-    """Yield batches that the program makes by itself."""
+    """Yield batches that the program creates without a loader."""
     generator = np.random.default_rng(3)
     for _ in range(STEPS):
         yield torch.from_numpy(generator.integers(WORDS, size=(4, LENGTH)))  # by hand
 
 
 def pictures() -> TensorDataset:
-    """Return pictures and their kinds."""
+    """Return pictures and their classes."""
     generator = np.random.default_rng(4)
     items = generator.standard_normal((STEPS * SAMPLES, 3, 8, 8), np.float32)
     kinds = torch.from_numpy(generator.integers(5, size=len(items)))
@@ -125,7 +125,7 @@ def pictures() -> TensorDataset:
 def transformer(
     optimizer: str = "foreach", batches: Callable[[], Iterable[Any]] = texts
 ) -> Program:
-    """Return a program that trains a transformer with AdamW on batches made by hand."""
+    """Return a program that trains a transformer with AdamW, without a loader."""
 
     def run(plant: Plant, harmful: bool) -> None:
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Programs that compute the same bits in every run, each with something that could look unequal."""
+"""Programs that compute the same bits in every run, but might look nondeterministic."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from .small_models import Tensors
 
 
 def _of(program: Callable[..., Any]) -> Tensors:
-    """Run a program that faults are planted in elsewhere, and return its model's parameters."""
+    """Run a program of the planted faults without a fault; return its model's parameters."""
     seen: list[Training] = []
 
     @contextlib.contextmanager

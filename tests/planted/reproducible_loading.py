@@ -1,4 +1,4 @@
-"""Programs that read data, entropy, clocks or sets in ways that could look unequal."""
+"""Reproducible programs that read data, entropy, clocks or sets."""
 
 import os
 import random
@@ -58,7 +58,7 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Sharded(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Gives each worker every n-th item."""
+    """Yields every n-th item in each of n workers."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         worker, pairs = get_worker_info(), _pairs()
@@ -67,7 +67,7 @@ class Sharded(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Described(Dataset[dict[str, Any]]):
-    """Gives what is nested, with words in it."""
+    """Yields nested samples with text."""
 
     def __len__(self) -> int:
         return ITEMS

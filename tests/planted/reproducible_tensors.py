@@ -1,4 +1,4 @@
-"""Programs whose tensors, memory or threads could look unequal, and that compute the same."""
+"""Reproducible programs whose tensors, memory or threads might look nondeterministic."""
 
 import queue
 import random
@@ -27,7 +27,7 @@ def random_numbers() -> Tensors:
 
 
 def _a_moment() -> None:
-    """Wait for another time in every run, so that threads take turns in another order."""
+    """Wait for a random time, so that threads run in a different order in every run."""
     time.sleep(random.SystemRandom().uniform(0, 0.002))
 
 

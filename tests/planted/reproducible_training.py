@@ -1,4 +1,4 @@
-"""Programs that train the same weights in every run, each in a way of its own."""
+"""Programs that train the same weights in every run, by different methods."""
 
 import contextlib
 import pickle
@@ -210,7 +210,7 @@ def without_an_optimizer() -> Tensors:
 
 @torch.library.custom_op("torchrepro_tests::smoothed", mutates_args=())
 def smoothed(items: torch.Tensor) -> torch.Tensor:
-    """Compute in numpy, which no recording sees into."""
+    """Compute in numpy, which a recording does not observe."""
     return torch.from_numpy(np.arctan(items.detach().numpy()))
 
 

@@ -44,7 +44,7 @@ def trained(
 def training(
     model: Callable[[], nn.Sequential] = perceptron,
 ) -> Callable[[Callable[[nn.Sequential, int], torch.Tensor]], Callable[[], Tensors]]:
-    """Make the loss of a model in a step the program that trains the model."""
+    """Return the program that trains a model with this loss."""
 
     def program(loss: Callable[[nn.Sequential, int], torch.Tensor]) -> Callable[[], Tensors]:
         @wraps(loss)
@@ -58,7 +58,7 @@ def training(
 
 
 def memory_that_is_dirty() -> None:
-    """Leave garbage behind that is another in every run, for the allocator to hand out again."""
+    """Free memory with random content, for the allocator to reuse."""
     for size in (6, 24, 48, 240, 512, 3000):
         held = [np.frombuffer(os.urandom(4 * size), np.float32).copy() for _ in range(20)]
         del held

@@ -1,4 +1,4 @@
-"""Faults that lie around the ops: threads that race, and another order of summation."""
+"""Faults outside of the ops: races of threads, and a different order of summation."""
 
 import threading
 from pathlib import Path
@@ -31,8 +31,8 @@ def _raced() -> float:
     return float(total.double().sum())
 
 
-def test_a_race_of_two_threads_is_found_at_the_op_they_race_with(tmp_path: Path) -> None:
-    """Threads that add to one tensor without a lock diverge in that addition, on one of them."""
+def test_a_race_of_two_threads_is_found_at_its_op(tmp_path: Path) -> None:
+    """Threads that add to one tensor without a lock diverge in this addition, in one of them."""
     results = []
     for run in range(TRIES):
         with torchrepro.record(tmp_path / str(run)):
@@ -50,8 +50,8 @@ def test_a_race_of_two_threads_is_found_at_the_op_they_race_with(tmp_path: Path)
     assert first.thread != "MainThread"
 
 
-def test_another_order_of_reduction_is_found_at_the_reduction(tmp_path: Path) -> None:
-    """A sum over more threads diverges at the first sum that is large enough to be shared out."""
+def test_a_different_order_of_summation_is_found_at_the_sum(tmp_path: Path) -> None:
+    """With more threads, the first sum that is large enough to be split diverges."""
     items = torch.randn(1 << 20, generator=torch.Generator().manual_seed(7))
     sums = []
     for threads in (1, 2):

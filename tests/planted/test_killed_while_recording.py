@@ -1,4 +1,4 @@
-"""A process that is killed at any moment leaves a trace of whole steps behind."""
+"""A process that is killed at any time leaves a trace of complete steps."""
 
 import os
 import random
@@ -36,7 +36,7 @@ MANY = 10
 
 
 def _killed(folder: Path, delay: float, *, after: int) -> None:
-    """Train in a process that is killed so many seconds after it has ended some steps."""
+    """Train in a process that is killed some seconds after the end of some steps."""
     ends, ended = os.pipe()
     child = os.fork()
     if not child:
@@ -67,7 +67,7 @@ def _kill_at_random(folder: Path, seed: int) -> None:
 
 
 def _opened(folder: Path) -> Trace | None:
-    """Open a trace; None if the process was killed before it had begun one."""
+    """Open a trace; None if the process was killed before it began one."""
     if not folder.is_dir():
         return None
     try:
@@ -80,7 +80,7 @@ def _opened(folder: Path) -> Trace | None:
 
 
 def _assert_whole_steps(trace: Trace) -> int:
-    """Return how many steps a trace has; all of them are whole, and nothing follows them."""
+    """Return how many steps a trace has, after checking that all are complete."""
     with closing(sqlite3.connect(f"{trace.path.as_uri()}?mode=ro", uri=True)) as file:
         assert file.execute("pragma integrity_check").fetchall() == [("ok",)]
     assert "finished" not in trace.meta
@@ -97,10 +97,10 @@ def _assert_whole_steps(trace: Trace) -> int:
 
 
 @pytest.mark.parametrize("begun", ["an empty file", "half of the tables", "all tables, no words"])
-def test_a_process_that_is_killed_as_it_begins_its_trace_leaves_none(
+def test_a_process_killed_at_the_start_of_its_trace_leaves_no_trace(
     begun: str, tmp_path: Path
 ) -> None:
-    """What a process has left that was killed while it made its file is no trace, and said so."""
+    """Its unfinished file does not count as a trace, and the message says so."""
     with closing(sqlite3.connect(tmp_path / f"rank0{SUFFIX}")) as store:
         if begun != "an empty file":
             tables = SCHEMA.split(";") if "all" in begun else SCHEMA.split(";")[1:4]
@@ -110,8 +110,8 @@ def test_a_process_that_is_killed_as_it_begins_its_trace_leaves_none(
         read_run(tmp_path)
 
 
-def test_a_file_without_its_log_says_that_the_whole_folder_is_to_be_copied(tmp_path: Path) -> None:
-    """A copy of a run that goes on is read if it has every file, and else says what it lacks."""
+def test_a_copy_without_the_log_file_asks_for_the_whole_folder(tmp_path: Path) -> None:
+    """A copy of a running recording needs all files; otherwise the missing file is named."""
     with torchrepro.record(tmp_path / "run"):
         torch.ones(3).sin()
         torchrepro.end_step()
@@ -124,10 +124,10 @@ def test_a_file_without_its_log_says_that_the_whole_folder_is_to_be_copied(tmp_p
 
 
 @pytest.mark.parametrize("moment", ["as it begins", "as it ends"])
-def test_the_journal_of_a_killed_process_keeps_no_trace_from_being_read(
+def test_a_trace_is_readable_despite_the_journal_of_a_killed_process(
     moment: str, tmp_path: Path
 ) -> None:
-    """A process that was killed while SQLite changed how it keeps the file leaves a whole trace."""
+    """A process killed while SQLite changes its journal mode leaves an intact trace."""
     path = tmp_path / f"rank0{SUFFIX}"
     if moment == "as it ends":
         with torchrepro.record(tmp_path):
@@ -153,8 +153,8 @@ def test_the_journal_of_a_killed_process_keeps_no_trace_from_being_read(
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_whole_steps(tmp_path: Path) -> None:
-    """After SIGKILL at random moments every trace opens, ends at a whole step, and compares."""
+def test_a_killed_process_leaves_complete_steps(tmp_path: Path) -> None:
+    """After SIGKILL at random times, every trace opens, ends with a complete step, and compares."""
     seed = random.SystemRandom().randrange(2**32)
     print("seed", seed)
     # In a Python of its own: torch refuses backward in what is forked from a process in which an

@@ -1,4 +1,4 @@
-"""Runs recorded at times are compared by what both have, and no more is claimed."""
+"""Partially recorded runs are compared by common data, and no more is claimed."""
 
 import ast
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def _run(
 
 
 def _steps_to_record(verdict: Verdict) -> tuple[int, int]:
-    """Return the steps of the call that is proposed: the programs record themselves."""
+    """Return the steps of the proposed call of `torchrepro.record`."""
     assert verdict.advice is not None
     call = ast.parse(verdict.advice.closer, mode="eval").body
     assert isinstance(call, ast.Call)
@@ -74,10 +74,10 @@ def _steps_to_record(verdict: Verdict) -> tuple[int, int]:
 
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("at", [1, 5, 6, 7, 8, 11])
-def test_a_fault_between_two_full_steps_is_in_the_first_step_that_differs(
+def test_a_fault_between_two_full_steps_is_found_in_the_first_differing_step(
     tmp_path: Path, at: int, every: int
 ) -> None:
-    """The verdict names that step, the last that agrees, and how to record what lies between.
+    """The verdict names that step, the last equal step, and how to record the steps in between.
 
     It does so whichever steps are in full in the other recording.
     """
@@ -98,8 +98,8 @@ def test_a_fault_between_two_full_steps_is_in_the_first_step_that_differs(
         assert _steps_to_record(verdict) == (at - 1, at + 1)
 
 
-def test_a_fault_that_no_state_shows_is_between_the_full_steps_around_it(tmp_path: Path) -> None:
-    """Nothing is said of ops that were not recorded; recording them from there names the fault."""
+def test_a_fault_without_effect_on_parameters_is_between_two_full_steps(tmp_path: Path) -> None:
+    """The verdict claims nothing about unrecorded ops; recording them finds the fault."""
     a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, "norm.running_mean", 6)
 
     verdict = torchrepro.compare(a, b)
@@ -117,8 +117,8 @@ def test_a_fault_that_no_state_shows_is_between_the_full_steps_around_it(tmp_pat
     assert (closer.first.step, closer.first.op) == (6, "aten::mul_.Tensor")
 
 
-def test_the_steps_that_are_proposed_show_the_cause(tmp_path: Path) -> None:
-    """They begin before the divergence: what wrote into memory between two steps is then seen."""
+def test_recording_the_proposed_steps_shows_the_cause(tmp_path: Path) -> None:
+    """They begin before the divergence, which shows a write to memory between two steps."""
     spoiled = {"fault": "out.weight", "at": 6, "spoil": _write_outside_torch}
     a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, **spoiled)
 
@@ -132,8 +132,8 @@ def test_the_steps_that_are_proposed_show_the_cause(tmp_path: Path) -> None:
     assert closer.first.source.rpartition(":")[0] == __file__
 
 
-def test_runs_recorded_at_other_times_are_compared_by_what_both_have(tmp_path: Path) -> None:
-    """How many steps were compared in which way stands in the answer, the coarser not hidden."""
+def test_recordings_of_different_steps_are_compared_by_common_data(tmp_path: Path) -> None:
+    """The answer has the number of steps for each mode, including the coarser ones."""
     runs = {every: _run(tmp_path / str(every), every) for every in (1, 3, 4)}
 
     verdicts = {

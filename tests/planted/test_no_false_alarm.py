@@ -1,4 +1,4 @@
-"""Runs that computed the same are found to be the same, and recording them changes no bit."""
+"""Runs with equal results are found to be the same, and recording changes no bit."""
 
 import sys
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def _bits(tensors: Tensors) -> list[bytes]:
 
 
 def _verified(program: Callable[[], Tensors], folder: Path) -> None:
-    """Run a program unrecorded and recorded; all has to be equal, and said to be."""
+    """Run a program with and without a recording; all results must be equal."""
     memory_that_is_dirty()
     plain = _bits(program())
     for run in range(RUNS):
@@ -54,15 +54,15 @@ def _raises_no_alarm(verdict: Verdict) -> None:
 
 
 def test_at_least_sixty_programs_are_verified() -> None:
-    """The table is as long as what is promised of it."""
+    """The table has as many programs as the documentation promises."""
     assert len(PROGRAMS) >= 60
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")  # what old or new APIs a program uses is not the point
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_reproducible_program_is_found_to_be_one(name: str, tmp_path: Path) -> None:
-    """Two runs of it are the same, and the bits are those of a run that is not recorded."""
+def test_a_reproducible_program_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    """Two runs are the same, and have the same bits as a run without a recording."""
     _verified(PROGRAMS[name], tmp_path)
 
 
@@ -75,8 +75,8 @@ def _compiled() -> Tensors:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # compilers warn of much
-def test_compiled_code_stays_compiled_and_is_found_to_be_the_same(tmp_path: Path) -> None:
-    """A compiled model computes the same bits recorded or not, and is found to."""
+def test_compiled_code_stays_compiled_and_raises_no_alarm(tmp_path: Path) -> None:
+    """A compiled model computes the same bits with and without a recording."""
     _verified(_compiled, tmp_path)
 
 
@@ -94,7 +94,7 @@ def test_compiled_code_stays_compiled_and_is_found_to_be_the_same(tmp_path: Path
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore")
-def test_no_way_to_record_raises_an_alarm(
+def test_no_option_of_a_recording_raises_an_alarm(
     settings: dict[str, Any], without_steps: tuple[str, ...], tmp_path: Path
 ) -> None:
     """What is recorded of steps or modules alone, or in detail, is the same in every run too."""
@@ -134,8 +134,8 @@ WAYS_TO_RECORD: dict[str, dict[str, Any]] = {
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_two_ways_to_record_raise_no_alarm(name: str, tmp_path: Path) -> None:
-    """Recordings of one program are the same, or have nothing in common, whatever each holds."""
+def test_recordings_with_different_options_raise_no_alarm(name: str, tmp_path: Path) -> None:
+    """Two recordings of one program are the same, or have nothing in common."""
     for way, settings in WAYS_TO_RECORD.items():
         memory_that_is_dirty()
         with torchrepro.record(tmp_path / way, **settings):
@@ -157,8 +157,8 @@ for program in PROGRAMS.values():
 
 
 @pytest.mark.slow
-def test_new_processes_under_stress_raise_no_alarm_either(tmp_path: Path) -> None:
-    """All programs are found the same in processes of their own, whatever is perturbed."""
+def test_new_processes_under_stress_raise_no_alarm(tmp_path: Path) -> None:
+    """All programs are the same in separate processes under every perturbation."""
     program = tmp_path / "program.py"
     tests = Path(__file__).parents[1]
     program.write_text(IN_NEW_PROCESSES.format(str(tests)), encoding="utf-8")

@@ -76,7 +76,7 @@ def _other_dropout(training):
 
 # Program, fault, whether every input is read anew; then what the verdict has to say: step, phase,
 # module, op, the comment that marks the line, kind, and words.
-CHANGED = "something other than torch has changed it"
+CHANGED = "something outside torch has changed it"
 TABLE: dict[str, tuple[Any, ...]] = {
     "one ulp in a forward op of layer 3": (
         *(transformer(), kernel("gelu", 7, 3, one_ulp), False),
@@ -186,7 +186,7 @@ TABLE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("name", TABLE, ids=lambda name: name.replace(" ", "-"))
 def test_a_planted_fault_is_found_where_it_was_planted(name: str, tmp_path: Path) -> None:
-    """The first divergence is the fault: its step, phase, module, op, source line and kind."""
+    """The first divergence has the step, phase, module, op, source line and kind of the fault."""
     program, fault, detail, *where, mark, kind, what = TABLE[name]
     for run, harmful in (("well", False), ("ill", True)):
         with torchrepro.record(tmp_path / run, detail=detail):

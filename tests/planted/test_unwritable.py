@@ -1,4 +1,4 @@
-"""A trace that cannot be written, as where the disk is full or a quota is used up."""
+"""A trace that cannot be written, because a disk is full or a quota is used up."""
 
 import sys
 from collections.abc import Callable
@@ -35,7 +35,7 @@ Execute = Callable[..., Any]
 
 @pytest.fixture
 def limited(execute: Execute, tmp_path: Path) -> Execute:
-    """Record a program where there is soon no room; returns what became of it."""
+    """Record a program with little disk space, and return the finished process."""
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
 
     def limited(*options: str) -> Any:
@@ -55,8 +55,8 @@ def limited(execute: Execute, tmp_path: Path) -> Execute:
 
 
 @pytest.mark.slow
-def test_a_run_stops_whose_trace_cannot_be_written(limited: Execute) -> None:
-    """It ends with status 3 and says why, without a traceback; recorded steps survive."""
+def test_a_run_stops_if_its_trace_cannot_be_written(limited: Execute) -> None:
+    """It exits with status 3 and the reason, without a traceback; recorded steps survive."""
     done = limited()
 
     assert done.returncode == 3
@@ -65,8 +65,8 @@ def test_a_run_stops_whose_trace_cannot_be_written(limited: Execute) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_unrecorded_if_asked_to(limited: Execute, execute: Execute) -> None:
-    """It says so once and comes to the result of a run without a recording."""
+def test_a_run_continues_unrecorded_on_request(limited: Execute, execute: Execute) -> None:
+    """It reports this once and has the result of a run without a recording."""
     done = limited("--on-unwritable", "warn")
 
     assert done.returncode == 0

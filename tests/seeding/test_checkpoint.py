@@ -338,7 +338,7 @@ def test_a_resumed_run_that_ends_early_is_said_to_be_shorter(tmp_path: Path) -> 
         run.train(STEPS - 1)
     verdict = torchrepro.compare(tmp_path / "whole", tmp_path / "resumed")
 
-    assert verdict.notes[0] == f"B goes on from A: its step 0 is step {PER_EPOCH + 1} of A"
+    assert verdict.notes[0] == f"B resumes from A: its step 0 is step {PER_EPOCH + 1} of A"
     assert verdict.compared.steps == STEPS - PER_EPOCH - 2
     assert not verdict.same
     assert "shorter than the other" in verdict.advice.cause
@@ -361,9 +361,9 @@ def test_a_comparison_that_lines_up_no_steps_says_that_one_run_was_resumed(
     verdict = torchrepro.compare(tmp_path / "whole", tmp_path / "resumed", rtol=rtol)
 
     assert not verdict.same
-    assert "went on from a checkpoint" in verdict.advice.cause
+    assert "resumed from a checkpoint" in verdict.advice.cause
     assert Setting("resumed", "no", "yes") in verdict.settings
-    ends = "the parameters after the last step of each, 7 in A and "
+    ends = "the parameters after the last step of each run, 7 in A and "
     assert any(each.startswith(ends) and parameters in each for each in verdict.notes)
 
 

@@ -303,6 +303,6 @@ def test_lines_that_hide_ops_are_reported(tmp_path: Path) -> None:
 
     line = line_of(":  # hides", __file__)
     assert verdict.notes == (
-        f"ops that test_steps.py:{line} hides from all modes of torch were not recorded, nor "
+        f"ops that test_steps.py:{line} hides from all modes of torch were not recorded or "
         "compared",
     )

@@ -85,7 +85,7 @@ def test_a_loss_that_uninitialized_memory_made_nan_is_reported_with_both_lines(
     )
     assert verdict.notes[:2] == (
         "loss is nan from step 0 on",
-        f"{Path(read).name} reads memory that nothing had written: "
+        f"{Path(read).name} reads uninitialized memory: "
         f"{Path(allocated).name} allocated it, as torch.empty does",
     )
 
@@ -104,7 +104,7 @@ def test_runs_that_diverge_by_uninitialized_memory_name_the_line(tmp_path: Path)
     allocated, read = (f"{__file__}:{line_of(mark, __file__)}" for mark in ("  # allocated", READ))
     assert verdict.first is not None
     assert (verdict.first.step, verdict.first.source) == (0, read)
-    assert "memory that nothing had written" in verdict.first.what
+    assert "uninitialized memory" in verdict.first.what
     assert [(each.allocated, each.read) for each in verdict.program.unwritten] == [
         (allocated, read)
     ]

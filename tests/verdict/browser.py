@@ -29,7 +29,7 @@ LOUD = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 
 
 class Tab:
-    """One page in a browser, with all that it complains of and asks the network for."""
+    """One page in a browser, with its errors, warnings and network requests."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write
@@ -67,13 +67,13 @@ class Tab:
             self._note(self._next())
 
     def value(self, expression: str) -> Any:
-        """Return what an expression of JavaScript comes to."""
+        """Return the value of a JavaScript expression."""
         asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
         found = self.ask("Runtime.evaluate", **asked)["result"]
         return found.get("value")
 
     def press(self, key: str) -> None:
-        """Press a key and let it go."""
+        """Press and release a key."""
         text = {"text": "\r", "windowsVirtualKeyCode": 13} if key == "Enter" else {}
         text |= {"windowsVirtualKeyCode": 9} if key == "Tab" else {}
         for kind in ("keyDown", "keyUp"):
@@ -99,7 +99,7 @@ class Tab:
 
 @contextmanager
 def tab(profile: Path) -> Iterator[Tab]:
-    """Start a browser with a fresh profile in the folder `profile`; give its one page."""
+    """Start a browser with a new profile in the folder `profile`, and return its page."""
     commands, write = os.pipe()
     read, answers = os.pipe()
     command = [sys.executable, "-c", STARTER, str(commands), str(answers), PROGRAM]

@@ -1,4 +1,4 @@
-"""Two runs are the same, or what differs first is named, and where it came from."""
+"""Two runs are the same, or the first difference is named with its origin."""
 
 import subprocess
 import sys
@@ -64,8 +64,8 @@ def test_a_run_is_the_same_as_itself(tmp_path: Path) -> None:
 
 @given(st.integers(0, 2), st.integers(0, OPS - 1))
 @settings(max_examples=30)
-def test_another_output_is_found_where_it_is(step: int, place: int) -> None:
-    """An op that computes something else is the first difference, all after it propagates it."""
+def test_a_different_output_is_the_first_difference(step: int, place: int) -> None:
+    """An op with a different output is the first difference; all later ones propagate it."""
     run = _run()
     verdict = compared(run, _changed(run, step, place))
 
@@ -82,10 +82,10 @@ def test_another_output_is_found_where_it_is(step: int, place: int) -> None:
 
 @given(st.integers(0, 2), st.integers(0, OPS), st.booleans())
 @settings(max_examples=40)
-def test_an_op_more_is_found_where_it_is(step: int, place: int, is_used: bool) -> None:
-    """An op that only one run has is the difference, whichever run it is, and the only one.
+def test_an_additional_op_is_the_first_difference(step: int, place: int, is_used: bool) -> None:
+    """An op that only one run has, whichever run it is, is the first difference and the only one.
 
-    So it is if everything after it reads its result and differs.
+    This also holds if everything after it reads its result and differs.
     """
     run, ops = _run(), _run()[step].ops
     read = ops[place - 1].outputs[0] if place else value("batch", step)
@@ -102,7 +102,7 @@ def test_an_op_more_is_found_where_it_is(step: int, place: int, is_used: bool) -
 
 
 def test_the_map_counts_every_record_of_every_step() -> None:
-    """In each step, what agrees and what differs of a module adds up to its records."""
+    """In each step, equal and differing records of a module add up to its records."""
     run = _run()
     verdict = compared(run, _changed(run, 1, 7))
     cells = {(cell.step, cell.module): (cell.same, cell.differing) for cell in verdict.map}
@@ -112,24 +112,24 @@ def test_the_map_counts_every_record_of_every_step() -> None:
     } | {(1, "layers.2"): (1, 2), (1, "layers.3"): (0, 3)}
 
 
-def test_a_second_cause_is_counted_apart() -> None:
-    """A later op that differs although its inputs are the same is independent of the first."""
+def test_a_second_cause_is_counted_separately() -> None:
+    """A later op that differs although its inputs are equal is independent of the first one."""
     run = _run()
     verdict = compared(run, _changed(_changed(run, 1, OPS - 1), 2, OPS - 1))
 
     assert (verdict.propagated, verdict.independent) == (0, 1)
 
 
-def test_inputs_that_change_no_output_are_no_difference() -> None:
-    """A batch that nothing comes of, as where a mask hides it, does not make runs differ."""
+def test_a_differing_input_without_effect_is_not_a_difference() -> None:
+    """A batch that affects no output, because a mask hides it, does not make runs differ."""
     mask = Op("aten::mul", inputs=(value("x"), value("zeros")), outputs=(value("zero"),))
     other = replace(mask, inputs=(value("y"), value("zeros")))
 
     assert compared([Step((mask,))], [Step((other,))]).same
 
 
-def test_numbers_that_mean_something_else_do_not_pass_for_the_same() -> None:
-    """Two traces number sites and arguments each for itself; what counts is what they stand for."""
+def test_equal_numbers_of_different_sites_are_not_equal() -> None:
+    """Each trace numbers its sites and arguments; comparison uses what the numbers refer to."""
     op = chain(1)[0]
     for other in (
         replace(op, argument="(_, 0.25)"),
@@ -141,8 +141,8 @@ def test_numbers_that_mean_something_else_do_not_pass_for_the_same() -> None:
         assert not verdict.same
 
 
-def test_the_lines_of_a_program_may_move() -> None:
-    """Another source line, as after an edit elsewhere in the file, is no difference."""
+def test_a_shifted_source_line_is_not_a_difference() -> None:
+    """A different line number, as after an edit elsewhere in the file, is not a difference."""
     run = _run()
     moved = [Step(tuple(replace(op, source="train.py:7") for op in step.ops)) for step in run]
     verdict = compared(run, moved)
@@ -152,7 +152,7 @@ def test_the_lines_of_a_program_may_move() -> None:
 
 
 def _beside(run: Run) -> Run:
-    """Return a run in which another thread does what the main one does."""
+    """Return a run in which another thread does the same as the main thread."""
     return [Step((*its.ops, *(replace(op, thread=1) for op in its.ops))) for its in run]
 
 
@@ -169,7 +169,7 @@ CHANGES: dict[str, tuple[Run, Run]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_long_step_is_compared_in_parts(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many records are held at once has no influence on the verdict."""
+    """The number of records in memory at once does not affect the verdict."""
     whole = compared(*CHANGES[change])
     monkeypatch.setattr(store, "MANY", 4)
     parts = compared(*CHANGES[change])
@@ -181,8 +181,8 @@ def test_a_long_step_is_compared_in_parts(change: str, monkeypatch: pytest.Monke
     assert answer(parts) == answer(whole)
 
 
-def test_a_run_that_still_writes_is_compared_up_to_its_last_whole_step(tmp_path: Path) -> None:
-    """What has been committed is compared, and the verdict says that the run goes on."""
+def test_a_running_recording_is_compared_up_to_its_last_complete_step(tmp_path: Path) -> None:
+    """Committed steps are compared, and the verdict says that the run still continues."""
     run = _run()
     done = write(tmp_path / "done", run)
     writer = Writer(tmp_path / "running", {"finished": None})
@@ -199,7 +199,7 @@ def test_a_run_that_still_writes_is_compared_up_to_its_last_whole_step(tmp_path:
 
 
 def test_comparing_imports_no_torch(tmp_path: Path) -> None:
-    """Two runs are compared, and the verdict shown, where there is no torch to spare."""
+    """Comparing two runs and showing the verdict works without importing torch."""
     write(tmp_path / "a", _run())
     write(tmp_path / "b", _changed(_run(), 1, 3))
     code = (
@@ -224,7 +224,7 @@ def _training(
     is_view: bool = False,
     later: tuple[Op, ...] = (),
 ) -> Run:
-    """Return a training whose last step has another weight, batch or bias where one is given."""
+    """Return a training, optionally with a different weight, batch or bias in its last step."""
     trained, run = value("init"), []
     for step in range(steps):
         is_last = step == steps - 1
@@ -275,8 +275,8 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
         _only(ONE, TWO, computed(Op("aten::sum"), *ONE.outputs)),
         _only(ONE, TWO, computed(Op("aten::sum"), *TWO.outputs)),
         *(Kind.ARGUMENT, 0, "aten::sum"),
-        "input 0 of aten::sum is another tensor: written by aten::relu in one at step 0 (forward) "
-        "in A, by aten::relu in one at step 0 (forward) in B",
+        "input 0 of aten::sum is a different tensor: written by aten::relu in one at step 0 "
+        "(forward) in A, by aten::relu in one at step 0 (forward) in B",
     ),
     "a tensor more": (
         *(_only(computed(Op("aten::cat"), A, B)), _only(computed(Op("aten::cat"), A))),
@@ -284,7 +284,7 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
     ),
     "memory as the allocator gave it": (
         *(_only(READS), _only(replace(READS, outputs=(Y,))), Kind.OUTPUTS, 0, "aten::add"),
-        "input 0 is memory that nothing had written",
+        "input 0 is uninitialized memory",
     ),
     "memory that an op only writes, which is not blamed": (
         *(_only(DRAWS), _only(replace(DRAWS, outputs=(Y,)))),
@@ -292,28 +292,28 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
     ),
     "an op that stands where it ran though its neighbour moved": (
         *(_only(FIRST, LAST, MOVED), _only(MOVED, MORE, FIRST, LAST)),
-        *(Kind.ONLY_ONE, 0, "aten::exp", "only B has it; A goes on with aten::relu"),
+        *(Kind.ONLY_ONE, 0, "aten::exp", "only B has it; A continues with aten::relu"),
     ),
     "an op left out, though one of its name was added elsewhere": (
         *(_only(MORE, FIRST, LAST, MOVED), _only(FIRST, LAST, MOVED, replace(MORE, outputs=(X,)))),
-        *(Kind.ONLY_ONE, 0, "aten::exp", "only A has it; B goes on with aten::relu"),
+        *(Kind.ONLY_ONE, 0, "aten::exp", "only A has it; B continues with aten::relu"),
     ),
     "an op in place of another": (
         *(_only(ONE), _only(computed(Op("aten::linear", "fc"), A))),
-        *(Kind.ONLY_ONE, 0, "aten::relu", "only A has it; B goes on with aten::linear in fc"),
+        *(Kind.ONLY_ONE, 0, "aten::relu", "only A has it; B continues with aten::linear in fc"),
     ),
     "data that no loader handed over": (
         *(_training(later=LATER), _training(batch=ANOTHER, later=LATER)),
         *(Kind.DATA, 2, "aten::addmm"),
-        "input 1 of aten::addmm differs, and no op that was recorded wrote it: "
-        "a batch, a constant, or a parameter as it was at the start",
+        "input 1 of aten::addmm differs, and no recorded op wrote it: "
+        "a batch, a constant, or an initial parameter",
     ),
     **{
         f"a weight that numpy wrote in {changed}, {shown}": (
             *(_training(weight=NUMPY * (name == changed), is_view=is_view) for name in "AB"),
             *(Kind.INPUT, 2, "aten::addmm"),
-            f"{shown} is in {kept} what aten::add_ at step 1 (optimizer) wrote; "
-            f"in {changed} something other than torch has changed it since",
+            f"in {kept} {shown} is the output of aten::add_ at step 1 (optimizer); "
+            f"in {changed} something outside torch has changed it since",
         )
         for kept, changed in ("AB", "BA")
         for shown, is_view in (("input 2 of aten::addmm", False), ("input 0 of aten::t", True))
@@ -321,36 +321,36 @@ CASES: dict[str, tuple[Run, Run, Kind, int, str, str]] = {
     "a weight that numpy wrote in both": (
         *(_training(weight=value(run, "numpy")) for run in "ab"),
         *(Kind.INPUT, 2, "aten::addmm"),
-        "input 2 of aten::addmm was trained until the step before; in both runs something other "
-        "than torch has changed it since",
+        "input 2 of aten::addmm was trained until the previous step; in both runs something "
+        "outside torch has changed it since",
     ),
     "a frozen weight that numpy wrote": (
         *(_training(), _training(bias=NUMPY)),
         *(Kind.INPUT, 2, "aten::addmm"),
-        "input 0 of aten::addmm is in A what it was in the step before; "
-        "in B something other than torch has changed it since",
+        "in A input 0 of aten::addmm is unchanged since the previous step; "
+        "in B something outside torch has changed it",
     ),
     "what equals a constant by chance": (
         *(_only(ONES, computed(Op("aten::mul"), A, mask)) for mask in (A, value("mask"))),
         *(Kind.DATA, 0, "aten::mul"),
-        "input 1 of aten::mul equals in A what aten::ones at step 0 (forward) wrote, which may be "
-        "chance; in B no op that was recorded wrote it",
+        "in A input 1 of aten::mul equals the output of aten::ones at step 0 (forward), maybe by "
+        "chance; in B no recorded op wrote it",
     ),
 }
 """Two runs; what kind of difference comes first, its step and op, and what is said of it."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_differs_first_is_said(case: str) -> None:
-    """The kind of difference, the op, and a sentence where there is more to say."""
+def test_the_first_difference_is_described(case: str) -> None:
+    """The verdict has the kind of difference, the op, and a sentence with details."""
     left, right, *expected = CASES[case]
     first = diverged(left, right)
 
     assert [first.kind, first.step, first.op, first.what] == expected
 
 
-def test_a_meta_tensor_of_one_run_is_an_op_more(tmp_path: Path) -> None:
-    """A meta tensor has no bytes: that one run made one does not put it on another device."""
+def test_a_meta_tensor_of_one_run_is_an_additional_op(tmp_path: Path) -> None:
+    """A meta tensor has no bytes: creating one does not count as using another device."""
     for run in ("left", "right"):
         with torchrepro.record(tmp_path / run):
             if run == "left":
@@ -361,8 +361,8 @@ def test_a_meta_tensor_of_one_run_is_an_op_more(tmp_path: Path) -> None:
     assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::zeros")
 
 
-def test_parameters_that_differ_although_no_op_does() -> None:
-    """What changes a parameter after its last use is seen in what the step leaves behind."""
+def test_parameters_may_differ_although_no_op_does() -> None:
+    """A change to a parameter after its last use shows in its digest at the end of the step."""
     run = _training()
     first = diverged(*([*run[:2], replace(run[2], parameters=value(side))] for side in "ab"))
 

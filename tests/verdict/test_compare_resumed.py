@@ -1,4 +1,4 @@
-"""A run that went on from a checkpoint of another is compared with it step by step."""
+"""A run resumed from a checkpoint is compared with the whole run step by step."""
 
 import io
 from collections.abc import Callable
@@ -17,7 +17,7 @@ STEPS, SAVED = 6, 3
 
 
 def _train(folder: Path, level: str, saved: bytes = b"", lose: Lose | None = None) -> bytes:
-    """Train two models by turns, from `saved` on if it is given; returns a checkpoint."""
+    """Train two models in turn, optionally resumed from `saved`; returns a checkpoint."""
     kept = io.BytesIO()
     with torchrepro.record(folder, level=level):
         torch.manual_seed(0)
@@ -49,23 +49,23 @@ def _train(folder: Path, level: str, saved: bytes = b"", lose: Lose | None = Non
 
 
 @pytest.mark.parametrize("level", ["op", "step"])
-def test_a_resume_that_is_exact_is_the_same_from_the_step_that_it_goes_on_with(
+def test_an_exactly_resumed_run_is_the_same_from_its_first_step_on(
     tmp_path: Path, level: str
 ) -> None:
-    """Steps are lined up by the parameters of all optimizers, and not one more is claimed."""
+    """Steps are aligned by the parameters of all optimizers, and no earlier step is counted."""
     _train(tmp_path / "resumed", level, _train(tmp_path / "whole", level))
 
     verdict = compare(tmp_path / "whole", tmp_path / "resumed")
 
     assert verdict.same
     assert verdict.compared.steps == STEPS - SAVED
-    assert verdict.notes[0] == f"B goes on from A: its step 0 is step {SAVED} of A"
+    assert verdict.notes[0] == f"B resumes from A: its step 0 is step {SAVED} of A"
 
 
 LOST: dict[str, tuple[Lose, int, str]] = {
     "optimizer": (lambda state: state["parts"].__setitem__(3, None), 3, "state of the optimizer"),
     "generator": (lambda state: state.update(random=None), 3, "random generators (torch)"),
-    "data": (lambda state: state.update(moved=1), 3, "the place in the data"),
+    "data": (lambda state: state.update(moved=1), 3, "the position in the data"),
     "buffer": (
         lambda state: state["parts"][0]["1.running_mean"].add_(1),
         STEPS - 1,
@@ -81,10 +81,10 @@ LOST: dict[str, tuple[Lose, int, str]] = {
 
 @pytest.mark.parametrize("level", ["op", "step"])
 @pytest.mark.parametrize("lost", LOST)
-def test_what_a_resume_has_lost_shows_at_the_step_that_it_first_changes(
+def test_a_state_that_was_not_restored_shows_at_the_first_step_it_affects(
     tmp_path: Path, level: str, lost: str
 ) -> None:
-    """The step is that of the whole run, and the cause says which part of a run is not there."""
+    """The step is numbered as in the whole run, and the cause names the state not restored."""
     lose, step, words = LOST[lost]
     _train(tmp_path / "resumed", level, _train(tmp_path / "whole", level), lose)
 
@@ -96,8 +96,10 @@ def test_what_a_resume_has_lost_shows_at_the_step_that_it_first_changes(
     assert words in verdict.advice.cause
 
 
-def test_runs_that_begin_alike_are_lined_up_by_their_first_steps(tmp_path: Path) -> None:
-    """A first step that changes no parameter, as with a learning rate of 0, is no checkpoint."""
+def test_runs_with_equal_initial_parameters_are_aligned_at_their_first_steps(
+    tmp_path: Path,
+) -> None:
+    """A first step that changes no parameter, as with learning rate 0, is not a checkpoint."""
     for name in "ab":
         with torchrepro.record(tmp_path / name):
             torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Runs as a whole: their ranks, their ends, their settings, and what can be asked of them."""
+"""Comparison of whole runs: their ranks, ends, settings and levels."""
 
 import ctypes
 import random
@@ -49,8 +49,8 @@ def _ranks(folder: Path, *runs: Run) -> Path:
     return folder
 
 
-def test_what_a_rank_did_comes_before_what_others_sent(tmp_path: Path) -> None:
-    """The rank that got another batch is named, not the one that its gradients reached."""
+def test_an_op_of_a_rank_comes_before_results_of_collectives(tmp_path: Path) -> None:
+    """The rank with a different batch is named, not a rank that received its gradients."""
     a = _ranks(tmp_path / "a", _rank(0), _rank(1))
     b = _ranks(tmp_path / "b", _rank(0, other="another"), _rank(1, batch="another"))
 
@@ -61,8 +61,8 @@ def test_what_a_rank_did_comes_before_what_others_sent(tmp_path: Path) -> None:
     assert (verdict.propagated, verdict.independent) == (8, 0)
 
 
-def test_what_the_rank_that_diverges_has_read_is_what_explains_it(tmp_path: Path) -> None:
-    """Its reads come first, those of other ranks after them, and a seed that differs on any."""
+def test_reads_of_the_diverging_rank_come_first(tmp_path: Path) -> None:
+    """Its reads come before those of other ranks; a differing seed counts on any rank."""
 
     def source(name: str, where: str, value: str | None = None) -> dict[str, Any]:
         what = GIVEN_SEED if value else ENTROPY
@@ -86,8 +86,8 @@ def test_what_the_rank_that_diverges_has_read_is_what_explains_it(tmp_path: Path
     assert reads[1].is_other_seed
 
 
-def test_a_collective_that_itself_differs_is_named(tmp_path: Path) -> None:
-    """Where all ranks gave it the same, a collective with other results is the first difference."""
+def test_a_collective_with_equal_inputs_and_unequal_outputs_is_named(tmp_path: Path) -> None:
+    """A collective is the first difference if all ranks sent equal values and results differ."""
     runs = [_rank(0), _rank(1)]
     lasts = [replace(run[2].ops[1], outputs=(value("another order"),)) for run in runs]
     others = [
@@ -99,8 +99,8 @@ def test_a_collective_that_itself_differs_is_named(tmp_path: Path) -> None:
     assert (first.step, first.op, first.kind) == (2, "c10d::allreduce_", Kind.OUTPUTS)
 
 
-def test_a_rank_that_is_missing_is_said(tmp_path: Path) -> None:
-    """Ranks that both runs have are compared; one that only one has makes them differ."""
+def test_a_missing_rank_is_reported(tmp_path: Path) -> None:
+    """Ranks of both runs are compared; a rank that only one run has makes them differ."""
     a, b = _ranks(tmp_path / "a", _rank(0), _rank(1)), _ranks(tmp_path / "b", _rank(0))
 
     verdict = compare(a, b)
@@ -109,8 +109,8 @@ def test_a_rank_that_is_missing_is_said(tmp_path: Path) -> None:
     assert (verdict.compared.ranks, verdict.compared.steps) == (1, 3)
 
 
-def test_processes_of_a_rank_go_by_their_order(tmp_path: Path) -> None:
-    """A second process of a rank is compared with the second process of the other run."""
+def test_processes_of_a_rank_are_paired_in_order(tmp_path: Path) -> None:
+    """The second process of a rank is compared with the second process of the other run."""
     for folder, second in (("a", _run(2)), ("b", [Step(chain(4, weights="v")), *_run(2)[1:]])):
         write(tmp_path / folder, _run(), {"ordinal": 0})
         write(tmp_path / folder, second, {"ordinal": 1})
@@ -122,8 +122,8 @@ def test_processes_of_a_rank_go_by_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-def test_replicas_that_stopped_agreeing_are_said(tmp_path: Path, *, agreed: bool) -> None:
-    """Ranks whose parameters never agreed hold parts of a model, and nothing is said of them."""
+def test_replicas_that_stop_agreeing_are_reported(tmp_path: Path, *, agreed: bool) -> None:
+    """Ranks whose parameters never agreed have parts of a model, and are not reported."""
     well = [_rank(0), _rank(1)] if agreed else [_run(), _run()]
     ill = [
         [
@@ -139,8 +139,8 @@ def test_replicas_that_stopped_agreeing_are_said(tmp_path: Path, *, agreed: bool
     assert verdict.across_ranks == ((said,) if agreed else ())
 
 
-def test_steps_that_one_recording_left_out_are_said(tmp_path: Path) -> None:
-    """A recording of some steps is compared with those of a whole one, which a note says."""
+def test_steps_that_one_recording_lacks_are_reported(tmp_path: Path) -> None:
+    """A partial recording is compared with the same steps of a full one, and a note says so."""
     whole = write(tmp_path / "whole", _run(5))
     end = write(tmp_path / "end", _run(5)[3:], first=3)
     beginning = write(tmp_path / "beginning", _run(2), {"steps": (0, 1)})
@@ -155,7 +155,7 @@ def test_steps_that_one_recording_left_out_are_said(tmp_path: Path) -> None:
 
 
 def test_a_divergence_comes_with_advice() -> None:
-    """What to make of it follows from what the left trace knows; runs that agree need none."""
+    """Advice uses the metadata of the left trace; equal runs get no advice."""
     meta = {"profile": "mine", "command_hint": "python train.py"}
     found = compared(_run(), OTHER, meta, {}).advice
 
@@ -165,8 +165,8 @@ def test_a_divergence_comes_with_advice() -> None:
     assert compared(_run(), _run(), meta).advice is None
 
 
-def test_settings_that_differ_are_listed() -> None:
-    """Knobs, versions and hardware in which two runs differ are in the verdict, and no others."""
+def test_differing_settings_are_listed() -> None:
+    """The verdict has exactly the knobs, versions and hardware that differ."""
     left = {"knobs": {"seed.torch": "1", "env.OMP_NUM_THREADS": "2"}, "versions": {"torch": "2.6"}}
     right = {"knobs": {"seed.torch": "1", "env.OMP_NUM_THREADS": "8"}, "hardware": {"cpu": "x"}}
     profile = {"profile": "mine"}
@@ -181,14 +181,14 @@ def test_settings_that_differ_are_listed() -> None:
 
 
 def test_a_loss_of_several_passes_is_their_mean() -> None:
-    """A step that accumulates gradients has one loss, and one that is no number has none."""
+    """A step that accumulates gradients has the mean loss; with a NaN among them it has none."""
     run = [*_run(1), Step(chain(4, step=1), losses=(0.5, float("nan")))]
 
     assert compared(run, _run(1)).losses == ((0, 1.0, 1.0), (1, None, None))
 
 
-def test_other_levels_have_their_steps_in_common() -> None:
-    """Recordings of other levels are compared by parameters, and the verdict says so."""
+def test_recordings_of_different_levels_are_compared_by_steps() -> None:
+    """They are compared by parameters, and the verdict says so."""
     fine = [
         replace(step, parameters=value(at), gradients=value("view"))
         for at, step in enumerate(_run())
@@ -215,27 +215,27 @@ def _on(device: str, run: Run) -> Run:
     ]
 
 
-def test_bits_of_other_kinds_of_device_are_not_compared() -> None:
-    """Fingerprints that were taken in other ways show nothing; its number does not count."""
+def test_bits_of_different_types_of_device_are_not_compared() -> None:
+    """Fingerprints of different algorithms are not comparable; device indices are ignored."""
     with pytest.raises(TraceError, match="--statistics"):
         compared(_run(), _on("cuda:0", _run()))
     assert compared(_on("cuda:0", _run()), _on("cuda:1", _run())).same
 
 
-def test_what_cannot_be_compared_is_not_the_same() -> None:
-    """Where one run used the CPU and the other its GPU for an op nobody can tell, which is said."""
+def test_ops_on_different_types_of_device_are_not_the_same() -> None:
+    """An op on the CPU in one run and the GPU in the other cannot be compared; a note says so."""
     ops = [replace(op, shapes="float32[2] cuda:0") for op in chain(8)]
     left = [*ops[:7], replace(ops[7], shapes="float32[2]")]
     moved = replace(ops[2], shapes="float32[2]", outputs=(value("taken in another way"),))
     first = diverged([Step(tuple(left))], [Step((*left[:2], moved, *left[3:]))])
 
     assert first.kind is Kind.INCOMPARABLE
-    assert "1 op ran on another kind of device" in first.what
+    assert "1 op ran on another type of device" in first.what
     assert "--statistics" in first.what
 
 
-def test_a_seeded_generator_in_another_state_is_a_difference() -> None:
-    """Runs whose profiles seed a generator are the same only if its states are."""
+def test_a_differing_state_of_a_seeded_generator_is_a_difference() -> None:
+    """Runs whose profiles seed a generator are the same only if its states are equal."""
     seeded = {"knobs": {"seed.python": "7", "seed.torch": "7", "seed.cuda": "null"}}
     states = [{"python": str(at), "torch": str(at), "cuda:0": "a"} for at in range(3)]
     run = [replace(step, random=its) for step, its in zip(_run(), states, strict=True)]
@@ -249,8 +249,8 @@ def test_a_seeded_generator_in_another_state_is_a_difference() -> None:
     assert compared(run, other, seeded, {}).same, "the profile of one of them seeded nothing"
 
 
-def test_other_states_of_a_generator_are_noted_where_a_run_drew_from_it() -> None:
-    """Runs that computed the same are the same; a generator is named if it moved in one of them."""
+def test_differing_generator_states_are_noted_only_if_a_run_drew_from_it() -> None:
+    """Runs with equal results are the same; a note names a generator that one of them used."""
     still = [[replace(step, random={"numpy": n}) for step in _run()] for n in "ab"]
     began: list[dict[str, Any]] = [{"generators": {"numpy": n}} for n in "ab"]
     drew_later = [*still[1][:-1], replace(still[1][-1], random={"numpy": "c"})]
@@ -264,9 +264,7 @@ def test_other_states_of_a_generator_are_noted_where_a_run_drew_from_it() -> Non
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("drawn", ["torch", "python", "numpy"])
-def test_a_generator_from_which_nobody_draws_is_not_named(
-    tmp_path: Path, drawn: str, steps: int
-) -> None:
+def test_an_unused_generator_is_not_named(tmp_path: Path, drawn: str, steps: int) -> None:
     """Real runs, none of whose generators is seeded, name the one that the program draws from."""
     draw: dict[str, Callable[[], object]] = {
         "torch": lambda: torch.rand(2),
@@ -288,8 +286,8 @@ def test_a_generator_from_which_nobody_draws_is_not_named(
     assert [note for note in notes if "states" in note] == [f"the states of {drawn} differ {when}"]
 
 
-def test_levels_without_anything_in_common_are_no_answer() -> None:
-    """Where neither loss nor parameters were recorded at both levels nothing was compared."""
+def test_levels_without_common_digests_cannot_be_compared() -> None:
+    """If no loss or parameters were recorded at both levels, nothing can be compared."""
     run = [Step(chain(4))]
 
     with pytest.raises(TraceError, match="nothing was recorded that could be compared"):
@@ -342,7 +340,7 @@ ENDS: dict[str, tuple[Run, Run, list[dict[str, Any]], int, str, str]] = {
     ),
     "nothing after the last step": (
         *(_with_end(3), _run(3), [{}, {}], 3),
-        *(f"{EARLIER}, after the last step", "B ended after step 2; A goes on after it"),
+        *(f"{EARLIER}, after the last step", "B ended after step 2; A continues after it"),
     ),
     "killed after the last step": (
         *(_with_end(3), _run(3), [{}, KILLED], 3),
@@ -361,8 +359,8 @@ ENDS: dict[str, tuple[Run, Run, list[dict[str, Any]], int, str, str]] = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_where_and_how_a_run_ends_is_said(case: str) -> None:
-    """Runs are compared as far as both go; what one does no more is no op that it left out."""
+def test_the_end_of_a_run_is_described(case: str) -> None:
+    """Runs are compared up to the end of the shorter one; ops after it do not count as missing."""
     left, right, metas, steps, said, what = ENDS[case]
     verdict = compared(left, right, *metas)
 
@@ -375,8 +373,10 @@ def test_where_and_how_a_run_ends_is_said(case: str) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 20])
 @pytest.mark.parametrize("level", ["op", "step"])
-def test_what_comes_after_the_last_step_is_compared_and_is_no_step(steps: int, level: str) -> None:
-    """Steps are those that ended; a difference after them, or without any, is named as such."""
+def test_records_after_the_last_step_are_compared_and_are_not_a_step(
+    steps: int, level: str
+) -> None:
+    """Only steps that ended count; a difference outside of them is described as such."""
     meta = {"level": level}
     same = compared(_with_end(steps), _with_end(steps), meta)
     verdict = compared(_with_end(steps), _with_end(steps, "v"), meta)
@@ -393,7 +393,7 @@ def test_what_comes_after_the_last_step_is_compared_and_is_no_step(steps: int, l
 
 @pytest.mark.parametrize("before", [True, False])
 def test_data_built_before_any_model_is_before_the_first_step(tmp_path: Path, before: bool) -> None:
-    """What is computed while no model is there belongs to no step, and what comes after does."""
+    """Ops before the first model belong to no step, ops after it do."""
     for name, seed in (("one", 1), ("two", 2)):
         with torchrepro.record(tmp_path / name):
             torch.manual_seed(seed if before else 1)
@@ -408,11 +408,11 @@ def test_data_built_before_any_model_is_before_the_first_step(tmp_path: Path, be
     assert str(verdict).splitlines()[0] == f"not the same: diverged {place}"
 
 
-def test_what_one_recording_leaves_out_after_the_last_step_is_no_step() -> None:
-    """A recording of some steps beside a whole one: the rest of it is named by what it is."""
+def test_records_after_the_last_step_that_one_run_lacks_are_not_a_step() -> None:
+    """A note names the additional steps and the records after the last step separately."""
     assert compared(_with_end(5), _run(2), {}, {"steps": (0, 1)}).notes == (
         "3 steps are recorded in A only: 2 to 4",
-        "what comes after the last step is recorded in A only",
+        "records after the last step are in A only",
     )
 
 
@@ -425,7 +425,7 @@ def test_what_one_recording_leaves_out_after_the_last_step_is_no_step() -> None:
         ({"Net": "head", "Net#2": "critic"}, {}, ["critic"]),
     ],
 )
-def test_the_name_of_a_model_stands_for_one_module_of_both_runs(
+def test_the_name_of_a_model_means_one_module_in_both_runs(
     left: dict[str, str], right: dict[str, str], shown: list[str]
 ) -> None:
     """A name that two models have, or that is the path of a module, is not shown."""
@@ -435,8 +435,8 @@ def test_the_name_of_a_model_stands_for_one_module_of_both_runs(
     assert sorted(name for _, name in verdict.program.models) == shown
 
 
-def test_naming_modules_takes_time_in_proportion() -> None:
-    """A recording with very many models is no slower to name for each of its modules."""
+def test_naming_modules_takes_linear_time() -> None:
+    """With very many models, naming each module does not get slower."""
     program = Program(models=tuple((f"Net#{n}", f"net{n}") for n in range(20_000)))
     begin = time.process_time()
     names = [program.name_of(f"Net#{n}:head") for n in range(20_000)]
@@ -446,7 +446,7 @@ def test_naming_modules_takes_time_in_proportion() -> None:
 
 
 class _OutsideTorch(torch.optim.SGD):
-    """Writes parameters where no op shows it, as the compiled code of some optimizers does."""
+    """Writes parameters without an op, like compiled code of some optimizers."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -485,8 +485,8 @@ TRAINED = (
 
 
 @pytest.mark.parametrize("level", ["op", "module", "step"])
-def test_a_run_in_which_no_parameter_changed_is_said(tmp_path: Path, level: str) -> None:
-    """It is said of no run that changes any in a step, in whichever way, and of no evaluation."""
+def test_a_run_without_a_changed_parameter_is_reported(tmp_path: Path, level: str) -> None:
+    """It is not reported if any step changes a parameter in any way, nor for an evaluation."""
     # Of an evaluation the level step records nothing that could be compared.
     trained = TRAINED if level != "step" else [each for each in TRAINED if "eval" not in each]
     kinds = ("no learning rate", "another model", *trained)

@@ -1,4 +1,4 @@
-"""What threads beside the main one do is compared over the whole run, whenever it was done."""
+"""Ops of threads other than the main thread are compared over the whole run."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ STEPS = 5
 
 
 def _work(batches: Iterable[int], thread: int = 1) -> list[Op]:
-    """Return what a thread does that prepares batches: a view, and two ops of each."""
+    """Return the ops of a thread that prepares batches: a view and two ops for each."""
     done: list[Op] = []
     for batch in batches:
         view = Op("aten::view", inputs=(value("raw", batch),))
@@ -47,8 +47,8 @@ LANE = _work(range(4))
 
 @given(st.data())
 @settings(max_examples=40)
-def test_threads_may_share_work_as_they_like(data: st.DataObject) -> None:
-    """Which thread gets which piece of the work, and when, be it early or late: no difference."""
+def test_the_distribution_of_work_over_threads_is_not_a_difference(data: st.DataObject) -> None:
+    """It does not matter which thread runs which part of the work, nor when."""
 
     def run() -> Run:
         pieces = data.draw(st.permutations(LANE))
@@ -64,12 +64,12 @@ def test_threads_may_share_work_as_they_like(data: st.DataObject) -> None:
 
 @given(place=st.integers(0, len(LANE) - 1), one=_cuts(LANE), other=_cuts(LANE), last=st.booleans())
 @settings(max_examples=40)
-def test_another_result_is_found_whenever_it_was_done(
+def test_a_different_result_is_found_whenever_it_was_computed(
     place: int, one: list[int], other: list[int], *, last: bool
 ) -> None:
-    """What a thread computes otherwise is named, with the step at which the left run recorded it.
+    """A different result of a thread is named, with the step that it has in the left run.
 
-    So it is if all that the thread does afterwards differs as well.
+    This also holds if all later ops of the thread differ.
     """
     wrong = computed(LANE[place], value("other"), salt="other")
     later = LANE[place + 1 :] if last else [computed(op, value("o")) for op in LANE[place + 1 :]]
@@ -91,7 +91,7 @@ ITEMS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=
 
 @given(ITEMS, ITEMS)
 @settings(max_examples=40)
-def test_as_many_ops_go_together_as_can(
+def test_as_many_ops_as_possible_are_matched(
     left: list[tuple[str, int]], right: list[tuple[str, int]]
 ) -> None:
     """Equal ops of another thread go together first, then all that have a namesake."""
@@ -111,16 +111,16 @@ def test_as_many_ops_go_together_as_can(
         assert total == main + len(left) + len(right) - shared
 
 
-def test_equal_inputs_and_another_result_are_that() -> None:
-    """An op on another thread that computed something else from the same is no other data."""
+def test_equal_inputs_with_unequal_outputs_are_reported_as_such() -> None:
+    """An op of another thread with equal inputs and a different output does not count as data."""
     other = [*LANE[:4], replace(LANE[4], outputs=(value("x"),)), *LANE[5:]]
     first = diverged(_run(LANE, cuts=[[3, 6, 9, 9]]), _run(other, cuts=[[6, 9, 9, 12]]))
 
     assert (first.kind, first.step) == (Kind.OUTPUTS, 1)
 
 
-def test_an_op_that_one_thread_has_more_is_found() -> None:
-    """An op in the midst of what a thread does, in one run only, is a difference."""
+def test_an_additional_op_of_a_thread_is_found() -> None:
+    """An op in the middle of a thread's work, in one run only, is a difference."""
     more = computed(Op("aten::tanh", thread=1), value("x"))
     longer = [*LANE[:5], more, *LANE[5:]]
     for left, right, has in ((LANE, longer, "B"), (longer, LANE, "A")):
@@ -131,7 +131,7 @@ def test_an_op_that_one_thread_has_more_is_found() -> None:
 
 
 def test_a_thread_that_only_one_run_has_is_found() -> None:
-    """Work of a thread without a counterpart is a difference, be it ever so little."""
+    """Work of a thread without a counterpart is a difference, even a single op."""
     first = diverged(_run(), _run(LANE[:1], cuts=[[1, 1, 1, 1]]))
 
     assert (first.kind, first.thread) == (Kind.ONLY_ONE, "worker 1")
@@ -139,8 +139,8 @@ def test_a_thread_that_only_one_run_has_is_found() -> None:
 
 @given(st.integers(1, len(LANE) - 1), st.integers(1, len(LANE) - 1))
 @settings(max_examples=30)
-def test_threads_that_the_end_of_the_run_cuts_off_are_noted(left: int, right: int) -> None:
-    """What a thread had time for more before the program ended is a note, in both runs alike."""
+def test_truncated_threads_are_noted(left: int, right: int) -> None:
+    """Additional ops at the end of a thread, before the program ended, are a note in either run."""
     second = [replace(op, thread=2) for op in _work(range(10, 14))]
     cuts = [[0, 0, 0, 0], [0, 0, 0, 0]]
     verdict = compared(_run(LANE, second[:left], cuts=cuts), _run(LANE[:right], second, cuts=cuts))
@@ -149,13 +149,13 @@ def test_threads_that_the_end_of_the_run_cuts_off_are_noted(left: int, right: in
     assert len(verdict.notes) == 2
     ops = len(LANE) - right
     assert verdict.notes[0].startswith(
-        f"A has {ops} more op{'s' * (ops != 1)} at an end of thread worker 1"
+        f"A has {ops} more op{'s' * (ops != 1)} at one end of thread worker 1"
     )
     assert verdict.notes[1].startswith(f"B has {len(second) - left} more op")
 
 
-def test_what_threads_did_after_the_last_step_makes_no_step() -> None:
-    """A run whose threads went on after its last step has not gone on longer than another."""
+def test_ops_of_threads_after_the_last_step_are_not_a_step() -> None:
+    """A run whose threads continue after its last step is not longer than another run."""
     whole = _run(LANE, cuts=[[3, 6, 9, 9]])
     longer = [*_run(LANE[:9], cuts=[[3, 6, 9, 9]]), Step(tuple(LANE[9:]), finished=False)]
 
@@ -165,8 +165,8 @@ def test_what_threads_did_after_the_last_step_makes_no_step() -> None:
         assert len(verdict.notes) == 1
 
 
-def test_a_pool_that_the_end_of_the_run_cuts_off_is_noted() -> None:
-    """Of work that threads share, what one run got done more is a note."""
+def test_a_truncated_pool_is_noted() -> None:
+    """If threads share work, additional work of one run before its end is a note."""
     work = [Op("aten::add", inputs=(value(n),), outputs=(value(n, 1),)) for n in range(8)]
     left = [replace(op, thread=1 + n % 2) for n, op in enumerate(work)]
     right = [replace(op, thread=1 + (n // 2) % 2) for n, op in enumerate(work[:7])]
@@ -195,8 +195,8 @@ def test_a_recording_may_begin_in_the_midst_of_a_thread(left: int, right: int) -
     assert compared(*runs, first=4).same
 
 
-def test_a_difference_of_the_main_thread_that_came_before_is_named() -> None:
-    """Of what differs in a step, on whatever thread, the first of the left run is named."""
+def test_an_earlier_difference_of_the_main_thread_is_named() -> None:
+    """The first difference of a step in the left run is named, whatever its thread."""
     ops, other = chain(3), chain(3, weights="v")
     beside = _work([0])
     wrong = [replace(op, outputs=(value("x", at),)) for at, op in enumerate(beside)]
@@ -208,9 +208,7 @@ def test_a_difference_of_the_main_thread_that_came_before_is_named() -> None:
 
 
 @pytest.mark.parametrize(("begins", "same"), [(PARTLY, True), (b"", False)])
-def test_runs_with_another_every_differ_in_what_was_read_alone(
-    begins: bytes, *, same: bool
-) -> None:
+def test_runs_with_different_every_may_differ_in_inputs_only(begins: bytes, *, same: bool) -> None:
     """What stands for memory set in part depends on the steps seen before; bytes do not."""
     ops = [replace(LANE[1], outputs=(value(1), (begins + value(name))[:16])) for name in "ab"]
     runs = [_run([op], cuts=[[0, 1, 1, 1]]) for op in ops]

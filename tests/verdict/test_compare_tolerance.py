@@ -1,4 +1,4 @@
-"""Runs that ought to be nearly the same: what statistics show, and what kept tensors do."""
+"""Runs within a tolerance: comparison by statistics, and distances of kept tensors."""
 
 import math
 import sys
@@ -37,7 +37,7 @@ def _op(name: str, numbers: list[float], *, op: str = "aten::addmm", side: str =
     st.floats(1e-6, 0.5),
     st.floats(1e-6, 10),
 )
-def test_no_alarm_where_every_element_is_within(
+def test_runs_with_all_elements_within_the_tolerance_are_the_same(
     pairs: list[tuple[float, float]], rtol: float, atol: float
 ) -> None:
     """Tensors whose elements are within a tolerance have statistics that are within it."""
@@ -48,8 +48,8 @@ def test_no_alarm_where_every_element_is_within(
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=20), st.floats(1e-3, 0.1))
-def test_a_shift_beyond_the_tolerance_is_seen(numbers: list[float], rtol: float) -> None:
-    """Elements that are all shifted by twice what their size allows are out of tolerance."""
+def test_a_shift_beyond_the_tolerance_is_found(numbers: list[float], rtol: float) -> None:
+    """Elements that are all shifted by twice their tolerance are out of tolerance."""
     largest = max(map(abs, numbers))
     left = [number + 2 * rtol * largest + 1e-3 for number in numbers]
 
@@ -69,7 +69,7 @@ def test_a_shift_beyond_the_tolerance_is_seen(numbers: list[float], rtol: float)
         ((1, 1.0, 1.0, 1.0, 1.0), (2, 1.0, 1.4, 1.0, 1.0), False),
     ],
 )
-def test_what_is_no_number_is_only_the_same_as_itself(
+def test_values_that_are_not_finite_equal_only_themselves(
     left: Statistics, right: Statistics, *, same: bool
 ) -> None:
     """NaN, infinity and tensors without elements agree with their like, whatever the tolerance."""
@@ -77,10 +77,8 @@ def test_what_is_no_number_is_only_the_same_as_itself(
 
 
 @pytest.mark.parametrize("many", [2, store.MANY])
-def test_the_first_op_that_is_too_far_apart_is_named(
-    many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ops within the tolerance pass, of other dtypes and bits; the first beyond it is named.
+def test_the_first_op_out_of_tolerance_is_named(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops within the tolerance pass, also with other dtypes; the first beyond it is named.
 
     It keeps its sentence where later parts of a long step differ as well.
     """
@@ -99,8 +97,8 @@ def test_the_first_op_that_is_too_far_apart_is_named(
     assert compared(*runs, STATISTICS, rtol=0.01, atol=8).same
 
 
-def test_ops_of_other_devices_go_together_by_module() -> None:
-    """Where a device has an op of its own for the same module, its result is compared."""
+def test_ops_of_different_devices_are_matched_by_module() -> None:
+    """If a device uses a different op for the same module, its result is compared."""
     a = [_op("one", [1.0]), _op("attention", [1.0, 2.0], op="aten::flash"), _op("two", [3.0])]
     b = [_op("one", [1.0]), _op("attention", [1.0, 5.0], op="npu::fusion"), _op("two", [3.0])]
     extra = Op("aten::_to_copy", "one", shapes="float32[7]", outputs=(value("copy"),))
@@ -111,8 +109,8 @@ def test_ops_of_other_devices_go_together_by_module() -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_other_threads_are_held_to_the_tolerance_as_well(*, wrong: bool) -> None:
-    """What other threads computed is nearly the same or is named, whenever they did it."""
+def test_other_threads_are_compared_within_the_tolerance(*, wrong: bool) -> None:
+    """Results of other threads are within the tolerance or named, whatever their timing."""
     left, right = (
         [replace(_op("one", [number]), thread=1) for number in numbers]
         for numbers in ((1.0, 2.0, 3.0), (1.01, 2.9 if wrong else 2.02, 3.0))
@@ -128,7 +126,7 @@ def test_other_threads_are_held_to_the_tolerance_as_well(*, wrong: bool) -> None
 
 
 def test_without_statistics_only_equal_bits_are_within_a_tolerance() -> None:
-    """Other bits without statistics are not the same, and a note says what to record."""
+    """Unequal bits without statistics are not the same, and a note says what to record."""
     bare, other = [Step((_op("one", [1.0]),))], [Step((_op("one", [1.0], side="b"),))]
     same, unequal = (compared(bare, run, STATISTICS, {}, rtol=0.1) for run in (bare, other))
 
@@ -139,7 +137,7 @@ def test_without_statistics_only_equal_bits_are_within_a_tolerance() -> None:
 
 
 @pytest.mark.parametrize("meta", [{"level": "step"}, {"level": "module"}, {}])
-def test_other_bits_without_their_statistics_are_not_within_a_tolerance(
+def test_unequal_bits_without_statistics_are_not_within_a_tolerance(
     meta: dict[str, str],
 ) -> None:
     """Where a record has no statistics, nobody can tell whether it is nearly the same."""
@@ -151,8 +149,8 @@ def test_other_bits_without_their_statistics_are_not_within_a_tolerance(
     assert compared(a, a, STATISTICS | meta, rtol=0.5).same
 
 
-def test_two_recordings_under_aligned_ask_for_its_tolerance() -> None:
-    """`aligned` asks for a tolerance if both runs were under it; the verdict says which."""
+def test_two_recordings_under_aligned_are_compared_within_its_tolerance() -> None:
+    """The tolerance of `aligned` applies if both runs were recorded under it; a note says so."""
     runs = [[Step((_op("one", [number], side=f"{number}"),))] for number in (1.0, 1.0001)]
     aligned, seeded = ({**STATISTICS, "guarantee": each} for each in ("aligned", "seeded"))
 
@@ -162,14 +160,14 @@ def test_two_recordings_under_aligned_ask_for_its_tolerance() -> None:
 
 
 def test_runs_without_an_op_in_common_are_not_the_same() -> None:
-    """Within a tolerance too there has to be something that was compared."""
+    """Within a tolerance, too, something must have been compared."""
     runs = ([Step((_op(name, [1.0], op=f"mine::{name}"),))] for name in "ab")
 
     assert diverged(*runs, STATISTICS, rtol=0.1).kind is Kind.INCOMPARABLE
 
 
-def test_a_loss_is_held_to_the_tolerance_whichever_op_computed_it() -> None:
-    """Losses are compared as numbers where devices have ops of their own for them."""
+def test_losses_are_compared_within_the_tolerance_whatever_op_computed_them() -> None:
+    """Losses are compared as numbers if devices use different ops for them."""
     one = _op("one", [1.0])
     runs = [Step((one, _op("", [2.0])), losses=(2.0,))], [Step((one,), losses=(3.0,))]
     first = diverged(*runs, STATISTICS, rtol=0.1)
@@ -178,8 +176,8 @@ def test_a_loss_is_held_to_the_tolerance_whichever_op_computed_it() -> None:
     assert compared(*runs, STATISTICS, rtol=0.5).same
 
 
-def test_an_op_of_one_program_has_its_counterpart(tmp_path: Path) -> None:
-    """Of two runs of one program on one machine neither may leave an op out."""
+def test_an_op_without_counterpart_in_the_same_program_is_a_difference(tmp_path: Path) -> None:
+    """If two runs of one program are on one machine, both must have the same ops."""
     whole = (_op("one", [1.0]), _op("two", [2.0], op="aten::relu"))
     a = write(tmp_path / "a", [Step(whole)], STATISTICS)
     b = write(tmp_path / "b", [Step(whole[:1])], STATISTICS)
@@ -194,7 +192,7 @@ VALUES = [0.5, -0.0, 1.75, math.inf, math.nan, -3.0]
 
 @pytest.mark.parametrize("name", DECODED)
 def test_kept_tensors_are_read_as_torch_wrote_them(name: str) -> None:
-    """The memory of every type of tensor gives the values that torch has for it."""
+    """For every dtype, the decoded memory equals the values in torch."""
     dtype = getattr(torch, name)
     numbers = VALUES if dtype.is_floating_point or dtype.is_complex else [0, 1, 3, 100]
     tensor = torch.tensor(numbers).to(dtype)
@@ -229,8 +227,8 @@ def test_the_distance_in_ulp_counts_the_numbers_of_a_type(
 @pytest.mark.parametrize(
     ("one", "other"), [("float16", "bfloat16"), ("float8_e5m2", "float8_e4m3fn")]
 )
-def test_two_types_have_no_distance_in_ulp(one: str, other: str) -> None:
-    """Codes of one width count the numbers of one type only."""
+def test_different_dtypes_have_no_distance_in_ulp(one: str, other: str) -> None:
+    """The distance in ulp is defined only within one dtype."""
     width = np.dtype(SIGNED_MAGNITUDES[one]).itemsize
     kept = [[("output", 0, dtype, "1", bytes([0x11] * width))] for dtype in (one, other)]
 
@@ -241,8 +239,8 @@ def test_two_types_have_no_distance_in_ulp(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_the_first_wrong_elements_are_shown(dtype: torch.dtype) -> None:
-    """Where tensors were kept, a divergence shows where they differ, and by how much."""
+def test_the_first_differing_elements_are_shown(dtype: torch.dtype) -> None:
+    """If tensors were kept, a divergence shows its differing elements and their distance."""
     runs = []
     for side, wrong in (("a", 0), ("b", 4)):
         tensor = torch.arange(1, 13).reshape(3, 4).to(dtype)

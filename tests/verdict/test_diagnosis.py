@@ -1,4 +1,4 @@
-"""Laws of advice: it fits what is known of the runs, all of it can be used, escalation ends."""
+"""Laws of advice: it fits the facts about the runs, it is usable, and escalation ends."""
 
 import shlex
 from dataclasses import asdict, replace
@@ -67,7 +67,7 @@ def case(
     tolerance: tuple[float, float] | None = None,
     **values: Any,
 ) -> Case:
-    """Return a divergence; `differ` is ``setting: left, right``, `both` is of both its sides."""
+    """Return a divergence; `differ` is ``setting: left, right``, `both` applies to both runs."""
     name, _, sides = differ.rpartition(": ")
     settings = (Setting(name, *sides.split(", ")),) if differ else ()
     sides_of = {"left": side(**both), "right": side(**both)} if both else {}
@@ -240,13 +240,13 @@ def verdict_on(first: Any, settings: tuple[Setting, ...] = (), **values: Any) ->
 
 
 def known(one: Case) -> tuple[Verdict, dict[str, Any]]:
-    """Return the verdict of a case, and what one trace's meta says."""
+    """Return the verdict of a case, and the meta of one trace."""
     first, settings, meta, tolerance = one
     return verdict_on(first, settings, tolerance=tolerance), meta
 
 
 def advised(*args: Any, **values: Any) -> Advice:
-    """Return the advice that there is."""
+    """Return the advice on a case, which must exist."""
     found = advice(*args, **values)
     assert found is not None
     assert found.cause
@@ -254,31 +254,31 @@ def advised(*args: Any, **values: Any) -> Advice:
 
 
 def helpful(verdict: Verdict, meta: dict[str, Any]) -> list[str]:
-    """Return the settings that are worth a trial, the likeliest first."""
+    """Return the settings to try, the likeliest first."""
     return [f"{fix.key}={fix.value}" for fix in open_fixes(evidence_of(verdict, meta))]
 
 
 def text_of(verdict: Verdict, meta: dict[str, Any]) -> str:
-    """Return every part of an advice."""
+    """Return all texts of an advice."""
     parts = {**asdict(advised(verdict, meta)), "may help": ", ".join(helpful(verdict, meta))}
     return "\n".join(f"{name}: {value}" for name, value in parts.items() if value)
 
 
 def test_each_kind_of_divergence_gets_its_cause_and_the_settings_to_try(golden: Any) -> None:
-    """The cause fits the divergence, and the settings are ones that are not in force yet."""
+    """The cause fits the divergence, and the proposed settings are not set yet."""
     golden("causes.txt", {name: text_of(*known(one)) for name, one in CASES.items()})
 
 
-def test_what_the_program_has_decides_on_the_cause_and_the_edit(golden: Any) -> None:
-    """A cause is named where the program has what it takes, with the line and what to change."""
+def test_facts_about_the_program_determine_cause_and_edit(golden: Any) -> None:
+    """A cause is named only if the program can have it, with its line and an edit."""
     meta = {**CPU, "knobs": SEEDED}
     cases = {name: text_of(verdict_on(one, **more), meta) for name, (one, more) in PROGRAM.items()}
 
     golden("causes_in_programs.txt", cases)
 
 
-def test_no_cause_is_out_of_reach() -> None:
-    """Every row is the first to fit for some divergence above."""
+def test_every_rule_is_reachable() -> None:
+    """Every rule is the first that fits for some divergence above."""
     every = [*map(known, CASES.values())]
     every += [(verdict_on(case[0], **case[1]), CPU) for case in PROGRAM.values()]
 
@@ -294,8 +294,8 @@ FIXES = sorted({(fix.key, fix.value) for row in RULES for fix in row.fixes})
 
 
 @pytest.mark.parametrize(("key", "value"), FIXES)
-def test_every_setting_proposed_is_one_that_a_profile_takes(key: str, value: str) -> None:
-    """An override out of an advice is legal, and its knob can be explained."""
+def test_every_proposed_setting_is_a_legal_override(key: str, value: str) -> None:
+    """Its override is legal, and its knob can be explained."""
     assert load("seed-only", [f"{key}={value}"]).resolved.settings()
     assert explanations(key)
 
@@ -308,7 +308,7 @@ def test_every_setting_proposed_is_one_that_a_profile_takes(key: str, value: str
     step=st.integers(0, 10**6),
     profile=st.text(min_size=1, max_size=8),
 )
-def test_every_divergence_gets_an_advice_that_a_shell_takes(
+def test_the_commands_of_every_advice_are_valid_in_a_shell(
     op: str, kind: Kind, phase: str, module: str, step: int, profile: str
 ) -> None:
     """Whatever diverges, a cause is named, and the closer look names what it is about."""
@@ -337,18 +337,18 @@ def test_every_divergence_gets_an_advice_that_a_shell_takes(
         ("aten::normal_", {**CPU, "detail": False}, False),
     ],
 )
-def test_what_a_recording_has_not_read_may_have_changed(
+def test_an_input_that_was_not_fingerprinted_again_may_have_changed(
     op: str, meta: dict[str, Any], *, said: bool
 ) -> None:
     """Without detail, equal inputs are what torch last wrote: the command reads them anew."""
     found = advised(unequal(divergence(op), settings=()), meta)
 
-    assert ("an input was changed outside torch in mid-step" in found.cause) == said
+    assert ("an input was changed outside torch within the step" in found.cause) == said
     assert (" --detail -- " in found.closer) == said
 
 
-def test_nothing_is_proposed_to_look_closer_at_where_all_is_seen() -> None:
-    """With elements at hand, or a run that has ended, there is nothing more to record."""
+def test_no_closer_look_is_proposed_if_it_shows_nothing_new() -> None:
+    """With elements, or for a run that ended early, there is nothing more to record."""
     seen = replace(divergence(), elements=unequal().first.elements)  # type: ignore[union-attr]
     ended = divergence("", Kind.ENDED)
 
@@ -356,7 +356,7 @@ def test_nothing_is_proposed_to_look_closer_at_where_all_is_seen() -> None:
 
 
 def test_every_op_that_torch_tags_as_random_is_known_by_name() -> None:
-    """The names that are kept here, so as not to need torch, are those of this torch and more."""
+    """The table, which avoids a dependency on torch, has all tagged ops of this torch."""
     tag = torch.Tag.nondeterministic_seeded
     tagged = set()
     for schema in torch._C._jit_get_all_schemas():
@@ -374,15 +374,13 @@ NAMES = [step.name for step in ESCALATION]
 
 
 def values(profile: str, *overrides: str) -> Any:
-    """Return the values of a profile as it is resolved."""
+    """Return the values of a resolved profile."""
     return load(profile, overrides).resolved.values
 
 
 @pytest.mark.parametrize("profile", ["seed-only", "train-fast", "debug-strict", "npu-align"])
 @pytest.mark.parametrize("accelerator", ["", "cuda"])
-def test_escalation_ends_at_the_top_and_never_comes_back_to_a_level(
-    profile: str, accelerator: str
-) -> None:
+def test_escalation_ends_at_the_top_and_repeats_no_level(profile: str, accelerator: str) -> None:
     """With a level's overrides in the profile, the next one is the next higher that acts here."""
     first = divergence("gradient", module="layers.2.mlp")  # any op may have computed it
     program = Program(accelerator=accelerator)
@@ -399,8 +397,8 @@ def test_escalation_ends_at_the_top_and_never_comes_back_to_a_level(
     assert ("the suspect module on the CPU" in passed) == bool(accelerator)
 
 
-def test_each_level_holds_all_below_it() -> None:
-    """Nothing declared, every level is above, the lowest first, and each begins as the last."""
+def test_each_level_includes_all_lower_levels() -> None:
+    """From an empty profile, all levels come in order, each with the settings of the last."""
     found = list(levels_above({}, divergence("gradient"), Program(accelerator="npu")))
 
     assert [level.name for level in found] == NAMES
@@ -412,8 +410,8 @@ def test_each_level_holds_all_below_it() -> None:
     module=st.text(min_size=1, max_size=12)
     | st.sampled_from(["0", "0.", "1.5", "1e5", "null", "_a_"])
 )
-def test_whatever_a_module_is_called_its_level_is_a_legal_override(module: str) -> None:
-    """Names that the grammar of overrides has no place for become patterns that mean them."""
+def test_every_module_name_gives_a_legal_override(module: str) -> None:
+    """Names that the grammar of overrides does not allow become patterns that match them."""
     first, program = divergence("gradient", module=module), Program(accelerator="cuda")
     *_, top = levels_above({"seed": 1}, first, program)
     found = load("seed-only", top.overrides).resolved.values.get("device", {}).get("modules", {})
@@ -422,15 +420,15 @@ def test_whatever_a_module_is_called_its_level_is_a_legal_override(module: str) 
     assert bool(found) == (top.name == NAMES[-1])
 
 
-def test_the_model_as_a_whole_and_what_is_outside_of_modules_are_not_placed() -> None:
-    """Without a module's path within the model there is no such level."""
+def test_the_whole_model_and_ops_outside_of_modules_have_no_module_level() -> None:
+    """The level needs the path of a module within its model."""
     for module in ("", "Net"):
         first, program = divergence("gradient", module=module), Program(accelerator="cuda")
         assert list(levels_above({}, first, program))[-1].name == NAMES[-2]
 
 
-def test_what_a_user_decided_op_by_op_counts_as_decided() -> None:
-    """A policy per op is not replaced by one for all."""
+def test_a_policy_per_op_is_not_replaced() -> None:
+    """A policy for single ops is not replaced by a policy for all."""
     declared = values("debug-strict", "device.fallback={ops: {cumsum: native}}")
     *_, top = levels_above(declared, divergence("gradient"))
 
@@ -453,15 +451,15 @@ SEEDS, ONE_THREAD, KERNELS, NO_WORKERS, NO_DROPOUT, HOST, ON_CPU = NAMES
         (divergence("", Kind.RANDOM), [SEEDS, NO_WORKERS, NO_DROPOUT, HOST]),
     ],
 )
-def test_a_level_is_about_the_kind_of_divergence(first: Any, expected: list[str]) -> None:
-    """Deterministic kernels do not help against other data, nor seeds against a kernel."""
+def test_levels_depend_on_the_kind_of_divergence(first: Any, expected: list[str]) -> None:
+    """Deterministic kernels do not help with different data, nor seeds with a kernel."""
     found = levels_above({}, first, Program(accelerator="cuda"))
 
     assert [level.name for level in found] == expected
 
 
-def test_no_level_is_proposed_that_the_program_cannot_feel() -> None:
-    """Without a loader, dropout and a device, no level and no setting is about them."""
+def test_no_level_is_proposed_without_effect_on_the_program() -> None:
+    """Without a loader, dropout and a device, no level and no setting applies to them."""
     nothing = list(levels_above({}, divergence("gradient"), Program(features=())))
     text = " ".join(nothing[-1].overrides)
 
@@ -476,7 +474,7 @@ def test_no_level_is_proposed_that_the_program_cannot_feel() -> None:
 @pytest.mark.parametrize(
     ("workers", "expected"), [(None, set()), (0, {LOADER}), (2, {LOADER, WORKERS})]
 )
-def test_every_level_of_recording_tells_whether_there_are_loaders(
+def test_every_level_of_recording_has_the_loaders(
     tmp_path: Path, level: str, workers: int | None, expected: set[str]
 ) -> None:
     """Of what only ops show, such as dropout, anything may be there; loaders are known."""

@@ -1,4 +1,4 @@
-"""Records of two runs find each other again, and ops that one run does more are found."""
+"""Records of two runs are matched, and additional ops of one run are found."""
 
 import math
 import random
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.trace.reader import read_run
-from torchrepro.verdict.matching import fewest_left_over
+from torchrepro.verdict.matching import cheapest_alignment
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Kind, Verdict
 
@@ -72,7 +72,7 @@ def _text(seed: int, steps: int, *lines: str) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """A program, of which one run does some statements more."""
+    """A program; one of its runs executes additional statements."""
 
     seed: int
     longer: str  # the text of that run
@@ -142,7 +142,7 @@ def _alike(chance: random.Random, lines: Sequence[str]) -> str:
 
 
 def _guarded(chance: random.Random, when: str, more: list[str]) -> list[str]:
-    """Return statements that only a run with more does: lines of their own, or turns of a loop."""
+    """Return statements for one run only: separate lines, or additional loop iterations."""
     if chance.random() < 0.7:
         return _block(when, more)
     a, b, c, *more = (chance.choice(NAMES) for _ in range(3 + len(more)))
@@ -151,7 +151,7 @@ def _guarded(chance: random.Random, when: str, more: list[str]) -> list[str]:
 
 
 def _answers(longer: Sequence[Facts], shorter: Sequence[Facts], *, lines: bool) -> list[Facts]:
-    """Return the records each of which may be the first that only the longer run has.
+    """Return the candidates for the first record that only the longer run has.
 
     The other run is the longer one without some records, of which the answer is the first. Records
     that belong together agree in step and op, and with `lines` in line. Those are left out without
@@ -186,7 +186,7 @@ def _answers(longer: Sequence[Facts], shorter: Sequence[Facts], *, lines: bool) 
 
 
 def records_of(folder: Path) -> list[Facts]:
-    """Return what each record of a run says."""
+    """Return the content of each record of a run."""
     (trace,) = read_run(folder)
     try:
         return [
@@ -203,7 +203,7 @@ def records_of(folder: Path) -> list[Facts]:
 
 
 def first_of(verdict: Verdict) -> Facts:
-    """Return what the record says that a verdict names as the one that only one run has."""
+    """Return the content of the record that a verdict names as additional."""
     first = verdict.first
     assert first is not None
     side = first.left or first.right
@@ -249,7 +249,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _wrong(program: Program, *, more_in_left: bool, same_lines: bool = True) -> str:
-    """Return in what the verdict on a program is wrong; nothing if it is right."""
+    """Return what is wrong with the verdict on a program; empty if it is right."""
     with _folder() as folder:
         plain = program.record(folder / "plain", extra=False)
         more = program.record(folder / "more", extra=True)
@@ -283,31 +283,33 @@ def _require_all_found(seeds: Iterable[int], *, edited: bool = False) -> None:
 
 
 @pytest.mark.slow
-def test_extra_ops_are_found_at_the_first_of_them() -> None:
-    """The first op that only one run has is named as that, wherever the ops were put in."""
+def test_additional_ops_are_found_at_the_first_of_them() -> None:
+    """The first op that only one run has is named, wherever the ops were inserted."""
     _require_all_found(range(FEW))
 
 
 @pytest.mark.slow
-def test_extra_ops_are_found_in_hundreds_of_programs() -> None:
-    """The first op that only one run has is named as that, in each of 200 programs more."""
+def test_additional_ops_are_found_in_hundreds_of_programs() -> None:
+    """The first op that only one run has is named in each of 200 programs."""
     _require_all_found(range(FEW, FEW + MANY))
 
 
-def test_extra_ops_are_found_in_a_program_that_was_edited() -> None:
-    """It makes no odds if the lines after the extra ones have other numbers."""
+def test_additional_ops_are_found_in_an_edited_program() -> None:
+    """The numbers of the lines after the additional ones do not matter."""
     _require_all_found(range(FEW // 2), edited=True)
 
 
 @pytest.mark.parametrize("more_in_left", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_extra_ops_like_others_are_no_change_from_outside(name: str, *, more_in_left: bool) -> None:
-    """Ops that only one run did are what the verdict names, not what they changed."""
+def test_additional_ops_equal_to_others_are_not_changes_from_outside(
+    name: str, *, more_in_left: bool
+) -> None:
+    """The verdict names the ops that only one run has, not the tensors that they changed."""
     assert not _wrong(CASES[name], more_in_left=more_in_left)
 
 
-def test_each_run_may_have_ops_of_its_own() -> None:
-    """An op that one run did here is not the like one that the other run did on another line."""
+def test_each_run_may_have_additional_ops() -> None:
+    """An op of one run is not matched with an equal op of the other run on another line."""
     program = Program.of_lines(
         ["z.exp()", "x.mul_(2)"], ["y = x + z", "if not extra: z.exp()", "y.sum()"]
     )
@@ -317,7 +319,7 @@ def test_each_run_may_have_ops_of_its_own() -> None:
 
     assert first is not None
     assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::exp")
-    assert first.what == "only B has it; A goes on with aten::add.Tensor"
+    assert first.what == "only B has it; A continues with aten::add.Tensor"
 
 
 LETTERS = st.lists(st.sampled_from(range(3)), max_size=9)
@@ -330,8 +332,8 @@ def _op(name: str, number: object) -> Op:
 
 @given(UNIQUE, st.data())
 @settings(max_examples=40)
-def test_what_moved_is_found_again(items: list[int], data: st.DataObject) -> None:
-    """Ops with names of their own go with their like wherever they went: the runs are the same."""
+def test_moved_ops_are_matched(items: list[int], data: st.DataObject) -> None:
+    """Ops with unique names are matched wherever they moved: the runs are the same."""
     left = [_op(f"op{item}", item) for item in items]
     start = data.draw(st.integers(0, len(left)))
     end = data.draw(st.integers(start, len(left)))
@@ -341,8 +343,8 @@ def test_what_moved_is_found_again(items: list[int], data: st.DataObject) -> Non
     assert compared([Step((*left,))], [Step((*rest[:place], *left[start:end], *rest[place:]))]).same
 
 
-def test_the_first_of_a_longer_run_of_alike_ops_is_the_one_more() -> None:
-    """An op that was added before one of its name is named, though all after it differs."""
+def test_the_first_of_a_longer_sequence_of_equal_ops_is_the_additional_one() -> None:
+    """An op that was inserted before an op of its name is named, though all later ones differ."""
     left = [Step((_op("a", 1), _op("b", 1), _op("c", 1)))]
     first = diverged(left, [Step((_op("a", 1), _op("b", 2), _op("b", 3), _op("c", 2)))])
 
@@ -351,8 +353,8 @@ def test_the_first_of_a_longer_run_of_alike_ops_is_the_one_more() -> None:
     assert first.right.output_fingerprints == (value(2).hex(),)
 
 
-def test_an_op_more_is_found_by_values_where_an_edit_has_shifted_all_lines() -> None:
-    """Lines decide only between pairs that agree alike in all else, however many they are."""
+def test_an_additional_op_is_found_by_values_if_all_lines_are_shifted() -> None:
+    """Lines only decide between pairs that are equally good otherwise, however many differ."""
     left = [_op("a", "first"), *(_op("a", "same") for _ in range(8)), _op("b", 1)]
     one, other = (
         Step(tuple(replace(op, source=f"train.py:{line}") for line, op in enumerate(ops)))
@@ -367,7 +369,7 @@ def test_an_op_more_is_found_by_values_where_an_edit_has_shifted_all_lines() -> 
 
 
 @given(LETTERS, LETTERS, st.randoms(use_true_random=False))
-def test_fewest_records_are_left_over_and_then_pairs_cost_least(
+def test_an_alignment_has_the_fewest_unmatched_and_then_the_cheapest_pairs(
     one: list[int], other: list[int], chance: Random
 ) -> None:
     """No matching in order leaves fewer records, and none that leaves as few has cheaper pairs."""
@@ -377,7 +379,7 @@ def test_fewest_records_are_left_over_and_then_pairs_cost_least(
     ]
     prices = [(facts[0], facts[1], 2), (facts[2], facts[3], 1)]
 
-    found = fewest_left_over(left, right, prices)
+    found = cheapest_alignment(left, right, prices)
 
     assert found is not None
     pairs = list(zip(*(places.tolist() for places in found), strict=True))
@@ -406,12 +408,12 @@ def _best(one: list[int], other: list[int], prices: dict[tuple[int, int], int]) 
     return rest(0, 0)
 
 
-def test_sequences_with_little_in_common_end_the_search_soon() -> None:
-    """What is too much work is not sought; a few records more among thousands are found."""
+def test_sequences_with_little_in_common_end_the_search_early() -> None:
+    """Long searches are cut off; a few additional records among thousands are found."""
     chance = np.random.default_rng(0)
     left, right = (chance.integers(0, 300, 20_000) for _ in "ab")
 
-    assert fewest_left_over(left, right) is None
-    found = fewest_left_over(left, np.concatenate([left[:5000], right[:9], left[5000:]]))
+    assert cheapest_alignment(left, right) is None
+    found = cheapest_alignment(left, np.concatenate([left[:5000], right[:9], left[5000:]]))
     assert found is not None
     assert len(found[0]) == len(left)

@@ -1,4 +1,4 @@
-"""Laws of the page: whole, self-contained, of bounded size, and safe whatever a recording holds."""
+"""Laws of the page: complete, self-contained, of bounded size, and safe for any recording."""
 
 import re
 import time
@@ -90,7 +90,7 @@ def sections(text: str) -> list[str | None]:
 
 
 def filled(text: str) -> Verdict:
-    """Return a verdict with `text` wherever a recording can put one."""
+    """Return a verdict with `text` in every field that a recording controls."""
     place = divergence(
         *(text, Kind.OUTPUTS),
         phase=text,
@@ -120,7 +120,7 @@ def filled(text: str) -> Verdict:
 
 
 def huge(steps: int = 1000, modules: int = 200) -> Verdict:
-    """Return a verdict on many steps of many modules, and on a hundred times as many losses."""
+    """Return a verdict with many steps and modules, and a hundred times as many losses."""
     names = tuple(f"encoder.layers.{n // 5}.part{n % 5}.proj" for n in range(modules))
     return unequal(
         divergence(step=400, module=names[20]),
@@ -145,7 +145,7 @@ PAGES = {
 
 
 def read(verdict: Verdict) -> str:
-    """Return the texts of a page in their order, each after the element that it is in."""
+    """Return the texts of a page in order, each after its element."""
     found = Reader(page(verdict))
     assert found.open == []
     return "\n".join(
@@ -155,14 +155,14 @@ def read(verdict: Verdict) -> str:
     )
 
 
-def test_a_page_tells_what_the_terminal_tells(golden: Any) -> None:
-    """What is known is said once, values before fingerprints; what is not takes no room."""
+def test_a_page_has_the_content_of_the_terminal(golden: Any) -> None:
+    """Each fact is shown once, values rather than fingerprints; missing facts take no space."""
     golden("page.txt", {name: read(verdict) for name, verdict in PAGES.items()})
 
 
 @given(text=st.text(min_size=1) | st.just(HOSTILE))
-def test_no_text_of_a_recording_becomes_part_of_the_page(text: str) -> None:
-    """Whatever a module, a line or a setting is called, the elements of the page stay the same."""
+def test_no_text_of_a_recording_becomes_markup(text: str) -> None:
+    """Whatever the names of modules, lines or settings, the elements of the page are the same."""
     plain, found = Reader(page(filled("plain"))), Reader(page(filled(text)))
 
     assert found.shape == plain.shape
@@ -172,8 +172,8 @@ def test_no_text_of_a_recording_becomes_part_of_the_page(text: str) -> None:
     }
 
 
-def test_hostile_names_are_shown_as_they_are_written() -> None:
-    """A name that looks like a script is text, and one that steers direction is written out."""
+def test_hostile_names_are_shown_literally() -> None:
+    """A name with a script is shown as text; marks of text direction are escaped visibly."""
     text = page(filled(HOSTILE))
     shown = " ".join(part for parts in Reader(text).texts.values() for part in parts)
 
@@ -185,8 +185,8 @@ def test_hostile_names_are_shown_as_they_are_written() -> None:
     assert "{{ 7*7 }}" in shown
 
 
-def test_a_page_asks_nobody_for_anything_and_runs_only_its_own_script() -> None:
-    """Nothing refers to another file; the policy names exactly the style and script within."""
+def test_a_page_loads_nothing_and_runs_only_its_own_script() -> None:
+    """No reference to another file; the policy allows exactly the inline style and script."""
     text = page(unequal())
     found = Reader(text)
 
@@ -202,7 +202,7 @@ def test_a_page_asks_nobody_for_anything_and_runs_only_its_own_script() -> None:
 
 
 def test_a_thousand_steps_of_two_hundred_modules_stay_a_small_page() -> None:
-    """Neighbouring steps and sibling modules are drawn together; the page is made in a second."""
+    """Neighbouring steps and sibling modules are merged; the page is created within a second."""
     verdict = huge()
     begun = time.process_time()
     text = page(verdict)
@@ -266,7 +266,7 @@ def test_a_chart_draws_what_is_finite_and_nothing_else(
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_highest_and_lowest_point() -> None:
-    """One outlier among a million steps is still seen."""
+    """A single outlier among a million steps stays visible."""
     curve = [(float(at), 9.0 if at == 123_457 else 1.0 + at % 3) for at in range(300_000)]
 
     found = chart([curve], 100)
@@ -279,8 +279,8 @@ def test_a_long_curve_is_thinned_and_keeps_its_highest_and_lowest_point() -> Non
 
 
 @given(low=st.floats(-1e9, 1e9), room=st.floats(1e-3, 1e9))
-def test_ticks_are_round_and_within(low: float, room: float) -> None:
-    """An axis has two to six marks, none outside."""
+def test_ticks_are_round_and_within_the_range(low: float, room: float) -> None:
+    """An axis has two to six marks, none outside its range."""
     found = ticks(low, low + room)
 
     assert 1 <= len(found) <= 6
@@ -301,7 +301,7 @@ Show = Callable[[Verdict], Path]
 
 @pytest.fixture
 def show(browser: Tab, tmp_path: Path) -> Show:
-    """Return what opens the page of a verdict in the browser, and returns its file."""
+    """Return a function that opens the page of a verdict in the browser and returns its file."""
 
     def show(verdict: Verdict) -> Path:
         file = tmp_path / "page.html"
@@ -323,8 +323,8 @@ VERDICTS: dict[str, Callable[[], Verdict]] = {
 
 
 @pytest.mark.parametrize("kind", VERDICTS)
-def test_a_browser_has_nothing_to_complain_of(browser: Tab, show: Show, kind: str) -> None:
-    """No error, no warning, no alert, and no request but that for the file itself."""
+def test_a_browser_reports_no_problem(browser: Tab, show: Show, kind: str) -> None:
+    """No error, no warning, no alert, and no request except for the file itself."""
     file = show(VERDICTS[kind]())
 
     here = browser.value("[...document.querySelectorAll('section')].map(each => each.id)")
@@ -336,7 +336,7 @@ def test_a_browser_has_nothing_to_complain_of(browser: Tab, show: Show, kind: st
 
 @pytest.mark.parametrize("width", [320, 768, 1600])
 def test_a_page_fits_a_window_of_any_width(browser: Tab, show: Show, width: int) -> None:
-    """Nothing sticks out to the side, on a phone or a wide screen."""
+    """Nothing overflows horizontally, on a phone or on a wide screen."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     browser.ask("Emulation.setDeviceMetricsOverride", **size)
     for verdict in (unequal(), huge(50), filled("long" * 60)):
@@ -347,7 +347,7 @@ def test_a_page_fits_a_window_of_any_width(browser: Tab, show: Show, width: int)
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_can_be_read_in_both_schemes(browser: Tab, show: Show, scheme: str) -> None:
-    """Every text has a contrast of at least 4.5 to what is behind it (WCAG 2, level AA)."""
+    """Every text has a contrast of at least 4.5 to its background (WCAG 2, level AA)."""
     emulate(browser, scheme)
     show(unequal())
 
@@ -357,7 +357,7 @@ def test_texts_can_be_read_in_both_schemes(browser: Tab, show: Show, scheme: str
 
 
 def said(browser: Tab, section: str) -> str:
-    """Return what a section reads out."""
+    """Return the announced text of a section."""
     return str(browser.value(f"document.querySelector('#{section} .said').textContent"))
 
 
@@ -379,7 +379,7 @@ def test_the_losses_are_read_with_the_keyboard_and_the_pointer(browser: Tab, sho
 
 
 def test_modules_are_filtered_by_name(browser: Tab, show: Show) -> None:
-    """What is typed hides all other modules, in the map, in the table, and from arrow keys."""
+    """The filter hides all other modules: in the map, in the table, and for the arrow keys."""
     show(unequal())
     every = "[...document.querySelectorAll('[data-module]:not([hidden])')]"
     visible = f"{every}.map(e => e.dataset.module)"
@@ -407,7 +407,7 @@ NOTICE = """new Promise(done => {
 
 
 def test_commands_are_copied(browser: Tab, show: Show) -> None:
-    """A copy button puts the text before it into the clipboard, or selects it, and says so."""
+    """A copy button copies the text before it, or selects it, and reports which."""
     show(unequal())
     browser.value("window.scrollTo(0, 0); document.querySelector('#advice .copy').focus()")
     browser.press("Enter")
@@ -418,8 +418,10 @@ def test_commands_are_copied(browser: Tab, show: Show) -> None:
 
 
 @pytest.mark.parametrize("verdict", [unequal(), equal()], ids=["unequal", "equal"])
-def test_a_screen_reader_finds_its_way(browser: Tab, show: Show, verdict: Verdict) -> None:
-    """Landmarks, one first heading and no gap below it, a name for all that takes the focus."""
+def test_a_page_is_accessible_to_a_screen_reader(
+    browser: Tab, show: Show, verdict: Verdict
+) -> None:
+    """Landmarks, one h1, no skipped heading level, and a name for every focusable element."""
     show(verdict)
     nodes = [
         each
@@ -441,8 +443,8 @@ def test_a_screen_reader_finds_its_way(browser: Tab, show: Show, verdict: Verdic
     assert browser.value("[...document.querySelectorAll('[tabindex]')].every(e => !e.tabIndex)")
 
 
-def test_tab_goes_through_a_page_from_the_top_to_its_end(browser: Tab, show: Show) -> None:
-    """The focus follows the order of the page, stays in no place, and is always seen."""
+def test_tab_moves_through_a_page_from_top_to_end(browser: Tab, show: Show) -> None:
+    """The focus follows the order of the page, is never trapped, and is always visible."""
     show(unequal())
     places = []
     for _ in range(60):
@@ -462,8 +464,10 @@ def test_tab_goes_through_a_page_from_the_top_to_its_end(browser: Tab, show: Sho
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_worse_cell_stands_out_more(browser: Tab, show: Show, scheme: str) -> None:
-    """In both schemes each shade is further from the paper than the one before, and no paler."""
+def test_a_cell_with_more_differences_stands_out_more(
+    browser: Tab, show: Show, scheme: str
+) -> None:
+    """In both schemes, each shade has more contrast to the background than the one before."""
     emulate(browser, scheme)
     show(unequal())
     style = "getComputedStyle(document.querySelector('{}')).{}"
@@ -478,13 +482,13 @@ def test_a_worse_cell_stands_out_more(browser: Tab, show: Show, scheme: str) -> 
 
 
 def emulate(browser: Tab, scheme: str) -> None:
-    """Show pages as to a reader who prefers this scheme."""
+    """Show pages in the preferred colour scheme."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.ask("Emulation.setEmulatedMedia", features=features)
 
 
 def test_the_map_is_read_with_the_keyboard(browser: Tab, show: Show) -> None:
-    """Tab reaches the map at the first divergence; arrow keys move, and each cell is read out."""
+    """Tab reaches the map at the first divergence; arrow keys move, and each cell is announced."""
     verdict = unequal()
     verdict = replace(verdict, map=(*verdict.map, Cell(12, MODULES[0], 0, 3)))
     show(verdict)
@@ -508,7 +512,7 @@ def test_the_map_is_read_with_the_keyboard(browser: Tab, show: Show) -> None:
 
 
 def test_a_page_can_be_printed(browser: Tab, show: Show) -> None:
-    """Paper is white, also for who reads in the dark."""
+    """The paper is white even in the dark scheme."""
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.ask("Emulation.setEmulatedMedia", media="print", features=dark)
     show(unequal())
@@ -545,8 +549,8 @@ CONTRASTS = """(() => {
 
 
 @pytest.mark.parametrize("steps", [0, 12])
-def test_what_comes_after_the_last_step_is_named_on_the_page(steps: int) -> None:
-    """Its column of the map, and a divergence in it, are no step of that number."""
+def test_records_after_the_last_step_are_labelled_on_the_page(steps: int) -> None:
+    """Their column of the map, and a divergence in it, are not labelled as a step."""
     first = divergence(step=steps, after_last=True)
     compared = Compared(1, steps, 100, 100, "op", after_last=True)
     text = page(unequal(first, compared=compared, map=agreement(MODULES, steps + 1, steps, 5)))

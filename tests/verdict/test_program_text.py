@@ -1,4 +1,4 @@
-"""What the text of a program says of what may vary, where a seed comes from, which line to edit."""
+"""Static search of a program: varying calls, sources of seeds, and suggested edits."""
 
 import os
 from pathlib import Path
@@ -85,8 +85,8 @@ SAID = {
 
 
 @pytest.mark.parametrize("code", SAID)
-def test_a_line_says_what_may_vary(code: str, tmp_path: Path) -> None:
-    """By the names of imports. A set only where it is read in order, and the order is kept."""
+def test_varying_calls_are_found_in_the_source(code: str, tmp_path: Path) -> None:
+    """Names are resolved by imports. Sets are found only where their order affects a result."""
     program = tmp_path / "program.py"
     program.write_text(HEAD + code)
     found = scan([str(program), str(program)])
@@ -96,8 +96,8 @@ def test_a_line_says_what_may_vary(code: str, tmp_path: Path) -> None:
     assert all(int(line.where.rpartition(":")[2]) >= first for line in found)
 
 
-def test_what_is_no_program_of_then_has_no_line(tmp_path: Path) -> None:
-    """Gone, changed since, no Python, too large, nested too deep, a folder or a device: none."""
+def test_files_that_are_not_the_recorded_program_are_skipped(tmp_path: Path) -> None:
+    """Missing, changed, not Python, too large, nested too deeply, a folder or a device."""
     texts = {
         "wrong.py": "x = id(",
         "zero.py": "x = id(1)\0",
@@ -132,8 +132,8 @@ x = torch.rand(2, generator=noise)
 """
 
 
-def test_a_seed_is_known_by_what_it_was_made_from(tmp_path: Path) -> None:
-    """By a read of its line, heard or in the text; or one that speaks of a seed; or the last."""
+def test_the_source_of_a_seed_is_found(tmp_path: Path) -> None:
+    """It is a read on its line, or else a read on a line that mentions a seed, or the last read."""
     program = tmp_path / "program.py"
     program.write_text(SEEDS)
 
@@ -157,7 +157,7 @@ def test_a_seed_is_known_by_what_it_was_made_from(tmp_path: Path) -> None:
 
 
 def test_a_generator_is_traced_to_the_line_that_seeds_it(tmp_path: Path) -> None:
-    """Also where the call that seeds it goes over several lines: to the first of them."""
+    """If the seeding call spans several lines, it is the first of them."""
     program = tmp_path / "program.py"
     drawing = "x = torch.rand(2, generator=noise)\n"
     program.write_text(f"noise = torch.Generator()\nnoise.manual_seed(\n    7,\n)\n{drawing}")
@@ -166,8 +166,8 @@ def test_a_generator_is_traced_to_the_line_that_seeds_it(tmp_path: Path) -> None
     assert with_source(drawn, (drawn,), None).where == f"{program}:2"
 
 
-def test_a_seed_that_no_recording_hears_is_known_by_its_line(tmp_path: Path) -> None:
-    """Where the line of a seed reads what varies, by its text or as a recording has heard it."""
+def test_a_seed_that_no_recording_observes_is_found_by_its_line(tmp_path: Path) -> None:
+    """Its line reads a varying source, according to the text or to a recorded read."""
     program = tmp_path / "program.py"
     code = "x = np.random.RandomState({}), np.random.PCG64(5)\n"
     program.write_text(HEAD + "".join(map(code.format, ("tick()", "other()", "7"))))
@@ -250,7 +250,7 @@ CASES = {
 
 
 def written(folder: Path, line: str) -> str:
-    """Write a program whose second line is `line`; return where it is."""
+    """Write a program whose second line is `line`; return its ``file:line``."""
     body = "    pass\n" if line.endswith(":") else ""
     file = folder / f"program{len(list(folder.iterdir()))}.py"  # a file is read once
     file.write_text(f"{IMPORTS}{line}\n{body}", encoding="utf-8")
@@ -258,8 +258,8 @@ def written(folder: Path, line: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_edit_replaces_what_the_line_has(name: str, tmp_path: Path) -> None:
-    """The line as it is stands in it, and the line as it should be, or there is no edit."""
+def test_an_edit_replaces_an_expression_of_the_line(name: str, tmp_path: Path) -> None:
+    """It has the line before and after the change; without such an expression there is no edit."""
     (what, function), line, expected = CASES[name]
     where = written(tmp_path, line)
     edit = edit_of(what, function, where)
@@ -283,10 +283,8 @@ def test_an_edit_replaces_what_the_line_has(name: str, tmp_path: Path) -> None:
         ("t = Trainer(max_time='00:00:00:03')", "t = Trainer(max_steps=40)"),
     ],
 )
-def test_what_runs_side_by_side_or_for_a_time_is_limited(
-    line: str, after: str | None, tmp_path: Path
-) -> None:
-    """A pool is left with one worker; a trainer ends after as many steps as it made."""
+def test_parallel_or_timed_work_is_limited(line: str, after: str | None, tmp_path: Path) -> None:
+    """A pool gets one worker; a trainer ends after as many steps as it made."""
     file = written(tmp_path, line).rpartition(":")[0]
     what = CLOCK if "time" in line else THREADS
 
@@ -295,7 +293,7 @@ def test_what_runs_side_by_side_or_for_a_time_is_limited(
 
 
 def test_a_sample_draws_from_its_own_generator(tmp_path: Path) -> None:
-    """Where a sample is loaded there is a generator for it."""
+    """Code that loads a sample can use the sample's generator."""
     where = written(tmp_path, "rng = np.random.default_rng()")
     edit = edit_of_sample("numpy.random.default_rng", where)
 
@@ -303,8 +301,8 @@ def test_a_sample_draws_from_its_own_generator(tmp_path: Path) -> None:
     assert edit.after == "import torchrepro; rng = torchrepro.sample_rng()"
 
 
-def test_a_value_becomes_a_constant_only_where_it_became_a_seed(tmp_path: Path) -> None:
-    """A clock on a line of its own is edited if a seed was made from it, and not otherwise."""
+def test_a_value_becomes_a_constant_only_if_it_became_a_seed(tmp_path: Path) -> None:
+    """A clock read on a separate line is edited only if a seed was made from it."""
     where = written(tmp_path, "seed = int(time.time())")
 
     assert edit_of(CLOCK, "time.time", where) is None
@@ -351,8 +349,8 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_an_edit_stands_where_it_helps(name: str, tmp_path: Path) -> None:
-    """Of a name that stands for what varies, the edit is at the line that makes or takes it."""
+def test_an_edit_is_on_the_line_where_it_helps(name: str, tmp_path: Path) -> None:
+    """For a name with a varying value, the edit is on the line that makes or uses the value."""
     (what, function), lines, expected = ELSEWHERE[name]
     file = tmp_path / "program.py"
     file.write_text("\n".join(lines), encoding="utf-8")
@@ -363,10 +361,10 @@ def test_an_edit_stands_where_it_helps(name: str, tmp_path: Path) -> None:
 
 
 @given(text=st.text(max_size=60), what=st.sampled_from([CLOCK, ENTROPY, FILES, THREADS]))
-def test_any_text_has_an_edit_or_none(
+def test_no_source_text_makes_an_edit_raise(
     text: str, what: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A line that is no Python, or gone, raises nothing."""
+    """A line that is not Python, or is gone, raises nothing."""
     where = written(tmp_path_factory.mktemp("any"), text.replace("\n", " "))
 
     edit_of(what, "time.time", where, is_seed=True)

@@ -1,4 +1,4 @@
-"""A difference that reaches no loss and no parameter is said as that, and can be left out."""
+"""A difference that affects no loss and no parameter is reported as such, and can be ignored."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -73,32 +73,34 @@ def _metered(uses: Use = _unused) -> Program:
     return program
 
 
-def test_a_meter_reaches_nothing(tmp_path: Path) -> None:
-    """A tensor of the clock that nothing is trained with leaves losses and parameters alone."""
+def test_a_meter_affects_no_result(tmp_path: Path) -> None:
+    """A tensor of the clock that no training uses does not affect losses and parameters."""
     verdict = _verdict(tmp_path, _metered())
 
     assert not verdict.same
     assert verdict.to_json()["reaches"] is False
     assert headline(verdict).startswith("not the same")
     assert reach(verdict) == (
-        "losses and parameters of all 3 steps are the same; the runs computed other values at "
+        "losses and parameters of all 3 steps are the same; the runs computed different values at "
         f"{_line('# measured')}"
     )
 
 
-def test_an_op_more_reaches_nothing(tmp_path: Path) -> None:
-    """An op that only one run does, and that nothing uses, leaves losses and parameters alone."""
+def test_an_additional_op_without_use_affects_no_result(tmp_path: Path) -> None:
+    """An unused op that only one run has does not affect losses and parameters."""
     program = _trained(lambda seconds: torch.ones(2) if seconds == 0.25 else None)
     verdict = _verdict(tmp_path, program)
 
     assert not verdict.same
     assert not verdict.reaches
-    assert "all 3 steps are the same; one run did an op more at test_reach.py:" in reach(verdict)
+    assert "all 3 steps are the same; one run has an additional op at test_reach.py:" in reach(
+        verdict
+    )
 
 
 @pytest.mark.parametrize("level", ["op", "module", "step"])
-def test_what_is_trained_with_reaches(tmp_path: Path, level: str) -> None:
-    """A difference of a loss reaches, at every level, and nothing is said of it."""
+def test_a_value_used_in_training_affects_results(tmp_path: Path, level: str) -> None:
+    """A difference that affects a loss counts at every level, without a note."""
     verdict = _verdict(tmp_path, _metered(lambda seen: seen), level=level)
 
     assert not verdict.same
@@ -119,7 +121,7 @@ WAYS_OUT: dict[str, Use] = {
 
 @pytest.mark.parametrize("way_out", WAYS_OUT.values(), ids=WAYS_OUT)
 def test_random_numbers_that_leave_torch_differ(tmp_path: Path, way_out: Use) -> None:
-    """What the program may print, save, or compute outside of torch is read."""
+    """Values that the program may print, save, or use outside torch count as read."""
     verdict = _verdict(tmp_path, lambda _: way_out(torch.rand(3)))
 
     assert not verdict.same
@@ -128,7 +130,7 @@ def test_random_numbers_that_leave_torch_differ(tmp_path: Path, way_out: Use) ->
 
 
 def test_random_numbers_that_nothing_reads_are_a_note(tmp_path: Path) -> None:
-    """They are named with their line, and the runs are the same."""
+    """The note names their line, and the runs are the same."""
     verdict = _verdict(tmp_path, lambda _: torch.rand(3).fill_(1).sum().item())  # drawn
 
     assert verdict.same
@@ -137,8 +139,8 @@ def test_random_numbers_that_nothing_reads_are_a_note(tmp_path: Path) -> None:
     assert f"random numbers drawn at {_line('# drawn')} (aten::rand)" in verdict.notes[-1]
 
 
-def test_a_parameter_that_stays_as_it_was_drawn_differs(tmp_path: Path) -> None:
-    """What a module holds at the end is compared, whatever read it."""
+def test_a_parameter_with_its_initial_random_value_differs(tmp_path: Path) -> None:
+    """The final state of a module is compared, even if nothing else read it."""
 
     def program(_: float) -> nn.Module:
         model = nn.Linear(2, 2)
@@ -155,7 +157,7 @@ def test_a_parameter_that_stays_as_it_was_drawn_differs(tmp_path: Path) -> None:
     assert not verdict.same
 
 
-def test_runs_that_are_the_same_reach_nothing() -> None:
+def test_equal_runs_have_no_difference_that_affects_a_result() -> None:
     """Without a difference there is none that reaches."""
     verdict = compared([Step(chain(3), parameters=value(1))], [Step(chain(3), parameters=value(1))])
 
@@ -164,8 +166,10 @@ def test_runs_that_are_the_same_reach_nothing() -> None:
 
 
 @pytest.mark.parametrize("steps", [([], 2), ([0, 1], 1), ([0], 2)])
-def test_what_the_recordings_do_not_hold_may_reach(steps: tuple[list[int], int]) -> None:
-    """Without parameters, with another number of steps, or cut off, a difference may reach."""
+def test_a_difference_may_affect_results_that_were_not_recorded(
+    steps: tuple[list[int], int],
+) -> None:
+    """Without parameters, with unequal numbers of steps, or if cut off, a difference may matter."""
     ended, last = steps
     runs = [
         [
@@ -182,20 +186,20 @@ def test_what_the_recordings_do_not_hold_may_reach(steps: tuple[list[int], int])
     assert compared(*runs).reaches
 
 
-def test_a_line_is_left_out_with_what_only_it_feeds(tmp_path: Path) -> None:
-    """Left out is what a line computed, and what differs by that alone; the verdict counts both."""
+def test_a_line_is_ignored_with_records_that_differ_only_because_of_it(tmp_path: Path) -> None:
+    """The verdict counts the records of the line and those that differ only because of it."""
     verdict = _verdict(tmp_path, _metered(), ignore=[_line("# measured")])
 
     assert verdict.same
     assert [each.records for each in verdict.left_out] == [3]
     assert verdict.fed == 3 * 4
     assert verdict.notes[0] == (
-        f"left out: 3 records of {_line('# measured')} and 12 that only they feed"
+        f"ignored: 3 records of {_line('# measured')} and 12 that differ only because of them"
     )
 
 
-def test_an_op_more_is_left_out(tmp_path: Path) -> None:
-    """A line that only one run reaches is left out as well."""
+def test_an_additional_op_is_ignored(tmp_path: Path) -> None:
+    """A line that only one run executes can be ignored too."""
 
     def meter(seconds: float) -> object:
         return torch.ones(2) if seconds == 0.25 else None  # one run
@@ -205,8 +209,8 @@ def test_an_op_more_is_left_out(tmp_path: Path) -> None:
     assert verdict.same
 
 
-def test_a_line_that_differs_by_itself_is_no_part_of_another(tmp_path: Path) -> None:
-    """Beside a line that is left out, another one that brings in a difference is named."""
+def test_another_cause_is_named_beside_an_ignored_line(tmp_path: Path) -> None:
+    """If a second line causes a difference, it is named although the first is ignored."""
 
     def meter(seconds: float) -> object:
         torch.tensor(seconds).abs()  # the first
@@ -218,7 +222,7 @@ def test_a_line_that_differs_by_itself_is_no_part_of_another(tmp_path: Path) -> 
     assert verdict.first.source.endswith(_line("# the second"))
 
 
-def test_what_is_no_line_is_refused(tmp_path: Path) -> None:
-    """A file without the number of a line names none, and nothing is compared."""
+def test_an_argument_that_is_not_a_line_is_rejected(tmp_path: Path) -> None:
+    """A file without a line number is rejected before anything is compared."""
     with pytest.raises(TraceError, match=r"not a line(.|\n)*FILE:LINE"):
         torchrepro.compare(tmp_path, tmp_path, ignore=["train.py"])

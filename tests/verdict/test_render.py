@@ -46,7 +46,7 @@ from .verdicts import divergence, equal, side, unequal
 
 
 def text_of(verdict: Verdict) -> str:
-    """Return a verdict as a pipe shows it: in a few lines, and then in full."""
+    """Return the output for a verdict without a terminal: short, and then in full."""
     with pytest.MonkeyPatch.context() as patched:
         short = as_text(*verdict_parts(verdict))
         patched.setenv("TORCHREPRO_VERBOSE", "1")
@@ -83,8 +83,8 @@ VERDICTS = {
 }
 
 
-def test_a_verdict_is_said_in_plain_words(golden: Any) -> None:
-    """What a reader acts on is said, in short; fingerprints only where no values are known."""
+def test_a_verdict_is_shown_in_plain_words(golden: Any) -> None:
+    """Short, and with what a reader acts on; fingerprints only if no values are known."""
     golden("terminal.txt", {name: text_of(verdict) for name, verdict in VERDICTS.items()})
 
 
@@ -93,7 +93,7 @@ SETTINGS = tuple(Setting(f"backends.of.some.length{n}", "true", "false") for n i
 
 
 def crowded(first: Divergence, settings: tuple[Setting, ...], meta: dict[str, object]) -> Verdict:
-    """Return a verdict that has all that a verdict can have, and long names everywhere."""
+    """Return a verdict with all its fields, and with long names everywhere."""
     sides = (
         one
         and replace(
@@ -131,7 +131,7 @@ def crowded(first: Divergence, settings: tuple[Setting, ...], meta: dict[str, ob
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("equal", [True, False])
 def test_an_answer_fits_15_lines(case: str, *, equal: bool) -> None:
-    """Whatever diverges, and whatever was tried: 15 lines of 100 columns, commands unfolded."""
+    """For every divergence and re-run: 15 lines of 100 columns, with commands on one line."""
     first, settings, meta, *_ = CASES[case]
     verdict = crowded(first, settings, meta)
     assert verdict.advice is not None
@@ -161,17 +161,17 @@ def test_an_answer_fits_15_lines(case: str, *, equal: bool) -> None:
     assert (f"    {command}" in lines) == equal
 
 
-def test_memory_that_nothing_wrote_is_not_shown_as_a_fingerprint() -> None:
-    """What stands for it in a recording means nothing to a reader."""
+def test_uninitialized_memory_is_not_shown_as_a_fingerprint() -> None:
+    """Its placeholder in a recording means nothing to a reader."""
     text = page(VERDICTS["memory that nothing wrote"])
 
-    assert "(never written)" in text
+    assert "(uninitialized)" in text
     assert UNINITIALISED.hex() not in text
 
 
 @given(text=st.text(alphabet=st.characters(min_codepoint=0, max_codepoint=0x2FFF)))
-def test_no_name_from_a_recording_steers_the_terminal(text: str) -> None:
-    """Control characters and marks of direction are written out, wherever they come from."""
+def test_no_name_from_a_recording_controls_the_terminal(text: str) -> None:
+    """Control characters and marks of text direction are escaped, whatever their source."""
     first = divergence(
         text, module=text, source=text, what=text, thread=text, left=side(outputs=text)
     )
@@ -181,13 +181,13 @@ def test_no_name_from_a_recording_steers_the_terminal(text: str) -> None:
 
 
 def test_the_line_of_the_source_is_shown_if_it_can_be_read() -> None:
-    """A line of this very file is found, one of a file that is gone is not."""
+    """A line of this file is found, a line of a missing file is not."""
     assert source_line(f"{__file__}:1").startswith('"""Laws of the terminal')
     assert [source_line(each) for each in ("gone.py:3", "gone.py", "", ":1", "a:x")] == [""] * 5
 
 
-def test_a_verdict_is_shown_the_same_wherever_it_comes_from() -> None:
-    """A process that only unpickles a verdict shows it as the one that made it does."""
+def test_an_unpickled_verdict_is_shown_like_the_original() -> None:
+    """A process that only unpickles a verdict shows it like the process that made it."""
     verdict = unequal()
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer))"
     done = subprocess.run(
@@ -198,7 +198,7 @@ def test_a_verdict_is_shown_the_same_wherever_it_comes_from() -> None:
 
 
 def test_the_json_is_valid_and_has_the_documented_keys() -> None:
-    """A verdict goes through JSON; of the map it keeps what differs."""
+    """A verdict survives JSON; its map has only differing cells."""
     verdict = unequal()
     found = json.loads(json.dumps(verdict.to_json()))
 
@@ -216,7 +216,7 @@ def test_the_json_is_valid_and_has_the_documented_keys() -> None:
 
 @given(losses=st.lists(st.tuples(st.integers(0, 9), st.floats(), st.none() | st.floats())))
 def test_no_number_breaks_the_json(losses: list[tuple[int, float, float | None]]) -> None:
-    """NaN and infinities, which JSON does not have, are text; every other number is itself."""
+    """NaN and infinities, which JSON lacks, become text; all other numbers stay."""
     text = json.dumps(equal(losses=tuple(losses)).to_json(), allow_nan=False)
 
     for (_, left, _), (_, again, _) in zip(losses, json.loads(text)["losses"], strict=True):

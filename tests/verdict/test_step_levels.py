@@ -1,4 +1,4 @@
-"""What is claimed of runs whose steps were recorded at several levels, or dropped in part."""
+"""Comparison of runs whose steps have different levels, or dropped records."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,13 +36,13 @@ def _dropped(run: Sequence[Step], *which: int) -> list[Step]:
 
 
 @pytest.mark.parametrize("dropped_in", ["A", "B", "A and B"])
-def test_what_comes_after_the_last_step_may_be_dropped(dropped_in: str) -> None:
-    """Runs that are equal stay so, and it is said that their ends were not compared."""
+def test_records_after_the_last_step_may_be_dropped(dropped_in: str) -> None:
+    """Equal runs stay the same, and a note says that their ends were not compared."""
     whole = _run(tail=True)
     verdict = compared(*(_dropped(whole, 4) if name in dropped_in else whole for name in "AB"))
 
     assert verdict.same
-    note = f"what comes after the last step was dropped in {dropped_in}, and is not compared"
+    note = f"records after the last step were dropped in {dropped_in}, and are not compared"
     assert note in verdict.notes
     assert not any("the records of" in note for note in verdict.notes)
     assert verdict.compared.ops == 16
@@ -62,7 +62,7 @@ def test_arguments_of_an_optimizer_outlive_the_records_of_their_step(
 
 
 def test_a_run_with_more_steps_than_one_whose_end_was_dropped_is_longer() -> None:
-    """Only what comes after the last step is left out, and no step with it."""
+    """Only records after the last step are ignored, and no step."""
     left, right = _run(5), _dropped(_run(4, tail=True), 4)
 
     for runs in ((left, right), (right, left), (_dropped(left, 4), right)):
@@ -70,8 +70,8 @@ def test_a_run_with_more_steps_than_one_whose_end_was_dropped_is_longer() -> Non
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_only_what_was_compared_is_counted(kept: int) -> None:
-    """Dropped records are none of the ops; how each step was compared stands in the answer."""
+def test_only_compared_records_are_counted(kept: int) -> None:
+    """Dropped records do not count as ops; the answer says how each step was compared."""
     dropped = _dropped(_run(), *range(kept, 4))
     verdict = compared(dropped, dropped)
 
@@ -81,12 +81,12 @@ def test_only_what_was_compared_is_counted(kept: int) -> None:
     assert f"{4 - kept} {BY_STATE})" in said
     assert ("4 ops" in said) == bool(kept)
     text = " ".join(as_text(*verdict_parts(verdict)).split())
-    unseen = "no step was compared op by op: what shows in no parameter, gradient or loss"
+    unseen = "no step was compared op by op: a difference that affects no parameter, gradient or"
     assert (unseen in text) == (not kept)
 
 
-def test_records_at_the_level_asked_for_are_counted_without_a_word_on_it() -> None:
-    """Where all steps are at level `step`, the answer says so once."""
+def test_records_at_the_requested_level_are_counted_without_a_note() -> None:
+    """If all steps are at the level `step`, the answer says so only once."""
     verdict = compared(_run(), _run(), {"level": "step"})
 
     assert verdict.compared.ops == 16
@@ -96,15 +96,15 @@ def test_records_at_the_level_asked_for_are_counted_without_a_word_on_it() -> No
 
 
 def _with_statistics(losses: Sequence[float]) -> list[Step]:
-    """Return a run of which step 0 is in full and the others have a loss at most."""
+    """Return a run with all of step 0, and at most a loss of other steps."""
     full = tuple(replace(op, statistics=(STATISTICS,)) for op in chain(4))
     op = Op("parameter", "fc", "optimizer", outputs=(value("w"),))
     steps = [Step((op,), level="step", losses=(loss,) if loss else ()) for loss in losses]
     return [Step(full, losses=(1.0,)), *steps]
 
 
-def test_within_a_tolerance_only_losses_are_claimed_of_steps_without_statistics() -> None:
-    """Neither parameters nor gradients of them are said to agree."""
+def test_only_losses_of_steps_without_statistics_are_compared_within_a_tolerance() -> None:
+    """The answer does not claim that their parameters or gradients agree."""
     meta = {"statistics": True, "every": 9}
     left, right = (_with_statistics([1.0, 1.0, last]) for last in (1.0, 2.0))
 
@@ -118,8 +118,8 @@ def test_within_a_tolerance_only_losses_are_claimed_of_steps_without_statistics(
     assert (other.agreed.step, other.agreed.by, other.agreed.in_full) == (2, "by losses", 0)
 
 
-def test_a_loss_is_enough_to_be_compared_within_a_tolerance() -> None:
-    """Without ops and without losses nothing is compared, and the message says what to record."""
+def test_losses_are_sufficient_to_compare_within_a_tolerance() -> None:
+    """Without ops and losses nothing can be compared, and the message says what to record."""
     meta = {"statistics": True, "every": 9, "steps": (1, 3)}
     some, none = (_with_statistics([loss, loss])[1:] for loss in (1.0, 0.0))
 
@@ -129,7 +129,7 @@ def test_a_loss_is_enough_to_be_compared_within_a_tolerance() -> None:
 
 
 def _by_state(*losses: float, gradient: str = "") -> list[Step]:
-    """Return a run at level `step`, of which the last gradient may be another one."""
+    """Return a run at level `step`, optionally with a different last gradient."""
     last = len(losses) - 1
     return [
         Step(
@@ -144,8 +144,8 @@ def _by_state(*losses: float, gradient: str = "") -> list[Step]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_loss_says_which_pass_a_step_diverged_in_at_the_latest(where: str) -> None:
-    """A gradient that differs is the place only where the loss of its step agrees."""
+def test_the_loss_decides_in_which_pass_a_step_diverged_at_the_latest(where: str) -> None:
+    """A differing gradient is the divergence only if the loss of its step is equal."""
     other = _by_state(1.0, 3.0 if where == "forward" else 2.0, gradient="other")
     verdict = compared(_by_state(1.0, 2.0), other, {"level": "step"})
     first = first_of(verdict)
@@ -166,8 +166,8 @@ def test_the_loss_says_which_pass_a_step_diverged_in_at_the_latest(where: str) -
         assert (verdict.propagated, verdict.independent) == (0, 0)
 
 
-def test_of_several_ranks_the_one_whose_loss_differs_is_named(tmp_path: Path) -> None:
-    """Gradients that ranks add up differ on all of them, and say nothing of where it began."""
+def test_the_rank_with_a_differing_loss_is_named(tmp_path: Path) -> None:
+    """Gradients that ranks sum differ on all of them, and do not show the origin."""
     for name, losses in (("a", (2.0, 2.0)), ("b", (2.0, 3.0))):
         for rank, loss in enumerate(losses):
             run = _by_state(1.0, loss, gradient=name)
@@ -180,8 +180,8 @@ def test_of_several_ranks_the_one_whose_loss_differs_is_named(tmp_path: Path) ->
     assert verdict.agreed == Agreed(0, BY_STATE, None)
 
 
-def test_the_end_of_a_run_is_no_other_state_of_a_generator() -> None:
-    """What one run draws in its next step, the other draws after its last one, or does not."""
+def test_the_end_of_a_run_does_not_count_as_a_differing_generator_state() -> None:
+    """One run may draw in its next step what the other draws after its last step, or never."""
     drawn = [replace(step, random={"torch": f"{at}"}) for at, step in enumerate(_run(6))]
     ends = [*drawn[:4], Step((), finished=False, random={"torch": "other"})]
     first = diverged(_dropped(drawn, 4), ends, {"knobs": {"seed.torch": "1"}})
@@ -191,8 +191,8 @@ def test_the_end_of_a_run_is_no_other_state_of_a_generator() -> None:
 
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_closer_look_is_proposed_where_it_shows_more(first: int, *, kept: bool) -> None:
-    """Nothing is where both have all of the step and of the one before it, and their tensors."""
+def test_a_closer_look_is_proposed_only_if_it_shows_more(first: int, *, kept: bool) -> None:
+    """No command, if both runs have all ops of this step and the last, and their tensors."""
     run = _run(4)
     other = [*run[:2], replace(run[2], ops=chain(4, step=2, weights="v"))]
     meta = {"keep": ["layers.0"] * kept, "steps": (first, 3)}
@@ -206,7 +206,7 @@ def test_a_closer_look_is_proposed_where_it_shows_more(first: int, *, kept: bool
 
 @pytest.mark.parametrize(("by", "begins"), [("run", "torchrepro run p "), ("program", "")])
 def test_a_program_that_records_itself_gets_the_call(by: str, begins: str) -> None:
-    """Where `run` recorded, its command is proposed; else what the program has to call."""
+    """If `run` recorded, its command is proposed, otherwise the call for the program."""
     run = _run(3)
     other = [*run[:2], replace(run[2], ops=chain(4, step=2, weights="v"))]
     verdict = compared(run, other, {"recorded_by": by, "profile": "p"})

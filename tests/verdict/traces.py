@@ -1,4 +1,4 @@
-"""Traces of runs that nobody ran: ops and their data flow as a test writes them down."""
+"""Synthetic traces: runs with ops and data flow that are written by a test."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ Statistics = tuple[int, float | None, float | None, float | None, float | None]
 
 
 def value(*parts: object) -> bytes:
-    """Return the fingerprint of a tensor that is known by some words."""
+    """Return the fingerprint of a tensor with a name."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class Op:
-    """A record, in the words of a test."""
+    """A record in the notation of the tests."""
 
     op: str = "aten::add"
     module: str = ""
@@ -39,13 +39,13 @@ class Op:
 
     @property
     def site(self) -> tuple[str, ...]:
-        """What a trace calls a site."""
+        """The key of the site in a trace."""
         return self.phase, self.module, self.op, self.source, self.shapes
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step, in the words of a test."""
+    """A step in the notation of the tests."""
 
     ops: tuple[Op, ...] = ()
     parameters: bytes = b""
@@ -55,11 +55,11 @@ class Step:
     losses: tuple[float | None, ...] = ()
     finished: bool = True
     level: str = ""
-    """That of the trace, if none is named."""
+    """The level of the trace by default."""
     dropped: bool = False
-    """Whether its records are deleted again, as where a trace has to stay within a size."""
+    """Whether its records are dropped, as for a limited size of the trace."""
     thread: int = 0
-    """The thread that ended it, and computed its losses."""
+    """The thread that ended the step and computed its losses."""
 
 
 Run = list[Step]
@@ -76,7 +76,7 @@ META: Mapping[str, Any] = {
 
 
 class Writer:
-    """Writes a trace as the recorder does, with sites and arguments numbered as they come."""
+    """Writes a trace like the recorder: sites and arguments are numbered by first use."""
 
     def __init__(self, folder: Path, meta: Mapping[str, Any] | None = None) -> None:
         values = {**META, **(meta or {})}
@@ -171,7 +171,7 @@ def compared(
     first: int = 0,
     **tolerance: float,
 ) -> Verdict:
-    """Return the verdict on two runs of a process each; `meta` alone is that of both."""
+    """Return the verdict on two runs with one process each; a single `meta` is for both."""
     with TemporaryDirectory() as folder:
         a = write(Path(folder, "a"), left, meta, first=first)
         other = meta if meta_of_right is None else meta_of_right
@@ -179,7 +179,7 @@ def compared(
 
 
 def diverged(left: Iterable[Step], right: Iterable[Step], *metas: Any, **named: Any) -> Divergence:
-    """Return the first divergence of two runs that are not the same."""
+    """Return the first divergence of two runs, which must diverge."""
     return first_of(compared(left, right, *metas, **named))
 
 
@@ -191,7 +191,7 @@ def first_of(verdict: Verdict) -> Divergence:
 
 
 def chain(ops: int, *, step: int = 0, modules: int = 4, weights: object = "w") -> tuple[Op, ...]:
-    """Return ops each of which reads what the one before wrote, and a weight."""
+    """Return a chain of ops: each reads the output of the previous one and a weight."""
     names = ("aten::addmm", "aten::relu", "aten::mul", "aten::add")
     found: list[Op] = []
     last = value("batch", step)
@@ -204,12 +204,12 @@ def chain(ops: int, *, step: int = 0, modules: int = 4, weights: object = "w") -
 
 
 def computed(op: Op, *inputs: bytes, salt: object = "") -> Op:
-    """Return an op with the outputs that follow from its inputs."""
+    """Return an op whose outputs are determined by its inputs."""
     return replace(op, inputs=inputs, outputs=(value(op.site, op.argument, inputs, salt),))
 
 
 def follow(ops: Sequence[Op], old: bytes, new: bytes) -> tuple[Op, ...]:
-    """Return ops that read another value in place of one, and all that follows from it."""
+    """Return ops with one value replaced, and with all values that depend on it."""
     other = {old: new}
     found = []
     for op in ops:

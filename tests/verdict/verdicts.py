@@ -1,4 +1,4 @@
-"""Verdicts made by hand, for the tests of how a verdict is shown."""
+"""Handwritten verdicts, for tests of rendering."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def side(**values: Any) -> RunAtDivergence:
 
 
 def divergence(op: str = "aten::gelu", kind: Kind = Kind.OUTPUTS, **values: Any) -> Divergence:
-    """Return a place where two runs diverge: `op` at step 7 in layers.2.mlp."""
+    """Return a divergence: `op` at step 7 in layers.2.mlp."""
     other = ("9a020000ccccdddd9a020000ccccdddd",)
     usual = {
         "rank": 0,
@@ -53,7 +53,7 @@ def divergence(op: str = "aten::gelu", kind: Kind = Kind.OUTPUTS, **values: Any)
 
 
 def unequal(first: Divergence | None = None, **values: Any) -> Verdict:
-    """Return the verdict on two runs of 12 steps that part at step 7."""
+    """Return the verdict on two runs of 12 steps that diverge at step 7."""
     found = first or replace(
         divergence(),
         elements=(Element("output 0", (0, 3, 17), "0.12345678", "0.12345679", 1),),
@@ -101,7 +101,7 @@ def equal(**values: Any) -> Verdict:
 
 
 def facts(**values: Any) -> RunFacts:
-    """Return when, where and from what a run was recorded."""
+    """Return the facts about the recording of a run."""
     usual = {
         "date": "2026-11-20T08:05:00+00:00",
         "host": "node-3",
@@ -113,7 +113,7 @@ def facts(**values: Any) -> RunFacts:
 
 
 def agreement(modules: tuple[str, ...], steps: int, step: int, module: int) -> tuple[Cell, ...]:
-    """Return a map in which the modules from `module` on differ in `step`, and all do later."""
+    """Return a map: modules from `module` on differ in `step`, all modules in later steps."""
     return tuple(
         Cell(at, name, 20 - bad, bad)
         for at in range(steps)
@@ -123,7 +123,7 @@ def agreement(modules: tuple[str, ...], steps: int, step: int, module: int) -> t
 
 
 def losses(steps: int, step: int) -> tuple[tuple[int, float | None, float | None], ...]:
-    """Return losses that agree before `step` and drift apart from there on."""
+    """Return losses that are equal before `step` and diverge from then on."""
     found = []
     for at in range(steps):
         loss = 2.3 * 0.97**at

@@ -384,7 +384,7 @@ def test_a_meter_can_be_left_out(training, verified, tmp_path):
     assert not differs.same
     assert verification_json(differs)["reaches"] is False
     assert found.same
-    assert found.verdict.notes[0] == f"left out: 6 records of {_line_of('time_ns')}"
+    assert found.verdict.notes[0] == f"ignored: 6 records of {_line_of('time_ns')}"
     assert verification_json(found)["left_out"][0]["records"] == 6
 
 
@@ -401,7 +401,7 @@ def test_a_line_that_reaches_the_loss_cannot_be_left_out(training, verified):
 @pytest.mark.usefixtures("forked")
 def test_a_line_without_a_record_is_refused(training, verified):
     """A line that computes nothing is refused, with lines that do."""
-    with pytest.raises(TraceError, match=r"nothing was recorded of this line") as refused:
+    with pytest.raises(TraceError, match=r"nothing was recorded for this line") as refused:
         verified(training(), ignore=["train.py:1"])
 
     assert "legal: train.py:4" in str(refused.value)

@@ -1,4 +1,4 @@
-"""Whether two recorded runs were the same, and where they diverge if not."""
+"""Comparison of two recorded runs: are they the same, and if not, where do they diverge?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Whether two recorded runs were the same, and where they diverge if not.
+"""Comparison of two recorded runs: are they the same, and if not, where do they diverge first?
 
-The traces of each process are paired. Each step of a pair is compared in the finest mode that both
-recordings allow (`criteria`): record by record (`records`), or by digests. The earliest difference
-of all pairs is that of the verdict, and `diagnosis` adds advice.
+The traces of the two runs are paired, process by process. Each step of a pair is compared in the
+finest mode that both recordings allow (`criteria`): record by record (`records`), or by digests.
+The verdict has the earliest difference of all pairs, and `diagnosis` adds advice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchrepro.verdict.criteria import (
 )
 from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
 from torchrepro.verdict.first_difference import FirstDifference
-from torchrepro.verdict.first_line import BROUGHT_IN, Origins
+from torchrepro.verdict.first_line import CAUSED_BY_PROGRAM, Origins
 from torchrepro.verdict.reach import draws_outside
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
 from torchrepro.verdict.render import are, counted, short
@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Divergence
 
 
-UNWRITTEN = (Kind.OUTPUTS, Kind.DATA, Kind.INPUT)  # how runs diverge that read unwritten memory
+# Divergences that a read of uninitialized memory can cause.
+FROM_MEMORY = (Kind.OUTPUTS, Kind.DATA, Kind.INPUT)
 
 
 def compare(
@@ -85,40 +86,40 @@ def compare(
     refuse_no_line(ignore)
     tolerance = tolerance_of(rtol, atol)
     runs = str(run_a), str(run_b)
-    found = None
-    with _opened(runs) as sides:
+    resumed = None
+    with _opened(runs) as traces:
         if tolerance is None and not ignore:
-            found = compare_resumed(runs, *(side.values() for side in sides))
-        verdict = found or _verdict(runs, sides, tolerance, ignore)
+            resumed = compare_resumed(runs, *(run.values() for run in traces))
+        verdict = resumed or _verdict(runs, traces, tolerance, ignore)
     refuse_unknown_lines(verdict)
     return verdict
 
 
 def refuse_no_line(ignore: Sequence[str]) -> None:
-    """Raise `TraceError` for a text that names no line of a file."""
-    for where in ignore:
-        file, _, line = where.rpartition(":")
+    """Raise `TraceError` for a text that is not ``file:line``."""
+    for location in ignore:
+        file, _, line = location.rpartition(":")
         if not file or not line.isdecimal():
             legal = "FILE:LINE, as in meters.py:17"
-            raise TraceError.about("not a line", key="ignore", found=where, legal=legal)
+            raise TraceError.about("not a line", key="ignore", found=location, legal=legal)
 
 
 def refuse_unknown_lines(verdict: Verdict) -> None:
-    """Raise `TraceError` if a line was to be left out of which there is no record."""
-    for each in verdict.left_out:
-        if not each.records:
+    """Raise `TraceError` if a line to ignore has no record."""
+    for skipped in verdict.left_out:
+        if not skipped.records:
             todo = "name the line that computes it"
-            near = {"legal": ", ".join(each.near)} if each.near else {"todo": todo}
-            what = "nothing was recorded of this line"
-            raise TraceError.about(what, key="ignore", found=each.where, **near)
+            near = {"legal": ", ".join(skipped.near)} if skipped.near else {"todo": todo}
+            problem = "nothing was recorded for this line"
+            raise TraceError.about(problem, key="ignore", found=skipped.where, **near)
 
 
 def tolerance_of(rtol: float | None, atol: float | None) -> tuple[float, float] | None:
-    """Return rtol and atol, None if neither is given. Raises `TraceError` for an illegal one."""
+    """Return rtol and atol; None if both are None. Raises `TraceError` for an illegal value."""
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not 0 <= value < math.inf:
             raise TraceError.about(
-                "no tolerance", key=name, found=str(value), legal="0 or more, and finite"
+                "not a valid tolerance", key=name, found=str(value), legal="0 or more, and finite"
             )
     return None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
 
@@ -133,34 +134,36 @@ def compare_within(
 ) -> Verdict:
     """Compare two runs by the criteria that `criteria_for` chooses."""
     runs = str(run_a), str(run_b)
-    with _opened(runs) as sides:
-        return _verdict(runs, sides, tolerance, ignore, one_program=one_program)
+    with _opened(runs) as traces:
+        return _verdict(runs, traces, tolerance, ignore, one_program=one_program)
 
 
 @contextmanager
 def _opened(runs: tuple[str, str]) -> Iterator[Sequence[Traces]]:
     def order(trace: Trace) -> tuple[int, bool, str, str, int]:
-        # By names: the order in which the processes of a rank began is an accident.
+        # By name: the processes of a rank may start in any order.
         name, meta = str(trace.meta.get("process", "")), trace.meta
         program, ordinal = str(meta.get("program", "")), int(meta.get("ordinal", 0))
         return trace.rank, name != "MainProcess", name, program, ordinal
 
     with ExitStack() as stack:
-        if gc.isenabled():  # so many rows would trigger it, and none of them is garbage
+        if gc.isenabled():  # millions of rows would trigger it, and it would free none of them
             gc.disable()
             stack.callback(gc.enable)
-        sides: list[Traces] = []
+        opened: list[Traces] = []
         for run in runs:
             traces = read_run(run)
             for trace in traces:
                 stack.callback(trace.close)
-            ranks = groupby(sorted(traces, key=order), key=attrgetter("rank"))
-            sides.append({(rank, n): its for rank, group in ranks for n, its in enumerate(group)})
+            by_rank = groupby(sorted(traces, key=order), key=attrgetter("rank"))
+            opened.append(
+                {(rank, n): trace for rank, group in by_rank for n, trace in enumerate(group)}
+            )
         try:
-            yield sides
+            yield opened
         except sqlite3.Error as error:
-            what = f"has changed since it was opened: {error}"
-            raise TraceError.about(what, found=" or ".join(runs)) from None
+            problem = f"has changed since it was opened: {error}"
+            raise TraceError.about(problem, found=" or ".join(runs)) from None
 
 
 class PairComparison:
@@ -176,24 +179,24 @@ class PairComparison:
             self.records.refuse_unequal_algorithms()
         self.steps: dict[int, StepComparison] = {}
         first: Divergence | None = None
-        self.sort = ""  # how the first record differs; empty where a digest or an end differs
+        self.sort = ""  # how the first record differs; empty if a digest or the last step differs
         for number, mode in self.modes.items():
-            found = StepComparison() if mode.fields else self.records.step(number)
-            self.steps[number] = found
+            comparison = StepComparison() if mode.fields else self.records.step(number)
+            self.steps[number] = comparison
             if first is not None:
                 continue
             if mode is Mode.LOSSES and self.tolerance is not None:
                 first = pair.unequal_loss(number, self.tolerance)
             elif mode.fields:
                 first = pair.unequal_digest(number, mode.fields)
-            elif found.first is not None:
-                first, self.sort = self.records.describe(found.first), found.first.sort
+            elif comparison.first is not None:
+                first, self.sort = self.records.describe(comparison.first), comparison.first.sort
             if first is not None and first.kind is Kind.VALUES and first.phase != "forward":
-                # It is known by values alone that the step left behind: what led to them says more.
+                # Only values at the end of the step differ: a loss is nearer to the cause.
                 of_loss = (pair.unequal_digest(at, [LOSS]) for at in (number, ANY_STEP))
                 loss = next(filter(None, of_loss), None)
                 first, self.sort = (first, self.sort) if loss is None else (loss, "")
-        self.unread: Sequence[Site] = ()  # of random numbers that differ, and that nothing reads
+        self.unread: Sequence[Site] = ()  # sites whose random numbers differ, but are never read
         if self.sort and first and not within and draws_outside(first.op, first.module):
             first = self._first_that_reaches(first)
         if first is None:
@@ -203,18 +206,18 @@ class PairComparison:
         self.first = first
 
     def _first_that_reaches(self, first: Divergence) -> Divergence | None:
-        """Return what differs first but for random numbers that nothing reads; None if nothing."""
+        """Return the first difference, without random numbers that nothing reads; None if none."""
         reach = self.records.reach
         origin = reach.first()
         if origin is None and False in reach.drawn:
             origin = reach.drawn.index(False)
         metas = [trace.meta for trace in self.pair.traces]
         if origin:
-            one, other = reach.origins[origin]
-            if one > reach.until:
+            left, right = reach.origins[origin]
+            if left > reach.until:
                 return first
             self.sort = INDEPENDENT
-            return self.records.describe(FirstDifference(one, other, self.sort, one))
+            return self.records.describe(FirstDifference(left, right, self.sort, left))
         is_unread = (
             origin is None
             and reach.until == math.inf
@@ -224,7 +227,7 @@ class PairComparison:
         )
         if not is_unread:
             return first
-        self.sort, self.unread = "", [reach.site(one) for one, _ in reach.origins]
+        self.sort, self.unread = "", [reach.site(left) for left, _ in reach.origins]
         for step in self.steps.values():
             step.tally.clear()
             step.differing = {}
@@ -235,24 +238,24 @@ class PairComparison:
         if self.tolerance is not None:
             compared = sum(trace.steps[step].records for trace in pair.traces for step in steps)
             if compared and records.unmatched >= compared:
-                what = "no op of one run has a counterpart in the other: nothing was compared"
-                return pair.at_step(steps[0], Kind.INCOMPARABLE, what)
-            found = (pair.unequal_loss(step, self.tolerance) for step in (*steps, ANY_STEP))
-            return next(filter(None, found), None)
+                problem = "no op of one run has a counterpart in the other: nothing was compared"
+                return pair.at_step(steps[0], Kind.INCOMPARABLE, problem)
+            losses = (pair.unequal_loss(step, self.tolerance) for step in (*steps, ANY_STEP))
+            return next(filter(None, losses), None)
         if records.incomparable:
-            what = f"{records.incomparable}; {RERECORD}"
-            return pair.at_step(steps[0], Kind.INCOMPARABLE, what)
+            problem = f"{records.incomparable}; {RERECORD}"
+            return pair.at_step(steps[0], Kind.INCOMPARABLE, problem)
         fields = {step: mode.fields or FIELDS for step, mode in self.modes.items()}
         fields[ANY_STEP] = min(fields.values(), key=len, default=FIELDS)
-        digests = (pair.unequal_digest(step, its) for step, its in fields.items())
+        digests = (pair.unequal_digest(step, names) for step, names in fields.items())
         return next(filter(None, digests), None) or pair.unequal_seeded_generator()
 
     def notes(self) -> Iterator[str]:
-        """Yield what a reader has to know of the comparison."""
+        """Yield sentences on the limits of the comparison."""
         if self.unread and self.first is None:
-            lines = dict.fromkeys(f"{short(its.source)} ({its.op})" for its in self.unread)
+            lines = dict.fromkeys(f"{short(site.source)} ({site.op})" for site in self.unread)
             yield (
-                f"random numbers drawn at {some(list(lines))} differ, and reach no result: "
+                f"random numbers drawn at {some(list(lines))} differ but affect no result: "
                 "nothing reads them before they are overwritten"
             )
         if self.records.incomparable:
@@ -276,7 +279,7 @@ class PairComparison:
 
     @property
     def has_anything(self) -> bool:
-        """Whether both recordings hold anything that could be compared."""
+        """Whether both recordings have anything that can be compared."""
         pair = self.pair
         return any(
             any(all(pair.digests(at, name)) for at in (step, ANY_STEP) for name in mode.fields)
@@ -287,8 +290,8 @@ class PairComparison:
 
 
 def _order(first: Divergence) -> tuple[int, bool, int, int]:
-    # Within a step, what a rank computed comes before what it received. Of the values that a step
-    # left behind, losses come before gradients, which ranks add up.
+    # Within a step, what a rank computed comes before what it received. Of the values at the end of
+    # a step, losses come before gradients, which are summed over ranks.
     sent = first.phase == "collective" and first.kind is Kind.OUTPUTS
     late = first.kind in (Kind.ENDED, Kind.INCOMPARABLE)
     made = [PHASE_OF[name] for name in FIELDS]
@@ -298,14 +301,16 @@ def _order(first: Divergence) -> tuple[int, bool, int, int]:
 
 def _verdict(
     runs: tuple[str, str],
-    sides: Sequence[Traces],
+    traces: Sequence[Traces],
     tolerance: tuple[float, float] | None,
     ignore: Sequence[str],
     *,
     one_program: bool = False,
 ) -> Verdict:
-    left, right = sides
-    pairs = [Pair(left[each], right[each], runs) for each in sorted(left) if each in right]
+    left, right = traces
+    pairs = [
+        Pair(left[process], right[process], runs) for process in sorted(left) if process in right
+    ]
     criteria = criteria_for(pairs, tolerance, one_program=one_program)
     all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
     if pairs and all_have_steps and not any(pair.steps for pair in pairs):
@@ -314,106 +319,110 @@ def _verdict(
             found=" and ".join(runs),
             todo="record the same steps of both",
         )
-    found = [PairComparison(pair, criteria, ignore) for pair in pairs]
+    comparisons = [PairComparison(pair, criteria, ignore) for pair in pairs]
     missing = [*recordings.missing_processes(left, right)]
-    diverged = [(_order(one.first), one) for one in found if one.first is not None]
+    diverged = [(_order(pair.first), pair) for pair in comparisons if pair.first is not None]
     earliest = min(diverged, key=itemgetter(0))[1] if diverged else None
     tally, by_module = Counter[str](), Counter[str]()
-    for each in (step for one in found for step in one.steps.values()):
-        tally.update(each.tally)
-        by_module.update(each.differing)
+    for comparison in comparisons:
+        for step_comparison in comparison.steps.values():
+            tally.update(step_comparison.tally)
+            by_module.update(step_comparison.differing)
     if earliest is not None and tally[earliest.sort]:
-        tally[earliest.sort] -= 1  # the first one; where digests differ, no record is counted
+        tally[earliest.sort] -= 1  # without the first difference; digests are not counted at all
     first = earliest.first if earliest else next(iter(missing), None)
-    if first is None and not any(one.has_anything for one in found):
+    if first is None and not any(comparison.has_anything for comparison in comparisons):
         raise TraceError.about(
             "nothing was recorded that could be compared",
             found=" and ".join(runs),
             todo="record the same steps of both at the level op, in full",
         )
-    modes: dict[int, Mode] = {}  # where processes differ in a step, the coarsest
-    for step in sorted({step for one in found for step in one.modes}):
-        modes[step] = max((one.modes.get(step, Mode.OPS) for one in found), key=[*Mode].index)
-    compared = _compared(found, modes)
-    uses = UNKNOWN_PROGRAM
+    modes: dict[int, Mode] = {}  # of each step, the coarsest mode of any process
+    for step in sorted({step for comparison in comparisons for step in comparison.modes}):
+        of_processes = (comparison.modes.get(step, Mode.OPS) for comparison in comparisons)
+        modes[step] = max(of_processes, key=[*Mode].index)
+    compared = _compared(comparisons, modes)
+    program = UNKNOWN_PROGRAM
     if pairs:
-        diverges = earliest.pair if earliest else pairs[0]
-        uses = recordings.program(diverges, [pair for pair in pairs if pair is not diverges])
-    if first is not None and uses.name_of(first.module) != first.module:
-        first = replace(first, called=uses.name_of(first.module))
+        chosen = earliest.pair if earliest else pairs[0]
+        program = recordings.program(chosen, [pair for pair in pairs if pair is not chosen])
+    if first is not None and program.name_of(first.module) != first.module:
+        first = replace(first, called=program.name_of(first.module))
     shown = [trace for pair in pairs[:1] for trace in pair.traces]
-    unfinite = tuple(map(recordings.not_finite, shown)) or (None, None)
-    at = (first.source, first.op) if first and first.kind in UNWRITTEN else None
+    not_finite = tuple(map(recordings.not_finite, shown)) or (None, None)
+    at = (first.source, first.op) if first and first.kind in FROM_MEMORY else None
     unwritten = tuple(
-        each
-        for each in uses.unwritten
-        if (each.is_nan and any(unfinite)) or (each.read, each.op) == at
+        read
+        for read in program.unwritten
+        if (read.is_nan and any(not_finite)) or (read.read, read.op) == at
     )
-    left_out = tuple(recordings.line_left_out(pairs, where) for where in ignore)
-    fed = sum(one.records.fed for one in found)
-    said = [*recordings.words_of_not_finite(unfinite, unwritten)]
-    if left_out:
-        lines = ", ".join(f"{counted(each.records, 'record')} of {each.where}" for each in left_out)
-        said.append(f"left out: {lines}{f' and {fed:,} that only they feed' if fed else ''}")
-    if left_out and first and first.op in COARSE:
-        said.append(
-            "what was left out may be why: without --ignore the first op that differs is named"
+    ignored = tuple(recordings.count_ignored(pairs, location) for location in ignore)
+    fed = sum(comparison.records.fed for comparison in comparisons)
+    notes = [*recordings.loss_sentences(not_finite, unwritten)]
+    if ignored:
+        lines = ", ".join(f"{counted(line.records, 'record')} of {line.where}" for line in ignored)
+        downstream = f" and {fed:,} that differ only because of them" if fed else ""
+        notes.append(f"ignored: {lines}{downstream}")
+    if ignored and first and first.op in COARSE:
+        notes.append(
+            "the ignored lines may be the cause: without --ignore the first differing op is named"
         )
-    said += criteria.notes
+    notes += criteria.notes
     in_full = AT_ONE_LEVEL[compared.level]
     if compared.by and compared.level != LEVELS[0] and in_full not in dict(compared.by):
-        said.append(
-            f"no step was compared {in_full}: what shows in no parameter, gradient or loss "
-            "(such as a running mean) is not seen"
+        notes.append(
+            f"no step was compared {in_full}: a difference that affects no parameter, gradient or "
+            "loss (such as in a running mean) goes unnoticed"
         )
-    said += [criteria.note_if_different] if first and criteria.note_if_different else []
+    notes += [criteria.note_if_different] if first and criteria.note_if_different else []
     ranks = [f"rank {pair.left.rank}: " if len(pairs) > 1 else "" for pair in pairs]
     of_pairs = [
         f"{rank}{note}"
-        for rank, one in zip(ranks, found, strict=True)
-        for note in (*recordings.notes(one.pair), *one.notes())
+        for rank, comparison in zip(ranks, comparisons, strict=True)
+        for note in (*recordings.notes(comparison.pair), *comparison.notes())
     ]
     of_pairs += [divergence.what for divergence in missing]
     if tally[ALONE]:
-        more = counted(tally[ALONE], "more op")
-        of_pairs.append(f"{more} {are(tally[ALONE])} in one of the runs only")
-    is_known = earliest is not None and compared.in_order
+        extra = counted(tally[ALONE], "more op")
+        of_pairs.append(f"{extra} {are(tally[ALONE])} in one of the runs only")
+    knows_step = earliest is not None and compared.in_order
     origin = None
-    if first is not None and first.source and first.kind in BROUGHT_IN:
+    if first is not None and first.source and first.kind in CAUSED_BY_PROGRAM:
         metas = [trace.meta for trace in shown]
         origins = Origins(*runs, first.rank)
         origin = origins.of(first)
         if origin and origin.where == first.source and not origin.is_sure and not origin.called:
-            origin = None  # the op and its inputs tell more of what a model computed
+            origin = None  # the op and its inputs are more informative
         # A recording that the program makes itself begins too late to follow its lines.
-        if all(its.get("detail") and its.get("recorded_by") != BY_PROGRAM for its in metas):
-            said += origins.notes
+        if all(meta.get("detail") and meta.get("recorded_by") != BY_PROGRAM for meta in metas):
+            notes += origins.notes
+    reaches = first is not None and (bool(missing) or not pairs or any(map(_reaches, pairs)))
     verdict = Verdict(
         same=first is None,
         left=runs[0],
         right=runs[1],
         compared=compared,
         first=first,
-        reaches=first is not None and (bool(missing) or not found or any(map(_reaches, pairs))),
+        reaches=reaches,
         tolerance=criteria.tolerance,
         propagated=tally[PROPAGATED],
         independent=tally[INDEPENDENT],
         by_module=tuple(by_module.items()),
-        map=tuple(_cells(found)),
+        map=tuple(_cells(comparisons)),
         losses=recordings.losses(pairs[0]) if pairs else (),
         settings=recordings.settings(pairs[0]) if pairs else (),
-        program=replace(uses, unwritten=unwritten),
+        program=replace(program, unwritten=unwritten),
         about=tuple(map(recordings.facts, shown)),
-        agreed=agreed_before(modes, first.step) if first and is_known else None,
-        not_finite=unfinite,
-        left_out=left_out,
+        agreed=agreed_before(modes, first.step) if first and knows_step else None,
+        not_finite=not_finite,
+        left_out=ignored,
         fed=fed,
         across_ranks=tuple(
             sentence
-            for name, side in zip(NAMES, sides, strict=True)
-            for sentence in recordings.unequal_replicas(name, list(side.values()))
+            for name, run in zip(NAMES, traces, strict=True)
+            for sentence in recordings.unequal_replicas(name, list(run.values()))
         ),
-        notes=(*said, *dict.fromkeys(of_pairs)),
+        notes=(*notes, *dict.fromkeys(of_pairs)),
         origin=origin,
     )
     return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
@@ -425,38 +434,47 @@ def _reaches(pair: Pair) -> bool:
         return True
     steps = *pair.steps, ANY_STEP
     losses, parameters = ([pair.digests(at, name) for at in steps] for name in (LOSS, "parameters"))
-    return any(a != b for a, b in (*losses, *parameters)) or not any(its[0] for its in parameters)
+    return any(a != b for a, b in (*losses, *parameters)) or not any(
+        digests[0] for digests in parameters
+    )
 
 
-def _cells(found: Sequence[PairComparison]) -> Iterator[Cell]:
-    for number in sorted({number for one in found for number in one.steps}):
+def _cells(comparisons: Sequence[PairComparison]) -> Iterator[Cell]:
+    for number in sorted({number for comparison in comparisons for number in comparison.steps}):
         all_ranks = StepComparison()
-        for one in found:
-            if number in one.steps:
-                all_ranks.add(one.steps[number])
+        for comparison in comparisons:
+            if number in comparison.steps:
+                all_ranks.add(comparison.steps[number])
         for module, total in all_ranks.totals.items():
             differing = all_ranks.differing.get(module, 0)
             yield Cell(number, module, total - differing, differing)
 
 
-def _compared(found: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Compared:
-    pairs = [one.pair for one in found]
+def _compared(comparisons: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Compared:
+    """Return how much was compared."""
+    pairs = [comparison.pair for comparison in comparisons]
     last = max(modes, default=0)
     ended = {step for pair in pairs for step in pair.ended_steps}
     words = Counter(modes[step].words for step in modes if step in ended)
-    each = [(one.pair, step, mode) for one in found for step, mode in one.modes.items()]
+    compared_steps = [
+        (comparison.pair, step, mode)
+        for comparison in comparisons
+        for step, mode in comparison.modes.items()
+    ]
     levels = (level for pair in pairs for level in pair.levels)
     level = min(levels, key=LEVELS.index, default=LEVELS[0])
     return Compared(
         ranks=len({pair.left.rank for pair in pairs}),
         steps=len(ended),
-        # Records of other steps are not of this level, or were not compared.
+        # Other steps have another level, or their records were not compared.
         ops=sum(
-            pair.left.steps[step].records for pair, step, mode in each if mode is AT_LEVEL[level]
+            pair.left.steps[step].records
+            for pair, step, mode in compared_steps
+            if mode is AT_LEVEL[level]
         ),
         bytes=sum(
             min(trace.steps[step].bytes for trace in pair.traces)
-            for pair, step, mode in each
+            for pair, step, mode in compared_steps
             if mode is not Mode.LOSSES
             and not any(trace.steps[step].dropped for trace in pair.traces)
         ),
@@ -468,7 +486,7 @@ def _compared(found: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Com
     )
 
 
-# What comes before a digest, by its phase, besides the phases of `FIELDS` before it.
+# Phases before the phase of a digest, in addition to those of the digests before it in `FIELDS`.
 _LOADING = {"forward": (), "backward": ("data",), "optimizer": ("data", "collective")}
 _ALLOCATES = "aten::empty"
 
@@ -476,39 +494,39 @@ _ALLOCATES = "aten::empty"
 def compare_resumed(
     runs: tuple[str, str], whole: Iterable[Trace], resumed: Iterable[Trace]
 ) -> Verdict | None:
-    """Compare a run with one that went on from a checkpoint of it; None where that is not known.
+    """Compare a run with a run that resumed from its checkpoint; None if that is not recognized.
 
-    The parameters before the first step of `resumed` are those after a step of `whole`, with which
-    that did not begin itself.
+    It is recognized if the first step of `resumed` begins with the parameters after some step of
+    `whole`, and these are not the initial parameters of `whole`.
     """
     left, right = _trained(whole), _trained(resumed)
-    shifts = {_shift(Pair(*each, runs)) for each in zip(left, right, strict=False)}
+    shifts = {_shift(Pair(*processes, runs)) for processes in zip(left, right, strict=False)}
     shift = shifts.pop() if len(shifts) == 1 and len(left) == len(right) else None
-    # Those that are aligned have a tolerance, and digests have none.
-    if shift is None or all(its.meta.get("guarantee") == "aligned" for its in (*left, *right)):
+    # Aligned runs are compared within a tolerance, which digests do not support.
+    if shift is None or all(trace.meta.get("guarantee") == "aligned" for trace in (*left, *right)):
         return None
-    found, pair = _compared_from(runs, left, right, shift)
-    found = replace(
-        found,
-        settings=tuple(each for each in recordings.settings(pair) if each.name != RESUMED),
+    verdict, pair = _compared_from(runs, left, right, shift)
+    verdict = replace(
+        verdict,
+        settings=tuple(setting for setting in recordings.settings(pair) if setting.name != RESUMED),
         about=tuple(map(recordings.facts, pair.traces)),
-        notes=(f"B goes on from A: its step 0 is step {shift} of A",),
+        notes=(f"B resumes from A: its step 0 is step {shift} of A",),
     )
-    likely = advice(found, pair.left.meta)
-    if found.first is None or likely is None:
-        return found
-    evidence = evidence_of(found, pair.left.meta)
-    rule, op = rule_of(evidence), found.first.op
-    is_known = found.first.kind is Kind.ENDED or evidence.holds("is_other_program")
+    likely = advice(verdict, pair.left.meta)
+    if verdict.first is None or likely is None:
+        return verdict
+    evidence = evidence_of(verdict, pair.left.meta)
+    rule, op = rule_of(evidence), verdict.first.op
+    is_known = verdict.first.kind is Kind.ENDED or evidence.holds("is_other_program")
     if not (is_known or rule.kernel or op.endswith(OPTIMIZER_STEP)):
-        likely = Advice(cause=_not_restored(pair, found.first))
-    return replace(found, advice=replace(likely, closer=""))
+        likely = Advice(cause=_not_restored(pair, verdict.first))
+    return replace(verdict, advice=replace(likely, closer=""))
 
 
 def _shift(pair: Pair) -> int | None:
     whole, resumed = pair.traces
     befores = zip(whole.meta.get("before") or (), resumed.meta.get("before") or (), strict=False)
-    restored = {its for began, its in befores if its != began}
+    restored = {digest for began, digest in befores if digest != began}
     if not restored or not pair.in_order:
         return None
     after: dict[str, int] = {}
@@ -517,7 +535,7 @@ def _shift(pair: Pair) -> int | None:
             after.setdefault(row.parameters.hex(), number)
     if not restored <= after.keys():
         return None
-    following = whole.steps.get(max(after[its] for its in restored) + 1)
+    following = whole.steps.get(max(after[digest] for digest in restored) + 1)
     return following.step - min(resumed.steps) if following and following.finished else None
 
 
@@ -530,28 +548,27 @@ def _not_restored(pair: Pair, first: Divergence) -> str:
         if left[first.step].random[name] != before.get(name)
     ]
     if first.phase == "optimizer":
-        what = "the state of the optimizer, which made another step of equal gradients"
+        state = "the state of the optimizer, which took a different step with equal gradients"
     elif drew:
         names = ", ".join(drew)
-        what = f"random generators ({names}), whose states differ after step {first.step}"
+        state = f"random generators ({names}), whose states differ after step {first.step}"
     elif first.phase == "data":
-        what = "the place in the data"
+        state = "the position in the data"
     else:
-        what = "the place in the data, a buffer, or what else the program keeps"
-    return f"The parameters were restored, and likely not: {what}."
+        state = "the position in the data, a buffer, or another state of the program"
+    return f"The parameters were restored, but most likely not {state}."
 
 
 def compare_from(whole: str, resumed: str, shift: int, losses: int = 0) -> Verdict:
-    """Compare the steps of `resumed` with those of `whole`, whose step `shift` is its first.
+    """Compare a resumed run, whose first step is step `shift` of `whole`, with the rest of `whole`.
 
-    Of that step it has the rest: `losses` of it came before.
-
-    They are compared by losses, gradients and parameters: what a program does to begin, and what it
-    logs, may differ. The first op is named that computed something else, where it is known.
+    Within that step, `losses` losses came before the checkpoint. Steps are compared by losses,
+    gradients and parameters, as ops of the setup and of logging may differ. If the first op with
+    another result is known, the divergence names it.
     """
     runs = whole, resumed
     with _opened(runs) as sides:
-        left, right = (_trained(side.values()) for side in sides)
+        left, right = (_trained(run.values()) for run in sides)
         return _compared_from(runs, left, right, shift, losses)[0]
 
 
@@ -564,16 +581,18 @@ def _compared_from(
 ) -> tuple[Verdict, Pair]:
     pairs = []
     for left, right in zip(whole, resumed, strict=False):
-        # From here on its steps are numbered as those of the run that it goes on.
+        # Number the steps of the resumed run as those of the whole run.
         right.steps = {n + shift: replace(row, step=n + shift) for n, row in right.steps.items()}
         right.losses = [replace(loss, step=loss.step + shift) for loss in right.losses]
-        its = [number for number, loss in enumerate(left.losses) if loss.step == shift]
-        before = {*its[:losses]}
+        positions = [number for number, loss in enumerate(left.losses) if loss.step == shift]
+        before = {*positions[:losses]}
         left.losses = [loss for n, loss in enumerate(left.losses) if n not in before]
         pairs.append(Pair(left, right, runs))
-    found = [(first, pair) for pair in pairs if (first := _first_from(pair, losses)) is not None]
+    divergences = [
+        (first, pair) for pair in pairs if (first := _first_from(pair, losses)) is not None
+    ]
     first, pair = min(
-        found, key=lambda each: (each[0].step, each[0].rank), default=(None, pairs[0])
+        divergences, key=lambda pair: (pair[0].step, pair[0].rank), default=(None, pairs[0])
     )
     steps = [
         step for step in pairs[0].steps if any(all(pairs[0].digests(step, name)) for name in FIELDS)
@@ -586,19 +605,19 @@ def _compared_from(
         level=pairs[0].levels[1],
         by=((AT_ONE_LEVEL["step"], len(steps)),),
     )
-    uses = recordings.program(pair, [each for each in pairs if each is not pair])
+    uses = recordings.program(pair, [rest for rest in pairs if rest is not pair])
     same = first is None and bool(steps)
     return Verdict(same, *runs, compared, first, losses=recordings.losses(pair), program=uses), pair
 
 
 def _trained(traces: Iterable[Trace]) -> Sequence[Trace]:
-    """Return the trace of the process of each rank that made most steps."""
+    """Return the trace with the most steps of each rank."""
     by_rank = groupby(traces, key=attrgetter("rank"))
-    return [max(its, key=attrgetter("ended_steps")) for _, its in by_rank]
+    return [max(processes, key=attrgetter("ended_steps")) for _, processes in by_rank]
 
 
 def _first_from(pair: Pair, losses_before: int) -> Divergence | None:
-    for step in pair.steps:  # of one that has not ended, what led to it
+    for step in pair.steps:  # also a step that did not end, as far as it got
         first = pair.unequal_digest(step, FIELDS)
         if first is not None:
             is_whole = step != pair.steps[0] or not losses_before
@@ -612,27 +631,27 @@ def _first_from(pair: Pair, losses_before: int) -> Divergence | None:
     )
     cut = [recordings.CUT if trace.is_truncated else "" for trace in pair.traces]
     if left != right or any(cut):
-        what = (
+        sentence = (
             f"the whole run ends after step {left}{cut[0]}, "
             f"the resumed one after step {right}{cut[1]}"
         )
-        return pair.at_step(min(left, right) + 1, Kind.ENDED, what)
-    # What both hold as they end whose value is not there in the resumed run: names count optimizers
-    # and models as they come, which is from another step on there.
+        return pair.at_step(min(left, right) + 1, Kind.ENDED, sentence)
+    # Compare the final states whose values the resumed run does not have under any name: names
+    # number optimizers and models by order of appearance, which a resumed run may change.
     mine, theirs = (trace.meta.get("end") or {} for trace in pair.traces)
-    for kind in ("optimizers", "buffers"):
-        its = theirs.get(kind) or {}
-        for name, held in (mine.get(kind) or {}).items():
-            if name in its and held not in its.values():
-                what = f"not the same when the runs end: {printable(name)}"
-                return pair.at_step(pair.steps[-1], Kind.VALUES, what)
+    for group in ("optimizers", "buffers"):
+        resumed_values = theirs.get(group) or {}
+        for name, digest in (mine.get(group) or {}).items():
+            if name in resumed_values and digest not in resumed_values.values():
+                sentence = f"different at the end of the runs: {printable(name)}"
+                return pair.at_step(pair.steps[-1], Kind.VALUES, sentence)
     return None
 
 
 def _first_op(pair: Pair, step: int, phase: str) -> Divergence | None:
-    """Return the first op of a step that differs, if it is known: what came before `phase` agrees.
+    """Return the first differing op of a step, if known. Phases before `phase` are equal.
 
-    What one run alone has is how it begins, or what it logs, and what allocates holds no value.
+    Ops that only one run has are skipped, as they set up or log, and ops that only allocate memory.
     """
     if any(trace.steps[step].level in COARSE for trace in pair.traces):
         return None
@@ -643,5 +662,5 @@ def _first_op(pair: Pair, step: int, phase: str) -> Divergence | None:
         for number, site in reader.trace.sites.items():
             if site.phase in agree or site.op.startswith(_ALLOCATES):
                 reader.sites["compared"][number] = False
-    found = records.step(step).first
-    return None if found is None else records.describe(found)
+    first = records.step(step).first
+    return None if first is None else records.describe(first)

@@ -1,6 +1,7 @@
-"""Why two runs diverge: the table `diagnosis.yaml`, the predicates that it names, and the advice.
+"""Diagnosis: the likely cause of a divergence, by the rules and predicates of `diagnosis.yaml`.
 
-With the cause comes the edit against it. Levels of stricter settings are for what has none.
+The advice has the cause and the edit that removes it. If there is no such edit, `verify --escalate`
+tries levels of stricter settings.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     )
 
 Suspect: TypeAlias = "UncontrolledRead | SeedSource"
-"""A line that may be why runs differ: what was heard of it, or what its text says."""
+"""A line that may be the cause, from an observed read or from a scan of the source."""
 
 _TABLE: Mapping[str, Any] = yaml.load(
     Path(__file__).with_name("diagnosis.yaml").read_text(encoding="utf-8"),
@@ -73,7 +74,7 @@ _IS_OF: Mapping[str, Callable[[str], object]] = {
             "summing": "|".join(f"(?:{text})" for text in _SUMMING.values()),
         }.items()
     },
-}  # whether the op of a name is of a family
+}  # family -> whether it has an op of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,9 @@ class Fix:
     """A key of a profile and the value that helps."""
 
     key: str
-    value: str  # as an override writes it: a word that YAML takes for a boolean is in quotes
-    enough: Sequence[str] = ()  # other values that help as well; ``*`` for any
-    needs: str = ""  # the feature without which the program cannot feel it (see `FEATURES`)
+    value: str  # in the syntax of an override: words that YAML reads as booleans are quoted
+    enough: Sequence[str] = ()  # other values that help too; ``*`` for any
+    needs: str = ""  # it affects only programs with this feature (see `FEATURES`)
 
     def is_met_by(self, value: str | None) -> bool:
         return value is not None and ("*" in self.enough or value in (self.value, *self.enough))
@@ -91,7 +92,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A reason for two runs to diverge, and when it applies. The table says what fields mean."""
+    """A cause of divergences and when it applies. The YAML table documents the fields."""
 
     cause: str
     kinds: Sequence[str] = tuple(Kind.__members__)
@@ -102,7 +103,7 @@ class Rule:
     knobs: Sequence[str] = ()
     by_program: bool = False
     rerecord: bool = True
-    kernel: bool = False  # whether an op gave two results for equal inputs
+    kernel: bool = False  # whether an op returned two results for equal inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,13 @@ class EscalationRow:
 
     name: str
     fixes: Sequence[Fix]
-    helps: str  # the predicate that says whether it can help
-    needs: str = ""  # as of a `Fix`; an accelerator is ``device``
-    of_module: bool = False  # whether its key is a module, that of the divergence
+    helps: str  # the predicate for divergences that it may remove
+    needs: str = ""  # as in `Fix`; ``device`` is any accelerator
+    of_module: bool = False  # whether its setting applies to the module of the divergence
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, "fixes": [Fix(**each) for each in row.get("fixes", ())]}
+    return {**row, "fixes": [Fix(**fix) for fix in row.get("fixes", ())]}
 
 
 RULES = (
@@ -125,7 +126,7 @@ RULES = (
     *(Rule(**_values(row), kernel=True) for row in _TABLE["kernel_rules"]),
 )
 ESCALATION = tuple(EscalationRow(**_values(row)) for row in _TABLE["escalation"])
-"""What `verify --escalate` tries, the mildest settings first."""
+"""Levels that `verify --escalate` tries, the mildest settings first."""
 
 DATALOADER = "DataLoader"
 COARSE = {
@@ -136,7 +137,7 @@ COARSE = {
     "gradients": "gradients",
     "loss": "losses",
 }
-"""What recordings of a level above ops hold in their place, and what several of it are called."""
+"""Records of the levels `module` and `step`, which have no ops, and their plurals in sentences."""
 
 
 def op_name(op: str) -> str:
@@ -151,22 +152,22 @@ FEATURES: Mapping[str, Callable[[Site], bool]] = {
     RANDOM_OPS: lambda site: op_name(site.op) in DRAWING | DROPPING | DROPPING_INSIDE,
     "collectives": lambda site: site.phase == "collective",
 }
-"""What a program may use, and how the records of its ops show it. `WORKERS` are known from what
-the trace says of loaders."""
+"""Features of a program, and which records show that it uses them. Only `WORKERS` is missing: the
+trace lists loaders with their workers."""
 
 DEVICE = "device"
-DEVICES = (DEVICE, "cuda", "npu")  # any accelerator, and the types of them that settings are about
+DEVICES = (DEVICE, "cuda", "npu")  # any accelerator, and the types that have their own settings
 
 
 def uses(program: Program, feature: str) -> bool:
-    """Whether a program uses a feature, or may; an empty name stands for what all have."""
+    """Whether a program may use a feature; an empty name is true for all programs."""
     if feature in DEVICES:
         return feature == program.accelerator or (feature == DEVICE and bool(program.accelerator))
     return not feature or program.features is None or feature in program.features
 
 
 def accelerator(meta: Mapping[str, Any]) -> str:
-    """Return the type of device that a recorded process had besides the CPU, or nothing."""
+    """Return the type of accelerator that a recorded process had; empty if none."""
     hardware = meta.get("hardware") or {}
     return str(hardware.get("accelerator", "")).partition(" ")[0]
 
@@ -174,13 +175,13 @@ def accelerator(meta: Mapping[str, Any]) -> str:
 MAIN_THREADS = ("", "MainThread", "main")
 PROGRAM_TEXT, RESUMED = "program_text", "resumed"
 NOT_ALIKE = (PROGRAM_TEXT, RESUMED)
-"""Settings that no profile makes equal: the runs are of other programs, or begin elsewhere."""
+"""Settings that no profile makes equal: the runs have different programs or first steps."""
 
 DECLARED = ("guarantee", "profile", "digest", "program", "level", *NOT_ALIKE)
-"""Settings that say what was run and requested. Their effects are other settings."""
+"""Settings that name the program and the request. Their effects are separate settings."""
 
 SET_BY = {"hardware: threads": "env.OMP_NUM_THREADS"}
-"""Observed settings that a knob decides, with that knob."""
+"""Observed settings, and the knobs that set them."""
 
 _NOT_SET, _PARTLY_SET = UNINITIALISED.hex(), PARTLY.hex()
 _PROBABILITY = re.compile(r"(?<![=\w.])0?\.\d*[1-9]\d*")
@@ -189,7 +190,7 @@ NO_VALUE = (None, "", "-", "null", "None")
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The first divergence and what is known of the two runs."""
+    """The first divergence, with the facts about the two runs that diagnosis uses."""
 
     first: Divergence
     settings: tuple[Setting, ...] = ()  # the settings in which the runs differ
@@ -209,72 +210,74 @@ class Evidence:
 
     @property
     def sides(self) -> tuple[RunAtDivergence, ...]:
-        return tuple(side for side in (self.first.left, self.first.right) if side is not None)
+        return tuple(run for run in (self.first.left, self.first.right) if run is not None)
 
     @property
     def read(self) -> set[str]:
         """The fingerprints of the op's inputs in both runs."""
-        return {text for side in self.sides for text in side.input_fingerprints}
+        return {text for run in self.sides for text in run.input_fingerprints}
 
     @property
     def earlier_reads(self) -> tuple[UncontrolledRead, ...]:
-        """What the program had read until the divergence, the last read first."""
-        place = self.first.step, self.first.record
-        earlier = [each for each in self.program.reads if (each.step, each.record) <= place]
+        """Nondeterministic reads before the divergence, the last first."""
+        position = self.first.step, self.first.record
+        earlier = [read for read in self.program.reads if (read.step, read.record) <= position]
         return tuple(reversed(earlier))
 
     @property
     def other_seeds(self) -> tuple[UncontrolledRead, ...]:
-        """The places at which the runs had given a generator different seeds."""
-        return tuple(each for each in self.earlier_reads if each.is_other_seed)
+        """Seeds before the divergence that differ between the runs, the last first."""
+        return tuple(read for read in self.earlier_reads if read.is_other_seed)
 
     @property
     def suspects(self) -> list[UncontrolledRead]:
-        """What the program had read that no seed decides: what it reads at the line first.
+        """Nondeterministic reads that may be the cause, those on the line of the divergence first.
 
-        Where the line is known at which the difference began, only what that line has read, and
-        those that passed it on: what differs there need not be what makes the runs differ.
+        If the origin is certain, only reads on its path count: other reads before the divergence
+        may differ without effect on it.
         """
-        lines = {short(side.source) for side in self.sides}
-        found = [each for each in self.earlier_reads if each.what in SUSPECTS]
+        lines = {short(run.source) for run in self.sides}
+        reads = [read for read in self.earlier_reads if read.what in SUSPECTS]
         if self.origin is not None:
             if self.origin.is_sure:
                 path = (*self.origin.path, *self.origin.within)
-                found = [each for each in found if each.where in path]
-                return sorted(found, key=lambda each: path.index(each.where))
-            lines = {short(each) for each in self.origin.lines}
+                reads = [read for read in reads if read.where in path]
+                return sorted(reads, key=lambda read: path.index(read.where))
+            lines = {short(location) for location in self.origin.lines}
         return sorted(
-            found, key=lambda each: (short(each.where) not in lines, SUSPECTS.index(each.what))
+            reads, key=lambda read: (short(read.where) not in lines, SUSPECTS.index(read.what))
         )
 
     @property
     def own_worker_init(self) -> Loader | None:
         """The loader of the batch, if its workers have a `worker_init_fn` of the program."""
         loaders = self.program.loaders
-        own = (each for each in loaders if each.workers and each.worker_init_fn)
-        return next((each for each in own if each.where == self.first.source), None)
+        with_init = (loader for loader in loaders if loader.workers and loader.worker_init_fn)
+        return next((loader for loader in with_init if loader.where == self.first.source), None)
 
     @property
     def differing_knobs(self) -> tuple[Setting, ...]:
-        """The settings that are knobs of the catalogue, or that one of them sets."""
+        """Differing settings that are knobs of the catalogue, or that a knob sets."""
         keys = {name for knob in CATALOGUE for name in (knob.name, knob.profile_key)}
-        return tuple({each.name: each for each in self.settings if each.name in keys}.values())
+        return tuple(
+            {setting.name: setting for setting in self.settings if setting.name in keys}.values()
+        )
 
     @property
     def differing_platform(self) -> tuple[Setting, ...]:
-        """The settings that differ and that no profile sets: versions and hardware."""
-        known = {*DECLARED, *(each.name for each in self.differing_knobs)}
-        return tuple(each for each in self.settings if each.name not in known)
+        """Differing settings that no profile sets: versions and hardware."""
+        known = {*DECLARED, *(setting.name for setting in self.differing_knobs)}
+        return tuple(setting for setting in self.settings if setting.name not in known)
 
     def differing_knobs_of(self, patterns: Iterable[str]) -> list[Setting]:
         return [
-            each
-            for each in self.differing_knobs
-            if any(fnmatchcase(each.name, pattern) for pattern in patterns)
+            setting
+            for setting in self.differing_knobs
+            if any(fnmatchcase(setting.name, pattern) for pattern in patterns)
         ]
 
     def holds(self, predicate: str) -> bool:
-        """Whether a predicate holds; ``not`` before its name asks whether it does not."""
+        """Evaluate a predicate of the table; ``not `` before its name negates it."""
         name = predicate.removeprefix("not ")
         return bool(PREDICATES[name](self)) == (name == predicate)
 
@@ -289,112 +292,112 @@ class Evidence:
         )
 
     def value(self, key: str) -> str | None:
-        """Return the value in force of a knob, or of a key of a profile; None if there is none.
+        """Return the effective value of a knob, or of a profile key; None if it has none.
 
-        ``True`` and ``true`` count as one value.
+        ``True`` is returned as ``true``, and ``False`` as ``false``.
         """
         knobs = self.meta.get("knobs") or {}
         names = [key, *(knob.name for knob in CATALOGUE if knob.profile_key == key)]
         texts = [str(knobs[name]) for name in names if name in knobs]
-        given = [text for text in texts if text not in NO_VALUE]
-        return {"True": "true", "False": "false"}.get(given[0], given[0]) if given else None
+        known = [text for text in texts if text not in NO_VALUE]
+        return {"True": "true", "False": "false"}.get(known[0], known[0]) if known else None
 
 
-def _is_race(its: Evidence) -> bool:
-    first, writers = its.first, set(its.first.writers)
-    # An op may run on the main thread, on one of autograd's, or on another.
+def _is_race(case: Evidence) -> bool:
+    first, writers = case.first, set(case.first.writers)
+    # Backward ops normally run on a thread of autograd.
     on_another = first.thread not in MAIN_THREADS and first.phase != "backward"
-    in_place = its.op.endswith("_") and not its.op.startswith("__")
+    in_place = case.op.endswith("_") and not case.op.startswith("__")
     return (
         (on_another or bool(writers - set(MAIN_THREADS)))
-        and (len(its.program.threads) != 1 or len({first.thread, *writers}) > 1)
+        and (len(case.program.threads) != 1 or len({first.thread, *writers}) > 1)
         and (in_place or bool(writers) or first.kind in (Kind.INPUT, Kind.DATA))
-        and not its.holds("is_made_outside")
+        and not case.holds("is_made_outside")
     )
 
 
 PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
-    # What record it is.
-    "is_coarse": lambda its: its.first.op in COARSE or its.first.is_at_the_latest,
-    "is_batch": lambda its: its.first.op == DATALOADER,
-    "is_made_outside": lambda its: its.first.op in (DATALOADER, NEW_TENSOR),
-    "is_optimizer_step": lambda its: (
-        its.first.phase == "optimizer" and its.first.op.endswith(OPTIMIZER_STEP)
+    # The record of the divergence.
+    "is_coarse": lambda case: case.first.op in COARSE or case.first.is_at_the_latest,
+    "is_batch": lambda case: case.first.op == DATALOADER,
+    "is_made_outside": lambda case: case.first.op in (DATALOADER, NEW_TENSOR),
+    "is_optimizer_step": lambda case: (
+        case.first.phase == "optimizer" and case.first.op.endswith(OPTIMIZER_STEP)
     ),
-    "is_collective": lambda its: its.first.phase == "collective" or "c10d" in its.namespace,
-    "carries_bytes": lambda its: any(side.outputs.startswith("uint8[") for side in its.sides),
-    "is_compiled": lambda its: its.op == "compiled region" or its.namespace == "inductor",
-    "is_custom_op": lambda its: its.namespace not in ("", "aten", "prims"),
-    "known_nondeterministic": lambda its: row_of(its.op),  # torch lists it
-    "drops": lambda its: (
-        its.op in DROPPING | MASKING
+    "is_collective": lambda case: case.first.phase == "collective" or "c10d" in case.namespace,
+    "carries_bytes": lambda case: any(run.outputs.startswith("uint8[") for run in case.sides),
+    "is_compiled": lambda case: case.op == "compiled region" or case.namespace == "inductor",
+    "is_custom_op": lambda case: case.namespace not in ("", "aten", "prims"),
+    "known_nondeterministic": lambda case: row_of(case.op),  # torch lists it
+    "drops": lambda case: (
+        case.op in DROPPING | MASKING
         or (
-            its.op in DROPPING_INSIDE
-            and any(_PROBABILITY.search(side.argument) for side in its.sides)
+            case.op in DROPPING_INSIDE
+            and any(_PROBABILITY.search(run.argument) for run in case.sides)
         )
     ),
-    "own_generator": lambda its: any("generator=Generator" in each.argument for each in its.sides),
-    "nothing_is_seeded": lambda its: (
-        its.value("seed.torch") is None
-        and not any(each.what == GIVEN_SEED for each in its.earlier_reads)
+    "own_generator": lambda case: any("generator=Generator" in run.argument for run in case.sides),
+    "nothing_is_seeded": lambda case: (
+        case.value("seed.torch") is None
+        and not any(read.what == GIVEN_SEED for read in case.earlier_reads)
     ),
     "is_race": _is_race,
-    # What it read and wrote.
-    "some_outputs_agree": lambda its: any(
+    # Inputs and outputs of the record.
+    "some_outputs_agree": lambda case: any(
         len(values) > 1 and len(set(values)) == 1
-        for values in zip(*(side.output_fingerprints for side in its.sides), strict=False)
+        for values in zip(*(run.output_fingerprints for run in case.sides), strict=False)
     ),
-    "reads_unwritten_memory": lambda its: (
-        not (its.op in OVERWRITING or its.first.op.endswith("out"))
-        and any(text.startswith((_NOT_SET, _PARTLY_SET)) for text in its.read)
+    "reads_unwritten_memory": lambda case: (
+        not (case.op in OVERWRITING or case.first.op.endswith("out"))
+        and any(text.startswith((_NOT_SET, _PARTLY_SET)) for text in case.read)
     ),
-    "reads_written_memory": lambda its: its.read - {_NOT_SET},
-    "has_other_dtypes": lambda its: (
-        len({tuple(re.findall(r"(\w+)\[", side.outputs)) for side in its.sides}) > 1
+    "reads_written_memory": lambda case: case.read - {_NOT_SET},
+    "has_other_dtypes": lambda case: (
+        len({tuple(re.findall(r"(\w+)\[", run.outputs)) for run in case.sides}) > 1
     ),
-    # In what else the runs differ, and how they were compared.
-    "own_worker_init": lambda its: its.own_worker_init,
-    "differing_platform": lambda its: its.differing_platform,
-    "differs_beyond_random_numbers": lambda its: (
-        len(its.differing_knobs_of(_TABLE["knobs"]["random_numbers"])) < len(its.differing_knobs)
+    # Other differences between the runs, and the criteria of the comparison.
+    "own_worker_init": lambda case: case.own_worker_init,
+    "differing_platform": lambda case: case.differing_platform,
+    "differs_beyond_random_numbers": lambda case: (
+        len(case.differing_knobs_of(_TABLE["knobs"]["random_numbers"])) < len(case.differing_knobs)
     ),
-    "is_other_program": lambda its: any(each.name == PROGRAM_TEXT for each in its.settings),
-    "is_resumed": lambda its: any(each.name == RESUMED for each in its.settings),
-    # For another instruction set kernels are chosen differently.
-    "is_other_processor": lambda its: any(
-        each.name == "hardware: instruction set" for each in its.settings
+    "is_other_program": lambda case: any(setting.name == PROGRAM_TEXT for setting in case.settings),
+    "is_resumed": lambda case: any(setting.name == RESUMED for setting in case.settings),
+    # Libraries choose kernels by instruction set.
+    "is_other_processor": lambda case: any(
+        setting.name == "hardware: instruction set" for setting in case.settings
     ),
-    "both_were_cut": lambda its: its.first.both_were_cut,
-    "tolerance": lambda its: its.tolerance,
-    # What escalation can help against: it draws, or the states of generators are known to differ;
-    # a kernel or a collective gave another result; the program or a loader brings it in.
-    "is_random": lambda its: its.first.kind is Kind.RANDOM or its.op in DRAWING | DROPPING,
-    "is_computed": lambda its: (
-        its.first.phase == "collective"
-        or (its.first.kind is Kind.OUTPUTS and not its.holds("is_random"))
+    "both_were_cut": lambda case: case.first.both_were_cut,
+    "tolerance": lambda case: case.tolerance,
+    # Divergences that levels of escalation can remove: random numbers, results of kernels or
+    # collectives, and data from the program or a loader.
+    "is_random": lambda case: case.first.kind is Kind.RANDOM or case.op in DRAWING | DROPPING,
+    "is_computed": lambda case: (
+        case.first.phase == "collective"
+        or (case.first.kind is Kind.OUTPUTS and not case.holds("is_random"))
     ),
-    "is_brought_in": lambda its: its.first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE),
-    "is_of_program": lambda its: its.holds("is_brought_in") or its.holds("is_random"),
-    "is_of_loader": lambda its: its.first.op == DATALOADER or its.first.kind is Kind.RANDOM,
+    "is_brought_in": lambda case: case.first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE),
+    "is_of_program": lambda case: case.holds("is_brought_in") or case.holds("is_random"),
+    "is_of_loader": lambda case: case.first.op == DATALOADER or case.first.kind is Kind.RANDOM,
 }
-"""What `fits` and `helps` of the table name."""
+"""Predicates for `fits` and `helps` of the table, each a function of the evidence of a case."""
 
 
 def advice(
     verdict: Verdict, meta: Mapping[str, Any] | None = None, command: str = ""
 ) -> Advice | None:
-    """Return the likely cause of the first divergence and the edit against it; None if none.
+    """Return the likely cause of the first divergence and an edit to remove it; None if the same.
 
-    `meta` is that of one of the traces: it names the profile and the knobs that were in force.
-    `command` is the program's command line, as a shell takes it. What was heard to be read comes
-    before any rule. No setting is proposed: whether one helps is known once it was tried.
+    `meta` belongs to one of the traces and has its profile and knobs. `command` is the program's
+    command line in shell syntax. Observed reads take precedence over the rules. The advice proposes
+    no settings: these have to be tried first.
     """
     if verdict.first is None:
         return None
     meta = meta or {}
     evidence = evidence_of(verdict, meta)
     rule = rule_of(evidence)
-    # A recording without `detail` fingerprints what an op writes once in a step.
+    # Without `detail`, a recording fingerprints each tensor only once in a step.
     may_hide_a_change = (
         rule.kernel
         and not (rule.knobs or evidence.tolerance or evidence.holds("has_other_dtypes"))
@@ -415,8 +418,8 @@ def advice(
         return Advice(cause=cause, edit=edit, closer=closer)
     cause = cause_by_evidence(evidence)
     if may_hide_a_change:
-        cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
-    started = next((each for each in evidence.earlier_reads if each.what == THREADS), None)
+        cause = f"{cause.removesuffix('.')}; or an input was changed outside torch within the step."
+    started = next((read for read in evidence.earlier_reads if read.what == THREADS), None)
     if rule.kernel and started is not None:
         cause = f"{cause.removesuffix('.')}; or a thread ({short(started.where)}) changed it."
     return Advice(cause=cause, closer=closer)
@@ -427,10 +430,10 @@ def rule_of(evidence: Evidence) -> Rule:
 
 
 def prime_suspect(evidence: Evidence) -> Suspect | None:
-    """Return the read that most likely explains a divergence that the program itself brings in.
+    """Return the read that most likely explains a divergence that the program itself causes.
 
-    That is what a seed was made from that differs, then what the line of the divergence reads, and
-    then all else, the surest first.
+    The first choice is the source of a differing seed, then reads on the line of the divergence,
+    then other reads by their probability.
     """
     for seed in evidence.other_seeds:
         return seed.source or seed
@@ -438,7 +441,7 @@ def prime_suspect(evidence: Evidence) -> Suspect | None:
 
 
 def cause_of(read: Suspect, seeds: Sequence[UncontrolledRead] = ()) -> str:
-    """Return as a sentence that a read explains a divergence, and the seed that came from it."""
+    """Return the sentence that names a read as the cause, with the seeds that it determined."""
     sentence = f"{read.what[:1].upper()}{read.what[1:]}: {read.name} at {short(read.where)}"
     for seed in seeds:
         at = "" if seed is read else f" {seed.name} at {short(seed.where)}"
@@ -447,87 +450,92 @@ def cause_of(read: Suspect, seeds: Sequence[UncontrolledRead] = ()) -> str:
 
 
 def cause_by_line(origin: LineOfOrigin) -> str:
-    """Return as a sentence what a line has done at which a difference began."""
+    """Return the sentence that describes how a difference began at a line."""
     out_of = [
-        f"{each.name}{f', made at {short(each.made)}' if each.made else ''}"
-        f"{f', changed at {short(each.changed)}' if each.changed else ''}"
-        for each in origin.opaque
+        f"{value.name}{f', made at {short(value.made)}' if value.made else ''}"
+        f"{f', changed at {short(value.changed)}' if value.changed else ''}"
+        for value in origin.opaque
     ]
-    given = "for the same arguments" if origin.same else "from what is no argument of it"
+    inputs = "for the same arguments" if origin.same else "from a source other than its arguments"
     if origin.took_another_path:
-        sentence = "The runs went on with other lines after this one, which had read the same"
+        sentence = "The runs took different paths after this line, which had read equal values"
     elif origin.came_in:
-        sentence = f"{origin.changed[0]} is other as this line reads it, and no line that was "
-        sentence += "followed has changed it"
+        sentence = f"{origin.changed[0]} differs when this line reads it, and no followed line "
+        sentence += "changed it"
     else:
         row = library_row(origin.called)
-        sentence = f"{origin.called or 'This line'} gave another result {given}"
+        sentence = f"{origin.called or 'This line'} returned a different result {inputs}"
         sentence += f": {row.leaves_open}" if row else ""
-    return f"{sentence}{f'; out of {some(out_of)}' if out_of else ''}."
+    return f"{sentence}{f'; it read {some(out_of)}' if out_of else ''}."
 
 
 def open_fixes(evidence: Evidence) -> list[Fix]:
-    """Return the settings that may help by the rule that fits, the likeliest first."""
+    """Return settings of the matching rule that may help and are not set, the likeliest first."""
     fixes = (fix for fix in rule_of(evidence).fixes if uses(evidence.program, fix.needs))
     return [fix for fix in fixes if not fix.is_met_by(evidence.value(fix.key))]
 
 
 def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
-    """Return the first divergence of `verdict`, which has one, with what `meta` holds."""
+    """Return the evidence on the first divergence of `verdict`; ValueError if it has none."""
     if verdict.first is None:
         raise ValueError("the runs do not diverge")
-    settings = (replace(its, name=SET_BY.get(its.name, its.name)) for its in verdict.settings)
+    settings = (
+        replace(setting, name=SET_BY.get(setting.name, setting.name))
+        for setting in verdict.settings
+    )
     within = verdict.tolerance is not None
     return Evidence(verdict.first, tuple(settings), meta, within, verdict.program, verdict.origin)
 
 
 def cause_by_evidence(evidence: Evidence) -> str:
-    """Return as a sentence what the line did where it began, or else the cause of the rule."""
+    """Return the cause by the line of origin, if known, or else by the rules, as a sentence."""
     return cause_by_line(evidence.origin) if evidence.origin else _cause_by_rule(evidence)
 
 
 def _cause_by_rule(evidence: Evidence) -> str:
-    """Return the cause that the table knows for such a divergence, as a sentence."""
+    """Return the cause of the matching rule as a sentence."""
     rule = rule_of(evidence)
     known, first = row_of(evidence.op), evidence.first
     threads = [first.thread, *first.writers]
-    others = dict.fromkeys(name for name in threads if name not in MAIN_THREADS)
+    other_threads = dict.fromkeys(name for name in threads if name not in MAIN_THREADS)
     loader = evidence.own_worker_init
     seeded = evidence.value("dataloader.seeding") == "auto"
-    named = next((each for each in evidence.settings if each.name == "program"), None)
-    files = {short(each) for each in (named and (named.left, named.right)) or () if each}
+    named = next((setting for setting in evidence.settings if setting.name == "program"), None)
+    files = {short(text) for text in (named and (named.left, named.right)) or () if text}
     files = files if len(files) > 1 else set()
     program = str(evidence.meta.get("program") or "")
     return rule.cause.format(
         op=first.op or "it",
         values=COARSE.get(first.op, "values"),
         module=first.module,
-        threads=f"thread{'s' * (len(others) > 1)} {', '.join(others)}",
+        threads=f"thread{'s' * (len(other_threads) > 1)} {', '.join(other_threads)}",
         accelerator=accelerator(evidence.meta),
         instead=known.instead if known else "",
         settings=_listed(evidence.differing_knobs_of(rule.knobs) or evidence.differing_platform),
         what=first.what,
-        programs=" and ".join(sorted(files)) or f"two texts of {short(program)}",
+        programs=" and ".join(sorted(files)) or f"two versions of {short(program)}",
         worker_init=worker_init_sentence(loader.worker_init_fn, seeded=seeded) if loader else "",
     )
 
 
 def worker_init_sentence(worker_init_fn: str, *, seeded: bool) -> str:
-    """Return what a program's own `worker_init_fn`, ``name at file:line``, means for its seeds.
+    """Return a sentence on the effect of a program's `worker_init_fn`, ``name at file:line``.
 
-    `seeded` says whether torchrepro seeds the loaders whose author seeded nothing.
+    `seeded` is whether torchrepro seeds loaders that the program did not seed.
     """
-    name, _, where = worker_init_fn.partition(" at ")
-    left = ", so torchrepro leaves the workers' seeds to it" if seeded else ""
-    return f"{name}{f' at {short(where)}' if where else ''} is its worker_init_fn{left}."
+    name, _, location = worker_init_fn.partition(" at ")
+    left = ", which seeds the workers in place of torchrepro" if seeded else ""
+    return f"{name}{f' at {short(location)}' if location else ''} is its worker_init_fn{left}."
 
 
-_FEW = 3  # settings that a sentence names
+_FEW = 3  # how many settings a sentence names
 
 
 def _listed(settings: Sequence[Setting]) -> str:
-    values = [["not set" if x is None else x for x in (e.left, e.right)] for e in settings]
-    shown = [f"{e.name} {' and '.join(x)}" for e, x in zip(settings, values, strict=True)]
+    def text(value: str | None) -> str:
+        return "not set" if value is None else value
+
+    shown = [f"{row.name} {text(row.left)} and {text(row.right)}" for row in settings]
     rest = [f"{len(shown) - _FEW} more"] if len(shown) > _FEW else []
     return "; ".join([*shown[:_FEW], *rest])
 
@@ -539,22 +547,22 @@ def _rerecord_command(
     if first is None or (first.elements and not detail) or first.kind is Kind.ENDED:
         return ""
     if meta.get("detail"):
-        return ""  # these recordings are the closer look
+        return ""  # no recording has more detail than these
     if command and not meta.get("profile"):
-        return ""  # `verify` ran it as it is, which `run` cannot
+        return ""  # `verify` ran it without a profile, which `run` needs
     keep = ""
     agreed = verdict.agreed
-    # Whether both runs hold all ops of the step of the divergence and of the one before it.
+    # Known if both runs have all ops of the step of the divergence and of the step before it.
     before = agreed.in_full if agreed and agreed.then_in_full else None
     is_known = verdict.compared.level == "op" and first.kind not in (Kind.VALUES, Kind.UNSEEN)
     if is_known and (before == first.step - 1 if agreed else first.step == 0):
-        # Where the step is still to be found, whole tensors of many steps would fill the disk.
-        kept = any(fnmatchcase(first.module, str(each)) for each in meta.get("keep") or ())
+        # Tensors are kept only if the step is known: those of many steps would fill the disk.
+        kept = any(fnmatchcase(first.module, str(pattern)) for pattern in meta.get("keep") or ())
         keep = "" if kept else first.module
         if not (keep or detail):
             return ""
-    # They begin with a step in which the runs agree: what it leaves behind tells a change between
-    # two steps from one within a step.
+    # Begin with a step in which the runs agree: its final values show whether a change occurred
+    # between two steps.
     begins = max(first.step - 1, 0)
     if agreed is not None and first.kind is Kind.UNSEEN:
         begins = agreed.in_full or 0
@@ -562,8 +570,10 @@ def _rerecord_command(
         begins = agreed.step
     folder, steps = verdict.left.rstrip("/") + "-closer", (begins, first.step + 1)
     if meta.get("recorded_by") == BY_PROGRAM and not command:
-        more = f", keep={[keep]!r}" if keep else ""
-        return f"torchrepro.record({folder!r}, steps={steps}{more}{', detail=True' * detail})"
+        keep_argument = f", keep={[keep]!r}" if keep else ""
+        return (
+            f"torchrepro.record({folder!r}, steps={steps}{keep_argument}{', detail=True' * detail})"
+        )
     return (
         f"torchrepro run {quote(str(meta.get('profile') or 'PROFILE'))}"
         f" --record {quote(folder)} --steps {steps[0]}:{steps[1]}"
@@ -573,20 +583,20 @@ def _rerecord_command(
 
 
 _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9_.-]")
-"""Characters that Hydra's grammar does not take in the key of a mapping."""
+"""Characters that Hydra's grammar does not allow in the key of a mapping."""
 
 
 class EscalationLevel(NamedTuple):
-    """What to add to a profile."""
+    """Settings to add to a profile."""
 
     name: str
-    overrides: tuple[str, ...]  # of this level and of all below it, where not in force yet
+    overrides: tuple[str, ...]  # of this level and all lower ones, if not set yet
 
 
 def levels_above(
     profile_values: Mapping[str, Any], divergence: Divergence, program: Program = UNKNOWN_PROGRAM
 ) -> Iterator[EscalationLevel]:
-    """Yield the levels above a profile from the lowest, each with the overrides of those below."""
+    """Yield the levels above a profile from the lowest, each with the overrides of lower levels."""
     values = flatten(profile_values)
     overrides: tuple[str, ...] = ()
     may_be_any = divergence.op in COARSE or divergence.kind is Kind.ENDED
@@ -607,7 +617,7 @@ def levels_above(
 def _module_override(fix: Fix, values: Mapping[str, Any], module: str) -> tuple[str, ...]:
     if not module or ("." not in module and module[0].isupper()):
         return ()
-    # As a key of `device.modules` it is a pattern, in which ? is any character.
+    # Keys of `device.modules` are patterns; ``?`` matches any character.
     pattern = _NOT_IN_A_KEY.sub("?", module)
     if not _is_read_as_it_is(pattern):
         pattern = f"{pattern[:-1]}?"
@@ -616,8 +626,8 @@ def _module_override(fix: Fix, values: Mapping[str, Any], module: str) -> tuple[
 
 
 def _is_read_as_it_is(key: str) -> bool:
-    # Unlike `0.`, which is read as 0.0, null, and an instruction such as `_target_`.
-    from torchrepro.profile.load import parsed  # of no use where runs are only compared
+    # False for `0.`, which is read as 0.0, for null, and for instructions such as `_target_`.
+    from torchrepro.profile.load import parsed  # late: comparisons alone do not need it
 
     try:
         return [*parsed(f"read={{{key}: 0}}")["read"]] == [key]
@@ -628,6 +638,6 @@ def _is_read_as_it_is(key: str) -> bool:
 def _is_set(fix: Fix, values: Mapping[str, Any]) -> bool:
     value = values.get(fix.key)
     if value is None or isinstance(value, Mapping):
-        return value is not None  # a mapping was decided op by op
+        return value is not None  # a mapping has a decision for each op
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text == "null" or fix.is_met_by(text)  # null: there is no such knob here
+    return text == "null" or fix.is_met_by(text)  # null: this platform has no such knob

@@ -1,4 +1,4 @@
-"""What the first difference of two runs is, where it came from, and how far kept tensors differ."""
+"""Description of the first difference of two runs: kind, origin, and distances of kept tensors."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
 
-MOST = 8  # inputs whose origin is searched for: each may cost a pass over a trace
-LOOK_BACK = 3  # steps within which an optimizer has written a parameter that it trains
+MOST = 8  # inputs whose origin is searched: each may need a pass over a trace
+LOOK_BACK = 3  # an optimizer writes the parameters that it trains within so many steps
 _FEW_OPTIONS = 3
-SHOWN = 5  # elements that a divergence has
+SHOWN = 5  # elements that a divergence lists
 
 MADE_OUTSIDE = {
     DATALOADER: "the batches differ as they enter the main process",
-    NEW_TENSOR: "the program made this tensor from other values",
+    NEW_TENSOR: "the program created this tensor from different values",
 }
-"""Ops whose records are data that torch did not compute, and what it means if they differ."""
+"""Ops whose records are data from outside torch, and the meaning of a difference in them."""
 
 INPUTLESS = frozenset({"parameter", "gradient", "module"})
-"""Ops whose records name a value, but not what it was computed from.
+"""Ops whose records have a value, but not the inputs that it was computed from.
 
 A record of a collective names only this rank's contribution.
 """
@@ -57,21 +57,21 @@ class FirstDifference:
     left: int | None
     right: int | None
     sort: str  # how it differs
-    place: float  # where it is in the left run: the id of a record, or between two ids
-    instead: int | None = None  # the id of what the run without the record did at its place
-    read: Sequence[tuple[int, int]] = ()  # pairs shortly before that only read something else
+    position: float  # in the left run: the id of a record, or a number between two ids
+    instead: int | None = None  # id of the record that the other run has at this position
+    read: Sequence[tuple[int, int]] = ()  # earlier pairs with equal outputs and different inputs
 
 
 class Explanation(NamedTuple):
-    """How two records diverge, and where the difference came from."""
+    """How two records diverge, and the origin of the difference."""
 
     kind: Kind
     what: str = ""
-    writers: tuple[str, ...] = ()  # the threads that wrote the input in which the records differ
+    writers: tuple[str, ...] = ()  # the threads that wrote the differing input
 
 
 class RecordView(NamedTuple):
-    """A record with what its numbers stand for in its trace."""
+    """A record with its site, argument and thread looked up in its trace."""
 
     trace: Trace
     id: int
@@ -81,18 +81,18 @@ class RecordView(NamedTuple):
     thread: str
     is_on_main: bool
     inputs: Sequence[bytes]
-    outputs: Sequence[bytes]  # the fingerprint of each
+    outputs: Sequence[bytes]  # fingerprints
 
     @classmethod
     def read(cls, trace: Trace, number: int) -> RecordView:
-        its = trace.record(number)
+        record = trace.record(number)
         return cls(
-            *(trace, number, trace.step_of(number), trace.sites[its.site]),
-            trace.arguments[its.argument],
-            trace.threads.get(its.thread, str(its.thread)),
-            its.thread == MAIN,
-            [its.inputs[at : at + INPUT] for at in range(0, len(its.inputs), INPUT)],
-            [its.outputs[at : at + OUTPUT] for at in range(0, len(its.outputs), OUTPUT)],
+            *(trace, number, trace.step_of(number), trace.sites[record.site]),
+            trace.arguments[record.argument],
+            trace.threads.get(record.thread, str(record.thread)),
+            record.thread == MAIN,
+            [record.inputs[at : at + INPUT] for at in range(0, len(record.inputs), INPUT)],
+            [record.outputs[at : at + OUTPUT] for at in range(0, len(record.outputs), OUTPUT)],
         )
 
     @property
@@ -103,11 +103,21 @@ class RecordView(NamedTuple):
     def op(self) -> str:
         return f"{self.site.op}{f' in {self.site.module}' if self.site.module else ''}"
 
+    def at_divergence(self, run: str) -> RunAtDivergence:
+        return RunAtDivergence(
+            run=run,
+            source=self.site.source,
+            outputs=self.site.outputs,
+            argument="" if self.is_optimizer_step else self.argument,
+            input_fingerprints=tuple(value.hex() for value in self.inputs),
+            output_fingerprints=tuple(value.hex() for value in self.outputs),
+        )
+
 
 def describe(
     pair: Pair, difference: FirstDifference, out_of_tolerance: str | None = None
 ) -> Divergence:
-    """Return the first difference with its kind and what is known of its origin."""
+    """Return the divergence for the first difference, with its kind and origin as far as known."""
     left, right = (
         None if number is None else RecordView.read(trace, number)
         for trace, number in zip(pair.traces, (difference.left, difference.right), strict=True)
@@ -116,39 +126,26 @@ def describe(
     if shown is None:
         raise ValueError("a divergence has a record in one of the runs")
     if left is None or right is None:
-        found = _explain_lone(pair, shown, difference.instead, only_left=right is None)
+        explanation = _explain_lone(pair, shown, difference.instead, only_left=right is None)
     elif out_of_tolerance is not None:
         kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
-        found = Explanation(kind, out_of_tolerance)
+        explanation = Explanation(kind, out_of_tolerance)
     else:
         earlier = [
-            (RecordView.read(pair.left, one), RecordView.read(pair.right, other))
-            for one, other in difference.read
+            (RecordView.read(pair.left, left_id), RecordView.read(pair.right, right_id))
+            for left_id, right_id in difference.read
         ]
-        # An op that read what something other than torch had changed may by chance have written the
-        # same, so that it is not itself a difference.
-        for one, other in earlier:
-            inputs = _unequal(one, other)
-            if one.outputs and inputs and _explain_inputs(pair, inputs).kind is Kind.INPUT:
-                left = shown = one
-                right = other
+        # If something outside torch changed a tensor, the first op that read it may have returned
+        # equal results by chance, so that it is not the first difference.
+        for earlier_left, earlier_right in earlier:
+            inputs = _unequal_inputs(earlier_left, earlier_right)
+            if earlier_left.outputs and inputs and _explain_inputs(pair, inputs).kind is Kind.INPUT:
+                left = shown = earlier_left
+                right = earlier_right
                 break
-        found = _explain(pair, left, right, earlier)
-    kept = [one.trace.tensors(one.id) if one else [] for one in (left, right)]
+        explanation = _explain(pair, left, right, earlier)
+    kept = [record.trace.tensors(record.id) if record else [] for record in (left, right)]
     elements, distances = differences(*kept)
-    sides = [
-        RunAtDivergence(
-            run=run,
-            source=one.site.source,
-            outputs=one.site.outputs,
-            argument="" if one.is_optimizer_step else one.argument,
-            input_fingerprints=tuple(value.hex() for value in one.inputs),
-            output_fingerprints=tuple(value.hex() for value in one.outputs),
-        )
-        if one
-        else None
-        for run, one in zip(pair.runs, (left, right), strict=True)
-    ]
     return Divergence(
         rank=pair.left.rank,
         step=shown.step,
@@ -156,14 +153,14 @@ def describe(
         module=shown.site.module,
         op=shown.site.op,
         source=shown.site.source,
-        kind=found.kind,
+        kind=explanation.kind,
         thread=shown.thread,
-        left=sides[0],
-        right=sides[1],
+        left=left and left.at_divergence(pair.runs[0]),
+        right=right and right.at_divergence(pair.runs[1]),
         elements=elements,
         distances=distances,
-        what=found.what,
-        writers=found.writers,
+        what=explanation.what,
+        writers=explanation.writers,
         record=shown.id - 1,
         after_last=pair.is_after_last(shown.step),
         before_model=shown.id <= (shown.trace.meta.get("built") or 0),
@@ -173,13 +170,13 @@ def describe(
 def _explain_lone(
     pair: Pair, shown: RecordView, instead: int | None, *, only_left: bool
 ) -> Explanation:
-    """Explain a record that one run has; `instead` is what the other did in its place."""
+    """Explain a record that only one run has; `instead` is the record of the other run there."""
     has, lacks = NAMES if only_left else NAMES[::-1]
-    other = pair.right if only_left else pair.left
+    other_trace = pair.right if only_left else pair.left
     if instead is not None:
-        goes_on = RecordView.read(other, instead).op
-        return Explanation(Kind.ONLY_ONE, f"only {has} has it; {lacks} goes on with {goes_on}")
-    row = other.steps[shown.step]
+        next_op = RecordView.read(other_trace, instead).op
+        return Explanation(Kind.ONLY_ONE, f"only {has} has it; {lacks} continues with {next_op}")
+    row = other_trace.steps[shown.step]
     if row.finished or not shown.is_on_main:  # other threads may end at any time
         return Explanation(Kind.ONLY_ONE, f"only {has} has it")
     within = "" if pair.is_after_last(row.step) else f" in the middle of step {row.step},"
@@ -193,101 +190,105 @@ def _explain(
     earlier: Sequence[tuple[RecordView, RecordView]],
 ) -> Explanation:
     op = left.site.op
-    # First, what the program gave them.
+    # First, arguments of the program.
     if left.is_optimizer_step:
         return Explanation(Kind.ARGUMENT, _unequal_options(left, right))
     if left.argument != right.argument:
-        what = f"{left.argument or 'none'} and {right.argument or 'none'}"
-        return Explanation(Kind.ARGUMENT, what)
+        arguments = f"{left.argument or 'none'} and {right.argument or 'none'}"
+        return Explanation(Kind.ARGUMENT, arguments)
     if op in MADE_OUTSIDE:
         return Explanation(Kind.DATA, MADE_OUTSIDE[op])
     if len(left.inputs) != len(right.inputs):
-        what = f"{counted(len(left.inputs), 'tensor')} as input and {len(right.inputs)}"
-        return Explanation(Kind.ARGUMENT, what)
-    # Then, what they read.
-    if _unequal(left, right):
-        before = chain.from_iterable(_unequal(*both) for both in reversed(earlier))
-        return _explain_inputs(pair, [*_unequal(left, right), *before])
+        counts = f"{counted(len(left.inputs), 'tensor')} as input and {len(right.inputs)}"
+        return Explanation(Kind.ARGUMENT, counts)
+    # Then, the input tensors.
+    if _unequal_inputs(left, right):
+        before = chain.from_iterable(_unequal_inputs(*both) for both in reversed(earlier))
+        return _explain_inputs(pair, [*_unequal_inputs(left, right), *before])
     if op in INPUTLESS:
         return Explanation(Kind.VALUES)
     if op_name(op) in OVERWRITING | DRAWING or op.endswith("out"):
         return Explanation(Kind.OUTPUTS)
-    places = [str(at) for at, value in enumerate(left.inputs) if value == UNINITIALISED]
-    what = f"input {', '.join(places)} is memory that nothing had written" if places else ""
-    return Explanation(Kind.OUTPUTS, what)
+    positions = [str(at) for at, value in enumerate(left.inputs) if value == UNINITIALISED]
+    note = f"input {', '.join(positions)} is uninitialized memory" if positions else ""
+    return Explanation(Kind.OUTPUTS, note)
 
 
 def _unequal_options(left: RecordView, right: RecordView) -> str:
-    sides: list[list[dict[str, str]]] = []
-    for one in (left, right):
+    by_run: list[list[dict[str, str]]] = []
+    for record in (left, right):
         try:
-            groups = json.loads(one.argument)
-            # As text: NaN equals itself there.
-            sides.append([{name: json.dumps(x) for name, x in each.items()} for each in groups])
-        except (ValueError, RecursionError, TypeError, AttributeError):  # a trace may hold anything
+            groups = json.loads(record.argument)
+            # Compared as text, in which NaN is equal to NaN.
+            by_run.append(
+                [{name: json.dumps(option) for name, option in group.items()} for group in groups]
+            )
+        except (ValueError, RecursionError, TypeError, AttributeError):  # a damaged trace
             return "which cannot be read"
-    if not all(sides):
+    if not all(by_run):
         return "which cannot be read"
-    if len(sides[0]) != len(sides[1]):
-        return f"{counted(len(sides[0]), 'group')} of parameters and {len(sides[1])}"
-    several = len(sides[0]) > 1
-    found = [
+    if len(by_run[0]) != len(by_run[1]):
+        return f"{counted(len(by_run[0]), 'group')} of parameters and {len(by_run[1])}"
+    several = len(by_run[0]) > 1
+    differing = [
         f"{name}{f' of group {number}' * several}: "
-        f"{one.get(name, 'not set')} and {other.get(name, 'not set')}"
-        for number, (one, other) in enumerate(zip(*sides, strict=True))
-        for name in {**one, **other}
-        if one.get(name) != other.get(name)
+        f"{mine.get(name, 'not set')} and {theirs.get(name, 'not set')}"
+        for number, (mine, theirs) in enumerate(zip(*by_run, strict=True))
+        for name in {**mine, **theirs}
+        if mine.get(name) != theirs.get(name)
     ]
-    return "; ".join(found[:_FEW_OPTIONS]) or "an argument that is a tensor"
+    return "; ".join(differing[:_FEW_OPTIONS]) or "an argument that is a tensor"
 
 
 class Input(NamedTuple):
-    """An input in which two records differ."""
+    """A differing input of two records."""
 
     left: RecordView
     right: RecordView
-    place: int
+    position: int
 
     @property
     def values(self) -> tuple[bytes, bytes]:
-        return self.left.inputs[self.place], self.right.inputs[self.place]
+        return self.left.inputs[self.position], self.right.inputs[self.position]
 
     @property
     def name(self) -> str:
-        return f"input {self.place} of {self.left.site.op}"
+        return f"input {self.position} of {self.left.site.op}"
 
 
-def _unequal(left: RecordView, right: RecordView) -> list[Input]:
+def _unequal_inputs(left: RecordView, right: RecordView) -> list[Input]:
     pairs = enumerate(zip(left.inputs, right.inputs, strict=False))
-    return [Input(left, right, place) for place, (one, other) in pairs if one != other]
+    return [Input(left, right, position) for position, (mine, theirs) in pairs if mine != theirs]
 
 
 def _explain_inputs(pair: Pair, inputs: Sequence[Input]) -> Explanation:
-    """Return the origin of unequal inputs. All that was recorded before them agrees."""
+    """Return the origin of unequal inputs; all earlier records are equal."""
     inputs = inputs[:MOST]
     first = inputs[0]
     missed = _steps_missed(pair, first.left.step)
     written = [
-        _last_writers(trace, one.id, {each.values[side] for each in inputs})
-        for side, (trace, one) in enumerate(zip(pair.traces, first[:2], strict=True))
+        _last_writers(trace, record.id, {unequal.values[run] for unequal in inputs})
+        for run, (trace, record) in enumerate(zip(pair.traces, first[:2], strict=True))
     ]
-    for each in inputs:
-        writers = written[0].get(each.values[0]), written[1].get(each.values[1])
-        if missed and all(one is None or one.step != each.left.step for one in writers):
+    for unequal in inputs:
+        writers = written[0].get(unequal.values[0]), written[1].get(unequal.values[1])
+        if missed and all(writer is None or writer.step != unequal.left.step for writer in writers):
             return Explanation(
-                Kind.UNSEEN, f"{each.name} differs, and nothing in this step wrote it{missed}"
+                Kind.UNSEEN, f"{unequal.name} differs, and nothing in this step wrote it{missed}"
             )
-        explanation = _explain_by_writers(pair, each, *writers) or _explain_by_step_before(each)
+        explanation = _explain_by_writers(pair, unequal, *writers) or _explain_by_step_before(
+            unequal
+        )
         if explanation is not None:
             return explanation
     if UNINITIALISED in first.values:
         name = NAMES[first.values.index(UNINITIALISED)]
-        what = f"{first.name} is memory that nothing had written in {name}"
-        return Explanation(Kind.DATA, what)
+        note = f"{first.name} is uninitialized memory in {name}"
+        return Explanation(Kind.DATA, note)
     return Explanation(
         Kind.DATA,
-        f"{inputs[-1].name} differs, and no op that was recorded wrote it: "
-        "a batch, a constant, or a parameter as it was at the start",
+        f"{inputs[-1].name} differs, and no recorded op wrote it: "
+        "a batch, a constant, or an initial parameter",
     )
 
 
@@ -297,63 +298,66 @@ def _steps_missed(pair: Pair, number: int) -> str:
         return ""
     rows = [[trace.steps.get(step) for trace in pair.traces] for step in before]
     in_full = [
-        row.step
-        for row, other in rows
-        if row and other and row.level == other.level == "op" and not row.dropped | other.dropped
+        mine.step
+        for mine, theirs in rows
+        if mine
+        and theirs
+        and mine.level == theirs.level == "op"
+        and not mine.dropped | theirs.dropped
     ]
     first, last = max(in_full, default=before[0] - 1) + 1, number - 1
     if first > last:
         return ""
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return f"; the ops of {steps}, which may have, were not recorded in both runs"
+    return f"; the ops of {steps}, which may have written it, were not recorded in both runs"
 
 
 def _explain_by_writers(
     pair: Pair, this: Input, left: RecordView | None, right: RecordView | None
 ) -> Explanation | None:
-    writers = [one for one in (left, right) if one is not None]
+    writers = [writer for writer in (left, right) if writer is not None]
     if not writers:
         return None
     ops = []
-    for one in writers:
-        when = moment(one.step, after_last=pair.is_after_last(one.step))
-        ops.append(f"{one.op}{when and f' {when}'} ({one.site.phase})")
-    threads = tuple(dict.fromkeys(one.thread for one in writers))
+    for writer in writers:
+        when = moment(writer.step, after_last=pair.is_after_last(writer.step))
+        ops.append(f"{writer.op}{when and f' {when}'} ({writer.site.phase})")
+    threads = tuple(dict.fromkeys(writer.thread for writer in writers))
     if left is not None and right is not None:
-        what = f"written by {ops[0]} in {NAMES[0]}, by {ops[1]} in {NAMES[1]}"
-        return Explanation(Kind.ARGUMENT, f"{this.name} is another tensor: {what}", threads)
+        written = f"written by {ops[0]} in {NAMES[0]}, by {ops[1]} in {NAMES[1]}"
+        return Explanation(Kind.ARGUMENT, f"{this.name} is a different tensor: {written}", threads)
     keeps, changed = NAMES if left else NAMES[::-1]
     if op_name(writers[0].site.op) in PLAIN:
-        equal = f"{this.name} equals in {keeps} what {ops[0]} wrote, which may be chance"
+        equal = f"in {keeps} {this.name} equals the output of {ops[0]}, maybe by chance"
         return _explain_by_step_before(this) or Explanation(
-            Kind.DATA, f"{equal}; in {changed} no op that was recorded wrote it"
+            Kind.DATA, f"{equal}; in {changed} no recorded op wrote it"
         )
     return Explanation(
         Kind.INPUT,
-        f"{this.name} is in {keeps} what {ops[0]} wrote; "
-        f"in {changed} something other than torch has changed it since",
+        f"in {keeps} {this.name} is the output of {ops[0]}; "
+        f"in {changed} something outside torch has changed it since",
         threads,
     )
 
 
 def _explain_by_step_before(this: Input) -> Explanation | None:
-    """Explain an input that stayed as it was or was trained; None if it is new in every step."""
+    """Explain an input by its value in the previous step; None if it is new in every step."""
     before = [
-        one.inputs[this.place] if one and this.place < len(one.inputs) else None
-        for one in map(_in_step_before, this[:2])
+        record.inputs[this.position] if record and this.position < len(record.inputs) else None
+        for record in map(_in_step_before, this[:2])
     ]
     kept = [value == now for value, now in zip(before, this.values, strict=True)]
     if all(kept):
         return Explanation(
             Kind.DATA,
-            f"{this.name} has differed since before this step, without effect until now",
+            f"{this.name} differed already before this step, without effect until now",
         )
     if any(kept):
         keeps, changed = NAMES if kept[0] else NAMES[::-1]
         return Explanation(
             Kind.INPUT,
-            f"{this.name} is in {keeps} what it was in the step before; "
-            f"in {changed} something other than torch has changed it since",
+            f"in {keeps} {this.name} is unchanged since the previous step; "
+            f"in {changed} something outside torch has changed it",
         )
     if before[0] is None or before[0] != before[1]:
         return None
@@ -364,7 +368,7 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
         return None
     return Explanation(
         Kind.INPUT,
-        f"{this.name} was trained until the step before; in both runs something other than "
+        f"{this.name} was trained until the previous step; in both runs something outside "
         "torch has changed it since",
     )
 
@@ -372,29 +376,31 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
 def _last_writers(
     trace: Trace, before: int, values: Iterable[bytes], after: int = 0
 ) -> Mapping[bytes, RecordView]:
-    """Return for each value the last record between two others that wrote it, if there is one.
+    """Return the last record that wrote each value, between the ids `after` and `before`.
 
-    It reads backward and stops when all are found. A value that nothing wrote costs a pass over
-    all records between the two.
+    It reads backwards until all writers are found. A value without a writer costs a pass over all
+    records in between.
     """
     missing = set(values)
-    found: dict[bytes, RecordView] = {}
-    for part in trace.parts_before(before) if missing else ():
+    writers: dict[bytes, RecordView] = {}
+    if not missing:
+        return writers
+    for part in trace.parts_before(before):
         for value in tuple(missing):
             number = part.last_writer(value, before)
             if number is not None:
                 missing.remove(value)
                 if number > after:
-                    found[value] = RecordView.read(trace, number)
+                    writers[value] = RecordView.read(trace, number)
         if not missing or part.first <= after + 1:
             break
-    return found
+    return writers
 
 
 def _in_step_before(this: RecordView) -> RecordView | None:
-    """Return the same occurrence of the same op in the step before.
+    """Return the same occurrence of the same op in the previous step.
 
-    Only the main thread has one: other threads do not run in step.
+    None for ops of other threads than the main thread, which do not run in step with it.
     """
     trace, key = this.trace, this.site.key
     earlier = [step for step in trace.steps if step < this.step]
@@ -419,23 +425,23 @@ def _in_step_before(this: RecordView) -> RecordView | None:
 def differences(
     left: Iterable[KeptTensor], right: Iterable[KeptTensor]
 ) -> tuple[tuple[Element, ...], tuple[Distance, ...]]:
-    """Return the first elements in which the kept tensors of two records differ, and distances.
+    """Return the first differing elements of the kept tensors of two records, and distances.
 
-    A tensor is left out whose type has no decoder, or whose shape differs.
+    Tensors with a dtype without a decoder, or with different shapes, are skipped.
     """
     mine, theirs = (
-        {f"{role} {at}": (kind, shape, data) for role, at, kind, shape, data in kept}
+        {f"{role} {at}": (dtype, shape, data) for role, at, dtype, shape, data in kept}
         for kept in (left, right)
     )
     elements: list[Element] = []
     distances: list[Distance] = []
     for name in filter(theirs.__contains__, mine):
-        (kind, shape, memory), (other_kind, other_shape, other_memory) = mine[name], theirs[name]
-        if not {kind, other_kind} <= {*DECODED} or shape != other_shape or not memory:
+        (dtype, shape, memory), (other_dtype, other_shape, other_memory) = mine[name], theirs[name]
+        if not {dtype, other_dtype} <= {*DECODED} or shape != other_shape or not memory:
             continue
-        one, other = decoded(kind, memory), decoded(other_kind, other_memory)
+        one, other = decoded(dtype, memory), decoded(other_dtype, other_memory)
         if one.tobytes() != other.tobytes():
-            ulps = _ulps(kind, memory, other_memory) if kind == other_kind else None
+            ulps = _ulps(dtype, memory, other_memory) if dtype == other_dtype else None
             sizes = tuple(map(int, re.findall(r"\d+", shape)))
             distance, unequal = _difference(name, sizes, one, other, ulps)
             distances.append(distance)
@@ -443,23 +449,23 @@ def differences(
     return tuple(elements), tuple(distances)
 
 
-def decoded(kind: str, memory: bytes) -> Any:
-    """Return the memory of a tensor, of which there is some, as an array of its numbers."""
-    if kind in BY_TORCH:
+def decoded(dtype: str, memory: bytes) -> Any:
+    """Return the memory of a tensor that is not empty as a numpy array."""
+    if dtype in BY_TORCH:
         torch = import_module("torch")
-        dtype = getattr(torch, kind)
-        return torch.frombuffer(bytearray(memory), dtype=dtype).float().numpy()
-    return np.frombuffer(memory, kind)
+        torch_dtype = getattr(torch, dtype)
+        return torch.frombuffer(bytearray(memory), dtype=torch_dtype).float().numpy()
+    return np.frombuffer(memory, dtype)
 
 
 BY_TORCH = ("bfloat16", "float8_e5m2", "float8_e4m3fn")
-"""Types that numpy does not have; each of their numbers is one of float32."""
+"""Dtypes that numpy lacks; torch converts them to float32 without rounding."""
 
 DECODED = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128", *BY_TORCH),
 )
-"""The types of tensors that are decoded."""
+"""The dtypes of tensors that are decoded."""
 
 SIGNED_MAGNITUDES: Mapping[str, str] = {
     "float64": "uint64",
@@ -469,7 +475,8 @@ SIGNED_MAGNITUDES: Mapping[str, str] = {
     "float8_e5m2": "uint8",
     "float8_e4m3fn": "uint8",
 }
-"""Integers as wide as a type of which the next larger magnitude is the next larger integer."""
+"""Float dtypes and unsigned integers of the same size. Read as integers, consecutive magnitudes
+are consecutive integers."""
 
 
 def _ulps(dtype: str, left: bytes, right: bytes) -> Any:
@@ -477,9 +484,9 @@ def _ulps(dtype: str, left: bytes, right: bytes) -> Any:
     if code is None:
         return None
     sign = np.uint64(1 << 8 * np.dtype(code).itemsize - 1)
-    one, other = (np.frombuffer(each, code).astype("uint64") for each in (left, right))
-    larger, smaller = (find(one & ~sign, other & ~sign) for find in (np.maximum, np.minimum))
-    return np.where((one ^ other) & sign, larger + smaller, larger - smaller)
+    mine, theirs = (np.frombuffer(memory, code).astype("uint64") for memory in (left, right))
+    larger, smaller = (find(mine & ~sign, theirs & ~sign) for find in (np.maximum, np.minimum))
+    return np.where((mine ^ theirs) & sign, larger + smaller, larger - smaller)
 
 
 def _difference(
@@ -489,32 +496,32 @@ def _difference(
     if left.dtype != right.dtype:
         unequal = (left != right) & ~((left != left) & (right != right))  # noqa: PLR0124 - NaN
     else:  # byte by byte
-        one, other = (np.ascontiguousarray(each).view("uint8") for each in (left, right))
+        mine, theirs = (np.ascontiguousarray(array).view("uint8") for array in (left, right))
         size = -1, left.dtype.itemsize
-        unequal = (one.reshape(size) != other.reshape(size)).any(axis=1)
+        unequal = (mine.reshape(size) != theirs.reshape(size)).any(axis=1)
     finite = np.isfinite(left) & np.isfinite(right)
     elements = (
         Element(
             name,
-            tuple(map(int, np.unravel_index(place, shape) if shape else ())),
-            str(left[place].item()),
-            str(right[place].item()),
-            int(ulps[place]) if ulps is not None and finite[place] else None,
+            tuple(map(int, np.unravel_index(position, shape) if shape else ())),
+            str(left[position].item()),
+            str(right[position].item()),
+            int(ulps[position]) if ulps is not None and finite[position] else None,
         )
-        for place in np.flatnonzero(unequal).tolist()
+        for position in np.flatnonzero(unequal).tolist()
     )
     total = int(unequal.sum()), left.size
-    one, other = (each.astype(wide)[finite] for each in (left, right))
-    if not one.size:
+    mine, theirs = (array.astype(wide)[finite] for array in (left, right))
+    if not mine.size:
         return Distance(name, None, None, None, None, *total), elements
-    apart, scale = np.abs(one - other), np.abs(other)
+    apart, scale = np.abs(mine - theirs), np.abs(theirs)
     relative = apart[scale > 0] / scale[scale > 0]
-    lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+    lengths = float(np.linalg.norm(mine) * np.linalg.norm(theirs))
     distance = Distance(
         name,
         float(apart.max()),
         float(relative.max()) if relative.size else None,
-        float(np.vdot(other, one).real / lengths) if lengths else None,
+        float(np.vdot(theirs, mine).real / lengths) if lengths else None,
         None if ulps is None else int(ulps[finite].max()),
         *total,
     )

@@ -1,8 +1,8 @@
-"""The line of a program at which a difference of two runs began.
+"""Search for the line of a program at which a difference between two runs began.
 
-Two runs that followed their lines (see `trace.followed_lines`) are laid side by side, thread by
-thread. From the line of the op that differs, each value that it read is followed back to the line
-that set it, until one has read the same in both runs and made another value of it.
+The search pairs the executed lines of two runs that followed them (see `trace.followed_lines`),
+thread by thread. It starts at the line of the op that differs and traces each differing value back
+to the line that set it, until a line read equal values and set different ones.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchrepro.verdict.value import Kind, LineOfOrigin, OpaqueValue
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Divergence
 
-BROUGHT_IN = (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE, Kind.INPUT)
-"""How runs diverge by what the program itself does, outside of any op."""
+CAUSED_BY_PROGRAM = (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE, Kind.INPUT)
+"""Divergences that the program itself causes, outside of any op."""
 
 _UNKNOWN, _PARTLY, _PARTLY_SET = (text.hex() for text in (OPAQUE, PARTLY, PARTLY + SET))
-_WINDOW, _ALIKE = 2000, 3  # lines that are searched for as many in a row that both runs have
-_OTHERS = 50  # further values that are followed back
+_WINDOW, _MATCHING = 2000, 3  # after a mismatch: lines to search, equal lines in a row to resume
+_MOST_QUEUED = 50  # further differing values that are traced back
 _MAIN = ("MainProcess", "MainThread")
 
 Key = tuple[str, str, str]
@@ -37,7 +37,7 @@ Key = tuple[str, str, str]
 
 
 class ProgramLine(NamedTuple):
-    """A line of the program as a recording knows it."""
+    """A line of the program, as recorded."""
 
     file: str
     name: str  # of the file, without its folder
@@ -48,27 +48,27 @@ class ProgramLine(NamedTuple):
         return f"{self.file}:{self.number}"
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """What the line is in any run: the same program may run in another folder."""
+    def key(self) -> tuple[Any, ...]:
+        """Identity of the line across runs: without the folder, which may differ."""
         return self[1:]
 
 
 @dataclass(slots=True)
 class Execution:
-    """One time that a frame ran a line."""
+    """One execution of a line by a frame."""
 
     line: ProgramLine
     frame: int
-    task: tuple[Any, ...]  # the coroutine that it is of; empty outside of any
+    task: tuple[Any, ...]  # the coroutine that ran it; empty outside of coroutines
     step: int
-    caller: int  # the number of the execution that called the frame; -1 where no line is known to
-    reads: dict[str, str]  # digests as it began
-    changes: dict[str, str] = field(default_factory=dict)  # digests as it had ended
+    caller: int  # index of the execution that called the frame; -1 if unknown
+    reads: dict[str, str]  # name -> digest before the line ran
+    changes: dict[str, str] = field(default_factory=dict)  # name -> digest after it ran
 
 
 @dataclass(slots=True)
 class Thread:
-    """What one thread of a run has noted."""
+    """The followed lines of one thread of a run."""
 
     executions: list[Execution] = field(default_factory=list)
     called: dict[ProgramLine, Sequence[str]] = field(default_factory=dict)
@@ -76,94 +76,96 @@ class Thread:
 
 
 def threads_of(folder: str) -> dict[Key, Thread]:
-    """Return what the threads of a run have noted; of two with one name none."""
-    found: dict[Key, list[Thread]] = defaultdict(list)
+    """Read the followed lines of all threads of a run, without threads that share a name."""
+    threads: dict[Key, list[Thread]] = defaultdict(list)
     for path in sorted(Path(folder).glob(f"{PREFIX}*")):
         with path.open(encoding="utf-8", errors="surrogateescape") as lines:
             records = (line.rstrip("\n").split("\t") for line in lines if line.endswith("\n"))
             _, *key = next(records, ["H"])
             try:
                 rank, process, thread = key
-                found[rank, process, thread].append(_read(records))
-            except (ValueError, KeyError, IndexError):  # a file may hold anything
+                threads[rank, process, thread].append(_read(records))
+            except (ValueError, KeyError, IndexError):  # a damaged file
                 continue
-    return {key: its[0] for key, its in found.items() if len(its) == 1}
+    return {key: same_key[0] for key, same_key in threads.items() if len(same_key) == 1}
 
 
 def _read(records: Iterator[list[str]]) -> Thread:
     thread, step = Thread(), 0
     codes: dict[str, tuple[str, str, str]] = {}
     code_of: dict[int, str] = {}
-    names: dict[tuple[str, str], Sequence[str]] = {}  # that a line reads, by code and line
+    names: dict[tuple[str, str], Sequence[str]] = {}  # (code, line) -> names that the line reads
     known: dict[int, dict[str, str]] = {}
     running: list[int] = []  # frames, the innermost last
-    last: dict[int, int] = {}  # by frame, the number of its last execution
+    last: dict[int, int] = {}  # frame -> index of its last execution
     caller: dict[int, int] = {}
-    coroutines = Counter[str]()  # how many of each code have begun
-    task: dict[int, tuple[Any, ...]] = {}  # by frame
-    for kind, *its in records:
-        if kind == "C":
-            codes[its[0]] = its[2], PurePath(its[2]).name, its[1]
-            if its[3] == COROUTINE:
-                coroutines[its[0]] = 0
-        elif kind == "n":
-            code, number, named, called = its
+    coroutines = Counter[str]()  # code -> number of its coroutines that have begun
+    task: dict[int, tuple[Any, ...]] = {}  # frame -> coroutine
+    for tag, *fields in records:
+        if tag == "C":
+            codes[fields[0]] = fields[2], PurePath(fields[2]).name, fields[1]
+            if fields[3] == COROUTINE:
+                coroutines[fields[0]] = 0
+        elif tag == "n":
+            code, number, named, called = fields
             names[code, number] = named.split()
             thread.called[ProgramLine(*codes[code], int(number))] = called.split()
-        elif kind == "s":
-            step = int(its[0]) + 1
-        elif kind == "x":
-            thread.stopped = its[0]
-        elif kind == "c":
-            frame = int(its[0])
-            code_of[frame], known[frame] = its[1], {}
-            if its[1] in coroutines:
-                coroutines[its[1]] += 1
-                task[frame] = (*codes[its[1]][1:], coroutines[its[1]])
+        elif tag == "s":
+            step = int(fields[0]) + 1
+        elif tag == "x":
+            thread.stopped = fields[0]
+        elif tag == "c":
+            frame = int(fields[0])
+            code_of[frame], known[frame] = fields[1], {}
+            if fields[1] in coroutines:
+                coroutines[fields[1]] += 1
+                task[frame] = (*codes[fields[1]][1:], coroutines[fields[1]])
         else:
-            frame, number = int(its[0]), its[1]
-            values = dict(each.rpartition("=")[::2] for each in its[2:])
+            frame, number = int(fields[0]), fields[1]
+            values = dict(field.rpartition("=")[::2] for field in fields[2:])
             if frame in running:
                 del running[running.index(frame) + 1 :]
             else:
                 caller[frame] = last[running[-1]] if running else -1
                 running.append(frame)
             known[frame].update(values)
-            if kind == "b":
+            if tag == "b":
                 line = ProgramLine(*codes[code_of[frame]], int(number))
                 read = names.get((code_of[frame], number), ())
                 reads = {name: known[frame][name] for name in read if name in known[frame]}
                 last[frame] = len(thread.executions)
-                of = task.get(frame, ())
-                thread.executions.append(Execution(line, frame, of, step, caller[frame], reads))
+                coroutine = task.get(frame, ())
+                thread.executions.append(
+                    Execution(line, frame, coroutine, step, caller[frame], reads)
+                )
             elif frame in last:
                 thread.executions[last[frame]].changes.update(values)
-            if kind == "r":
+            if tag == "r":
                 running.pop()
                 if frame not in last:
                     last[frame] = -1
     return thread
 
 
-class _SideBySide:
-    """What one thread did in two runs; executions of both are paired by their order.
+class _PairedRuns:
+    """The executions of one thread in two runs, paired in order. A pair is known by its index.
 
-    Where `right` goes on with step `begins` of `left`, that step is paired from its end: a resumed
-    run first makes what the other one has already.
+    If `right` resumes at step `begins` of `left`, that step is paired backwards from its end,
+    because a resumed run sets up again what the other run already has.
     """
 
     def __init__(self, left: Thread, right: Thread, begins: int = 0) -> None:
         self.threads = left, right
-        its, other = left.executions, right.executions
+        lefts, rights = left.executions, right.executions
         if not begins:
-            self.pairs = _paired(its, other)
+            self.pairs = _paired(lefts, rights)
         else:
-            steps = [each.step for each in its]
+            steps = [execution.step for execution in lefts]
             start, end = bisect_left(steps, begins), bisect_right(steps, begins)
-            stop = bisect_right([each.step for each in other], 0)
-            first = _paired(its[start:end][::-1], other[:stop][::-1])
+            stop = bisect_right([execution.step for execution in rights], 0)
+            first = _paired(lefts[start:end][::-1], rights[:stop][::-1])
             self.pairs = [(end - 1 - i, stop - 1 - j) for i, j in first][::-1]
-            self.pairs += [(end + i, stop + j) for i, j in _paired(its[end:], other[stop:])]
+            self.pairs += [(end + i, stop + j) for i, j in _paired(lefts[end:], rights[stop:])]
         self._number = {i: n for n, (i, _) in enumerate(self.pairs)}
         self._children: dict[int, list[int]] = defaultdict(list)
         for number in range(len(self.pairs)):
@@ -178,53 +180,54 @@ class _SideBySide:
         return left.frame, right.frame
 
     def caller(self, number: int) -> int:
-        """Return the pair that called the frames of a pair; -1 if none did."""
+        """Return the pair that called the frames of a pair; -1 if there is none."""
         left, right = self.both(number)
-        its = self._number.get(left.caller, -1)
-        return its if its >= 0 and self.pairs[its][1] == right.caller else -1
+        caller = self._number.get(left.caller, -1)
+        return caller if caller >= 0 and self.pairs[caller][1] == right.caller else -1
 
     def called(self, number: int) -> Sequence[int]:
-        """Return the pairs of the frames that a pair called, in their order."""
+        """Return the pairs in the frames that a pair called, in order."""
         return self._children[number]
 
-    def read_otherwise(self, number: int) -> list[str]:
+    def differing_reads(self, number: int) -> list[str]:
         left, right = self.both(number)
         return _unequal(left.reads, right.reads)
 
-    def changed_otherwise(self, number: int) -> list[str]:
+    def differing_changes(self, number: int) -> list[str]:
         left, right = self.both(number)
         return _unequal(left.changes, right.changes)
 
-    def parting(self, is_after: Callable[[Execution, int], bool]) -> int | None:
-        """Return the last pair before the first execution of one run alone that is such a one.
+    def last_common_pair(self, is_after: Callable[[Execution, int], bool]) -> int | None:
+        """Return the last pair of the same frame before an unpaired execution.
 
-        `is_after` is asked with the number of the run.
+        That is the first unpaired execution of a run for which `is_after(execution, run)` is true;
+        `run` is 0 or 1.
         """
         for which, thread in enumerate(self.threads):
             paired = {pair[which] for pair in self.pairs}
-            for at, its in enumerate(thread.executions):
-                if at not in paired and is_after(its, which):
+            for at, execution in enumerate(thread.executions):
+                if at not in paired and is_after(execution, which):
                     for number in range(len(self.pairs) - 1, -1, -1):
                         frame = self.both(number)[which].frame
-                        if self.pairs[number][which] < at and frame == its.frame:
+                        if self.pairs[number][which] < at and frame == execution.frame:
                             return number
         return None
 
-    def sets(self, name: str, before: int) -> int | None:
-        """Return the pair that last gave a name of the same frames its values, before another."""
+    def last_setting(self, name: str, before: int) -> int | None:
+        """Return the pair that set a name to the values which the pair `before` reads."""
         frames = self.frames(before)
-        wanted = tuple(each.reads.get(name) for each in self.both(before))
+        wanted = tuple(execution.reads.get(name) for execution in self.both(before))
         for number in range(before - 1, -1, -1):
             both = self.both(number)
             if self.frames(number) == frames:
-                if tuple(each.changes.get(name) for each in both) == wanted:
+                if tuple(execution.changes.get(name) for execution in both) == wanted:
                     return number
-                if any(name in each.changes for each in both):
+                if any(name in execution.changes for execution in both):
                     return None
         return None
 
-    def makes(self, values: tuple[str, str], before: int) -> int | None:
-        """Return the last pair before another that changed anything to these values."""
+    def last_making(self, values: tuple[str, str], before: int) -> int | None:
+        """Return the last pair before pair `before` that set any name to these values."""
         for number in range(before - 1, -1, -1):
             left, right = self.both(number)
             for name, value in left.changes.items():
@@ -242,14 +245,14 @@ def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
 
 
 def _paired(left: Sequence[Execution], right: Sequence[Execution]) -> list[tuple[int, int]]:
-    """Return which executions belong together; some may be in one run alone.
+    """Pair the executions of two runs; an execution may stay unpaired.
 
-    Those of a coroutine are paired by themselves: which of several goes on is an accident.
+    Each coroutine is paired separately, because their interleaving may vary between runs.
     """
     by_task: list[dict[tuple[Any, ...], list[int]]] = [{}, {}]
     for numbers, executions in zip(by_task, (left, right), strict=True):
-        for number, each in enumerate(executions):
-            numbers.setdefault(each.task, []).append(number)
+        for number, execution in enumerate(executions):
+            numbers.setdefault(execution.task, []).append(number)
     return sorted(
         (ours[i], theirs[j])
         for task, ours in by_task[0].items()
@@ -261,18 +264,20 @@ def _paired(left: Sequence[Execution], right: Sequence[Execution]) -> list[tuple
 def _in_order(left: Sequence[Execution], right: Sequence[Execution]) -> Iterator[tuple[int, int]]:
     i = j = 0
     while i < len(left) and j < len(right):
-        if left[i].line.alike == right[j].line.alike:
+        if left[i].line.key == right[j].line.key:
             yield i, j
             i, j = i + 1, j + 1
             continue
         places: dict[tuple[Any, ...], int] = {}
         for at in range(min(len(right), j + _WINDOW) - 1, j - 1, -1):
-            places[tuple(each.line.alike for each in right[at : at + _ALIKE])] = at
+            places[tuple(execution.line.key for execution in right[at : at + _MATCHING])] = at
         nearest: tuple[int, int, int] | None = None
         for at in range(i, min(len(left), i + _WINDOW)):
-            other = places.get(tuple(each.line.alike for each in left[at : at + _ALIKE]))
-            if other is not None and (nearest is None or at + other < nearest[0]):
-                nearest = at + other, at, other
+            at_right = places.get(
+                tuple(execution.line.key for execution in left[at : at + _MATCHING])
+            )
+            if at_right is not None and (nearest is None or at + at_right < nearest[0]):
+                nearest = at + at_right, at, at_right
             if nearest is not None and at + j > nearest[0]:
                 break
         if nearest is None:
@@ -280,306 +285,320 @@ def _in_order(left: Sequence[Execution], right: Sequence[Execution]) -> Iterator
         _, i, j = nearest
 
 
-def _is_within(name: str, other: str) -> bool:
-    """Whether a value is, or belongs to, another one by their names."""
-    return f"{name}.".startswith(f"{other}.")
+def _is_within(name: str, owner: str) -> bool:
+    """Whether a name is `owner` or an attribute of it."""
+    return f"{name}.".startswith(f"{owner}.")
 
 
 def _is_opaque(value: str) -> bool:
-    """Whether a digest says nothing, or nothing of a part, of a value."""
+    """Whether a digest covers no part, or not every part, of a value."""
     return value == _UNKNOWN or (len(value) % 16 > 0 and value.endswith((_PARTLY, _PARTLY_SET)))
 
 
 class Origins:
-    """Searches the origin of what differs in the threads of one rank of two runs.
+    """Searches the origin of a difference in the threads of one rank of two runs.
 
-    The run `right` may have been resumed, and goes on with step `begins` of `left`.
+    If the run `right` was resumed, `begins` is the step of `left` at which it resumes.
     """
 
     def __init__(self, left: str, right: str, rank: int, begins: int = 0) -> None:
         both = threads_of(left), threads_of(right)
         self._is_followed = all(both)
-        self._sides = {
-            key[1:]: _SideBySide(its, both[1][key], begins)
-            for key, its in both[0].items()
+        self._threads = {
+            key[1:]: _PairedRuns(thread, both[1][key], begins)
+            for key, thread in both[0].items()
             if key in both[1] and key[0] == str(rank)
         }
         self._seen: set[tuple[int, int, str]] = set()
-        self._path: list[str] = []  # the lines that were looked at
-        # Values that those lines read otherwise, besides the one that was followed.
-        self._others: list[tuple[_SideBySide, int, str]] = []
+        self._path: list[str] = []  # the lines visited by the search
+        # Other values that differ in the reads of those lines, to be traced later.
+        self._queued: list[tuple[_PairedRuns, int, str]] = []
 
     @property
     def notes(self) -> Iterator[str]:
-        """Yield what a reader has to know of what was not followed."""
+        """Yield sentences about lines that were not followed."""
         if not self._is_followed:
             yield (
                 "the lines of the program were not followed in both runs: a debugger, a profiler "
-                "or a coverage tool that traces them already stays"
+                "or a coverage tool already traces them"
             )
-        for (process, thread), side in self._sides.items():
-            if why := next((each.stopped for each in side.threads if each.stopped), ""):
-                yield f"the lines of {thread} in {process} were not all followed: {why}"
+        for (process, thread), paired in self._threads.items():
+            if reason := next((run.stopped for run in paired.threads if run.stopped), ""):
+                yield f"not all lines of {thread} in {process} were followed: {reason}"
 
     def of(self, first: Divergence) -> LineOfOrigin | None:
-        """Return the line at which a divergence began; None where no line shows that.
+        """Return the line at which a divergence began; None if no line shows it.
 
-        Its path has the lines as well from which the rest came that a line between read otherwise.
+        Its path also has the origins of other values that differ in the reads of lines on the way.
         """
-        found = None
-        with suppress(RecursionError):  # through very many calls
-            found = self._of(first)
-            for other in islice(self._others, _OTHERS if found is not None else 0):
-                self._source_of(*other)
-        path = dict.fromkeys((*found.path, *self._path)) if found is not None else ()
-        return found and replace(found, path=tuple(path))
+        origin = None
+        with suppress(RecursionError):  # very deep call chains
+            origin = self._of(first)
+            for value in islice(self._queued, _MOST_QUEUED if origin is not None else 0):
+                self._trace_value(*value)
+        path = dict.fromkeys((*origin.path, *self._path)) if origin is not None else ()
+        return origin and replace(origin, path=tuple(path))
 
     def _of(self, first: Divergence) -> LineOfOrigin | None:
-        main = self._sides.get(_MAIN)
-        own = self._sides.get((_MAIN[0], first.thread or _MAIN[1]))
-        found = self._from_op(own, first) if own is not None else None
-        if main is None or (found is not None and (own is main or not found.came_in)):
-            return found
-        # Which of several threads is given what may be an accident: it shows where they meet again.
+        main = self._threads.get(_MAIN)
+        thread = self._threads.get((_MAIN[0], first.thread or _MAIN[1]))
+        origin = self._trace_op(thread, first) if thread is not None else None
+        if main is None or (origin is not None and (thread is main or not origin.came_in)):
+            return origin
+        # The work may be split between threads by timing: search where the main thread joins them.
         for number in range(len(main.pairs)):
             left, _ = main.both(number)
             calls = main.threads[0].called[left.line]
             if left.step > first.step:
                 break
-            if any(each.startswith("torch.") for each in calls) and main.read_otherwise(number):
-                return self._read_at(main, number)
-        return found
+            if any(name.startswith("torch.") for name in calls) and main.differing_reads(number):
+                return self._trace_reads(main, number)
+        return origin
 
-    def _from_op(self, side: _SideBySide, first: Divergence) -> LineOfOrigin | None:
-        """Return where the difference began that an op of this thread has shown."""
+    def _trace_op(self, paired: _PairedRuns, first: Divergence) -> LineOfOrigin | None:
+        """Trace back a divergence in an op of this thread."""
         source, step = first.source, first.step
-        for number in range(len(side.pairs)):
-            left, _ = side.both(number)
+        for number in range(len(paired.pairs)):
+            left, _ = paired.both(number)
             if str(left.line) == source and left.step == step:
-                if side.changed_otherwise(number):
-                    return self._changed_at(side, number)
-                if side.read_otherwise(number):
-                    return self._read_at(side, number)
+                if paired.differing_changes(number):
+                    return self._trace_changes(paired, number)
+                if paired.differing_reads(number):
+                    return self._trace_reads(paired, number)
         if first.kind is not Kind.ONLY_ONE:
             return None
-        parting = side.parting(lambda each, _: str(each.line) == source and each.step == step)
-        return None if parting is None else self._parted_at(side, parting)
+        pair = paired.last_common_pair(
+            lambda execution, _: str(execution.line) == source and execution.step == step
+        )
+        return None if pair is None else self._trace_parting(paired, pair)
 
-    def _parted_at(self, side: _SideBySide, number: int) -> LineOfOrigin | None:
-        """Return where the difference began by which the runs went on with other lines."""
-        if side.read_otherwise(number):
-            return self._read_at(side, number)
-        within = self._within(side, number, len(side.pairs))
-        return within or self._found(side, number, took_another_path=True)
+    def _trace_parting(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
+        """Trace back why the runs executed different lines after a pair."""
+        if paired.differing_reads(number):
+            return self._trace_reads(paired, number)
+        within = self._trace_calls(paired, number, len(paired.pairs))
+        return within or self._origin_at(paired, number, took_another_path=True)
 
-    def _read_at(self, side: _SideBySide, number: int) -> LineOfOrigin | None:
-        """Return where the first of the values came from that a line read otherwise."""
-        if (id(side), number, "read") in self._seen:
+    def _trace_reads(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
+        """Trace back the differing reads of a pair, up to the first whose origin is found."""
+        if (id(paired), number, "read") in self._seen:
             return None
-        self._seen.add((id(side), number, "read"))
-        self._path.append(str(side.both(number)[0].line))
-        names = side.read_otherwise(number)
-        for place, name in enumerate(names, start=1):
-            found = self._source_of(side, number, name)
-            if found is not None:
-                self._others += [(side, number, other) for other in names[place:]]
-                return found
+        self._seen.add((id(paired), number, "read"))
+        self._path.append(str(paired.both(number)[0].line))
+        names = paired.differing_reads(number)
+        for position, name in enumerate(names, start=1):
+            origin = self._trace_value(paired, number, name)
+            if origin is not None:
+                self._queued += [(paired, number, rest) for rest in names[position:]]
+                return origin
         return None
 
-    def _source_of(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
-        """Return where one value came from that a line read otherwise."""
-        left, right = side.both(number)
+    def _trace_value(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
+        """Trace back one value that differs in the reads of a pair."""
+        left, right = paired.both(number)
         values = left.reads[name], right.reads[name]
-        by = side.sets(name, number)
-        while by is not None and name in side.read_otherwise(by):  # as in ``total += rows``
-            self._path.append(str(side.both(by)[0].line))
-            earlier = side.sets(name, by)
+        pair = paired.last_setting(name, number)
+        while pair is not None and name in paired.differing_reads(pair):  # as in ``total += rows``
+            self._path.append(str(paired.both(pair)[0].line))
+            earlier = paired.last_setting(name, pair)
             if earlier is None:
                 break
-            by = earlier
-        if by is None:
-            by = side.makes(values, number)
-        if by is not None:
-            return self._changed_at(side, by)
+            pair = earlier
+        if pair is None:
+            pair = paired.last_making(values, number)
+        if pair is not None:
+            return self._trace_changes(paired, pair)
         return (
-            self._in_another_thread(side, values)
-            or self._out_of(side, number, name)
-            or self._where_paths_part(side, number, name)
-            or self._handed_over(side, number, name)
-            or self._found(side, number, names=[name], came_in=True)
+            self._trace_threads(paired, values)
+            or self._trace_owner(paired, number, name)
+            or self._trace_lone_set(paired, number, name)
+            or self._trace_argument(paired, number, name)
+            or self._origin_at(paired, number, names=[name], came_in=True)
         )
 
-    def _out_of(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
-        """Return where the object began of which a line read an attribute otherwise."""
-        frames = side.frames(number)
+    def _trace_owner(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
+        """Trace back the objects that have a differing attribute, to the line that set one."""
+        frames = paired.frames(number)
         parts = name.split(".")
         holders = {".".join(parts[:end]) for end in range(1, len(parts))}
         for at in range(number - 1, -1, -1):
-            left, _ = side.both(at)
-            if side.frames(at) == frames and holders & left.changes.keys():
-                return self._changed_at(side, at)
+            left, _ = paired.both(at)
+            if paired.frames(at) == frames and holders & left.changes.keys():
+                return self._trace_changes(paired, at)
         return None
 
-    def _where_paths_part(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
-        """Return the line after which one run alone set a name that both then read otherwise."""
-        frames = side.frames(number)
+    def _trace_lone_set(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
+        """Trace back a name that only one run set, after a line of both runs."""
+        frames = paired.frames(number)
 
-        def sets(its: Execution, which: int) -> bool:
-            return its.frame == frames[which] and name in its.changes
+        def sets(execution: Execution, which: int) -> bool:
+            return execution.frame == frames[which] and name in execution.changes
 
-        parting = side.parting(sets)
-        return self._parted_at(side, parting) if parting is not None and parting < number else None
+        pair = paired.last_common_pair(sets)
+        return self._trace_parting(paired, pair) if pair is not None and pair < number else None
 
-    def _handed_over(self, side: _SideBySide, number: int, name: str) -> LineOfOrigin | None:
-        """Return where what a call was given came from: what its line read, or called before."""
-        caller = side.caller(number)
+    def _trace_argument(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
+        """Trace back an argument of a call to the reads or the inner calls of the calling line."""
+        caller = paired.caller(number)
         if caller < 0:
             return None
-        if side.read_otherwise(caller):
-            return self._read_at(side, caller)
-        if "." in name:  # an object that was given may have been changed since, by a thread
+        if paired.differing_reads(caller):
+            return self._trace_reads(paired, caller)
+        if "." in name:  # another thread may have changed the object after it was passed
             return None
-        return self._within(side, caller, number) or self._found(side, caller)
+        return self._trace_calls(paired, caller, number) or self._origin_at(paired, caller)
 
-    def _changed_at(self, side: _SideBySide, number: int) -> LineOfOrigin | None:
-        """Return where the difference began that a line shows in what it changed."""
-        if (id(side), number, "changed") in self._seen:
+    def _trace_changes(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
+        """Trace back the differing changes of a pair."""
+        if (id(paired), number, "changed") in self._seen:
             return None
-        self._seen.add((id(side), number, "changed"))
-        self._path.append(str(side.both(number)[0].line))
-        within = self._within(side, number, len(side.pairs))
+        self._seen.add((id(paired), number, "changed"))
+        self._path.append(str(paired.both(number)[0].line))
+        within = self._trace_calls(paired, number, len(paired.pairs))
         if within is not None:
             return within
-        if (filled := self._where_filled(side, number)) is not None:
-            return self._found(side, filled)
-        if side.read_otherwise(number):
-            return self._read_at(side, number)
-        left, _ = side.both(number)
-        if ITERATES in side.threads[0].called[left.line]:
-            # The next value is another one where one run has taken more of them before.
-            frames = side.frames(number)
-            parting = side.parting(lambda each, which: each.frame == frames[which])
-            if parting is not None and parting < number:
-                return self._parted_at(side, parting)
-        return self._into_opaque(side, number) or self._found(side, number)
+        if (filled := self._filling_pair(paired, number)) is not None:
+            return self._origin_at(paired, filled)
+        if paired.differing_reads(number):
+            return self._trace_reads(paired, number)
+        left, _ = paired.both(number)
+        if ITERATES in paired.threads[0].called[left.line]:
+            # A run that iterated more often before gets another next value.
+            frames = paired.frames(number)
+            pair = paired.last_common_pair(
+                lambda execution, which: execution.frame == frames[which]
+            )
+            if pair is not None and pair < number:
+                return self._trace_parting(paired, pair)
+        return self._trace_opaque(paired, number) or self._origin_at(paired, number)
 
-    def _where_filled(self, side: _SideBySide, number: int) -> int | None:
-        """Return the pair that fills memory which a pair has only allocated; None for any other.
+    def _filling_pair(self, paired: _PairedRuns, number: int) -> int | None:
+        """Return the pair that fills memory which a pair allocates uninitialized; else None.
 
-        What was in that memory is no argument of it.
+        The previous content of that memory does not affect the result.
         """
-        left, _ = side.both(number)
-        called = side.threads[0].called.get(left.line, ())
-        if not any(each.rpartition(".")[2] in ("empty", "empty_like") for each in called):
+        left, _ = paired.both(number)
+        called = paired.threads[0].called.get(left.line, ())
+        if not any(function.rpartition(".")[2] in ("empty", "empty_like") for function in called):
             return None
-        for at in range(number + 1, len(side.pairs)):
-            names = side.changed_otherwise(at) if side.frames(at) == side.frames(number) else ()
-            if any(_is_within(name, its) for name in names for its in left.changes):
+        for at in range(number + 1, len(paired.pairs)):
+            if paired.frames(at) != paired.frames(number):
+                continue
+            names = paired.differing_changes(at)
+            if any(_is_within(name, changed) for name in names for changed in left.changes):
                 return at
         return None
 
-    def _into_opaque(self, side: _SideBySide, number: int) -> LineOfOrigin | None:
-        """Return where what differs began that was put into an object which nobody can compare."""
-        this, _ = side.both(number)
+    def _trace_opaque(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
+        """Trace back the differing reads of lines that filled an object without a digest."""
+        this, _ = paired.both(number)
         opaque = [name for name, value in this.reads.items() if value == _UNKNOWN]
-        of_opaque: set[int] = set()  # pairs that made or used one of these, and what they called
+        of_opaque: set[int] = set()  # pairs that set or used such an object, and pairs they called
         for at in range(number):
-            left, _ = side.both(at)
-            is_here = side.frames(at) == side.frames(number)
+            left, _ = paired.both(at)
+            same_frame = paired.frames(at) == paired.frames(number)
             names = left.reads.keys() | left.changes.keys()
-            uses = is_here and any(_is_within(name, each) for name in opaque for each in names)
-            if uses or side.caller(at) in of_opaque:
+            uses = same_frame and any(_is_within(name, used) for name in opaque for used in names)
+            if uses or paired.caller(at) in of_opaque:
                 of_opaque.add(at)
                 touched = (*left.reads.values(), *left.changes.values())
-                if _UNKNOWN in touched and side.read_otherwise(at):
-                    return self._read_at(side, at)
+                if _UNKNOWN in touched and paired.differing_reads(at):
+                    return self._trace_reads(paired, at)
         return None
 
-    def _within(self, side: _SideBySide, number: int, before: int) -> LineOfOrigin | None:
-        """Return where the difference began in what a line called, if it began there."""
+    def _trace_calls(self, paired: _PairedRuns, number: int, before: int) -> LineOfOrigin | None:
+        """Trace back into the calls of a line, if the difference began in them."""
         returned = [
             inner
-            for inner in side.called(number)
-            if inner < before and RETURNED in side.changed_otherwise(inner)
+            for inner in paired.called(number)
+            if inner < before and RETURNED in paired.differing_changes(inner)
         ]
         if returned:
-            return self._changed_at(side, returned[-1])
-        left, right = side.both(number)
-        iterates = ITERATES in side.threads[0].called.get(left.line, ())
-        if iterates or _UNKNOWN in left.reads.values():  # it may have taken what others made
-            for name in side.changed_otherwise(number):
+            return self._trace_changes(paired, returned[-1])
+        left, right = paired.both(number)
+        iterates = ITERATES in paired.threads[0].called.get(left.line, ())
+        if iterates or _UNKNOWN in left.reads.values():  # values may come from other threads
+            for name in paired.differing_changes(number):
                 values = left.changes[name], right.changes[name]
-                found = self._in_another_thread(side, values)
-                if found is not None:
-                    return found
-            for other in self._sides.values():
-                for outermost in other.called(-1) if other is not side else ():
-                    if RETURNED in other.changed_otherwise(outermost):
-                        found = self._changed_at(other, outermost)
-                        # Which of them is given what may be an accident.
-                        return None if found is None or found.came_in else found
+                origin = self._trace_threads(paired, values)
+                if origin is not None:
+                    return origin
+            for thread in self._threads.values():
+                if thread is paired:
+                    continue
+                for outermost in thread.called(-1):
+                    if RETURNED in thread.differing_changes(outermost):
+                        origin = self._trace_changes(thread, outermost)
+                        # Its arguments may depend on the timing of threads.
+                        return None if origin is None or origin.came_in else origin
         return None
 
-    def _in_another_thread(self, side: _SideBySide, values: tuple[str, str]) -> LineOfOrigin | None:
-        """Return where these values began that another thread or process has made."""
-        for other in self._sides.values():
-            if other is not side:
-                by = other.makes(values, len(other.pairs))
-                if by is not None:
-                    return self._changed_at(other, by)
+    def _trace_threads(self, paired: _PairedRuns, values: tuple[str, str]) -> LineOfOrigin | None:
+        """Trace back values that another thread or process has set."""
+        for thread in self._threads.values():
+            if thread is not paired:
+                pair = thread.last_making(values, len(thread.pairs))
+                if pair is not None:
+                    return self._trace_changes(thread, pair)
         return None
 
-    def _found(
+    def _origin_at(
         self,
-        side: _SideBySide,
+        paired: _PairedRuns,
         number: int,
         *,
         names: Sequence[str] = (),
         came_in: bool = False,
         took_another_path: bool = False,
     ) -> LineOfOrigin:
-        left, _ = side.both(number)
-        called = [each for each in side.threads[0].called.get(left.line, ()) if each != ITERATES]
-        # A call is looked up before those in its arguments; what converts a value has one as well.
-        outer = (each for each in called if each.partition(".")[0] not in ("torch", "numpy"))
+        left, _ = paired.both(number)
+        called = [
+            function
+            for function in paired.threads[0].called.get(left.line, ())
+            if function != ITERATES
+        ]
+        # Calls come before those in their arguments: this prefers the library inside a conversion.
+        outer = (
+            function for function in called if function.partition(".")[0] not in ("torch", "numpy")
+        )
         opaque = [name for name, value in left.reads.items() if _is_opaque(value)]
         return LineOfOrigin(
             where=str(left.line),
-            changed=tuple(names or side.changed_otherwise(number)),
+            changed=tuple(names or paired.differing_changes(number)),
             same=tuple(
                 name
                 for name, value in left.reads.items()
                 if value and not _is_opaque(value) and name not in names
             ),
             called=next(filter(library_row, called), next(chain(outer, called), "")),
-            opaque=tuple(self._history(side, number, name) for name in opaque),
+            opaque=tuple(self._history(paired, number, name) for name in opaque),
             is_set=any(
                 left.changes.get(name, "").endswith(SET.hex()) and len(left.changes[name]) % 16
-                for name in side.changed_otherwise(number)
+                for name in paired.differing_changes(number)
             ),
             came_in=came_in,
             took_another_path=took_another_path,
             path=tuple(dict.fromkeys([str(left.line), *reversed(self._path)])),
-            within=tuple(dict.fromkeys(map(str, self._lines_within(side, number)))),
+            within=tuple(dict.fromkeys(map(str, self._lines_within(paired, number)))),
         )
 
-    def _lines_within(self, side: _SideBySide, number: int) -> Iterator[ProgramLine]:
-        """Yield the lines of what a line has called."""
-        waiting = [*side.called(number)]
-        for each in waiting:
-            yield side.both(each)[0].line
-            waiting += side.called(each)
+    def _lines_within(self, paired: _PairedRuns, number: int) -> Iterator[ProgramLine]:
+        """Yield the lines that ran in the calls of a line."""
+        waiting = [*paired.called(number)]
+        for pair in waiting:
+            yield paired.both(pair)[0].line
+            waiting += paired.called(pair)
 
-    def _history(self, side: _SideBySide, number: int, name: str) -> OpaqueValue:
-        """Return which lines made a value without a digest, and last called a method of it."""
-        this, _ = side.both(number)
+    def _history(self, paired: _PairedRuns, number: int, name: str) -> OpaqueValue:
+        """Return the lines that set a value without a digest, and that last used it."""
+        this, _ = paired.both(number)
         made = changed = ""
         for at in range(number):
-            its, _ = side.both(at)
-            if its.frame == this.frame:
-                names = {each for each in (*its.reads, *its.changes) if _is_within(name, each)}
-                if names - its.reads.keys():
-                    made, changed = str(its.line), ""
-                elif names and its.line != this.line:
-                    changed = str(its.line)
+            left, _ = paired.both(at)
+            if left.frame == this.frame:
+                names = {used for used in (*left.reads, *left.changes) if _is_within(name, used)}
+                if names - left.reads.keys():
+                    made, changed = str(left.line), ""
+                elif names and left.line != this.line:
+                    changed = str(left.line)
         return OpaqueValue(name, made, changed)

@@ -1,4 +1,4 @@
-"""What known libraries leave open, and the edits that settle it: the table `libraries.yaml`."""
+"""Nondeterminism of known libraries, and the edits that remove it: the table `libraries.yaml`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Insertion: TypeAlias = tuple[ast.expr | ast.stmt, int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryRow:
-    """A function of a library whose result may differ between runs, and what makes it repeat."""
+    """A library function whose result may differ between runs, and the remedy."""
 
     function: str  #: Patterns of `fnmatch` for ``package.Class.function``.
-    leaves_open: str  #: In words, as in ``the order of the groups``.
-    how: str  #: What `remedy` is: a ``keyword``, and the others that the table explains.
+    leaves_open: str  #: What varies, as in ``the order of the groups``.
+    how: str  #: The type of `remedy`, such as ``keyword``; the table explains all types.
     remedy: str
-    edited: str = ""  #: Patterns of the functions whose calls are edited; those of `function`.
+    edited: str = ""  #: Patterns of the functions whose calls are edited; `function` by default.
     documentation: str
 
     @property
@@ -46,20 +46,20 @@ LIBRARIES = tuple(LibraryRow(function=function, **row) for function, row in _TAB
 
 
 def library_row(called: str) -> LibraryRow | None:
-    """Return the first row for a function, as in ``polars.DataFrame.group_by``; None without one.
+    """Return the first row for a function, as in ``polars.DataFrame.group_by``; None if none.
 
-    The name of an object that is called or iterated ends in ``__call__`` or ``__iter__``.
+    For an object that is called or iterated, `called` ends in ``__call__`` or ``__iter__``.
     """
     return next((row for row in LIBRARIES if _fits(called, row.function)), None)
 
 
-def edits_of(row: LibraryRow, where: str) -> Iterator[Edit]:
-    """Yield edits that make the call at ``file:line`` repeat, the likeliest first.
+def edits_of(row: LibraryRow, location: str) -> Iterator[Edit]:
+    """Yield edits that make the call at ``file:line`` repeatable, the likeliest first.
 
-    An edit may be of another line of the file, as the one that made what is called. Each leaves
-    valid Python. There is none where the file has no call that takes the remedy.
+    An edit may change another line of the file, such as the line that creates the called object.
+    Each edit leaves valid Python. There are no edits if no call in the file accepts the remedy.
     """
-    file, _, number = where.rpartition(":")
+    file, _, number = location.rpartition(":")
     module = module_of(file) if number.isdecimal() else None
     if module is None:
         return
@@ -77,16 +77,18 @@ def edits_of(row: LibraryRow, where: str) -> Iterator[Edit]:
 
 
 def _insertions(row: LibraryRow, module: Module, at: int) -> Iterator[Insertion]:
-    """Yield nodes with the text that stands between a column and their end after an edit."""
+    """Yield nodes with a column and the text that replaces the source from there to their end."""
     for call in _edited_calls(row, module, at):
         end = call.end_col_offset or 0
         if row.how == "keyword":
             name, _, value = row.remedy.partition("=")
-            given = [each.value for each in call.keywords if each.arg == name]
-            for old in given:
+            existing = [keyword.value for keyword in call.keywords if keyword.arg == name]
+            for old in existing:
                 if old.lineno == old.end_lineno:
                     yield old, old.col_offset, value
-            for comma in () if given else (", ", ""):  # one of the two is valid Python
+            if existing:
+                continue
+            for comma in (", ", ""):  # one of the two is valid Python
                 yield call, end - 1, f"{comma}{row.remedy})"
         elif row.how == "function" and isinstance(call.func, ast.Attribute):
             yield call.func, (call.func.end_col_offset or 0) - len(call.func.attr), row.remedy
@@ -94,15 +96,17 @@ def _insertions(row: LibraryRow, module: Module, at: int) -> Iterator[Insertion]
             for node in module.nodes:
                 if isinstance(node, ast.Assign) and node.value is call:
                     yield node, end, f"; {row.remedy.format(ast.unparse(node.targets[0]))}"
-    for node in module.nodes if row.how == "after_import" else ():
+    if row.how != "after_import":
+        return
+    for node in module.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            imported = ast.unparse(node).split()[1]  # of a line that imports several, the first
+            imported = ast.unparse(node).split()[1]  # the first, if the line imports several
             if imported.rstrip(",").partition(".")[0] == row.package:
                 yield node, node.end_col_offset or 0, f"; {row.remedy}"
 
 
 def _edited_calls(row: LibraryRow, module: Module, at: int) -> list[ast.Call]:
-    """Return the calls that `row` edits: that of the line `at`, then those above it, upwards."""
+    """Return the calls that `row` edits: on the line `at`, then upwards from it, then below it."""
     calls = [node for node in module.nodes if isinstance(node, ast.Call)]
     return sorted(
         (call for call in calls if row.edits(module.name(call.func).rpartition(".")[2])),

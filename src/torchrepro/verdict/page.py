@@ -1,6 +1,6 @@
-"""The verdict as one HTML file that needs nothing else: no network, no fonts, no other files.
+"""The verdict as one self-contained HTML file: no network, no fonts, no other files.
 
-It draws curves of losses over steps, and the map of which modules agree in which steps.
+It draws curves of losses over steps, and a map of the agreement of modules by step.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
     Curve = list[tuple[float, float | None]]
-    Tick = tuple[float, str]  # where a mark on an axis is, and its text
+    Tick = tuple[float, str]  # the position of a mark on an axis, and its text
     LossRow = tuple[int, float | None, float | None, float | None]
-    """A step, the loss of A and of B, and what lies between them."""
+    """A step, the loss of A and of B, and their difference."""
 
 _FOLDER = Path(__file__).with_name("page_template")
 _CURVES, _DIFFERENCE = 250.0, 130.0  # heights of the two charts
-_MODULES, _TOTALS = 16, 200  # modules that are listed where some differ, and where none does
-_OF_EACH = ("Answer", "Recording", "Date")  # facts in the table even where those of all are equal
+_MODULES, _TOTALS = 16, 200  # the most modules to list if some differ, and if none differs
+_OF_EACH = ("Answer", "Recording", "Date")  # columns of the table even if all runs are equal in it
 
 WIDTH = 720.0
 POINTS = 720
-"""More points than this do not show; of each group of steps the lowest and highest are kept."""
+"""The most points of a curve; of more steps, the lowest and highest of each group are kept."""
 
-APART = 45.0  # about how far the marks of the upward axis are from each other
+APART = 45.0  # approximate distance between marks of the upward axis
 COLUMNS, ROWS = 240, 64  # cells of a map at most
 SHADES = 5  # 0 for the same; the others for a growing share of differing records
 
-_LARGEST, _SMALLEST = 1e300, 1e-300  # beyond them a range cannot be computed with
+_LARGEST, _SMALLEST = 1e300, 1e-300  # limits against overflow and underflow of ranges
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run as the page lists it."""
+    """A run in the table of the page."""
 
     name: str
-    facts: Mapping[str, str]  # what is known of it, by what that is called
-    link: str = ""  # the comparison that it leads to
-    kind: str = ""  # ``a`` or ``b`` where the page calls it so
+    facts: Mapping[str, str]  # column -> text
+    link: str = ""  # the anchor of its comparison
+    kind: str = ""  # the CSS class, ``a`` or ``b``, if it is A or B of the comparison
 
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A verdict, and what the page calls it where it has several."""
+    """A verdict, with title and anchor if the page has several."""
 
     verdict: Verdict
     title: str = ""
@@ -65,14 +65,14 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a page tells."""
+    """The content of a page."""
 
     same: bool
     headline: str
     lines: Sequence[str]  # sentences below the headline
     runs: Sequence[RunRow]
     comparisons: Sequence[PageSection]
-    more: str = ""  # A sentence on comparisons that are left out
+    more: str = ""  # a sentence on omitted comparisons
 
 
 def page(verdict: Verdict) -> str:
@@ -86,22 +86,22 @@ def page(verdict: Verdict) -> str:
 
 
 def page_of(answer: Answer) -> str:
-    # What the runs have in common is said once, above their table.
+    # Facts that all runs have in common are shown once, above their table.
     names = dict.fromkeys(chain.from_iterable(run.facts for run in answer.runs))
     values = {name: {run.facts.get(name, "") for run in answer.runs} for name in names}
-    columns = [name for name, found in values.items() if len(found) > 1 or name in _OF_EACH]
-    common = [(name, *found) for name, found in values.items() if name not in columns]
+    columns = [name for name, texts in values.items() if len(texts) > 1 or name in _OF_EACH]
+    common = [(name, *texts) for name, texts in values.items() if name not in columns]
     common = [(name, text) for name, text in common if text]
     return _template().render(
         answer=answer,
         runs={"common": common, "columns": columns, "rows": answer.runs},
-        comparisons=[_contents(each) for each in answer.comparisons],
+        comparisons=[_contents(section) for section in answer.comparisons],
         words=render,
     )
 
 
 def facts_of(facts: RunFacts | None) -> dict[str, str]:
-    """Return when, where and from what a run was recorded, as a page calls it."""
+    """Return the facts of a recording by their labels on the page."""
     if facts is None:
         return {}
     return {
@@ -125,7 +125,7 @@ def _contents(comparison: PageSection) -> dict[str, Any]:
     totals = Counter[str]()
     for cell in cells:
         totals[cell.module] += cell.same + cell.differing
-    shown = None  # a map of one colour says nothing
+    shown = None  # a map without differences is omitted
     if any(cell.differing for cell in cells):
         shown = agreement_map(cells, first, after_last=verdict.compared.after_last)
     return {
@@ -134,7 +134,7 @@ def _contents(comparison: PageSection) -> dict[str, Any]:
         "anchor": comparison.anchor,
         "prefix": f"{comparison.anchor}-" if comparison.title else "",
         "ended": ended,
-        "in_ulp": first and any(its.max_ulp is not None for its in first.distances),
+        "in_ulp": first and any(distance.max_ulp is not None for distance in first.distances),
         "map": shown,
         "modules": _modules(verdict, cells),
         "more_modules": max(0, len(verdict.by_module) - _MODULES),
@@ -164,19 +164,22 @@ def _modules(verdict: Verdict, cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
-    its = verdict.compared
-    ops = "Ops" if its.level == "op" else "Records"
-    found = [
-        ("Ranks", f"{its.ranks:,}" if its.ranks != 1 else ""),
-        ("Steps", f"{its.steps:,}{render.modes(its)}" if its.steps else render.OUTSIDE),
-        (ops, f"{its.ops:,}" if its.ops or not its.steps else ""),
+    compared = verdict.compared
+    ops = "Ops" if compared.level == "op" else "Records"
+    rows = [
+        ("Ranks", f"{compared.ranks:,}" if compared.ranks != 1 else ""),
+        (
+            "Steps",
+            f"{compared.steps:,}{render.modes(compared)}" if compared.steps else render.OUTSIDE,
+        ),
+        (ops, f"{compared.ops:,}" if compared.ops or not compared.steps else ""),
         ("Modules", f"{modules:,}" if modules else ""),
-        ("Tensors read", size(its.bytes) if its.bytes or not its.steps else ""),
-        ("Level", "" if its.level == "op" else its.level),
+        ("Tensors read", size(compared.bytes) if compared.bytes or not compared.steps else ""),
+        ("Level", "" if compared.level == "op" else compared.level),
         ("Compared", render.exactness(verdict)),
         ("Agreed", render.agreement(verdict)),
     ]
-    return [(label, text) for label, text in found if text]
+    return [(label, text) for label, text in rows if text]
 
 
 def _losses(verdict: Verdict, *, ended: bool) -> dict[str, Any]:
@@ -194,8 +197,8 @@ def _losses(verdict: Verdict, *, ended: bool) -> dict[str, Any]:
         has = [[n for n, row in enumerate(losses, 1) if row[at] is not None] for at in (1, 2)]
         shared = min(max(places, default=0) for places in has)
     gaps = any(row[3] for row in losses)
-    each = -(-len(losses) // POINTS)
-    read = [row for n, row in enumerate(losses) if n % each == 0 or row[0] == step]
+    stride = -(-len(losses) // POINTS)
+    read = [row for n, row in enumerate(losses) if n % stride == 0 or row[0] == step]
     return {
         "curves": curves,
         "difference": chart(columns[2:], _DIFFERENCE, step) if gaps else None,
@@ -247,12 +250,12 @@ class Chart:
     paths: Sequence[str]
     across: Sequence[Tick]
     upward: Sequence[Tick]
-    marked: float | None  # where the first divergence is
-    place_of: Callable[[float], float]  # returns where a step is
+    marked: float | None  # position of the first divergence
+    place_of: Callable[[float], float]  # step -> position
 
 
 def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Chart | None:
-    """Return the chart of `curves`, with `step` marked; None where none has a finite value."""
+    """Return the chart of `curves`, with `step` marked; None if no value is finite."""
     drawable: list[Curve] = [
         [(x, y if y is not None and abs(y) < _LARGEST else None) for x, y in curve]
         for curve in curves
@@ -275,7 +278,7 @@ def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Ch
         for x, y in _thinned(curve):
             if y is not None:
                 at = f"{across(x):.1f},{upward(y):.1f}"
-                # A stroke of no length shows a point that stands alone as a dot.
+                # A stroke of length 0 draws a single point as a dot.
                 path += f"L{at}" if drawing else f"M{at}h0"
             drawing = y is not None
         paths.append(path)
@@ -290,10 +293,10 @@ def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Ch
 
 
 def ticks(low: float, high: float, about: float = 5) -> list[Tick]:
-    """Return round numbers within a range, about as many as asked for."""
+    """Return about `about` round numbers within a range."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
     return [(number * step, f"{number * step:.6g}") for number in numbers]
 
@@ -307,10 +310,10 @@ def _range_of(numbers: Sequence[float]) -> tuple[float, float]:
 def _thinned(curve: Curve) -> Curve:
     if len(curve) <= POINTS:
         return curve
-    each = -(-2 * len(curve) // POINTS)
+    stride = -(-2 * len(curve) // POINTS)
     kept: Curve = []
-    for at in range(0, len(curve), each):
-        group = [(y, x) for x, y in curve[at : at + each] if y is not None]
+    for at in range(0, len(curve), stride):
+        group = [(y, x) for x, y in curve[at : at + stride] if y is not None]
         ends = {min(group), max(group)} if group else {(None, curve[at][0])}
         kept += sorted((x, y) for y, x in ends)
     return kept
@@ -321,25 +324,25 @@ class AgreementMap:
     """Counts of records by groups of steps (columns) and of modules (rows)."""
 
     columns: Sequence[tuple[int, int]]  # first and last step of each column
-    ends: tuple[str, str]  # what the first column is called, and the last one if it is another
-    rows: Sequence[str]  # modules, in the order in which they first ran; ``layers.*`` is a group
-    counts: Sequence[Sequence[Sequence[int]]]  # the same and differing ones, by row and column
+    ends: tuple[str, str]  # names of the first and last step; the last is empty if it is the first
+    rows: Sequence[str]  # modules, in the order of their first run; ``layers.*`` is a group
+    counts: Sequence[Sequence[Sequence[int]]]  # [row][column] -> equal and differing records
     marked: tuple[int, int] | None  # column and row of the first divergence
-    after: int | None  # the number of what comes after the last step, if there is a cell of it
+    after: int | None  # the number that represents records after the last step, if there are any
 
     def outlines(self) -> list[list[tuple[int, str]]]:
         """Return for each row its shades, each with an SVG path one unit wide and high per cell."""
-        found = []
+        outlines = []
         for row in self.counts:
             paths: dict[int, str] = defaultdict(str)
             start = 0
-            for shade, alike in groupby(_shade(same, differing) for same, differing in row):
-                length = len(list(alike))
+            for shade, run in groupby(_shade(same, differing) for same, differing in row):
+                length = len(list(run))
                 if shade is not None:
                     paths[shade] += f"M{start},0h{length}v1h-{length}z"
                 start += length
-            found.append(sorted(paths.items()))
-        return found
+            outlines.append(sorted(paths.items()))
+        return outlines
 
     def flat_counts(self) -> list[int]:
         return [number for row in self.counts for cell in row for number in cell]
@@ -348,12 +351,12 @@ class AgreementMap:
 def agreement_map(
     cells: Sequence[Cell], first: Divergence | None = None, *, after_last: bool = False
 ) -> AgreementMap:
-    """Return the map of `cells`, of which there are some; the last may be after all steps."""
+    """Return the map of `cells`, at least one; with `after_last`, the last step is no real step."""
     groups = _grouped(list(dict.fromkeys(cell.module for cell in cells)))
     steps = sorted({cell.step for cell in cells})
-    each = -(-len(steps) // COLUMNS)
-    columns = [steps[at : at + each] for at in range(0, len(steps), each)]
-    column_of = {step: number for number, some in enumerate(columns) for step in some}
+    stride = -(-len(steps) // COLUMNS)
+    columns = [steps[at : at + stride] for at in range(0, len(steps), stride)]
+    column_of = {step: number for number, group in enumerate(columns) for step in group}
     rows = list(dict.fromkeys(groups.values()))
     row_of = {name: rows.index(row) for name, row in groups.items()}
     counts = [[[0, 0] for _ in columns] for _ in rows]
@@ -367,7 +370,7 @@ def agreement_map(
     after = steps[-1] if after_last else None
     begins, ends = (render.step_name(at, after_last=at == after) for at in (steps[0], steps[-1]))
     return AgreementMap(
-        [(some[0], some[-1]) for some in columns],
+        [(group[0], group[-1]) for group in columns],
         (begins, ends if steps[1:] else ""),
         *(rows, counts, marked, after),
     )
@@ -396,10 +399,10 @@ def _grouped(names: Sequence[str]) -> dict[str, str]:
 
 @cache
 def _template() -> Template:
-    """Return the template, with style and script in it and the policy that allows only those.
+    """Return the template with inline style and script, and a policy that allows no others.
 
-    Every value that is put in is escaped, and what steers a terminal or the direction of text is
-    written out, as names and source lines are the work of others
+    Names and source lines are untrusted: every value is escaped, and characters that control a
+    terminal or the direction of text are made visible
     (https://jinja.palletsprojects.com/en/stable/api/#autoescaping).
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -419,7 +422,7 @@ def _template() -> Template:
     )
     for name, file in (("style", "page.css"), ("script", "page.js")):
         text = (_FOLDER / file).read_text(encoding="utf-8")
-        # As a content security policy names it: https://www.w3.org/TR/CSP3/
+        # The hash for the content security policy: https://www.w3.org/TR/CSP3/
         digest = f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
         environment.globals[f"{name}_hash"] = digest
         environment.globals[name] = Markup(text)  # noqa: S704 - a file of this package, not data

@@ -1,4 +1,4 @@
-"""Which of the differences between two runs reach a result, and which nothing reads."""
+"""Propagation of differences between two runs: do they affect a result?"""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ if TYPE_CHECKING:
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.matching import Array
 
-MOST = 1 << 17  # records that differ which are followed
+MOST = 1 << 17  # how many differing records are traced
 
-_VALUES = frozenset(f"{kind}[]" for kind in ("bool", "int", "float", "complex", "str", "bytes"))
-"""The outputs of sites whose ops return a value of Python."""
+_VALUES = frozenset(f"{dtype}[]" for dtype in ("bool", "int", "float", "complex", "str", "bytes"))
+"""The outputs of sites whose ops return a Python value."""
 
 _RESULTS = frozenset({"backward", "optimizer", "collective"})  # phases
 
 
 class Reach:
-    """Follows the values that differ through the main thread of a run.
+    """Traces differing values forward through the main thread of a run.
 
-    They reach a result where a value of Python, a gradient or a parameter differs, or what a module
-    computes. Without steps that is its last call: an earlier one may be to build it.
+    They reach a result if a Python value, a gradient, a parameter or an output of a module differs.
+    In a run without steps, only the last call of a module counts: earlier calls may initialize it.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.origins: list[tuple[int, int]] = []  # records that differ although they read the same
-        self.drawn: list[bool] = []  # whether these are random numbers, outside of any module
+        self.origins: list[tuple[int, int]] = []  # differing records with equal inputs
+        self.drawn: list[bool] = []  # whether each origin draws random numbers outside all modules
         self.until = math.inf  # the record up to which all differences are known
         self._records: list[tuple[int, int, int, bool, bool, bool]] = []
-        """Both ids, the kind of op, and whether it read the same, was called so, and differs."""
-        self._last: dict[int, int] = {}  # by kind of op, the id of the last record
+        """Both ids, the key of the op, and whether inputs are equal, arguments are equal, and the
+        pair differs."""
+        self._last: dict[int, int] = {}  # key of an op -> id of its last record
         self._has_steps = any(row.finished for row in trace.steps.values())
-        self._loads = {its["where"] for its in trace.meta.get("loaders") or ()}
+        self._loads = {loader["where"] for loader in trace.meta.get("loaders") or ()}
 
     def add(self, left: Array, right: Array, differs: Array) -> None:
-        """Add pairs of records, in their order, and which of them differ."""
+        """Add pairs of records in order; `differs` marks those that differ."""
         if not self._has_steps:
             self._last.update(zip(left["key"].tolist(), left["id"].tolist(), strict=True))
         same = left["inputs"] == right["inputs"]
-        alike = (left["argument"] == right["argument"]) & (left["shape"] == right["shape"])
+        same_call = (left["argument"] == right["argument"]) & (left["shape"] == right["shape"])
         places = (differs | ~same).nonzero()[0][: MOST + 1 - len(self._records)]
-        columns = left["id"], right["id"], left["key"], same, alike, differs
+        columns = left["id"], right["id"], left["key"], same, same_call, differs
         rows = (column[places].tolist() for column in columns)
         self._records += zip(*rows, strict=True)
         if len(self._records) > MOST:
@@ -54,39 +55,39 @@ class Reach:
             del self._records[MOST:]
 
     def first(self) -> int | None:
-        """Return the place of the first origin that reaches a result; None if none is known to."""
-        origin_of: dict[bytes, int] = {}  # by the digest of a value
-        viewed: int | None = None  # of the last view: no record has its digest
+        """Return the index of the first origin that reaches a result; None if none is known to."""
+        origin_of: dict[bytes, int] = {}  # digest of a value -> index of its origin
+        viewed: int | None = None  # origin of the last view, whose digest is not recorded
         reached, before = set[int](), ""
-        for number, other, kind, same, alike, differs in self._records:
-            its, site = self.trace.record(number), self.site(number)
-            read = (its.inputs[at : at + INPUT] for at in range(0, len(its.inputs), INPUT))
-            known = [origin_of[each] for each in read if each in origin_of]
+        for left_id, right_id, op_key, same, same_call, differs in self._records:
+            record, site = self.trace.record(left_id), self.site(left_id)
+            read = (record.inputs[at : at + INPUT] for at in range(0, len(record.inputs), INPUT))
+            known = [origin_of[fingerprint] for fingerprint in read if fingerprint in origin_of]
             origin = min(known, default=None if same else viewed)
             if origin is None:
                 origin = len(self.origins)
-                self.origins.append((number, other))
-                self.drawn.append(same and alike and draws_outside(site.op, site.module))
-            is_last = self._has_steps or self._last[kind] == number
+                self.origins.append((left_id, right_id))
+                self.drawn.append(same and same_call and draws_outside(site.op, site.module))
+            is_last = self._has_steps or self._last[op_key] == left_id
             if is_last if site.module else differs and self._is_result(site, before):
                 reached.add(origin)
                 if not origin:
                     break
-            for at in range(0, len(its.outputs), OUTPUT):
-                origin_of.setdefault(its.outputs[at : at + INPUT], origin)
-            viewed, before = viewed if its.outputs else origin, site.op
+            for at in range(0, len(record.outputs), OUTPUT):
+                origin_of.setdefault(record.outputs[at : at + INPUT], origin)
+            viewed, before = viewed if record.outputs else origin, site.op
         return min(reached, default=None)
 
     def site(self, number: int) -> Site:
         return self.trace.sites[self.trace.record(number).site]
 
     def _is_result(self, site: Site, before: str) -> bool:
-        # A loader draws a seed for its workers, whatever they draw. What they load shows.
+        # The base seed that a loader draws for its workers counts only if batches differ.
         is_base_seed = before == "aten::random_" and site.source in self._loads
         is_value = site.outputs in _VALUES and not (is_base_seed and site.phase == "forward")
         return is_value or site.phase in _RESULTS
 
 
 def draws_outside(op: str, module: str) -> bool:
-    """Whether an op draws random numbers outside of any module, as an initialisation does."""
+    """Whether an op draws random numbers outside of any module, as in an initialization."""
     return op_name(op) in DRAWING and not module

@@ -1,10 +1,11 @@
-"""What two recordings say besides what was computed: their ends, their settings, their programs."""
+"""Facts of two recordings other than computed values: their ends, settings and programs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
+from math import isnan
 from typing import TYPE_CHECKING
 
 from torchrepro.ground.messages import printable, size
@@ -25,8 +26,8 @@ from torchrepro.verdict.render import are, counted, short
 from torchrepro.verdict.value import (
     BOTH_CUT,
     Divergence,
+    IgnoredLine,
     Kind,
-    LeftOut,
     Loader,
     NotFinite,
     Program,
@@ -39,63 +40,71 @@ from torchrepro.verdict.value import (
 if TYPE_CHECKING:
     from torchrepro.trace.reader import Trace
 
-    Traces = Mapping[tuple[int, int], Trace]  # by rank, and by number of the process within it
+    Traces = Mapping[tuple[int, int], Trace]  # (rank, number of the process in the rank) -> trace
 
 CUT = " (killed, ended by os._exit, or still running)"
 
 
 def truncation(pair: Pair) -> Divergence | None:
-    """Return where one of two runs ended that are the same up to there.
+    """Return where one run ended before the other, if they are the same until then; else None.
 
-    A run that was killed is never the same as another: nobody knows what it would have done.
+    A run that was killed is never the same as another run: its further steps are unknown.
     """
-    last = [_last_step(trace, other) for trace, other in (pair.traces, pair.traces[::-1])]
+    last = [
+        _last_step(trace, counterpart) for trace, counterpart in (pair.traces, pair.traces[::-1])
+    ]
     if not pair.steps:
         empty = " and ".join(name for name, step in zip(NAMES, last, strict=True) if step < 0)
-        what = f"nothing was recorded in {empty}" if empty else "no step was recorded in both runs"
-        return pair.at_step(max(min(last), 0), Kind.ENDED, what)
+        reason = (
+            f"nothing was recorded in {empty}" if empty else "no step was recorded in both runs"
+        )
+        return pair.at_step(max(min(last), 0), Kind.ENDED, reason)
     cut = [trace.is_truncated for trace in pair.traces]
     ended = last.index(min(last))
     asked = pair.traces[ended].meta.get("steps")
     is_shorter = last[0] != last[1] and not (asked and last[ended] >= asked[1])
     if not is_shorter:
         if not any(cut):
-            return None  # more of it was not to be recorded
+            return None  # all requested steps were recorded
         ended = cut.index(True)
     step = min(last) if all(cut) else last[ended]
     if all(cut):
-        ends = [f"{name} after step {each}" for name, each in zip(NAMES, last, strict=True)]
+        ends = [
+            f"{name} after step {step_of_run}"
+            for name, step_of_run in zip(NAMES, last, strict=True)
+        ]
         return pair.at_step(step + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {' and '.join(ends)}")
     row = pair.traces[ended].steps.get(step)
-    what = f"{NAMES[ended]} ended before its first step"
+    reason = f"{NAMES[ended]} ended before its first step"
     if row is not None:
-        what = f"{NAMES[ended]} ended {'after' if row.finished else 'in the middle of'} step {step}"
-    what += CUT * cut[ended]
+        reason = (
+            f"{NAMES[ended]} ended {'after' if row.finished else 'in the middle of'} step {step}"
+        )
+    reason += CUT * cut[ended]
     if is_shorter:
         final = pair.traces[1 - ended].steps[max(last)]
         until = final.step if final.finished else final.step - 1
-        goes_on = f"to step {until}" if until > step else "after it"
-        what += f"; {NAMES[1 - ended]} goes on {goes_on}"
-    return pair.at_step(step + 1, Kind.ENDED, what)
+        until_then = f"to step {until}" if until > step else "after it"
+        reason += f"; {NAMES[1 - ended]} continues {until_then}"
+    return pair.at_step(step + 1, Kind.ENDED, reason)
 
 
-def _is_not_of(row: StepRow, other: Trace) -> bool:
-    """Whether what comes after the last step has no place in the other recording.
+def _is_not_of(row: StepRow, counterpart: Trace) -> bool:
+    """Whether records after the last step have no counterpart in the other recording.
 
-    The other one would hold it at another level, or has dropped it.
+    This is so if the other recording has another level, or has dropped these records.
     """
     if row.finished:
         return False
-    its = other.steps.get(row.step)
-    level = other.level_of(row.step) if its is None else its.level
-    return level != row.level or (its is not None and its.dropped)
+    step = counterpart.steps.get(row.step)
+    level = counterpart.level_of(row.step) if step is None else step.level
+    return level != row.level or (step is not None and step.dropped)
 
 
-def _last_step(trace: Trace, other: Trace) -> int:
-    # What comes after the last step is left out where it has no place in the other recording, or no
-    # record of the main thread.
+def _last_step(trace: Trace, counterpart: Trace) -> int:
+    # Skip records after the last step that have no counterpart, or none on the main thread.
     steps = list(trace.steps.values())
-    if steps and _is_not_of(steps[-1], other):
+    if steps and _is_not_of(steps[-1], counterpart):
         steps.pop()
     if steps and not steps[-1].finished and steps[-1].records:
         of_main = any(MAIN in outline.threads for outline in trace.outlines(steps[-1].step))
@@ -106,19 +115,19 @@ def _last_step(trace: Trace, other: Trace) -> int:
 def missing_processes(left: Traces, right: Traces) -> Iterator[Divergence]:
     for rank, ordinal in sorted(left.keys() ^ right.keys()):
         which = f"process {ordinal}" if ordinal else "a recording"
-        what = f"only {NAMES[(rank, ordinal) not in left]} has {which} of rank {rank}"
-        yield Divergence(rank, 0, kind=Kind.ENDED, what=what)
+        reason = f"only {NAMES[(rank, ordinal) not in left]} has {which} of rank {rank}"
+        yield Divergence(rank, 0, kind=Kind.ENDED, what=reason)
 
 
-# What holds settings in a trace's meta: sections, with the prefix of their names, and single keys.
+# Settings in a trace's meta: sections, with the prefix for their names, and single keys.
 SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
 SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", *NOT_ALIKE)
 
 
 def settings(pair: Pair) -> tuple[Setting, ...]:
-    """Return the knobs, versions and pieces of hardware in which two runs differ.
+    """Return the knobs, versions and pieces of hardware that differ between two runs.
 
-    Traces of killed runs do not tell whether they are alike.
+    The settings `NOT_ALIKE` are missing in traces of killed runs, and then are not compared.
     """
     left, right = (
         {name: str(meta[name]) for name in SINGLE if meta.get(name) is not None}
@@ -137,18 +146,18 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
     )
 
 
-def program(pair: Pair, others: Sequence[Pair] = ()) -> Program:
-    """Return what the program has that may explain why its runs diverge.
+def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
+    """Return the facts about the program that may explain why its runs diverge.
 
-    `pair` is of the processes that diverge first; what the `others` read comes after its reads.
+    `pair` has the processes that diverge first. Reads of `more_pairs` come after its reads.
     """
     metas = left, right = [trace.meta for trace in pair.traces]
     loaders = [
-        Loader(its["where"], its["workers"], its["dataset"], its.get("worker_init_fn") or "")
+        Loader(row["where"], row["workers"], row["dataset"], row.get("worker_init_fn") or "")
         for meta in metas
-        for its in meta.get("loaders") or ()
+        for row in meta.get("loaders") or ()
     ]
-    # Loaders are recorded at every level, other features by their ops alone.
+    # Loaders are recorded at every level, other features are known only by their ops.
     unseen = any(meta.get("level", "op") != "op" for meta in metas)
     unknown = any("loaders" not in meta for meta in metas)
     sites = [site for trace in pair.traces for site in trace.sites.values()]
@@ -157,10 +166,10 @@ def program(pair: Pair, others: Sequence[Pair] = ()) -> Program:
         for name, uses in FEATURES.items()
         if (unseen and (unknown or name != LOADER)) or any(map(uses, sites))
     ]
-    if LOADER in features and (unknown or any(each.workers for each in loaders)):
+    if LOADER in features and (unknown or any(loader.workers for loader in loaders)):
         features.append(WORKERS)
-    threads = [its for trace in pair.traces for its in trace.threads.items()]
-    # What each model is called, where that stands for no other module.
+    threads = [thread for trace in pair.traces for thread in trace.threads.items()]
+    # Use the program's name of a model only if it is unique.
     models = {**(right.get("models") or {}), **(left.get("models") or {})}
     times = Counter(models.values())
     taken = {site.module.partition(":")[0] for site in sites}.union(models)
@@ -168,19 +177,19 @@ def program(pair: Pair, others: Sequence[Pair] = ()) -> Program:
     began = [meta["began"] for meta in metas if meta.get("began") is not None]
     unwritten = {
         (
-            short(each["allocated"]),
-            short(each["read"]),
-            each["op"],
-            each["is_nan"],
-        ): UninitializedRead(each["allocated"], each["read"], printable(each["op"]), each["is_nan"])
+            short(read["allocated"]),
+            short(read["read"]),
+            read["op"],
+            read["is_nan"],
+        ): UninitializedRead(read["allocated"], read["read"], printable(read["op"]), read["is_nan"])
         for meta in metas
-        for each in meta.get("unwritten") or ()
+        for read in meta.get("unwritten") or ()
     }
     return Program(
         features=tuple(features),
         accelerator=accelerator(left) or accelerator(right),
         loaders=tuple(dict.fromkeys(loaders)),
-        reads=_reads([pair, *others]),
+        reads=_reads([pair, *more_pairs]),
         threads=tuple(dict.fromkeys(name for number, name in threads if number != MAIN)),
         models=tuple(
             (model, name)
@@ -194,59 +203,61 @@ def program(pair: Pair, others: Sequence[Pair] = ()) -> Program:
 
 
 def _reads(pairs: Sequence[Pair]) -> tuple[UncontrolledRead, ...]:
-    found: dict[tuple[str, str, str], UncontrolledRead] = {}
+    by_key: dict[tuple[str, str, str], UncontrolledRead] = {}
     for pair in pairs:
         left, right = (
-            {(its["name"], its["what"], short(its["where"])): its for its in sources or ()}
+            {(call["name"], call["what"], short(call["where"])): call for call in sources or ()}
             for sources in (trace.meta.get("sources") for trace in pair.traces)
         )
-        for key, its in (right | left).items():
-            name = printable(its["name"])
-            row = row_of_read(its["name"], its["what"])
+        for key, call in (right | left).items():
+            name = printable(call["name"])
+            row = row_of_read(call["name"], call["what"])
             if row is None:
                 continue
             read = UncontrolledRead(
                 name,
                 what=row.what,
-                where=its["where"],
-                instead=row.edit(name, in_sample=its.get("in_sample") is True),
-                in_sample=bool(row.in_sample and its.get("in_sample")),
-                step=its["step"],
-                record=its["record"],
+                where=call["where"],
+                instead=row.edit(name, in_sample=call.get("in_sample") is True),
+                in_sample=bool(row.in_sample and call.get("in_sample")),
+                step=call["step"],
+                record=call["record"],
                 left=left.get(key, {}).get("value") or "",
                 right=right.get(key, {}).get("value") or "",
             )
-            if key not in found or (read.is_other_seed and not found[key].is_other_seed):
-                found[key] = read
-    reads = tuple(found.values())
+            if key not in by_key or (read.is_other_seed and not by_key[key].is_other_seed):
+                by_key[key] = read
+    reads = tuple(by_key.values())
     began = [trace.meta.get("began") for pair in pairs for trace in pair.traces]
-    until = min((each for each in began if each is not None), default=None)
+    until = min((time for time in began if time is not None), default=None)
     return tuple(with_source(read, reads, until) if read.is_other_seed else read for read in reads)
 
 
-_NEAR = 3  # lines that are named instead
+_NEAR = 3  # how many near lines are proposed
 
 
-def line_left_out(pairs: Sequence[Pair], where: str) -> LeftOut:
-    """Return how many records a line has, in the run that has more of them, or others near it."""
+def count_ignored(pairs: Sequence[Pair], location: str) -> IgnoredLine:
+    """Return how many records a line has, the larger number of both runs, or near lines if none."""
     records = [0, 0]
     sources = set[str]()
     for pair in pairs:
-        for side, trace in enumerate(pair.traces):
+        for run, trace in enumerate(pair.traces):
             sources.update(short(site.source) for site in trace.sites.values())
-            its = {number for number, site in trace.sites.items() if is_at(site, where)}
-            for step in trace.steps if its else ():
-                each = chain.from_iterable(outline.sites for outline in trace.outlines(step))
-                records[side] += sum(map(its.__contains__, each))
-    file, _, line = short(where).rpartition(":")
+            sites = {number for number, site in trace.sites.items() if is_at(site, location)}
+            if not sites:
+                continue
+            for step in trace.steps:
+                used = chain.from_iterable(outline.sites for outline in trace.outlines(step))
+                records[run] += sum(map(sites.__contains__, used))
+    file, _, line = short(location).rpartition(":")
     near = sorted(
-        (each for each in sources if each.rpartition(":")[0] == file),
-        key=lambda each: (abs(int(each.rpartition(":")[2]) - int(line)), each),
+        (source for source in sources if source.rpartition(":")[0] == file),
+        key=lambda source: (abs(int(source.rpartition(":")[2]) - int(line)), source),
     )
-    return LeftOut(where, max(records), () if any(records) else tuple(near[:_NEAR]))
+    return IgnoredLine(location, max(records), () if any(records) else tuple(near[:_NEAR]))
 
 
-COMMIT = 12  # digits of a commit that are shown
+COMMIT = 12  # how many digits of a commit are shown
 
 
 def facts(trace: Trace) -> RunFacts:
@@ -267,48 +278,50 @@ def facts(trace: Trace) -> RunFacts:
 
 
 def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
-    """Return the loss of each step in both runs; the mean where a step has several.
+    """Return the loss of each step in both runs; the mean if a step has several.
 
-    Those of other threads than the main one belong to no step in particular, and are left out.
+    Losses of other threads than the main thread belong to no step, and are skipped.
     """
     sides: list[dict[int, float | None]] = [{}, {}]
     for means, by_step in zip(sides, pair.losses, strict=True):
-        for step, some in by_step.items() if ANY_STEP not in by_step else ():
-            numbers = [
-                each.value for each in some if each.value is not None and each.value == each.value
-            ]
-            means[step] = sum(numbers) / len(numbers) if len(numbers) == len(some) else None
+        if ANY_STEP in by_step:
+            continue
+        for step, losses_of_step in by_step.items():
+            values = (loss.value for loss in losses_of_step)
+            numbers = [value for value in values if value is not None and not isnan(value)]
+            is_whole = len(numbers) == len(losses_of_step)
+            means[step] = sum(numbers) / len(numbers) if is_whole else None
     left, right = sides
     return tuple((step, left.get(step), right.get(step)) for step in sorted({*left, *right}))
 
 
 def not_finite(trace: Trace) -> NotFinite | None:
     known = [loss for loss in trace.losses if loss.value is not None]
-    first = next((place for place, loss in enumerate(known) if not loss.is_finite), None)
+    first = next((position for position, loss in enumerate(known) if not loss.is_finite), None)
     if first is None:
         return None
     last = not any(loss.is_finite for loss in known[first:])
     return NotFinite(known[first].step, str(known[first].value), last)
 
 
-def words_of_not_finite(
-    found: tuple[NotFinite | None, ...], unwritten: Sequence[UninitializedRead]
+def loss_sentences(
+    firsts: tuple[NotFinite | None, ...], unwritten: Sequence[UninitializedRead]
 ) -> Iterator[str]:
-    """Yield a sentence on losses that are no finite numbers, and one on each unwritten read."""
-    same = found[0] == found[1]
-    for name, its in [("", found[0])] if same else zip(NAMES, found, strict=True):
-        if its is not None:
-            when = f"from step {its.step} on" if its.on else f"at step {its.step}"
-            yield f"{name and f'{name}: '}loss is {its.value} {when}"
-    for each in unwritten:
+    """Yield a sentence on losses that are not finite, and one on each uninitialized read."""
+    same = firsts[0] == firsts[1]
+    for name, loss in [("", firsts[0])] if same else zip(NAMES, firsts, strict=True):
+        if loss is not None:
+            when = f"from step {loss.step} on" if loss.on else f"at step {loss.step}"
+            yield f"{name and f'{name}: '}loss is {loss.value} {when}"
+    for read in unwritten:
         yield (
-            f"{short(each.read)} reads memory that nothing had written: {short(each.allocated)} "
+            f"{short(read.read)} reads uninitialized memory: {short(read.allocated)} "
             "allocated it, as torch.empty does"
         )
 
 
 def notes(pair: Pair) -> Iterator[str]:
-    """Yield what a reader has to know about the two recordings."""
+    """Yield sentences on the limits of the two recordings."""
     both = [*zip(NAMES, pair.traces, strict=True)]
     detailed = [name for name, trace in both if trace.meta.get("detail")]
     if len(detailed) == 1:
@@ -319,18 +332,18 @@ def notes(pair: Pair) -> Iterator[str]:
     hidden = {short(line) for trace in pair.traces for line in trace.meta.get("hidden") or ()}
     if hidden:
         lines = ", ".join(map(printable, sorted(hidden)))
-        yield f"ops that {lines} hides from all modes of torch were not recorded, nor compared"
-    if any(each.name == RESUMED for each in settings(pair)):
+        yield f"ops that {lines} hides from all modes of torch were not recorded or compared"
+    if any(setting.name == RESUMED for setting in settings(pair)):
         rows = [
             [row for row in trace.steps.values() if row.finished and row.parameters]
             for trace in pair.traces
         ]
         if all(rows):
-            one, other = (its[-1] for its in rows)
-            equal = one.parameters == other.parameters
+            last_left, last_right = (ended[-1] for ended in rows)
+            equal = last_left.parameters == last_right.parameters
             yield (
-                f"the parameters after the last step of each, {one.step} in {NAMES[0]} and "
-                f"{other.step} in {NAMES[1]}, are "
+                f"the parameters after the last step of each run, {last_left.step} in {NAMES[0]} "
+                f"and {last_right.step} in {NAMES[1]}, are "
                 f"{'the same, bit for bit' if equal else 'unequal'}"
             )
     unchanged = [_unchanged_steps(trace) for trace in pair.traces]
@@ -341,7 +354,7 @@ def notes(pair: Pair) -> Iterator[str]:
             yield f"{name and f'{name}: '}no parameter changed in any of {counted(steps, 'step')}"
     for name, trace in both:
         if trace.is_truncated:
-            yield f"{name} was killed or still runs: it is compared up to its last whole step"
+            yield f"{name} was killed or still runs: it is compared up to its last complete step"
         dropped = [step for step, row in trace.steps.items() if row.dropped and row.finished]
         if dropped:
             most, ranks = trace.meta.get("max_size"), trace.meta.get("world_size") or 1
@@ -358,8 +371,8 @@ def notes(pair: Pair) -> Iterator[str]:
         if any(row.dropped and not row.finished for row in trace.steps.values())
     ]
     if dropped_tails:
-        of = " and ".join(dropped_tails)
-        yield f"what comes after the last step was dropped in {of}, and is not compared"
+        droppers = " and ".join(dropped_tails)
+        yield f"records after the last step were dropped in {droppers}, and are not compared"
     for (name, mine), (_, theirs) in (both, both[::-1]):
         asked, last = theirs.meta.get("steps"), max(theirs.steps, default=0)
         left_out = [
@@ -373,7 +386,7 @@ def notes(pair: Pair) -> Iterator[str]:
             steps_are = f"{counted(len(ended), 'step')} {are(len(ended))}"
             yield f"{steps_are} recorded in {name} only: {_in_words(ended)}"
         if len(left_out) > len(ended):
-            yield f"what comes after the last step is recorded in {name} only"
+            yield f"records after the last step are in {name} only"
     unequal = {step: names for step in pair.steps if (names := pair.unequal_generators(step))}
     moved = pair.moved_generators() if unequal else ()
     for step, names in unequal.items():
@@ -385,53 +398,53 @@ def notes(pair: Pair) -> Iterator[str]:
             return
 
 
-_SPANS = 4  # ranges of steps that a note names
+_SPANS = 4  # how many ranges of steps a note lists
 
 
 def _in_words(steps: Sequence[int]) -> str:
-    # Within a range, a step and its place among all rise alike.
-    spans = groupby(enumerate(steps), lambda each: each[1] - each[0])
+    # Within a range, the difference of a step and its position is constant.
+    spans = groupby(enumerate(steps), lambda numbered: numbered[1] - numbered[0])
     ranges = [[step for _, step in span] for _, span in spans]
-    words = [f"{its[0]} to {its[-1]}" if len(its) > 1 else str(its[0]) for its in ranges]
+    words = [f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges]
     if len(words) > _SPANS:
         words[_SPANS:] = [f"{len(words) - _SPANS} more ranges"]
     return " and ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
 
 
 def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence for each rank whose parameters no longer equal those of the first rank.
+    """Yield a sentence for each rank whose parameters no longer equal the first rank's.
 
-    Ranks whose parameters never agree are no replicas: each holds a part of the model. Those that
-    agree until an optimizer changes them may have a seed in common and nothing else, unless DDP is
-    to keep them equal.
+    Ranks whose parameters never agree are not replicas, but have different parts of the model. If
+    they agree only until an optimizer changes them, they may just share a seed, unless DDP
+    replicates them.
     """
     ranks = [trace for trace in traces if not trace.meta.get("ordinal")]
-    for first, other in ((ranks[0], other) for other in ranks[1:]):
+    for first, replica in ((ranks[0], replica) for replica in ranks[1:]):
         begun = first.meta.get("before") or [""]
-        kept = all(trace.meta.get("replicated") for trace in (first, other))
-        kept = kept and all(begun) and begun == other.meta.get("before")
+        kept = all(trace.meta.get("replicated") for trace in (first, replica))
+        kept = kept and all(begun) and begun == replica.meta.get("before")
         pairs: list[tuple[int, bytes, bytes]] = [
-            (step, first.steps[step].parameters, other.steps[step].parameters)
+            (step, first.steps[step].parameters, replica.steps[step].parameters)
             for step in first.steps
-            if step in other.steps
+            if step in replica.steps
         ]
-        agreed = [step for step, one, two in pairs if one and one == two]
-        trained = [step for step, one, _ in pairs if step in agreed and one.hex() not in begun]
+        agreed = [step for step, mine, theirs in pairs if mine and mine == theirs]
+        trained = [step for step, mine, _ in pairs if step in agreed and mine.hex() not in begun]
         since = -1 if kept else min(trained, default=max(first.steps, default=0))
-        unequal = [step for step, one, two in pairs if step > since and one != two]
+        unequal = [step for step, mine, theirs in pairs if step > since and mine != theirs]
         if unequal:
             last = max((step for step in agreed if step < unequal[0]), default=None)
             yield (
-                f"{name}: the parameters of ranks {first.rank} and {other.rank} agree "
+                f"{name}: the parameters of ranks {first.rank} and {replica.rank} agree "
                 f"{'as training begins' if last is None else f'at step {last}'} "
                 f"and no longer at step {unequal[0]}"
             )
 
 
 def _unchanged_steps(trace: Trace) -> int:
-    """Return how many steps of optimizers there are if none has changed a parameter, else 0."""
+    """Return the number of optimizer steps if none of them changed a parameter, else 0."""
     rows = [row for row in trace.steps.values() if row.finished and row.parameters]
     begun = trace.meta.get("before") or ()
-    # What compiled code of an optimizer writes may show in its next step only.
+    # Changes by compiled optimizers may become visible only in the next step.
     is_known = len(rows) > len(begun)
     return len(rows) if is_known and all(row.parameters.hex() in begun for row in rows) else 0

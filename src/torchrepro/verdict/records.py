@@ -1,6 +1,7 @@
-"""Compares two traces record by record, the main thread step by step and the others at once.
+"""Comparison of two traces record by record.
 
-Records are read as arrays, whose numbers mean the same in both traces.
+The main thread is compared step by step, other threads over the whole run. Records are read as
+numpy arrays with the same numbering in both traces.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torchrepro.ground.errors import TraceError
 from torchrepro.trace.format import INPUT, MAIN, NEW_TENSOR, OUTPUT, PARTLY, Outline
 from torchrepro.verdict.criteria import NAMES, RERECORD, Criteria, Pair, Statistics, excess
 from torchrepro.verdict.first_difference import INPUTLESS, FirstDifference, describe
-from torchrepro.verdict.matching import CUT_OFF, FED, Matching, match, match_threads, mixed
+from torchrepro.verdict.matching import DOWNSTREAM, TRUNCATED, Matching, match, match_threads, mixed
 from torchrepro.verdict.reach import Reach
 from torchrepro.verdict.render import counted, short
 
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
     Sides = tuple[Array, Array]  # records of the left run, and of the right one
 
-VIEW = b""  # stands for all views of what ignored records wrote
+VIEW = b""  # represents all views of tensors that ignored records wrote
 
 CACHED = 1 << 17
-"""Records whose outlines stay translated. A program has few outlines, and they may be long."""
+"""How many records of translated outlines are cached. Programs have few outlines, maybe long."""
 
 OF_SITE = ("key", "shape", "size", "spot", "algorithm", "effect", "module", "line")
 RECORD = np.dtype(
@@ -49,18 +50,18 @@ RECORD = np.dtype(
         ("shape", "i4"),  # dtypes and shapes of the outputs
         ("size", "i4"),  # shapes of the outputs alone
         ("spot", "i4"),  # phase and module
-        ("algorithm", "i4"),  # how the fingerprints of the outputs were taken
-        ("effect", "?"),  # whether the record cannot show that a difference began with it
+        ("algorithm", "i4"),  # of the fingerprints of the outputs
+        ("effect", "?"),  # whether its inputs are unknown: a difference may have begun earlier
         ("module", "i4"),
-        ("line", "i4"),  # an edit shifts the lines of alike records
-        ("compared", "?"),  # whether records of the site are
+        ("line", "i4"),  # equal records may have different lines after an edit of the program
+        ("compared", "?"),  # whether records of its site are compared
         ("argument", "i4"),
         ("inputs", "u8"),  # a hash of the fingerprints
         ("outputs", "u8"),
-        ("partly", "?"),  # whether a fingerprint is of what was written, not of the bytes
+        ("partly", "?"),  # whether a fingerprint covers only the bytes that were written
     ]
 )
-"""A record, whose numbers mean the same in both traces; thread, id and step are of its own."""
+"""A record, numbered equally in both traces, except for thread, id and step."""
 
 NOTHING = np.zeros(0, RECORD)
 
@@ -74,35 +75,35 @@ BY_STATISTICS = (
     ("key", "argument", "size"),
     ("key", "size"),
     ("key",),
-    ("spot", "size"),  # devices have ops of their own for the same module
+    ("spot", "size"),  # devices may use different ops for the same module
 )
-"""The columns by which records are matched, the finest first."""
+"""Columns that must be equal to match two records, the strictest first."""
 
 _DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
 _SIZE = re.compile(r"\[[^]]*\]")
 
 
 class _Digests:
-    """Where the digests of each record are among those of all, in words of 8 bytes."""
+    """Positions of the digests of each record in a sequence of digests, in words of 8 bytes."""
 
     def __init__(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
-        self.ends, size = (np.asarray(each, "int64") // 8 for each in (ends, lengths))
+        self.ends, size = (np.asarray(offsets, "int64") // 8 for offsets in (ends, lengths))
         self.begins = self.ends - size
-        # A number for the place of each word within its record.
+        # A hash of the position of each word within its record.
         self.salt = mixed([np.arange(size.sum()) - np.repeat(self.begins, size) + 1])
 
     def hashes(self, digests: bytes) -> Array:
-        """Return a hash of the digests of each record: a sum over its words, 0 without any."""
+        """Return a hash of the digests of each record: a sum over its words, 0 without digests."""
         sums = np.zeros(len(self.salt) + 1, "u8")
         np.cumsum(mixed([self.salt, np.frombuffer(digests, "<u8")]), out=sums[1:])
         return sums[self.ends] - sums[self.begins]
 
 
 class Reader:
-    """Reads the records of a trace step by step, without those of some sites.
+    """Reads the records of a trace step by step, without the records of ignored lines.
 
-    `shared` numbers what sites, arguments and threads stand for, in both traces alike. What
-    records of the lines to `ignore` wrote is in `from_ignored`, once they have been passed over.
+    `shared` numbers sites, arguments and threads, equally for both traces. `from_ignored` has the
+    fingerprints that records of the lines to `ignore` wrote, as far as the trace has been read.
     """
 
     def __init__(
@@ -118,9 +119,9 @@ class Reader:
         self.sites = np.zeros(len(trace.sites) + 1, RECORD)  # sites are numbered from 1
         columns = self.sites[[*OF_SITE, "compared"]]
         for number, site in trace.sites.items():
-            if any(is_at(site, where) for where in ignore):
+            if any(is_at(site, location) for location in ignore):
                 self.ignored.add(number)
-            # What a full step knows of tensors that were made before it is not the same.
+            # A fully recorded step does not know tensors from earlier steps that were not recorded.
             is_unknown = misses_steps and site.op == NEW_TENSOR
             columns[number] = (
                 shared[site.key],
@@ -138,14 +139,14 @@ class Reader:
         self._known: dict[Outline, tuple[Array, _Digests, _Digests]] = {}
 
     def algorithms(self, outputs: str) -> frozenset[str]:
-        """Return how the fingerprints of outputs were taken, by what their devices are."""
+        """Return the algorithms of the fingerprints of outputs, which depend on their devices."""
         known: Mapping[str, str] = self.trace.meta.get("algorithm") or {}
         devices = _DEVICE.findall(outputs)
         devices += ["cpu"] * (len(_SIZE.findall(outputs)) > len(devices))
         return frozenset(known.get(device, known.get("others", device)) for device in devices)
 
     def parts(self, step: int, *, on_main: bool) -> Iterator[Array]:
-        """Yield the records of a step, on the main thread or on the others, in parts."""
+        """Yield the records of a step, of the main thread or of all other threads, in parts."""
         for part in self.trace.parts(step):
             outline = part.outline
             if outline not in self._known:
@@ -166,20 +167,20 @@ class Reader:
             records["inputs"] = inputs.hashes(part.inputs)
             records["outputs"] = outputs.hashes(part.outputs)
             if PARTLY in part.outputs:
-                each = zip(outline.output_ends, outline.output_lengths, strict=True)
+                extents = zip(outline.output_ends, outline.output_lengths, strict=True)
                 records["partly"] = [
                     any(part.outputs.startswith(PARTLY, at) for at in range(end - n, end, OUTPUT))
-                    for end, n in each
+                    for end, n in extents
                 ]
             yield records if chosen.all() else records[chosen]
 
     def take_in(self, number: int) -> None:
-        """Note what an ignored record wrote, or what one that it fed did."""
+        """Note the outputs of an ignored record, or of a record downstream of one."""
         record = self.trace.record(number)
         outputs = record.outputs
         self.from_ignored.update(outputs[at : at + INPUT] for at in range(0, len(outputs), OUTPUT))
         if not outputs and record.inputs and self.trace.sites[record.site].outputs:
-            self.from_ignored.add(VIEW)  # its digest comes from its base's, and is in no record
+            self.from_ignored.add(VIEW)  # digests of views derive from their base: not recorded
 
     def _translated(self, outline: Outline) -> tuple[Array, _Digests, _Digests]:
         records = self.sites[np.asarray(outline.sites)]
@@ -194,32 +195,32 @@ class Reader:
 
 
 def added(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sum of two counts, neither of which may be changed: steps share them."""
+    """Return the sum of two counts in a new mapping: steps share these counts."""
     if not left or not right:
         return left or right
     return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
 
 
-def is_at(site: Site, where: str) -> bool:
-    """Whether a site is at a line, which may be named without some of its folders."""
-    return site.source == where or site.source.endswith(f"/{where.removeprefix('./')}")
+def is_at(site: Site, location: str) -> bool:
+    """Whether a site is at a ``file:line``, which may lack leading folders."""
+    return site.source == location or site.source.endswith(f"/{location.removeprefix('./')}")
 
 
 PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
-"""How a record differs: its inputs differ too, they are equal, or it has no partner."""
+"""How a record differs: its inputs differ too, its inputs are equal, or it has no partner."""
 
 _ELSEWHERE = (
-    "ran on another kind of device in the other run, where fingerprints are taken in another way: "
-    "no outputs of such an op were compared"
+    "ran on another type of device in the other run, which computes fingerprints differently: "
+    "the outputs of such ops were not compared"
 )
-FEW = 16  # records before the first difference that read something else: they may show its origin
+FEW = 16  # records before the first difference with differing inputs: they may show its origin
 
 VALUES = ("argument", "shape", "inputs", "outputs")
 
 
 @dataclass(slots=True)
 class StepComparison:
-    """What the comparison of one step found."""
+    """Result of the comparison of one step."""
 
     tally: Counter[str] = field(default_factory=Counter)
     """Records that differ, by how they differ, the first one included."""
@@ -227,13 +228,13 @@ class StepComparison:
     differing: Mapping[str, int] = field(default_factory=dict)  # records of each module that differ
     first: FirstDifference | None = None
 
-    def add(self, other: StepComparison) -> None:
-        """Add what was found in another part of the step, or on other threads."""
-        firsts = [each for each in (self.first, other.first) if each is not None]
-        self.first = min(firsts, key=attrgetter("place"), default=None)
-        self.tally.update(other.tally)
-        self.totals = added(self.totals, other.totals)
-        self.differing = added(self.differing, other.differing)
+    def add(self, addition: StepComparison) -> None:
+        """Add the comparison of another part of the step, or of other threads."""
+        firsts = [first for first in (self.first, addition.first) if first is not None]
+        self.first = min(firsts, key=attrgetter("position"), default=None)
+        self.tally.update(addition.tally)
+        self.totals = added(self.totals, addition.totals)
+        self.differing = added(self.differing, addition.differing)
 
 
 class Records:
@@ -244,8 +245,8 @@ class Records:
     ) -> None:
         self.pair, self.criteria, self.steps = pair, criteria, steps
         self._rounds = BY_BITS if criteria.tolerance is None else BY_STATISTICS
-        self.fed = 0  # records that differ only by what ignored ones wrote
-        self._incomparable = 0  # pairs whose fingerprints were not taken in the same way
+        self.fed = 0  # records that differ only because of ignored records
+        self._incomparable = 0  # pairs whose fingerprints have different algorithms
         self.unmatched = 0  # records without a partner
         self.thread_notes: list[str] = []
         shared = defaultdict[Any, int](count().__next__)
@@ -264,151 +265,157 @@ class Records:
     def refuse_unequal_algorithms(self) -> None:
         """Raise `TraceError` if the bits of the two runs cannot be compared at all."""
         used = [
-            {name for site in its.trace.sites.values() for name in its.algorithms(site.outputs)}
-            - {"meta"}  # such a tensor has no bytes, and so no fingerprint
-            for its in self.readers
+            {
+                name
+                for site in reader.trace.sites.values()
+                for name in reader.algorithms(site.outputs)
+            }
+            - {"meta"}  # such tensors have no data
+            for reader in self.readers
         ]
         if used[0] and used[1] and used[0] != used[1]:
             raise TraceError.about(
-                "the two runs computed on other kinds of device, whose fingerprints differ",
+                "the two runs used different types of devices, whose fingerprints differ",
                 found=" and ".join(", ".join(sorted(names)) for names in used),
                 todo=RERECORD,
             )
 
     @property
     def incomparable(self) -> str:
-        """Says what could not be compared; empty if all could."""
-        many = counted(self._incomparable, "op")
-        return f"{many} {_ELSEWHERE}" if self._incomparable else ""
+        """A clause on ops that could not be compared; empty if there are none."""
+        ops = counted(self._incomparable, "op")
+        return f"{ops} {_ELSEWHERE}" if self._incomparable else ""
 
     @cached_property
     def _unequal_steps(self) -> frozenset[int]:
-        """The steps whose records have to be read: digests do not show that they are the same.
+        """Steps whose records have to be read, as their digests do not prove them equal.
 
-        Digests cover the numbers of sites and arguments. These mean the same in both traces unless
-        one trace has a site or an argument that the other lacks.
+        Digests cover sites and arguments by their numbers in the trace. These differ if one trace
+        has a site or an argument that the other lacks.
         """
-        one, other = self.readers
-        kinds = [name for name in OF_SITE if name != "line"]
-        sites, arguments = (
-            set(np.flatnonzero(mine[:shorter] != its[:shorter]).tolist())
-            for mine, its in (
-                (one.sites[kinds], other.sites[kinds]),
-                (one.arguments, other.arguments),
-            )
-            for shorter in [min(len(mine), len(its))]
-        )
-        left, right = (trace.steps for trace in self.pair.traces)
-        return frozenset(
-            step
-            for step in self.steps
-            if not left[step].digest
-            or (left[step].digest, left[step].records) != (right[step].digest, right[step].records)
-            or not all(
+        left, right = self.readers
+        columns = [name for name in OF_SITE if name != "line"]
+        sites = _unequal_numbers(left.sites[columns], right.sites[columns])
+        arguments = _unequal_numbers(left.arguments, right.arguments)
+
+        def is_unequal(step: int) -> bool:
+            mine, theirs = (trace.steps[step] for trace in self.pair.traces)
+            if not mine.digest or (mine.digest, mine.records) != (theirs.digest, theirs.records):
+                return True
+            if not (sites or arguments):
+                return False
+            return not all(
                 sites.isdisjoint(outline.sites) and arguments.isdisjoint(outline.arguments)
-                for outline in (self.pair.left.outlines(step) if sites or arguments else ())
+                for outline in self.pair.left.outlines(step)
             )
-        )
+
+        return frozenset(filter(is_unequal, self.steps))
 
     def step(self, number: int) -> StepComparison:
-        """Compare the records of the main thread in a step, and of other threads meanwhile."""
+        """Compare the records of a step, of the main thread and of all others."""
         if not self._unequal_steps:
             return StepComparison(totals=self._totals(number, on_main=False))
-        found = StepComparison()
+        comparison = StepComparison()
         if not self.pair.in_order:
-            found.add(self._over_the_run[True].get(number, StepComparison()))
+            comparison.add(self._over_the_run[True].get(number, StepComparison()))
         elif number not in self._unequal_steps:
-            found.totals = self._totals(number, on_main=True)
+            comparison.totals = self._totals(number, on_main=True)
         else:
-            self._compare_main(number, found)
-        found.add(self._over_the_run[False].get(number, StepComparison()))
-        return found
+            self._compare_main(number, comparison)
+        comparison.add(self._over_the_run[False].get(number, StepComparison()))
+        return comparison
 
     def describe(self, difference: FirstDifference) -> Divergence:
         return describe(self.pair, difference, self._excess.get(difference.left or 0))
 
-    def _compare_main(self, number: int, found: StepComparison) -> None:
-        left, right = (reader.parts(number, on_main=True) for reader in self.readers)
+    def _compare_main(self, number: int, comparison: StepComparison) -> None:
+        left_parts, right_parts = (reader.parts(number, on_main=True) for reader in self.readers)
         while True:
-            one, other = next(left, NOTHING), next(right, NOTHING)
-            if not np.array_equal(one["key"], other["key"]):
-                one, other = np.concatenate([one, *left]), np.concatenate([other, *right])
-            if not len(one) and not len(other):
+            left, right = next(left_parts, NOTHING), next(right_parts, NOTHING)
+            if not np.array_equal(left["key"], right["key"]):
+                left, right = (
+                    np.concatenate([left, *left_parts]),
+                    np.concatenate([right, *right_parts]),
+                )
+            if not len(left) and not len(right):
                 return
             names = "key", *VALUES
-            if not self._diverged and all(np.array_equal(one[each], other[each]) for each in names):
-                found.add(StepComparison(totals=self._count(one)))
+            if not self._diverged and all(
+                np.array_equal(left[column], right[column]) for column in names
+            ):
+                comparison.add(StepComparison(totals=self._count(left)))
                 continue
-            ops = one["key"], other["key"]
-            # After the runs diverged, parts of the same ops are matched alike.
+            ops = left["key"], right["key"]
+            # After the divergence, parts with the same ops as the last part reuse its matching.
             if self._last is not None and all(map(np.array_equal, self._last[0], ops)):
                 matching = self._last[1]
             else:
-                matching = match(one, other, self._rounds)
+                matching = match(left, right, self._rounds)
                 self._last = (ops, matching) if self._diverged and not self._ignores else None
-            pairs, lone = self._matched((one, other), matching)
+            pairs, lone = self._matched((left, right), matching)
             part, differs = self._compare(pairs, lone)
             part.totals = self._count(pairs[0], *lone)
             if not self._diverged:
-                part.first = _first(matching, (one, other), pairs, lone, differs)
+                part.first = _first(matching, (left, right), pairs, lone, differs)
                 self._diverged = part.first is not None
             self.reach.add(*pairs, differs)
-            alone = (int(each["id"][0]) for each in lone if len(each))
+            alone = (int(records["id"][0]) for records in lone if len(records))
             self.reach.until = min([self.reach.until, *alone])
-            found.add(part)
+            comparison.add(part)
 
     def _matched(self, sides: Sides, matching: Matching) -> tuple[Sides, Sides]:
-        """Return the pairs, and what lacks a partner that it should have."""
+        """Return the pairs, and the records that lack a partner although they need one."""
         if self._ignores:
-            self._leave_out_fed(sides, matching)
-        (left, right), (here, there) = sides, matching.pairs
-        free, other = matching.free(0), matching.free(1)
-        self.unmatched += len(free) + len(other)
+            self._exclude_downstream(sides, matching)
+        (left, right), (left_paired, right_paired) = sides, matching.pairs
+        left_lone, right_lone = matching.free(0), matching.free(1)
+        self.unmatched += len(left_lone) + len(right_lone)
         if not self.criteria.needs_partner:
-            free, other = free[:0], other[:0]
-        return (left[here], right[there]), (left[free], right[other])
+            left_lone, right_lone = left_lone[:0], right_lone[:0]
+        return (left[left_paired], right[right_paired]), (left[left_lone], right[right_lone])
 
-    def _leave_out_fed(self, sides: Sides, matching: Matching) -> None:
-        """Expect no partner for records whose differing inputs all come from ignored ones.
+    def _exclude_downstream(self, sides: Sides, matching: Matching) -> None:
+        """Exclude records whose differing inputs all come from ignored records.
 
-        A difference begins in a record with equal inputs, or without a partner, which stays. So
-        what an ignored line has brought in can hide none.
+        This hides no other cause: a difference begins in a record with equal inputs, or without a
+        partner, and such records stay.
         """
         left, right = sides
-        here, there = matching.pairs
-        unequal = left["inputs"][here] != right["inputs"][there]
-        both = zip(here[unequal].tolist(), there[unequal].tolist(), strict=True)
-        alone = ((n, None) for n in matching.free(0).tolist())
-        other = ((None, n) for n in matching.free(1).tolist())
-        for places in sorted([*both, *alone, *other], key=lambda its: max(n or 0 for n in its)):
-            found = [
-                (reader, int(side["id"][place]))
-                for reader, side, place in zip(self.readers, sides, places, strict=True)
-                if place is not None
+        left_paired, right_paired = matching.pairs
+        unequal = left["inputs"][left_paired] != right["inputs"][right_paired]
+        both = zip(left_paired[unequal].tolist(), right_paired[unequal].tolist(), strict=True)
+        lone_left = ((n, None) for n in matching.free(0).tolist())
+        lone_right = ((None, n) for n in matching.free(1).tolist())
+        unequal_or_lone = [*both, *lone_left, *lone_right]
+        for positions in sorted(unequal_or_lone, key=lambda pair: max(n or 0 for n in pair)):
+            unexpected = [
+                (reader, int(records["id"][position]))
+                for reader, records, position in zip(self.readers, sides, positions, strict=True)
+                if position is not None
             ]
             inputs = [
-                [each[at : at + INPUT] for at in range(0, len(each), INPUT)]
-                for each in (reader.trace.record(number).inputs for reader, number in found)
+                [digests[at : at + INPUT] for at in range(0, len(digests), INPUT)]
+                for digests in (reader.trace.record(number).inputs for reader, number in unexpected)
             ]
-            if len(found) == 1:
-                is_fed = not found[0][0].from_ignored.isdisjoint(inputs[0])
+            if len(unexpected) == 1:
+                is_fed = not unexpected[0][0].from_ignored.isdisjoint(inputs[0])
             else:
                 is_fed = len(inputs[0]) == len(inputs[1]) and all(
-                    one == two
+                    mine == theirs
                     or all(
                         value in reader.from_ignored or VIEW in reader.from_ignored
-                        for value, (reader, _) in zip((one, two), found, strict=True)
+                        for value, (reader, _) in zip((mine, theirs), unexpected, strict=True)
                     )
-                    for one, two in zip(*inputs, strict=True)
+                    for mine, theirs in zip(*inputs, strict=True)
                 )
             if not is_fed:
                 continue
             self.fed += 1
-            for reader, number in found:
+            for reader, number in unexpected:
                 reader.take_in(number)
-            for partners, place in zip(matching.partners, places, strict=True):
-                if place is not None:
-                    partners[place] = FED
+            for partners, position in zip(matching.partners, positions, strict=True):
+                if position is not None:
+                    partners[position] = DOWNSTREAM
 
     def _compare(self, pairs: Sides, lone: Sides) -> tuple[StepComparison, Array]:
         left, right = pairs
@@ -422,15 +429,17 @@ class Records:
     def _unequal(self, left: Array, right: Array) -> Array:
         differs = left["outputs"] != right["outputs"]
         if self.criteria.tolerance is not None:
-            places = np.flatnonzero(differs)
-            ids = [side["id"][places].tolist() for side in (left, right)]
-            one, other = map(_statistics, self.pair.traces, ids)
+            positions = np.flatnonzero(differs)
+            ids = [records["id"][positions].tolist() for records in (left, right)]
+            left_rows, right_rows = map(_statistics, self.pair.traces, ids)
             texts = [
-                excess(one.get(mine, []), other.get(its, []), *self.criteria.tolerance)
-                for mine, its in zip(*ids, strict=True)
+                excess(
+                    left_rows.get(mine, []), right_rows.get(theirs, []), *self.criteria.tolerance
+                )
+                for mine, theirs in zip(*ids, strict=True)
             ]
             self._excess.update(filter(itemgetter(1), zip(ids[0], texts, strict=True)))
-            differs[places] = list(map(bool, texts))
+            differs[positions] = list(map(bool, texts))
             return differs
         if self.pair.misses_steps:
             differs &= ~(left["partly"] | right["partly"])
@@ -440,15 +449,15 @@ class Records:
         return differs | (left["argument"] != right["argument"]) | (left["shape"] != right["shape"])
 
     def _count(self, *records: Array) -> Mapping[str, int]:
-        """Return how often each module is there, in the order in which it first is."""
-        modules = np.concatenate([each["module"] for each in records])
-        found, first, often = np.unique(modules, return_index=True, return_counts=True)
+        """Return the number of records of each module, in the order of first appearance."""
+        modules = np.concatenate([columns["module"] for columns in records])
+        numbers, first, counts = np.unique(modules, return_index=True, return_counts=True)
         order = np.argsort(first)
-        each = zip(found[order].tolist(), often[order].tolist(), strict=True)
-        return {self._names[number]: many for number, many in each}
+        counted_modules = zip(numbers[order].tolist(), counts[order].tolist(), strict=True)
+        return {self._names[number]: size for number, size in counted_modules}
 
     def _totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
-        """Return how many records each module has, on all threads or the main one."""
+        """Return the number of records of each module, on all threads or on the main thread."""
         total: Mapping[str, int] = {}
         for outline in self.pair.left.outlines(step):
             total = added(total, self._counted(outline, on_main))
@@ -460,62 +469,68 @@ class Records:
 
     @cached_property
     def _over_the_run(self) -> Mapping[bool, Mapping[int, StepComparison]]:
-        """How the main thread, and the others, differ, by the step in which it was recorded.
+        """Comparison over the whole run, of the main thread (True) and all others, by step.
 
-        A thread beside the main one has its own timing. In which step of the main thread a record
-        of it falls is an accident, and so is what of the main thread falls into a step that
-        another thread ends. The records of these are therefore compared over the whole run.
+        The timing of threads decides into which step of the main thread their records fall. If
+        another thread ends the steps, this applies to the records of the main thread too. So these
+        records are matched over the whole run, and not within a step.
         """
-        others = {thread for trace in self.pair.traces for thread in trace.threads} - {MAIN}
+        other_threads = {thread for trace in self.pair.traces for thread in trace.threads} - {MAIN}
         return {
             True: {} if self.pair.in_order else self._all_steps(on_main=True),
-            False: self._all_steps(on_main=False) if others else {},
+            False: self._all_steps(on_main=False) if other_threads else {},
         }
 
     def _all_steps(self, *, on_main: bool) -> Mapping[int, StepComparison]:
         left, right = (
             np.concatenate(
-                [NOTHING, *(part for n in self.steps for part in its.parts(n, on_main=on_main))]
+                [NOTHING, *(part for n in self.steps for part in reader.parts(n, on_main=on_main))]
             )
-            for its in self.readers
+            for reader in self.readers
         )
         if on_main:
             matching = match(left, right, self._rounds)
         else:
             matching = match_threads(left, right, self._rounds, partial=self.steps[0] > 0)
-        each = zip(NAMES, self.pair.traces, (left, right), matching.partners, strict=True)
-        for name, trace, records, partners in each:
-            cut_off = Counter(records["thread"][partners == CUT_OFF].tolist())
+        of_runs = zip(NAMES, self.pair.traces, (left, right), matching.partners, strict=True)
+        for name, trace, records, partners in of_runs:
+            cut_off = Counter(records["thread"][partners == TRUNCATED].tolist())
             self.thread_notes += [
-                f"{name} has {counted(number, 'more op')} at an end of thread "
-                f"{trace.threads.get(thread, thread)}, which was cut off at another moment: "
-                "not compared"
+                f"{name} has {counted(number, 'more op')} at one end of thread "
+                f"{trace.threads.get(thread, thread)}, where the recordings were cut off at "
+                "different times: not compared"
                 for thread, number in cut_off.items()
             ]
         pairs, lone = self._matched((left, right), matching)
         unequal = np.any([pairs[0][name] != pairs[1][name] for name in VALUES], axis=0)
-        by_step = [_by_step(records) for records in (pairs[0], *lone)]
-        found: dict[int, StepComparison] = {}
-        for step in sorted({step for each in by_step for step in each}):
-            its, mine, theirs = (each.get(step, slice(0)) for each in by_step)
-            alone = lone[0][mine], lone[1][theirs]
-            part = StepComparison()
-            if unequal[its].any() or len(alone[0]) or len(alone[1]):
-                both = pairs[0][its][unequal[its]], pairs[1][its][unequal[its]]
-                part, differs = self._compare(both, alone)
-                self.reach.until = 0  # what has no order is not followed
-                part.first = _first_of_all_steps(self.pair, step, both, alone, differs)
-            part.totals = self._count(pairs[0][its], *alone)
-            found[step] = part
-        return found
+        steps_of = [_slices_by_step(records) for records in (pairs[0], *lone)]
+        comparisons: dict[int, StepComparison] = {}
+        for step in sorted({step for slices in steps_of for step in slices}):
+            paired, left_lone, right_lone = (slices.get(step, slice(0)) for slices in steps_of)
+            alone = lone[0][left_lone], lone[1][right_lone]
+            comparison = StepComparison()
+            if unequal[paired].any() or len(alone[0]) or len(alone[1]):
+                both = pairs[0][paired][unequal[paired]], pairs[1][paired][unequal[paired]]
+                comparison, differs = self._compare(both, alone)
+                self.reach.until = 0  # its propagation cannot be traced without an order
+                comparison.first = _first_of_all_steps(self.pair, step, both, alone, differs)
+            comparison.totals = self._count(pairs[0][paired], *alone)
+            comparisons[step] = comparison
+        return comparisons
+
+
+def _unequal_numbers(left: Array, right: Array) -> set[int]:
+    """Return the numbers that mean different things in two traces."""
+    shorter = min(len(left), len(right))
+    return set(np.flatnonzero(left[:shorter] != right[:shorter]).tolist())
 
 
 def _statistics(trace: Trace, ids: Sequence[int]) -> Mapping[int, list[Statistics]]:
-    found: dict[int, list[Statistics]] = {}
+    rows: dict[int, list[Statistics]] = {}
     if ids:
         for record, *row in trace.statistics_of(range(min(ids), max(ids) + 1)):
-            found.setdefault(record, []).append(tuple(row))
-    return found
+            rows.setdefault(record, []).append(tuple(row))
+    return rows
 
 
 def _depends(pairs: Sides) -> Array:
@@ -524,13 +539,15 @@ def _depends(pairs: Sides) -> Array:
 
 def _first_pair(pairs: Sides, differs: Array) -> FirstDifference:
     left, right = pairs
-    place = int(np.argmax(differs))
-    mine = left["thread"][:place] == left["thread"][place]
-    read = np.flatnonzero(mine & (left["inputs"][:place] != right["inputs"][:place]))[-FEW:]
-    ids = (side["id"][read].tolist() for side in pairs)
-    one, other = (int(side["id"][place]) for side in pairs)
-    sort = PROPAGATED if _depends(pairs)[place] else INDEPENDENT
-    return FirstDifference(one, other, sort, one, read=[*zip(*ids, strict=True)])
+    position = int(np.argmax(differs))
+    same_thread = left["thread"][:position] == left["thread"][position]
+    read = np.flatnonzero(same_thread & (left["inputs"][:position] != right["inputs"][:position]))[
+        -FEW:
+    ]
+    ids = (records["id"][read].tolist() for records in pairs)
+    left_id, right_id = (int(records["id"][position]) for records in pairs)
+    sort = PROPAGATED if _depends(pairs)[position] else INDEPENDENT
+    return FirstDifference(left_id, right_id, sort, left_id, read=[*zip(*ids, strict=True)])
 
 
 def _first(
@@ -538,33 +555,33 @@ def _first(
 ) -> FirstDifference | None:
     """Return the first difference of the main thread, in the order of the left run.
 
-    A record that only the right run has comes after the last pair before it, and before what the
-    left run goes on with. A pair that moved says nothing about the place of its neighbours.
+    A record that only the right run has is ordered directly after the pair that precedes it. Pairs
+    of records that moved are not used for this.
     """
-    here, there = (side["id"] for side in parts)
+    left_ids, right_ids = (records["id"] for records in parts)
     kept = matching.in_order
-    found: list[tuple[float, FirstDifference]] = []
+    candidates: list[tuple[float, FirstDifference]] = []
     if differs.any():
-        found.append((matching.pairs[0][int(np.argmax(differs))], _first_pair(pairs, differs)))
+        candidates.append((matching.pairs[0][int(np.argmax(differs))], _first_pair(pairs, differs)))
     if len(lone[0]):
         left = int(matching.free(0)[0])
         before = int(np.searchsorted(kept[0], left))
-        instead = _at(there, int(kept[1][before - 1]) + 1 if before else 0)
-        number = int(here[left])
-        found.append((left - 0.5, FirstDifference(number, None, ALONE, number, instead)))
+        instead = _at(right_ids, int(kept[1][before - 1]) + 1 if before else 0)
+        number = int(left_ids[left])
+        candidates.append((left - 0.5, FirstDifference(number, None, ALONE, number, instead)))
     if len(lone[1]):
         right = int(matching.free(1)[0])
         before = int(np.searchsorted(kept[1], right))
-        place = int(kept[0][before - 1]) + 1 if before else 0
-        instead = _at(here, place)
+        position = int(kept[0][before - 1]) + 1 if before else 0
+        instead = _at(left_ids, position)
         at = math.inf if instead is None else instead - 0.5
-        alone = FirstDifference(None, int(there[right]), ALONE, at, instead)
-        found.append((place - 0.5, alone))
-    return min(found, key=itemgetter(0), default=(0, None))[1]
+        alone = FirstDifference(None, int(right_ids[right]), ALONE, at, instead)
+        candidates.append((position - 0.5, alone))
+    return min(candidates, key=itemgetter(0), default=(0, None))[1]
 
 
-def _at(ids: Array, place: int) -> int | None:
-    return int(ids[place]) if place < len(ids) else None
+def _at(ids: Array, position: int) -> int | None:
+    return int(ids[position]) if position < len(ids) else None
 
 
 def _first_of_all_steps(
@@ -572,20 +589,20 @@ def _first_of_all_steps(
 ) -> FirstDifference | None:
     """Return the first difference in a step of records that were compared over the whole run.
 
-    The place of a record of the right run is only an estimate: its place within its step.
+    The position of a record that only the right run has is estimated from its position in its step.
     """
-    found = [_first_pair(pairs, differs)] if differs.any() else []
+    candidates = [_first_pair(pairs, differs)] if differs.any() else []
     if len(lone[0]):
         number = int(lone[0]["id"][0])
-        found.append(FirstDifference(number, None, ALONE, number))
+        candidates.append(FirstDifference(number, None, ALONE, number))
     if len(lone[1]):
         number = int(lone[1]["id"][0])
         left, right = (trace.steps[step].first for trace in pair.traces)
-        found.append(FirstDifference(None, number, ALONE, number - right + left))
-    return min(found, key=attrgetter("place"), default=None)
+        candidates.append(FirstDifference(None, number, ALONE, number - right + left))
+    return min(candidates, key=attrgetter("position"), default=None)
 
 
-def _by_step(records: Array) -> dict[int, slice]:
+def _slices_by_step(records: Array) -> dict[int, slice]:
     steps, begins, sizes = np.unique(records["step"], return_index=True, return_counts=True)
-    each = zip(steps.tolist(), begins.tolist(), sizes.tolist(), strict=True)
-    return {step: slice(begin, begin + size) for step, begin, size in each}
+    steps_found = zip(steps.tolist(), begins.tolist(), sizes.tolist(), strict=True)
+    return {step: slice(begin, begin + size) for step, begin, size in steps_found}

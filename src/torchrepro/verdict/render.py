@@ -1,4 +1,4 @@
-"""Renders a verdict: its sentences, the answer in a terminal, and JSON."""
+"""Rendering of a verdict: its sentences, and the answer in a terminal."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Kind, LineO
 if TYPE_CHECKING:
     Rows = list[tuple[str, str]]
 
-_NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(never written)"
-_WIDE = 72  # characters of a line of source, of shapes or arguments that are shown
-_AROUND = 16  # characters before the first one in which two long texts differ
-_LONG = 180  # characters of a sentence that are shown
-_LEAST = 20  # characters of a line of code
-LINE = 86  # and where it has one line beside its label
-_HEX = 8  # digits of a fingerprint that are shown
-_ELEMENTS, _MODULES = 2, 4  # how many of each are shown
-_SETTINGS, _NOTES = 1, 2  # and in a few lines
-LINES = 15  # the lines that an answer takes at most, unless it is asked for in full
+_NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(uninitialized)"
+# Limits of what is shown.
+_WIDE = 72  # characters of a line of source, of shapes or of arguments
+_AROUND = 16  # characters before the first difference of two long texts
+_LONG = 180  # characters of a sentence
+_LEAST = 20  # characters of a line of code, at least
+LINE = 86  # characters of a sentence in a single line beside its label
+_HEX = 8  # digits of a fingerprint
+_ELEMENTS, _MODULES = 2, 4
+_SETTINGS, _NOTES = 1, 2  # in the short answer
+LINES = 15  # lines of the short answer
 
 SAME_FOR_B = "the same for B, then `torchrepro compare` the two folders"
-OUTSIDE = "outside of any step"  # where all is that a program without an optimizer does
+OUTSIDE = "outside of any step"  # as in programs without an optimizer
 _PHASES = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
@@ -40,105 +41,107 @@ _COPIED = ("where", "edit", "becomes", "try")
 
 
 def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
-    """Return the lines and tables that show a verdict: in a few lines, or all of it if verbose."""
+    """Return the lines and tables that show a verdict, in full with `Verbosity.VERBOSE`."""
     if verbosity() is Verbosity.VERBOSE:
         return _in_full(verdict)
     rows = [("reaches", text)] if (text := reach(verdict)) else []
     rows += _where_in_short(verdict.first, verdict.origin) if verdict.first else []
     rows += _agreed(verdict)
-    found = verdict.advice
+    proposal = verdict.advice
     commands: list[Part] = []
-    if found:
-        rows += [("cause", found.cause)]
-        if found.edit:
+    if proposal:
+        rows += [("cause", proposal.cause)]
+        if proposal.edit:
             rows += [
-                ("edit", f"{from_here(found.edit.where)}   {found.edit.before}"),
-                ("becomes", found.edit.after),
+                ("edit", f"{from_here(proposal.edit.where)}   {proposal.edit.before}"),
+                ("becomes", proposal.edit.after),
             ]
-        if found.command:
-            commands = ["  try", f"    {found.command}"]
-        elif found.closer:
-            commands = ["  look closer", f"    {found.closer}"]
-        commands += _table([("tried", found.tried)] if found.tried else [])
-    # What was tried says more than what merely differs.
-    many, notes = (0, 0) if found and found.tried else (_SETTINGS, _NOTES)
+        if proposal.command:
+            commands = ["  try", f"    {proposal.command}"]
+        elif proposal.closer:
+            commands = ["  look closer", f"    {proposal.closer}"]
+        commands += _table([("tried", proposal.tried)] if proposal.tried else [])
+    # A controlled re-run is more informative than other differences.
+    many, notes = (0, 0) if proposal and proposal.tried else (_SETTINGS, _NOTES)
     return (headline(verdict), *_table(rows), *commands, *_table(_about(verdict, many, notes)))
 
 
 def _where_in_short(first: Divergence, origin: LineOfOrigin | None) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return _ending(first)
-    what = f"{first.op}: {first.kind}" if first.op else str(first.kind)
+    sentence = f"{first.op}: {first.kind}" if first.op else str(first.kind)
     if origin is not None:
-        at = f"{what} at {short(first.source)}"
+        at = f"{sentence} at {short(first.source)}"
         return [*_beginning(origin), ("shows", shortened(at, LINE))]
     if first.what and first.what != arguments(first):
-        what = f"{what}; {first.what}"
-    rows = [("what", shortened(what, LINE))]
+        sentence = f"{sentence}; {first.what}"
+    rows = [("what", shortened(sentence, LINE))]
     if first.source:
         rows.insert(0, ("where", _with_code(first.source)))
     return rows
 
 
 def _beginning(origin: LineOfOrigin) -> Rows:
-    """Return the line at which a divergence began, what it changed, and what was the same."""
+    """Return the line where a divergence began, with its equal inputs and differing results."""
     rows = [("where", _with_code(origin.where))]
     same = f"the same before it: {some(origin.same)}" if origin.same else ""
-    changed = f"not the same after it: {some(origin.changed)}" if origin.changed else ""
+    changed = f"different after it: {some(origin.changed)}" if origin.changed else ""
     values = "; ".join(filter(None, (same, changed)))
     return [*rows, ("values", shortened(values, LINE))] if values else rows
 
 
-def _with_code(where: str) -> str:
-    line = f"{from_here(where)}   "
-    return line + shortened(source_line(where), max(LINE - len(line), _LEAST))
+def _with_code(location: str) -> str:
+    line = f"{from_here(location)}   "
+    return line + shortened(source_line(location), max(LINE - len(line), _LEAST))
 
 
 def _ending(first: Divergence) -> Rows:
     return [("what", shortened(first.what, LINE))] if first.what else []
 
 
-def short(where: str) -> str:
-    """Return ``file:line`` without the folders: the same program may run in another one."""
-    return where.replace("\\", "/").rpartition("/")[2]
+def short(location: str) -> str:
+    """Return ``file:line`` without folders, which may differ between runs of the same program."""
+    return location.replace("\\", "/").rpartition("/")[2]
 
 
-def from_here(where: str) -> str:
-    """Return ``file:line`` as it is seen from the present folder, if the file is below it."""
-    return printable(where.removeprefix(f"{os.getcwd()}/"))  # noqa: PTH109 - a text, not a path
+def from_here(location: str) -> str:
+    """Return ``file:line`` relative to the current folder, if the file is below it."""
+    return printable(location.removeprefix(f"{os.getcwd()}/"))  # noqa: PTH109 - a text, not a path
 
 
 def _in_full(verdict: Verdict) -> tuple[Part, ...]:
-    first, found = verdict.first, verdict.advice
+    first, proposal = verdict.first, verdict.advice
     origin = _beginning(verdict.origin) if verdict.origin else []
-    where = [*origin, *(_where(first) if first else []), *_agreed(verdict)]
-    # Without ops that were compared nothing is known of what differs later.
+    location_rows = [*origin, *(_where(first) if first else []), *_agreed(verdict)]
+    # Later differences are known only if ops were compared.
     if first and verdict.compared.ops and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
         names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
-        where += [("afterwards", f"{aftermath(verdict)}{names}")]
-    advice = [("cause", found.cause)] if found else []
-    if found and found.edit:
-        advice += [("edit", f"{found.edit.where}   {found.edit.before}")]
-        advice += [("becomes", found.edit.after)]
-    if found:
-        advice += [("try", found.command)] if found.command else []
-        advice += [("tried", found.tried)] if found.tried else []
-        advice += [("look closer", found.closer), ("", SAME_FOR_B)] if found.closer else []
+        location_rows += [("afterwards", f"{aftermath(verdict)}{names}")]
+    advice_rows = [("cause", proposal.cause)] if proposal else []
+    if proposal and proposal.edit:
+        advice_rows += [("edit", f"{proposal.edit.where}   {proposal.edit.before}")]
+        advice_rows += [("becomes", proposal.edit.after)]
+    if proposal:
+        advice_rows += [("try", proposal.command)] if proposal.command else []
+        advice_rows += [("tried", proposal.tried)] if proposal.tried else []
+        advice_rows += (
+            [("look closer", proposal.closer), ("", SAME_FOR_B)] if proposal.closer else []
+        )
     compared = [] if verdict.same else [("compared", certainty(verdict))]
     about = [*compared, *_about(verdict, len(verdict.settings), len(verdict.notes))]
     lines = [headline(verdict)]
     lines += [f"  {nowhere}"] if (nowhere := reach(verdict)) else []
     if not verdict.same:
-        # A and B stand for two folders: the one that both are in is named once if it is long.
+        # A and B are two folders. If they are long, their common parent is shown once.
         left, right = printable(verdict.left), printable(verdict.right)
-        folder, other = (text.rpartition("/")[0] for text in (left, right))
+        left_folder, right_folder = (text.rpartition("/")[0] for text in (left, right))
         runs = f"A = {left}, B = {right}"
-        if len(runs) > _WIDE and folder == other != "":
-            one, two = (text.removeprefix(f"{folder}/") for text in (left, right))
-            runs = f"A = {one}, B = {two}, both in {folder}"
+        if len(runs) > _WIDE and left_folder == right_folder != "":
+            left, right = (text.removeprefix(f"{left_folder}/") for text in (left, right))
+            runs = f"A = {left}, B = {right}, both in {left_folder}"
         lines += [f"  {runs}"]
-    # A line without anything parts the groups.
-    groups = [[("", ""), *group] for group in (where, advice, about) if group]
+    # An empty line separates the groups.
+    groups = [[("", ""), *group] for group in (location_rows, advice_rows, about) if group]
     return ("\n".join(lines), *_table([row for group in groups for row in group][verdict.same :]))
 
 
@@ -153,25 +156,25 @@ def _table(rows: Rows) -> list[Part]:
 def _where(first: Divergence) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return _ending(first)
-    what = "" if first.what == arguments(first) else first.what
+    details = "" if first.what == arguments(first) else first.what
     source = f"{first.source}   {source_line(first.source)}"
     rows = [("op", f"{first.op}: {first.kind}" if first.op else str(first.kind))]
-    rows += [("what", shortened(what, _LONG))] if what else []
+    rows += [("what", shortened(details, _LONG))] if details else []
     rows += [("source", source.rstrip())] if first.source else []
     rows += _both_sides(first)
-    for each in first.elements[:_ELEMENTS]:
-        index = f"[{', '.join(map(str, each.index))}]"
-        rows.append(("element", f"{each.tensor} {index}: A {each.left}, B {each.right}"))
-    for its in first.distances[:1]:
-        apart = f"at most {number(its.max_abs)} apart, relative {number(its.max_rel)}"
-        apart += "" if its.max_ulp is None else f", {its.max_ulp:,} ulp"
-        apart += "" if its.cosine is None else f", cosine {its.cosine:.9g}"
-        rows.append(("distance", f"{its.tensor}: {apart}"))
+    for element in first.elements[:_ELEMENTS]:
+        index = f"[{', '.join(map(str, element.index))}]"
+        rows.append(("element", f"{element.tensor} {index}: A {element.left}, B {element.right}"))
+    for distance in first.distances[:1]:
+        apart = f"at most {number(distance.max_abs)} apart, relative {number(distance.max_rel)}"
+        apart += "" if distance.max_ulp is None else f", {distance.max_ulp:,} ulp"
+        apart += "" if distance.cosine is None else f", cosine {distance.cosine:.9g}"
+        rows.append(("distance", f"{distance.tensor}: {apart}"))
     return rows
 
 
 def arguments(first: Divergence) -> str:
-    """Return both arguments as a sentence has them: rows of their own show them better."""
+    """Return both arguments as in `Divergence.what`, which is omitted if rows show them."""
     left, right = first.left, first.right
     return f"{left.argument or 'none'} and {right.argument or 'none'}" if left and right else ""
 
@@ -180,31 +183,31 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
     left, right = first.left, first.right
     if left is None or right is None:
         yield "only in", "A" if left else "B"
-    one, two = left or right, right or left
-    if one is None or two is None:
+    present, counterpart = left or right, right or left
+    if present is None or counterpart is None:
         return
-    if one.outputs or two.outputs:
-        yield "outputs", pair(one.outputs, two.outputs)
-    if one.argument != two.argument:
-        yield "arguments", pair(one.argument, two.argument)
+    if present.outputs or counterpart.outputs:
+        yield "outputs", pair(present.outputs, counterpart.outputs)
+    if present.argument != counterpart.argument:
+        yield "arguments", pair(present.argument, counterpart.argument)
     if left is None or right is None or first.elements:
-        return  # elements say more than fingerprints do
+        return  # elements are more informative than fingerprints
     for label, a, b in (
-        ("read", one.input_fingerprints, two.input_fingerprints),
-        ("wrote", one.output_fingerprints, two.output_fingerprints),
+        ("read", present.input_fingerprints, counterpart.input_fingerprints),
+        ("wrote", present.output_fingerprints, counterpart.output_fingerprints),
     ):
         both = enumerate(zip(fingerprints(a), fingerprints(b), strict=False))
         unequal = [(position, *texts) for position, texts in both if len(set(texts)) > 1]
-        more = f", and {len(unequal) - 1:,} more" if len(unequal) > 1 else ""
+        rest = f", and {len(unequal) - 1:,} more" if len(unequal) > 1 else ""
         for position, *texts in unequal[:1]:
             begins = (text if text == NEVER_WRITTEN else text[:_HEX] for text in texts)
-            yield label, f"tensor {position}: {pair(*begins)}{more}"
+            yield label, f"tensor {position}: {pair(*begins)}{rest}"
         if len(a) != len(b):
             yield label, f"A {counted(len(a), 'tensor')}   B {len(b):,}"
 
 
 def agreement(verdict: Verdict) -> str:
-    """Return up to which step two runs agree; nothing where all were compared at their level."""
+    """Return how far two runs agree; empty if all steps were compared at their level."""
     agreed = verdict.agreed
     if agreed is None or verdict.compared.is_at_its_level:
         return ""
@@ -219,12 +222,17 @@ def _agreed(verdict: Verdict) -> Rows:
 
 
 def _about(verdict: Verdict, many: int, notes: int) -> Rows:
-    # The digest of a profile differs where any of its values does: the values say more.
-    settings = [each for each in verdict.settings if each.name != "digest"]
+    # Omit the digest of a profile: its differing values are more informative.
+    settings = [setting for setting in verdict.settings if setting.name != "digest"]
     rows: Rows = [
-        ("differing", f"{each.name}: A {left}   B {right}")
-        for each in settings[:many]
-        for left, right in [["not set" if x is None else shown(x) for x in (each.left, each.right)]]
+        ("differing", f"{setting.name}: A {left}   B {right}")
+        for setting in settings[:many]
+        for left, right in [
+            [
+                "not set" if value is None else shown(value)
+                for value in (setting.left, setting.right)
+            ]
+        ]
     ]
     rest = len(settings) - many
     if rows and rest > 0:
@@ -243,29 +251,33 @@ def headline(verdict: Verdict) -> str:
     if verdict.first.kind is Kind.INCOMPARABLE:
         return f"not known to be the same: {Kind.INCOMPARABLE}"
     if verdict.first.kind is Kind.ENDED:
-        what = BOTH_CUT if verdict.first.both_were_cut else Kind.ENDED
-        return f"not the same: {what}, {place(verdict.first)}"
+        summary = BOTH_CUT if verdict.first.both_were_cut else Kind.ENDED
+        return f"not the same: {summary}, {place(verdict.first)}"
     return f"not the same: diverged {place(verdict.first)}"
 
 
 def reach(verdict: Verdict) -> str:
-    """Return what a difference does not reach; nothing if it does, or may."""
+    """Return the sentence that a difference affects no loss or parameter; empty if it may."""
     first = verdict.first
     if first is None or verdict.reaches:
         return ""
     steps = f"all {verdict.compared.steps:,} steps" if verdict.compared.steps > 1 else "the step"
     at = f"at {printable(short(first.source))}" if first.source else place(first)
     alone = first.left is None or first.right is None
-    what = "one run did an op more" if alone and first.op else "the runs computed other values"
-    return f"losses and parameters of {steps} are the same; {what} {at}"
+    effect = (
+        "one run has an additional op"
+        if alone and first.op
+        else "the runs computed different values"
+    )
+    return f"losses and parameters of {steps} are the same; {effect} {at}"
 
 
 def place(first: Divergence) -> str:
-    """Return where the runs diverge: step, phase, module, and the rank unless it is the first."""
+    """Return where the runs diverge: step, phase, module, and the rank unless it is rank 0."""
     phase = _PHASES.get(first.phase, f"in {first.phase}" if first.phase else "")
     named = first.module or first.called or first.is_at_the_latest
     if first.phase == "forward" and not named:
-        phase = ""  # it may be before any model is there
+        phase = ""  # the program may not have built a model yet
     phase = f"at the latest {phase}" if phase and first.is_at_the_latest else phase
     module = printable(first.called or first.module)
     of = f" of {module}" if module and first.phase in _PHASES else ""
@@ -277,14 +289,14 @@ def place(first: Divergence) -> str:
 
 
 def moment(step: int, *, after_last: bool) -> str:
-    """Return when something happened; empty where a program has no steps."""
+    """Return the time of an event in words; empty if the program has no steps."""
     if not after_last:
         return f"at step {step}"
     return "after the last step" if step else ""
 
 
 def step_name(step: int, *, after_last: bool) -> str:
-    """Return what a part of a run is called: a step, or what lies outside of all."""
+    """Return the name of a step, or of the records outside of all steps."""
     return (moment(step, after_last=after_last) or OUTSIDE).removeprefix("at ")
 
 
@@ -299,22 +311,22 @@ def certainty(verdict: Verdict) -> str:
     compared = verdict.compared
     ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
     level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
-    what = "op" if compared.level == "op" else "record"
+    unit = "op" if compared.level == "op" else "record"
     steps = [counted(compared.steps, "step") + modes(compared)] if compared.steps else []
-    where = "" if steps or not compared.ops else f" {OUTSIDE}"
-    ops = [f"{counted(compared.ops, what)}{where}"] if compared.ops or not steps else []
+    outside = "" if steps or not compared.ops else f" {OUTSIDE}"
+    ops = [f"{counted(compared.ops, unit)}{outside}"] if compared.ops or not steps else []
     read = [f"{size(compared.bytes)} of tensors read"] if compared.bytes or not steps else []
     return f"{', '.join([*ranks, *steps, *ops, *read])}{level}, {exactness(verdict)}"
 
 
 def modes(compared: Compared) -> str:
-    """Return how many steps were compared in which mode; nothing where all are at their level."""
-    found = ", ".join(f"{number:,} {words}" for words, number in compared.by)
-    return "" if compared.is_at_its_level else f" ({found})"
+    """Return the number of steps by mode; empty if all were compared at their level."""
+    by_mode = ", ".join(f"{number:,} {words}" for words, number in compared.by)
+    return "" if compared.is_at_its_level else f" ({by_mode})"
 
 
 def counted(number: int, thing: str) -> str:
-    """Return a number and what is counted, as in ``1,204 ops``."""
+    """Return a number with its noun, as in ``1,204 ops``."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
@@ -339,7 +351,7 @@ def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
 
 
 def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return fingerprints as they are shown: unwritten memory has none."""
+    """Return fingerprints for display; uninitialized memory has none."""
     return tuple(NEVER_WRITTEN if text == _NOT_WRITTEN else text for text in texts)
 
 
@@ -348,30 +360,30 @@ def number(value: float | None) -> str:
 
 
 def pair(left: str, right: str) -> str:
-    """Return what both runs have, once if it is equal; ``-`` for a run that lacks it."""
-    one, two = (printable(text) if text else "-" for text in (left, right))
-    if one == two:
-        return shortened(one, _WIDE)
-    alike = takewhile(lambda both: both[0] == both[1], zip(one, two, strict=False))
-    start = max(sum(1 for _ in alike) - _AROUND, 0)
-    if max(len(one), len(two)) > _WIDE and start:
-        one, two = f"...{one[start:]}", f"...{two[start:]}"
-    return f"A {shortened(one, _WIDE)}   B {shortened(two, _WIDE)}"
+    """Return the texts of both runs, once if they are equal; ``-`` for a missing text."""
+    left_text, right_text = (printable(text) if text else "-" for text in (left, right))
+    if left_text == right_text:
+        return shortened(left_text, _WIDE)
+    common = takewhile(lambda both: both[0] == both[1], zip(left_text, right_text, strict=False))
+    start = max(sum(1 for _ in common) - _AROUND, 0)
+    if max(len(left_text), len(right_text)) > _WIDE and start:
+        left_text, right_text = f"...{left_text[start:]}", f"...{right_text[start:]}"
+    return f"A {shortened(left_text, _WIDE)}   B {shortened(right_text, _WIDE)}"
 
 
 def aftermath(verdict: Verdict) -> str:
-    """Return how the difference spread."""
+    """Return a sentence on later differences."""
     if not verdict.propagated and not verdict.independent:
         return "nothing later differs"
-    passes = "only passes it on" if verdict.propagated == 1 else "only pass it on"
+    passes = "only propagates it" if verdict.propagated == 1 else "only propagate it"
     parts = [f"{counted(verdict.propagated, 'record')} {passes}"] * bool(verdict.propagated)
-    own = "differs on its own" if verdict.independent == 1 else "differ on their own"
-    alone = f"{counted(verdict.independent, 'record')} {own}, from equal inputs"
+    verb = "differs on its own" if verdict.independent == 1 else "differ on their own"
+    alone = f"{counted(verdict.independent, 'record')} {verb}, from equal inputs"
     return "; ".join([*parts, *([alone] if verdict.independent else [])])
 
 
 def modules(verdict: Verdict) -> str:
-    """Return the modules whose records differ, in the order in which they first differ."""
+    """Return the modules with differing records, in the order of their first difference."""
     shown = [
         f"{printable(verdict.program.name_of(name)) or '(no module)'} ({number:,})"
         for name, number in verdict.by_module[:_MODULES]

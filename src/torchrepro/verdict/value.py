@@ -1,4 +1,4 @@
-"""What a comparison of two runs says."""
+"""Result of a comparison: the verdict and the values that it consists of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torchrepro.ground.console import Displayed
 
 BOTH_CUT = "both runs were cut off"
-"""Begins the sentence of a divergence that is the end of two recordings that were cut off."""
+"""First words of the sentence if the recordings of both runs were cut off."""
 
 
 class Kind(StrEnum):
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunAtDivergence:
-    """What one of two runs has at the place where they diverge."""
+    """The record of one of two runs at their divergence."""
 
     run: str  #: The folder of the recording.
     source: str
@@ -44,14 +44,14 @@ class RunAtDivergence:
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """An element in which kept tensors differ."""
+    """A differing element of kept tensors."""
 
     tensor: str  #: ``output 0`` or ``input 1``.
     index: tuple[int, ...]
     left: str
     right: str
     ulp: int | None = None
-    """How many numbers of its type lie from the one to the other; None if that is not known."""
+    """Distance in units in the last place of their dtype; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,52 +61,50 @@ class Distance:
     tensor: str
     max_abs: float | None
     max_rel: float | None
-    cosine: float | None  #: Cosine similarity; None where only statistics were recorded.
+    cosine: float | None  #: Cosine similarity; None if only statistics were recorded.
     max_ulp: int | None = None
     differing: int | None = None
-    """How many elements differ, of how many; None where only statistics were recorded."""
+    """How many of `total` elements differ; None if only statistics were recorded."""
     total: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where two runs diverge: the first record in which they differ."""
+    """The first divergence of two runs: the first differing record, digest, or end of a run."""
 
     rank: int
     step: int
     phase: str = ""  #: ``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``.
     module: str = ""
     op: str = ""
-    source: str = ""  #: ``file:line`` of the user's code, in the run that has it.
+    source: str = ""  #: ``file:line`` of the user's code; of A unless only B has the op.
     kind: Kind = field(kw_only=True)
     thread: str = ""
     left: RunAtDivergence | None = None
-    right: RunAtDivergence | None = None  #: None for the run that does not have the op at all.
-    elements: tuple[Element, ...] = ()  #: The first wrong elements, where tensors were kept.
+    right: RunAtDivergence | None = None  #: None for a run without the op.
+    elements: tuple[Element, ...] = ()  #: The first differing elements, if tensors were kept.
     distances: tuple[Distance, ...] = ()
     what: str = ""
-    """One more sentence, where there is more to say: which input, which generator."""
+    """Details, such as which input or which generator differs; may be empty."""
     writers: tuple[str, ...] = ()
-    """The threads that wrote the input in which the runs differ, where they are known."""
-    record: int = 0  #: How many records had been taken before it.
+    """The threads that wrote the differing input, as far as known."""
+    record: int = 0  #: The number of records before it.
     after_last: bool = False
-    """Whether it comes after the last step of both runs; `step` is then the number of their steps.
-
-    Where that is 0, the programs have no steps.
-    """
+    """Whether it is after the last step of both runs. Then `step` is the number of their steps, and
+    0 if the programs have no steps."""
     before_model: bool = False
-    """Whether the program had built no model yet, which is before its first step."""
+    """Whether it is before the program built its first model, and so before its first step."""
     called: str = ""
-    """What the program calls the module, where its path does not say that."""
+    """The program's name of the module, if it differs from its path."""
 
     @property
     def is_at_the_latest(self) -> bool:
-        """Whether the runs may have diverged before it in its step, in what was not recorded."""
+        """Whether the runs may have diverged earlier in this step, in unrecorded computations."""
         return self.kind is Kind.VALUES
 
     @property
     def both_were_cut(self) -> bool:
-        """Whether both recordings were cut off, so that neither is known to be shorter."""
+        """Whether both recordings were cut off, so that it is unknown which run was shorter."""
         return self.kind is Kind.ENDED and self.what.startswith(BOTH_CUT)
 
 
@@ -115,46 +113,46 @@ AT_ONE_LEVEL = {
     "module": "module by module",
     "step": "by parameters, gradients and losses",
 }
-"""How steps are compared whose records both runs have, by the level of both."""
+"""Level of both recordings -> how their steps are compared, if both have the records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How much was compared."""
+    """The extent of a comparison."""
 
     ranks: int
-    steps: int  #: Steps that ended in both runs; 0 where all is outside of any step.
-    ops: int  #: Records that were compared, at `level`.
+    steps: int  #: Steps that ended in both runs; 0 for programs without steps.
+    ops: int  #: Compared records of `level`.
     bytes: int
     level: str  #: ``step``, ``module`` or ``op``, the coarser of the two recordings.
-    after_last: bool = False  #: Whether what comes after the last step was compared as well.
+    after_last: bool = False  #: Whether records after the last step were compared too.
     by: tuple[tuple[str, int], ...] = ()
-    """How many of the steps were compared in each mode, as in ``op by op``, the finest first."""
+    """The number of steps compared in each mode, such as ``op by op``, the finest mode first."""
     in_order: bool = True
-    """Whether the main thread ended all steps; else what belongs to which of them is an accident,
-    and all of them were compared at once."""
+    """Whether the main thread ended all steps. If not, timing decides into which step records fall,
+    and all steps were compared as a whole."""
 
     @property
     def is_at_its_level(self) -> bool:
-        """Whether all steps were compared at the level at which they were recorded."""
+        """Whether all steps were compared at the level of their recording."""
         return all(words == AT_ONE_LEVEL.get(self.level) for words, _ in self.by)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Up to which step two runs are known to agree that then diverge."""
+    """The last steps before a divergence in which two runs are known to agree."""
 
-    step: int  #: The last step before the divergence in which all agrees that both runs recorded.
+    step: int  #: The last step before the divergence, in which all records of both runs agree.
     by: str  #: How it was compared, as in ``by parameters and losses``.
     in_full: int | None
-    """The last one of which all that it computed was compared; None if there is none."""
+    """The last step before the divergence with all results compared; None if there is none."""
     then_in_full: bool = False
-    """Whether all that the step of the divergence computed was compared."""
+    """Whether all results of the step of the divergence were compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """How many records of one module in one step are the same, and how many differ."""
+    """The number of equal and of differing records of one module in one step."""
 
     step: int
     module: str
@@ -163,18 +161,18 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A line whose records were not compared, because somebody asked for that."""
+class IgnoredLine:
+    """A line whose records were ignored at the request of the user."""
 
-    where: str  #: ``file:line``, as it was asked for.
+    where: str  #: ``file:line``, as requested.
     records: int
     near: tuple[str, ...] = ()
-    """Lines of the same file that have records, the nearest first, where this one has none."""
+    """If this line has no records: lines of the file that have, the nearest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A knob, a version or a piece of hardware in which the two runs differ."""
+    """A knob, a version or a piece of hardware that differs between the two runs."""
 
     name: str
     left: str | None
@@ -188,85 +186,85 @@ class Loader:
     where: str  #: ``file:line`` of the loop.
     workers: int
     dataset: str
-    worker_init_fn: str  #: The program's own, as ``name at file:line``; empty if it has none.
+    worker_init_fn: str  #: The program's function as ``name at file:line``; empty if none.
 
 
 @dataclass(frozen=True, slots=True)
 class SeedSource:
-    """What may give another result in each run, as what a seed was made from that differs."""
+    """A call whose result may differ in each run, as the source of a seed."""
 
-    name: str  #: What the program calls, as in ``time.time``.
-    what: str  #: One of the words of `seeding.nondeterministic_calls`, as in ``the clock``.
+    name: str  #: The function that the program calls, as in ``time.time``.
+    what: str  #: A cause named in `seeding.nondeterministic_calls`, as in ``the clock``.
     where: str
-    is_sure: bool  #: Whether the line says so, and not only the order of reading.
+    is_sure: bool  #: Whether the line itself shows it; if false, it is the last read before.
 
 
 @dataclass(frozen=True, slots=True)
 class UncontrolledRead:
-    """A place where a program reads what no seed decides, or gives a generator a seed."""
+    """A line that reads a source of nondeterminism, or seeds a generator."""
 
     name: str  #: The function, as in ``time.time_ns``.
-    what: str  #: What it gives, as in ``the clock``.
+    what: str  #: The source, as in ``the clock``.
     where: str
-    instead: str  #: What to write instead.
-    step: int  #: The step that was running at the first read; -1 before torch was imported.
-    record: int = 0  #: How many records had been taken by then.
+    instead: str  #: The suggested replacement.
+    step: int  #: The step of the first read; -1 before torch was imported.
+    record: int = 0  #: The number of records before the first read.
     left: str = ""
     right: str = ""
-    """The seed that each run gave; empty where none was given."""
-    source: SeedSource | None = None  #: Where a seed that differs comes from, if that is known.
+    """The explicit seed in each run; empty if none."""
+    source: SeedSource | None = None  #: The source of a differing seed, if known.
     in_sample: bool = False
-    """Whether it was read while a sample was loaded, for which a generator is at hand."""
+    """Whether the read loads a sample, which has its own generator (`torchrepro.sample_rng`)."""
 
     @property
     def is_other_seed(self) -> bool:
-        """Whether both runs gave a seed here, and not the same one."""
+        """Whether both runs passed a seed on this line, and the seeds differ."""
         return bool(self.left and self.right) and self.left != self.right
 
 
 @dataclass(frozen=True, slots=True)
 class UninitializedRead:
-    """A read of memory that nothing had written."""
+    """A read of uninitialized memory."""
 
-    allocated: str  #: ``file:line`` of what allocated it, as ``torch.empty`` does.
+    allocated: str  #: ``file:line`` of its allocation, as by ``torch.empty``.
     read: str  #: ``file:line`` of the op that read it.
     op: str
-    is_nan: bool  #: Whether the result was NaN because of it.
+    is_nan: bool  #: Whether it made the result NaN.
 
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The first loss that is no finite number."""
+    """The first loss that is not finite."""
 
     step: int
     value: str  #: ``nan``, ``inf`` or ``-inf``.
-    on: bool  #: Whether none after it is finite.
+    on: bool  #: Whether all later losses are not finite either.
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a program has that may explain why its runs diverge."""
+    """Facts about a program that may explain why its runs diverge."""
 
     features: tuple[str, ...] | None = None
-    """Those of `diagnosis.FEATURES` that it uses, or may use; None where nothing is known."""
+    """Features in `diagnosis.FEATURES` that it may use; None if unknown."""
     accelerator: str = ""
-    """The type of device that computed besides the CPU, as in ``cuda``; empty if none did."""
+    """The type of accelerator that it used, as in ``cuda``; empty if none."""
     loaders: tuple[Loader, ...] = ()
     reads: tuple[UncontrolledRead, ...] = ()  #: In the order of reading.
-    threads: tuple[str, ...] = ()  #: Threads beside the main one that computed something.
+    threads: tuple[str, ...] = ()  #: Threads other than the main thread that computed something.
     unwritten: tuple[UninitializedRead, ...] = ()
-    """Reads of unwritten memory that made a loss NaN, or in which the runs diverge."""
+    """Reads of uninitialized memory that made a loss NaN, or that are the divergence."""
     models: tuple[tuple[str, str], ...] = ()
-    """What the recording calls each model and what the program does, where it has several."""
-    files: tuple[str, ...] = ()  #: The files of its modules, as far as the recordings name them.
-    began: float | None = None  #: When the earlier of the runs began, in seconds since 1970.
+    """The recording's and the program's name of each model, if there are several."""
+    files: tuple[str, ...] = ()  #: The files of its modules, as far as recorded.
+    began: float | None = None  #: When the earlier run began, in seconds since 1970.
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
         return dict(self.models)
 
     def name_of(self, module: str) -> str:
-        """Return the path of a module with its model as the program calls it."""
+        """Return the path of a module with the program's name of its model."""
         model, colon, path = module.partition(":")
         return f"{self._names.get(model) or model}{colon}{path}"
 
@@ -276,56 +274,56 @@ UNKNOWN_PROGRAM = Program()
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """When, where and from what a run was recorded; a fact that is not known is empty."""
+    """When and where a run was recorded, and of which program; unknown facts are empty."""
 
     date: str  #: When its first step was written, in UTC.
     host: str
     torch: str
     commit: str
-    """Of the program's repository, with the number of files changed since; or why there is none."""
+    """Commit of the program with the number of files changed since, or the reason if unknown."""
     profile: str  #: With its guarantee.
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueValue:
-    """A value of which nobody can tell whether it is the same in two processes."""
+    """A value without a digest, so that it cannot be compared between two processes."""
 
     name: str
-    made: str  #: ``file:line`` of what made it; empty if that is not known.
-    changed: str  #: ``file:line`` of what may have changed it since; empty if nothing has.
+    made: str  #: ``file:line`` of the line that created it; empty if unknown.
+    changed: str  #: ``file:line`` of the line that may have changed it since; empty if none.
 
 
 @dataclass(frozen=True, slots=True)
 class LineOfOrigin:
-    """The line of the program at which a difference began."""
+    """The line of the program where a difference began."""
 
     where: str  #: ``file:line``.
-    changed: tuple[str, ...]  #: What it changed to another value, as in ``self.index``.
-    same: tuple[str, ...]  #: What it read that was the same in both runs.
-    called: str = ""  #: What of a library it called, as in ``polars.DataFrame.group_by``.
-    opaque: tuple[OpaqueValue, ...] = ()  #: What it read that may be the same or not.
-    is_set: bool = False  #: Whether it made a set, whose order is a part of its value.
-    came_in: bool = False  #: Whether it was given what differs by what no line of the program is.
-    took_another_path: bool = False  #: Whether the runs went on with other lines after it.
+    changed: tuple[str, ...]  #: Names that it set to different values, as in ``self.index``.
+    same: tuple[str, ...]  #: Names that it read with equal values in both runs.
+    called: str = ""  #: The library function that it called, as in ``polars.DataFrame.group_by``.
+    opaque: tuple[OpaqueValue, ...] = ()  #: Values that it read and that cannot be compared.
+    is_set: bool = False  #: Whether it made a set, whose order counts as a part of its value.
+    came_in: bool = False  #: Whether the difference came from outside the lines of the program.
+    took_another_path: bool = False  #: Whether the runs executed different lines after it.
     path: tuple[str, ...] = ()
-    """The lines that passed the difference on, from this one to that where it shows."""
-    within: tuple[str, ...] = ()  #: The lines of what it called.
+    """The lines that propagate the difference, from this line to the divergence."""
+    within: tuple[str, ...] = ()  #: The lines that ran in its calls.
 
     @property
     def is_sure(self) -> bool:
-        """Whether all that the line read is known to have been the same."""
+        """Whether all values that the line read are known to be equal."""
         return not (self.came_in or self.opaque)
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The line, and those that made or changed what it read and nobody can compare."""
-        of_opaque = (where for each in self.opaque for where in (each.changed, each.made))
+        """The line, and the lines that created or changed the opaque values that it read."""
+        of_opaque = (line for value in self.opaque for line in (value.changed, value.made))
         return (self.where, *filter(None, of_opaque))
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A line of the program as it is, and as it should be."""
+    """A suggested fix: a line of the program before and after a change."""
 
     where: str  #: ``file:line``.
     before: str
@@ -336,18 +334,18 @@ class Edit:
 class Advice:
     """The cause of a divergence and what to do about it."""
 
-    cause: str  #: In words.
-    edit: Edit | None = None  #: The line to change; None if no line is known that helps.
+    cause: str  #: A sentence.
+    edit: Edit | None = None  #: The line to change; None if no known change helps.
     command: str = ""
-    """The command line that repeats itself, as a shell takes it; empty if none was found."""
+    """A command line, in shell syntax, whose runs are the same; empty if none was found."""
     tried: str = ""
-    """What was tried to find that out, and how it went; empty if nothing was."""
+    """The controlled re-runs and their results; empty if there were none."""
     closer: str = ""
-    """The exact command that records more detail; empty if there is no more to see."""
+    """The exact command that records more detail; empty if there is no more detail."""
 
     @property
     def keeps_tensors(self) -> bool:
-        """Whether the closer look records the values themselves."""
+        """Whether the command in `closer` records the values of tensors."""
         return " --keep " in self.closer or ", keep=[" in self.closer
 
 
@@ -361,56 +359,56 @@ class Verdict(Displayed):
     compared: Compared
     first: Divergence | None = None
     reaches: bool = True
-    """Whether the runs differ in a loss, in the parameters after a step, or in how many steps they
-    have; True as well where the recordings do not tell."""
+    """Whether the runs differ in a loss, in the parameters after a step, or in the number of steps;
+    also True if this is unknown."""
     tolerance: tuple[float, float] | None = None
-    """rtol and atol, where statistics were compared and not bits."""
-    propagated: int = 0  #: Later records that differ because their inputs do.
+    """rtol and atol if statistics were compared; None if bits were."""
+    propagated: int = 0  #: Later records that differ because their inputs differ.
     independent: int = 0
-    """Later records that differ although their inputs are the same: more than one cause."""
+    """Later records that differ although their inputs are equal: there is more than one cause."""
     by_module: tuple[tuple[str, int], ...] = ()
-    """Differing records of each module, in the order in which they first differ."""
+    """The number of differing records of each module, in the order of their first difference."""
     map: tuple[Cell, ...] = ()
     losses: tuple[tuple[int, float | None, float | None], ...] = ()
-    """Step, loss of the left run, loss of the right one; None where a run has no such step."""
+    """Step, loss of the left run, loss of the right run; None for a run without this step."""
     settings: tuple[Setting, ...] = ()
     across_ranks: tuple[str, ...] = ()
-    """Ranks of one run that should be replicas and are not, one sentence each."""
+    """A sentence for each rank of one run that should be a replica of the first rank but is not."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know of the comparison itself, one sentence each."""
+    """Sentences on the limits of the comparison, and other findings."""
     advice: Advice | None = None
     origin: LineOfOrigin | None = None
-    """The line at which the divergence began, where both runs have followed their lines."""
-    program: Program = UNKNOWN_PROGRAM  #: What the program has, as far as the recordings tell.
+    """The line where the divergence began, if both runs followed their lines."""
+    program: Program = UNKNOWN_PROGRAM  #: Facts about the program, as far as recorded.
     about: tuple[RunFacts, ...] = ()
-    """The facts of the left run and of the right one; none where a run was not recorded."""
+    """The facts of the left run and of the right run; empty if a run was not recorded."""
     not_finite: tuple[NotFinite | None, ...] = (None, None)
-    """Of the left run and of the right one; None where all losses are finite."""
-    left_out: tuple[LeftOut, ...] = ()
+    """Of the left run and of the right run; None if all losses are finite."""
+    left_out: tuple[IgnoredLine, ...] = ()
     fed: int = 0
-    """How many records differ and were not compared, as what differs in them comes from those."""
+    """How many records were ignored because they differ only downstream of the lines `left_out`."""
     agreed: Agreed | None = None
-    """Up to where the runs agree; None where they are the same, or differ from the first step."""
+    """Steps up to which the runs agree; None if they are the same or differ from the first step."""
 
     @property
     def repeats(self) -> bool:
-        """Whether a command is known that repeats itself, or a line to change."""
+        """Whether a command or an edit is known that makes the runs repeatable."""
         return self.advice is not None and bool(self.advice.command or self.advice.edit)
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain JSON values; NaN and infinities, which JSON lacks, as text.
 
-        Of the map only cells in which something differs are listed.
+        The map has only cells with differing records.
         """
         differing = tuple(cell for cell in self.map if cell.differing)
-        return {key: _plain(each) for key, each in asdict(replace(self, map=differing)).items()}
+        return {key: _plain(value) for key, value in asdict(replace(self, map=differing)).items()}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(inner) for inner in value]
     return value
