@@ -139,7 +139,7 @@ def test_a_profile_that_puts_right_what_had_drifted_does_not_hide_it():
 
     assert before.drift == ()
     assert "backends.torch.deterministic_algorithms" in {drift.knob for drift in outer.report.drift}
-    assert "in force" not in outer.report.summary
+    assert "is active" not in outer.report.summary
 
 
 def test_what_torch_ties_together_is_no_drift_of_the_outer_profile(step):

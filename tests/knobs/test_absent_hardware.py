@@ -111,7 +111,7 @@ def test_what_is_late_for_absent_hardware_stops_and_relaunches_nothing(
 ) -> None:
     """A variable that is past its phase matters only where something would have read it.
 
-    It is set for the processes that this one starts, also over another profile's, and undone.
+    It is set for child processes, also over another profile's, and undone.
     """
     name = "CUBLAS_WORKSPACE_CONFIG"
     profile = {"on_late": "error", "env": {name: ":4096:8"}}
@@ -133,7 +133,7 @@ def test_what_is_late_for_absent_hardware_stops_and_relaunches_nothing(
     assert seen == [":4096:8", ":16:8", ":4096:8"]
     assert name not in os.environ
     assert (row.outcome, row.is_set, row.state) == (Outcome.UNSUPPORTED, True, ":4096:8")
-    assert row.why == f"CUDA: {NOT_HERE}; set for the processes that this one starts"
+    assert row.why == f"CUDA: {NOT_HERE}; set for child processes"
     assert late.outcome is Outcome.TOO_LATE
 
 

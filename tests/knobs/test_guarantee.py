@@ -158,13 +158,13 @@ def test_without_a_seed_the_program_has_to_give_one() -> None:
 def test_a_profile_that_did_not_hold_is_never_in_force(mode: str) -> None:
     """Whatever the guard, what later code has changed lowers the guarantee at the end."""
     with torchrepro.apply("debug-strict", [f"guard={mode}"]) as applied:
-        assert "in force" in applied.report.summary
+        assert "is active" in applied.report.summary
         torch.use_deterministic_algorithms(False)
 
     report = applied.report
     assert ALGORITHMS in {drift.knob for drift in report.drift}
     assert ALGORITHMS in knobs(report.guarantee)
-    assert "in force" not in report.summary
+    assert "is active" not in report.summary
 
 
 def test_a_drift_that_breaks_nothing_is_said_and_lowers_nothing() -> None:
@@ -175,7 +175,7 @@ def test_a_drift_that_breaks_nothing_is_said_and_lowers_nothing() -> None:
     report = applied.report
     assert (report.guarantee.held, report.guarantee.lowered) == ("seeded", ())
     assert [drift.knob for drift in report.drift] == ["backends.cudnn.benchmark"]
-    assert "in force" not in report.summary
+    assert "is active" not in report.summary
 
 
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.guarantees[-1]}-{need.knob}")

@@ -118,5 +118,5 @@ def test_where_no_policy_did_anything_none_is_said_to_have(
     announce_effects(replace(torchrepro.plan("seed-only").report, unseen=("mylab::foo",)))
 
     assert capsys.readouterr().err == (
-        "torchrepro: torch's deterministic flag cannot see: mylab::foo\n"
+        "torchrepro: torch's deterministic flag does not cover: mylab::foo\n"
     )

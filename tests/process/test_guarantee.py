@@ -48,7 +48,7 @@ def test_the_manifest_of_a_job_that_did_not_hold_says_so(manifest_of, more):
     assert ALGORITHMS in lowered(report)
     assert ALGORITHMS in {drift["knob"] for drift in report["drift"]}
     assert report["guarantee"]["held"] == "seeded"
-    assert "in force" not in stderr.splitlines()[-1]
+    assert "is active" not in stderr.splitlines()[-1]
 
 
 def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, fork_under):
@@ -62,8 +62,8 @@ def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, fork_under
 
     assert HASH_SEED not in lowered(report)
     assert ALGORITHMS in lowered(report)
-    assert "is in force" in headline
-    assert "in force" not in last
+    assert "is active" in headline
+    assert "is active" not in last
     assert stderr.count("at the end") == 1
 
 

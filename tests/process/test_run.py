@@ -201,7 +201,7 @@ def test_a_child_without_torchrepro_is_told_of_it_if_it_imports_torch(
 
 
 def test_only_a_seed_is_loaded_for_a_program_without_torch(run_python, under):
-    """A program without torch loads three modules of ours, their packages, and next to nothing else.
+    """A program without torch loads three modules of ours, their packages, and hardly more.
 
     It hears nothing from us.
     """
@@ -282,7 +282,7 @@ def test_a_profile_in_code_says_what_it_replaces(write, fork_under):
     path = write({"again.py": AGAIN})
     other = fork_under(["seed-only", "seed=8"], path)
     same = fork_under("seed-only", path)
-    said = "goes before `torchrepro run seed-only`, while it is in force: seed is 1234 instead of 8"
+    said = "overrides `torchrepro run seed-only` while it is active: seed is 1234 instead of 8"
 
     assert other.stdout == same.stdout == "1234\n1234\n"
     assert other.stderr.count(said) == 1, other.stderr
