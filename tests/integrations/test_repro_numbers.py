@@ -32,7 +32,7 @@ def test_training(repro_numbers):
     repro_numbers(losses, model)
     repro_numbers(losses[-1])
 """
-OTHER = "*other numbers from step 1: loss * in the lock, * here*"
+OTHER = "*results differ from step 1: loss * in the lock, * here*"
 
 
 def test_numbers_are_written_once_and_held_from_then_on(pytester, monkeypatch):
@@ -78,6 +78,6 @@ def test_a_section_of_another_machine_is_no_number_of_this_one(tmp_path, monkeyp
     added = held("CI, too"), held("")
 
     assert (written, added) == ("", ("", ""))
-    assert "holds no numbers of test_a" in missing
-    assert "it has some of H100" in missing
+    assert "has no results of test_a" in missing
+    assert "it has results for H100" in missing
     assert set(json.loads(path.read_text())["machines"]) == {"H100", kind_of_machine()}

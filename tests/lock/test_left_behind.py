@@ -60,7 +60,7 @@ def test_a_run_that_does_nothing_for_what_it_finds_is_no_finding(locked, changes
     """It refuses its folder, or has nothing left to do: what it has found is named."""
     check = locked(changes)
 
-    with pytest.raises(TraceError, match=f"what earlier runs have left, such as {left}$"):
+    with pytest.raises(TraceError, match=f"without files of earlier runs, such as {left}$"):
         check()
 
 

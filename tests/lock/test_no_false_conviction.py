@@ -312,7 +312,7 @@ CHANGES: Mapping[str, tuple[Callable[..., object], str, str, str]] = {
     ),
     "an outside file that is there now, and another of the environment": (
         _all(_text("../outside/there"), NOT_IN_EFFECT),
-        *(OUTSIDE, "unknown", "does not hold all files outside of git"),
+        *(OUTSIDE, "unknown", "does not record all files outside of git"),
     ),
     "a new untracked file, and kernels": (
         _all(_text("listed/new.txt"), KERNELS),
@@ -427,7 +427,7 @@ def test_a_bound_that_is_reached_is_said(program, monkeypatch, bound):
 
     assert status == 0
     assert words in section["left_out"]
-    assert f"no more files after {section['left_out']}" in out
+    assert f"limit of {section['left_out']} outside of git reached" in out
 
 
 ZEROS = "0" * 40

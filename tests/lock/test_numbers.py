@@ -54,14 +54,14 @@ def test_the_same_numbers_are_said_and_the_settings_that_do_not_matter(training,
     without = training.run("check", "repro.lock")
 
     torch_here = installed_version("torch")
-    assert (status, "with the numbers of 3 steps" in out) == (0, True)
+    assert (status, "with the results of 3 steps" in out) == (0, True)
     assert equal == (
         0,
         {"same": True, "first": None, "who": None, "steps": 3, "machine": kind_of_machine()},
     )
     assert other[0] == 0
     assert other[1].splitlines() == [
-        f"same numbers: 3 steps as in the lock (torch {torch_here}, this kind of machine)",
+        f"same results: 3 steps as in the lock (torch {torch_here}, this platform)",
         "without effect on them: exported OMP_PROC_BIND (not set -> false)",
     ]
     assert (strict[0], without[0]) == (1, 1)
@@ -110,7 +110,7 @@ def test_numbers_that_do_not_repeat_are_not_locked(training):
 
     assert (status, updated[0]) == (1, 1)
     assert "not the same" in out
-    assert "repro.lock is as it was: these numbers do not repeat" in out
+    assert "repro.lock is unchanged: these results do not repeat" in out
     assert (training.folder / "repro.lock").read_text() == before
 
 
@@ -136,7 +136,10 @@ REFUSED = {
         ("check", "repro.lock", "--", sys.executable, "other.py"),
         "another command",
     ),
-    "no reason": (("check", "repro.lock", "--update", " ", "--", *COMMAND), "no reason is given"),
+    "no reason": (
+        ("check", "repro.lock", "--update", " ", "--", *COMMAND),
+        "the reason is missing",
+    ),
     "no command": (("check", "repro.lock", "--update", "why"), "no command to start"),
     "steps alone": (("lock", "plain.yaml", "--steps", "1"), "steps, and no command"),
     "no lock": (("check", "train.py", "--", *COMMAND), "neither a manifest nor a lock"),
@@ -237,7 +240,7 @@ UNEQUAL = {
     "fewer steps": (NUMBERS[:1], "", "2 steps in the lock, 1 step here"),
     "fewer losses": ([NUMBERS[0], "1: 0x1p+0 | bb"], "", "step 1: loss 0.5 in the lock, none here"),
     "no number": ([NUMBERS[0], "1: nan 0x1p-1 | bb"], "", "step 1: loss 1 in the lock, nan here"),
-    "the end": (NUMBERS, "cc", "other numbers at the end: other parameters or"),
+    "the end": (NUMBERS, "cc", "results differ at the end: other parameters or"),
     "nothing": (NUMBERS, "", ""),
 }
 
@@ -262,7 +265,7 @@ def test_steps_that_threads_end_in_any_order_are_not_locked(training):
     status, out, err = training.lock()
 
     assert (status, out) == (2, "")
-    assert "several threads end steps, so it is chance which step has which numbers" in err
+    assert "several threads end steps, so the results of a step depend on their timing" in err
     assert not (training.folder / "repro.lock").exists()
 
 

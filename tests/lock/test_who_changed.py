@@ -245,11 +245,11 @@ def _submodule_not_there(training):
 CANNOT_TELL = {
     _no_git: "git finds no repository here",
     _nobody_has_it: "no commit here has the files of the lock",
-    _shallow: "a history is cut off; git fetch --unshallow",
+    _shallow: "the clone is shallow; git fetch --unshallow",
     _cannot_run: "cannot run here: ModuleNotFoundError: No module named 'gone'",
-    _reads_its_own_folder: "did not stay in its copy: it read",
+    _reads_its_own_folder: "did not stay in its checkout: it read",
     _writes_what_is_linked: "which is linked to your own",
-    _submodule_not_there: "the submodule sub is not there; git submodule update --init",
+    _submodule_not_there: "the submodule sub is not checked out; git submodule update --init",
 }
 
 
@@ -293,8 +293,8 @@ def test_who_is_said_in_words(training, monkeypatch):
     training.change("model.py", "(batch).tanh()", "(batch).relu()")
     code = training.run("check", "repro.lock", "--", *COMMAND)[1].splitlines()
 
-    assert environment[0].startswith("other numbers from step 0: ")
-    assert environment[1].split(maxsplit=1)[1].startswith("the environment: the code of the lock")
+    assert environment[0].startswith("results differ from step 0: ")
+    assert environment[1].split(maxsplit=1)[1].startswith("the environment: the locked code")
     assert environment[2].strip().startswith("exported ATEN_CPU_CAPABILITY (not set -> default) is")
-    assert code[1].split(maxsplit=1)[1].startswith("your change: the code of the lock gives")
+    assert code[1].split(maxsplit=1)[1].startswith("your change: the locked code gives")
     assert code[2].split(maxsplit=1) == ["where", "model.py:15  Net  aten::relu, forward of step 0"]

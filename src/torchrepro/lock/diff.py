@@ -105,8 +105,8 @@ def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Snapshot:
         try:
             section = row.read(contents[row.key])
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-            what = "damaged: not as torchrepro writes it"
-            raise ProfileError.about(what, name, row.key) from None
+            problem = "damaged: not as torchrepro writes it"
+            raise ProfileError.about(problem, name, row.key) from None
         if section is not None:
             sections[name_of_section] = section
     digest = contents.get("digest")

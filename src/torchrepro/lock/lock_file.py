@@ -102,9 +102,9 @@ def contents_of_lock(
     secrets = secrets_here(resolved)
     for text in overrides:
         if without_secrets(text, secrets) != text:
-            what = "an override that may hold a secret, and a lock is shared"
+            problem = "an override that may hold a secret, and a lock is shared"
             todo = "put it into the environment of the run instead"
-            raise ProfileError.about(what, key=key_of(text), todo=todo)
+            raise ProfileError.about(problem, key=key_of(text), todo=todo)
     named = profile
     if is_relative_path(profile):  # from the lock's own folder
         named = Path(os.path.relpath(profile, path.parent)).as_posix()
