@@ -156,7 +156,7 @@ BAD = {
     "overrides": ({}, "takes one folder and no overrides", "run", "seed=3"),
     "a program, not a folder": ({}, "name the folder of a run", "train.py"),
     "a program that never was": ({}, "there is no other.py in ", "run", "--", "python", "other.py"),
-    "half a manifest": ({}, "not the manifest of a run: it is cut or damaged", "half"),
+    "half a manifest": ({}, "not the manifest of a run: it is truncated or damaged", "half"),
 }
 """Parts of a manifest, what is said of it, and the words of the request, if they are others."""
 
