@@ -1,4 +1,4 @@
-"""However a command about numbers ends, the lock is as it was, and no folder stays."""
+"""An interrupted command leaves the lock unchanged and removes its temporary folders."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .training import COMMAND
 
 
 @pytest.mark.slow
-def test_a_lock_is_the_old_one_or_the_new_one_at_any_moment(tmp_path):
-    """Killed at whichever line of the writing, one of both is there as a whole."""
+def test_an_interrupted_write_leaves_the_old_or_the_new_lock(tmp_path):
+    """Killed at any line of the write, the file is completely the old or the new lock."""
     lock, old, new = tmp_path / "repro.lock", "old\n" * 9_999, "new\n" * 9_999
     lock.write_text(old)
     found = []
@@ -52,8 +52,8 @@ def _killed_at_line(number, call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_copy_goes_with_the_check_that_made_it(training, tmp_path, number):
-    """Ended while the code of the lock runs: interrupted, the copy is gone; killed, with the next.
+def test_the_checkout_of_an_ended_check_is_removed(training, tmp_path, number):
+    """Interrupted while the locked code runs, it is removed; if killed, by the next check.
 
     The lock and the user's folder stay as they were.
     """
