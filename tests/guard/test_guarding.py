@@ -139,7 +139,7 @@ def test_a_profile_that_corrects_earlier_drift_does_not_hide_it():
 
     assert before.drift == ()
     assert "backends.torch.deterministic_algorithms" in {drift.knob for drift in outer.report.drift}
-    assert "in force" not in outer.report.summary
+    assert "is active" not in outer.report.summary
 
 
 def test_a_flag_that_torch_changes_along_is_no_drift_of_the_outer_profile(step):

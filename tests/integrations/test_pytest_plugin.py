@@ -164,7 +164,7 @@ def test_the_profile_is_applied_before_conftest_and_every_test_starts_from_its_s
     together.assert_outcomes(passed=3)
     together.stdout.fnmatch_lines(
         [
-            "torchrepro: team is in force: repeatable, except the order of sets; * 1 too_late",
+            "torchrepro: team is active: repeatable, except the order of sets; * 1 too_late",
             "  lowered  the order of sets: PYTHONHASHSEED is late: *",
             "  imported too early: torch, by the pytest plugin culprit (*culprit.py)*",
             "  to set everything in time: torchrepro run *team.yaml dropout=zero -- pytest ...",

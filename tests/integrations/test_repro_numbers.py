@@ -32,7 +32,7 @@ def test_training(repro_numbers):
     repro_numbers(losses, model)
     repro_numbers(losses[-1])
 """
-OTHER = "*other numbers from step 1: loss * in the lock, * here*"
+OTHER = "*results differ from step 1: loss * in the lock, * here*"
 
 
 def test_results_are_written_once_and_checked_afterwards(pytester, monkeypatch):
@@ -78,6 +78,6 @@ def test_results_of_another_platform_are_not_used(tmp_path, monkeypatch):
     added = check("CI, too"), check("")
 
     assert (written, added) == ("", ("", ""))
-    assert "holds no numbers of test_a" in missing
-    assert "it has some of H100" in missing
+    assert "has no results of test_a" in missing
+    assert "it has results for H100" in missing
     assert set(json.loads(path.read_text())["machines"]) == {"H100", kind_of_machine()}

@@ -133,7 +133,7 @@ def test_a_late_variable_for_absent_hardware_neither_stops_nor_relaunches(
     assert seen == [":4096:8", ":16:8", ":4096:8"]
     assert name not in os.environ
     assert (row.outcome, row.is_set, row.state) == (Outcome.UNSUPPORTED, True, ":4096:8")
-    assert row.why == f"CUDA: {NOT_HERE}; set for the processes that this one starts"
+    assert row.why == f"CUDA: {NOT_HERE}; set for child processes"
     assert late.outcome is Outcome.TOO_LATE
 
 

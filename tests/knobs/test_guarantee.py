@@ -158,13 +158,13 @@ def test_without_a_seed_the_program_must_seed_every_generator() -> None:
 def test_a_later_change_lowers_the_guarantee_at_the_end(mode: str) -> None:
     """Whatever the guard is set to, a change by later code lowers the guarantee at the end."""
     with torchrepro.apply("debug-strict", [f"guard={mode}"]) as applied:
-        assert "in force" in applied.report.summary
+        assert "is active" in applied.report.summary
         torch.use_deterministic_algorithms(False)
 
     report = applied.report
     assert ALGORITHMS in {drift.knob for drift in report.drift}
     assert ALGORITHMS in knobs(report.guarantee)
-    assert "in force" not in report.summary
+    assert "is active" not in report.summary
 
 
 def test_a_drift_outside_the_guarantee_is_reported_and_lowers_nothing() -> None:
@@ -175,7 +175,7 @@ def test_a_drift_outside_the_guarantee_is_reported_and_lowers_nothing() -> None:
     report = applied.report
     assert (report.guarantee.held, report.guarantee.lowered) == ("seeded", ())
     assert [drift.knob for drift in report.drift] == ["backends.cudnn.benchmark"]
-    assert "in force" not in report.summary
+    assert "is active" not in report.summary
 
 
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.guarantees[-1]}-{need.knob}")

@@ -28,7 +28,7 @@ NONSENSE = st.recursive(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The contents of a lock, as text, where torch's compiler has a setting of its own."""
+    """The contents of a lock as text, with a setting of torch's compiler."""
     path = tmp_path_factory.mktemp("lock") / "repro.lock"
     with (
         compiler.patch(shape_padding=not compiler.shape_padding),
@@ -56,7 +56,7 @@ def _places(text):
 
 @pytest.mark.slow
 @given(data=st.data())
-def test_a_lock_with_nonsense_in_it_is_refused_or_read(whole, tmp_path, data):
+def test_a_lock_with_any_replaced_value_is_read_or_refused(whole, tmp_path, data):
     """Any value of a lock may be replaced by any other: check and diff answer or refuse."""
     contents = json.loads(whole)
     for _ in range(data.draw(st.integers(1, 2))):
@@ -76,7 +76,7 @@ def test_a_lock_with_nonsense_in_it_is_refused_or_read(whole, tmp_path, data):
 
 
 @given(text=st.one_of(st.text(), NONSENSE.map(json.dumps), st.binary().map(repr)))
-def test_a_file_that_is_no_lock_is_refused(tmp_path, text):
+def test_any_other_file_than_a_lock_is_refused(tmp_path, text):
     """Any text is refused with a message that names the file."""
     with pytest.raises(TorchreproError, match=r"any\.lock"):
         check(_written(tmp_path, text))
@@ -104,8 +104,8 @@ def _written(folder, text):
         (None, "cannot be read"),
     ],
 )
-def test_why_a_file_is_refused_is_said(command, tmp_path, text, words):
-    """check ends with 2 and says what is wrong with the file."""
+def test_a_refused_file_is_reported_with_the_reason(command, tmp_path, text, words):
+    """`check` ends with status 2 and reports what is wrong with the file."""
     path = _written(tmp_path, text) if text is not None else tmp_path / "absent.lock"
     for named in (path, tmp_path) if text is None else (path,):  # a folder is no lock either
         status, out, err = command("check", named)
@@ -115,7 +115,7 @@ def test_why_a_file_is_refused_is_said(command, tmp_path, text, words):
         assert len(err) < 400
 
 
-def test_a_lock_that_lost_any_of_its_parts_is_damaged(whole, command, tmp_path):
+def test_a_lock_without_one_of_its_sections_is_damaged(whole, command, tmp_path):
     """Without any one of its sections, or with one that is empty, a lock is refused with what to
     do, and never met: what says nothing of torch or the CPU holds nothing to a machine. Only where
     torch's compiler was loaded has a lock its settings; that they are gone, the seal tells.
@@ -139,8 +139,8 @@ def test_a_lock_that_lost_any_of_its_parts_is_damaged(whole, command, tmp_path):
 
 
 @pytest.mark.parametrize("nonsense", ["unknown", ["unknown"]])
-def test_a_part_of_another_type_is_damaged(whole, command, tmp_path, nonsense):
-    """A part that should hold names and values, and holds a text or a list, is never left out."""
+def test_a_section_of_another_type_is_damaged(whole, command, tmp_path, nonsense):
+    """A section must contain names and values; a text or a list is not skipped, but refused."""
     contents = json.loads(whole)
     for key in ("origins", "report", "versions", "hardware", "environment", "repository"):
         path = _written(tmp_path, json.dumps({**contents, key: nonsense}))
@@ -152,8 +152,8 @@ def test_a_part_of_another_type_is_damaged(whole, command, tmp_path, nonsense):
             assert key in err
 
 
-def test_a_lock_that_was_edited_is_not_met(whole, command, tmp_path):
-    """Whatever was edited in it, and even where this machine is as the edited lock says."""
+def test_an_edited_lock_is_not_met(whole, command, tmp_path):
+    """No edit is accepted, even if this machine matches the edited lock."""
     contents = json.loads(whole)
     profile, versions, hardware = (contents[key] for key in ("profile", "versions", "hardware"))
     for change in (
@@ -179,7 +179,7 @@ def test_a_lock_that_was_edited_is_not_met(whole, command, tmp_path):
 
 @given(one=st.booleans() | st.integers() | st.text(max_size=6))
 def test_values_are_equal_only_with_their_type(one):
-    """A text that reads like a number or like true is not that value, in a profile and a report."""
+    """A text such as '1' or 'true' does not equal the value, in a profile and in a report."""
     written = one if isinstance(one, str) else json.dumps(one)
     other = json.dumps(one) if isinstance(one, str) else written
     for section in ("profile", "hardware", "environment", "knobs"):

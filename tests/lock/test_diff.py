@@ -39,7 +39,7 @@ OVERRIDES = st.fixed_dictionaries(
 
 
 def _both(overrides):
-    """Return a profile and the manifest of a run of it, as it is read from a file."""
+    """Return a profile and the manifest of a run of it, as read from a file."""
     resolved = torchrepro.load("seed-only", overrides).resolved
     text = as_text(manifest(resolved, plan(resolved).report))
     return of_profile("profile", resolved), of_contents("manifest", "manifest", json.loads(text))
@@ -47,7 +47,7 @@ def _both(overrides):
 
 @pytest.mark.slow
 @given(left=OVERRIDES, right=OVERRIDES)
-def test_a_difference_is_the_same_from_both_sides(left, right):
+def test_diff_is_symmetric(left, right):
     """diff(a, a) is empty for every profile and its manifest. diff(a, b) is diff(b, a) with the
     sides exchanged, and empty only for equal profiles. What follows from a value of the profile,
     such as its knobs, is not shown beside it.
@@ -72,7 +72,7 @@ def test_a_difference_is_the_same_from_both_sides(left, right):
 
 @pytest.fixture
 def five(job, command, monkeypatch):
-    """In the folder of a job, with a lock beside it."""
+    """Change to the folder of a job, with a lock next to it."""
     monkeypatch.chdir(job)
     if not (job / "repro.lock").exists():
         command("lock", "debug-strict", "seed=7")
@@ -82,7 +82,7 @@ def five(job, command, monkeypatch):
 @pytest.mark.parametrize(
     ("left", "right"), [(a, b) for a in KINDS for b in KINDS if a == b or "seed-only" not in (a, b)]
 )
-def test_one_run_is_the_same_however_it_is_described(five, answer, left, right):
+def test_lock_manifest_folder_and_recording_of_one_run_are_equal(five, answer, left, right):
     """The lock, the manifest, the folder and the recording of one profile on one machine do not
     differ; each is the same as itself, and so is a profile.
     """
@@ -92,7 +92,7 @@ def test_one_run_is_the_same_however_it_is_described(five, answer, left, right):
     assert left != right or "not_compared" not in found
 
 
-def test_what_only_one_side_holds_is_named_and_no_difference(five, answer):
+def test_a_section_that_one_snapshot_lacks_is_reported_as_not_compared(five, answer):
     """A profile has only values: the rest of a manifest is named as not compared."""
     status, found = answer("diff", "debug-strict", "out")
     lacking = {row["what"] for row in found["not_compared"] if row["side"] == "debug-strict"}
@@ -127,7 +127,7 @@ def test_versions_and_hardware_of_runs_differ_by_meaning(five, answer, edit, tmp
 def test_a_folder_with_one_manifest_is_read_and_one_with_several_is_refused(
     five, command, tmp_path
 ):
-    """A folder stands for the only manifest in it; of several, all are named and none is taken."""
+    """A folder means its only manifest; if it has several, all are named and it is refused."""
     text = (five / "out/.hydra/repro.json").read_text(encoding="utf-8")
     (tmp_path / "repro.json").write_text(text, encoding="utf-8")
 
@@ -142,8 +142,8 @@ def test_a_folder_with_one_manifest_is_read_and_one_with_several_is_refused(
 
 
 @pytest.mark.parametrize("name", ["nothing-like-it", "no/such/folder", "empty", "notes.json"])
-def test_what_is_none_of_the_four_is_refused_readably(command, tmp_path, monkeypatch, name):
-    """A name that is no profile, no manifest, no lock and no run ends with 2 and a reason."""
+def test_an_unknown_name_is_refused_with_the_reason(command, tmp_path, monkeypatch, name):
+    """A name of no profile, manifest, lock or run ends with status 2 and a reason."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.json").write_text('{"a": 1}', encoding="utf-8")
@@ -154,7 +154,7 @@ def test_what_is_none_of_the_four_is_refused_readably(command, tmp_path, monkeyp
     assert "Traceback" not in err
 
 
-def test_a_profile_is_not_taken_for_a_folder_of_its_name(tmp_path, monkeypatch):
+def test_a_profile_takes_precedence_over_a_folder_of_its_name(tmp_path, monkeypatch):
     """A folder called like a profile is read as a folder only with its path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "seed-only").mkdir()
@@ -163,8 +163,8 @@ def test_a_profile_is_not_taken_for_a_folder_of_its_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("absent", ["", NOT_HERE])
-def test_a_knob_is_named_unless_the_side_that_could_not_set_it_lacks_its_hardware(absent):
-    """A knob that torch does not have there stays in the table; one without hardware is counted."""
+def test_an_unset_knob_is_listed_unless_its_hardware_is_absent(absent):
+    """A knob that torch lacks stays in the table; knobs without hardware are only counted."""
     name = "backends.cudnn.benchmark"
     set_here = {"knob": name, "outcome": "applied", "after": False, "absent": ""}
     not_set = {"knob": name, "outcome": "unsupported", "after": None, "absent": absent}
@@ -202,7 +202,7 @@ def ranks(tmp_path, monkeypatch):
     return ranks
 
 
-def test_another_version_on_one_rank_is_shown_with_the_rank(ranks, job, command, answer):
+def test_another_version_on_one_rank_names_the_rank(ranks, job, command, answer):
     """What differs on some ranks names them, what differs on all of them is shown once.
 
     A manifest is compared with every rank of a recording.
@@ -221,8 +221,8 @@ def test_another_version_on_one_rank_is_shown_with_the_rank(ranks, job, command,
     assert "rank 1: version of numpy" in command("diff", usual, other)[1]
 
 
-def test_ranks_that_only_one_run_has_are_said(ranks, command, answer):
-    """Another number of ranks differs; a rank whose recording is not there is not compared."""
+def test_ranks_that_only_one_run_has_are_reported(ranks, command, answer):
+    """Another number of ranks is a difference; a rank without a recording is not compared."""
     two, three = ranks("two", {}, {}), ranks("three", {}, {}, {})
     part = ranks("part", {}, size=2)
     status, found = answer("diff", two, three)
@@ -245,7 +245,7 @@ DOORS = ("cuda", "communicator", "npu", "torch_npu", "transformer_engine")
 
 
 def _difference(*overrides):
-    """Return in what a profile with these overrides differs from it without them, by key."""
+    """Return the differences that these overrides make to a profile, by key."""
     base = {"seed": 1, "backends": {"torch": {"deterministic_algorithms": "error"}}}
     sides = [resolve(base, chosen) for chosen in (overrides, ())]
     found = effective(compare(*(of_profile(str(n), side) for n, side in enumerate(sides))))
@@ -253,7 +253,7 @@ def _difference(*overrides):
 
 
 def _settings():
-    """Yield each knob that a profile names by itself, with the value that it has here now."""
+    """Yield each knob with its own profile key, and its current value in this process."""
     for knob in CATALOGUE:
         if knob.profile_key != knob.name or knob.moves_on or knob.variable:
             continue
@@ -264,8 +264,8 @@ def _settings():
                 yield knob.name, (knob, now)
 
 
-def test_a_default_that_is_spelt_out_is_no_difference():
-    """A profile that sets what holds without it differs in nothing; another value does."""
+def test_an_explicit_default_makes_no_difference():
+    """A profile that sets a default value does not differ; another value does."""
     settings = dict(_settings())
     spelt_out = [f"{name}={shown(now)}" for name, (_, now) in settings.items()]
     flipped = {name: not now for name, (_, now) in settings.items() if isinstance(now, bool)}
@@ -278,8 +278,8 @@ def test_a_default_that_is_spelt_out_is_no_difference():
     assert _difference(*others).keys() == {each.partition("=")[0] for each in others}
 
 
-def test_what_hardware_reads_that_is_not_here_is_said_to_be_read_by_nothing():
-    """A setting of a back end changes nothing here exactly where its hardware is absent."""
+def test_a_setting_for_absent_hardware_is_rated_as_read_by_nothing():
+    """A setting of a backend has no impact on this machine only if its hardware is absent."""
     flags = {name: its for name, its in _settings() if isinstance(its[1], bool)}
     found = _difference(*(f"{name}={shown(not now)}" for name, (_, now) in flags.items()))
 
@@ -289,8 +289,8 @@ def test_what_hardware_reads_that_is_not_here_is_said_to_be_read_by_nothing():
         assert (found[name].impact is Impact.NOTHING_HERE) == is_absent, name
 
 
-def test_each_knob_of_an_accelerator_says_what_it_is_for():
-    """Whatever only an accelerator's libraries read names its hardware, and no name is idle."""
+def test_each_knob_of_an_accelerator_names_its_hardware():
+    """A knob that only an accelerator's libraries read names its hardware; every name is used."""
     for knob in CATALOGUE:
         is_section = {"cuda", "cudnn", "npu"} & {*knob.name.split(".")}
         if (knob.variable and knob.door in DOORS) or is_section:
@@ -298,8 +298,8 @@ def test_each_knob_of_an_accelerator_says_what_it_is_for():
     assert {knob.hardware for knob in CATALOGUE} == {"", *HARDWARE}
 
 
-def test_how_likely_says_what_each_setting_is_for():
-    """A seed decides numbers, a kernel may, a promise does not."""
+def test_the_impact_follows_from_the_purpose_of_a_setting():
+    """A seed changes results, a kernel may, a guarantee does not."""
     found = _difference(
         "seed=7", "backends.torch.deterministic_algorithms=warn", "on_late=error", "dropout=zero"
     )
@@ -312,8 +312,8 @@ def test_how_likely_says_what_each_setting_is_for():
     }
 
 
-def test_the_column_that_says_the_same_in_every_row_is_left_out(command, answer, tmp_path):
-    """`how likely` is a column where rows differ in it, and one line where they do not."""
+def test_an_impact_shared_by_all_rows_is_one_line_instead_of_a_column(command, answer, tmp_path):
+    """`how likely` is a column if its rows differ, and otherwise one line."""
     paths = []
     for name, more in (("one", "seed: 1\n"), ("two", "seed: 2\ndropout: zero\n")):
         paths.append(tmp_path / f"{name}.yaml")

@@ -1,4 +1,4 @@
-"""However a command about numbers ends, the lock is as it was, and no folder stays."""
+"""An interrupted command leaves the lock unchanged and removes its temporary folders."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _killed_at_line(number, call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_copy_goes_with_the_check_that_made_it(training, tmp_path, number):
-    """Ended while the code of the lock runs: interrupted, the copy is gone; killed, with the next.
+def test_the_checkout_of_an_ended_check_is_removed(training, tmp_path, number):
+    """Interrupted while the locked code runs, it is removed; if killed, by the next check.
 
     The lock and the user's folder stay as they were.
     """

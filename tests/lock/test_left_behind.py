@@ -1,4 +1,4 @@
-"""What earlier runs have left is named where a check cannot have the numbers of its lock."""
+"""Files of earlier runs are named if they prevent a check from reproducing its lock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COUNTS = {
 
 @pytest.fixture
 def locked(forked, tmp_path, monkeypatch):
-    """Lock the numbers of a program in a repository, and run it once more as it leaves files."""
+    """Lock the results of a program in a repository, and return a check after it left files."""
 
     def locked(changes):
         folder, ours = tmp_path / "work", [sys.executable, "train.py"]
@@ -56,16 +56,16 @@ def locked(forked, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("changes", "left"), [(REFUSES, "out"), (IS_DONE, "n")])
-def test_a_run_that_does_nothing_for_what_it_finds_is_no_finding(locked, changes, left):
-    """It refuses its folder, or has nothing left to do: what it has found is named."""
+def test_a_run_that_stops_because_of_files_of_earlier_runs_names_them(locked, changes, left):
+    """It refuses its folder, or has nothing left to do: the file that it found is named."""
     check = locked(changes)
 
-    with pytest.raises(TraceError, match=f"what earlier runs have left, such as {left}$"):
+    with pytest.raises(TraceError, match=f"without files of earlier runs, such as {left}$"):
         check()
 
 
-def test_a_file_that_counts_runs_convicts_nobody(locked):
-    """Neither the code nor the environment changed the numbers; the file is named."""
+def test_a_file_that_counts_runs_is_named_and_the_cause_stays_unknown(locked):
+    """Neither the code nor the environment changed the results; the file is named."""
     who = locked(COUNTS)().who
 
     assert who.who == "unknown"

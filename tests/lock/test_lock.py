@@ -43,8 +43,8 @@ CHANGED = (
 )
 
 
-def test_a_lock_is_met_where_it_was_taken(lock, command, answer):
-    """check ends with 0 on the machine and under the profile of the lock, strictly too."""
+def test_a_lock_is_met_on_the_machine_where_it_was_written(lock, command, answer):
+    """`check` and `check --strict` end with status 0 on the machine of the lock."""
     status, out, err = command("check", lock, "--strict")
 
     assert (status, err) == (0, "")
@@ -63,7 +63,7 @@ def test_a_lock_is_met_where_it_was_taken(lock, command, answer):
 
 
 @pytest.mark.parametrize("change", CHANGED, ids=[row[0] for row in CHANGED])
-def test_what_differs_is_named_with_its_rank(lock, answer, edit, change):
+def test_a_difference_is_reported_with_its_impact(lock, answer, edit, change):
     """One value that differs breaks the lock if its impact is forbidden; otherwise it is shown.
 
     Another commit of the program breaks no lock, not even strictly.
@@ -81,7 +81,7 @@ def test_what_differs_is_named_with_its_rank(lock, answer, edit, change):
 
 
 def test_the_likeliest_to_change_numbers_comes_first(lock, command, edit):
-    """The table is ordered by rank, and the verdict counts each of them in one line."""
+    """The table is ordered by impact, and the last line counts the differences of each impact."""
     changes = {"versions/kernel": "1", "versions/numpy": "1", "hardware/cpu": "x"}
     edit(lock, {**changes, "profile/seed": 3})
     status, out, err = command("check", lock)
@@ -98,7 +98,7 @@ def test_the_likeliest_to_change_numbers_comes_first(lock, command, edit):
 
 
 def test_a_variable_that_is_exported_against_the_profile_breaks_the_lock(lock, answer, monkeypatch):
-    """A knob that would come out otherwise is named, although the profile is the same."""
+    """A knob with another outcome is named, although the profile is the same."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     status, found = answer("check", lock)
 
@@ -132,7 +132,7 @@ OTHERS = {
 NOT_SEEN = ("TORCHELASTIC_RUN_ID", "TORCHREPRO_SEED", "TORCH_ACCESS_TOKEN", "EDITOR")
 
 
-def test_every_exported_variable_that_steers_numbers_breaks_the_lock(command, answer, tmp_path):
+def test_every_exported_variable_that_changes_results_breaks_the_lock(command, answer, tmp_path):
     """A variable of the table that the profile does not set is named when it is exported.
 
     One of a library that computes is named though nobody knows it, by four digits of a digest.
@@ -154,8 +154,8 @@ def test_every_exported_variable_that_steers_numbers_breaks_the_lock(command, an
     assert all(len(row["here"]) == len("sha256:abcd") for row in others)
 
 
-def test_settings_of_a_compiler_that_is_loaded_are_part_of_a_lock(command, answer, tmp_path):
-    """A value of inductor or dynamo that is not the default is held, and a change is named."""
+def test_settings_of_a_loaded_compiler_are_part_of_a_lock(command, answer, tmp_path):
+    """A lock records values of inductor and dynamo that are not defaults; a change is named."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
@@ -177,10 +177,10 @@ def test_settings_of_a_compiler_that_is_loaded_are_part_of_a_lock(command, answe
     assert changed == dict.fromkeys(own, (None, "may change numbers"))
 
 
-def test_a_variable_that_the_profile_sets_is_no_difference_when_it_is_exported(
+def test_an_exported_variable_that_the_profile_sets_makes_no_difference(
     command, tmp_path, monkeypatch
 ):
-    """A run under the lock exports what the profile sets, which is what the lock holds."""
+    """A run under the lock exports the values of the profile, as recorded in the lock."""
     path = tmp_path / "repro.lock"
     command("lock", "seed-only", "env_extra.DNNL_MAX_CPU_ISA=AVX2", "-o", path)
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
@@ -188,7 +188,7 @@ def test_a_variable_that_the_profile_sets_is_no_difference_when_it_is_exported(
     assert command("check", path)[0] == 0
 
 
-def test_a_profile_beside_its_lock_is_resolved_again_from_every_folder(
+def test_a_relative_profile_path_is_resolved_from_the_folder_of_the_lock(
     command, answer, tmp_path, monkeypatch
 ):
     """A relative path goes with the lock, not with the reader; what the file says now is named, and
@@ -219,7 +219,7 @@ def test_a_profile_beside_its_lock_is_resolved_again_from_every_folder(
 
 
 def test_locking_twice_gives_the_same_bytes(lock, command):
-    """A lock holds nothing that differs from one writing to the next."""
+    """The contents of a lock do not depend on when it is written."""
     before = lock.read_bytes()
     torch.seed()  # as in a new process, whose generators begin anywhere
     command("lock", "debug-strict", "seed=7", "-o", lock)
@@ -227,8 +227,8 @@ def test_locking_twice_gives_the_same_bytes(lock, command):
     assert lock.read_bytes() == before
 
 
-def test_a_file_that_is_no_lock_is_not_overwritten(command, tmp_path):
-    """lock refuses to write over another file, and over a folder, and names it."""
+def test_lock_does_not_overwrite_other_files(command, tmp_path):
+    """`lock` refuses to overwrite another file or a folder, and names it."""
     program = tmp_path / "train.py"
     program.write_text("print(1)\n", encoding="utf-8")
     results = [command("lock", "seed-only", "-o", place) for place in (program, tmp_path)]
@@ -239,7 +239,7 @@ def test_a_file_that_is_no_lock_is_not_overwritten(command, tmp_path):
 
 
 def test_an_override_with_a_secret_is_refused(command, tmp_path, monkeypatch):
-    """A lock is shared, so an override that holds a secret is refused without showing it."""
+    """A lock is shared, so an override with a secret is refused without showing the secret."""
     monkeypatch.setenv("SERVICE_TOKEN", "hunter7-4711")
     for text in ("env_extra.MY_MODE=hunter7-4711", "description=https://a:hunter7@b/c"):
         status, out, err = command("lock", "seed-only", text, "-o", tmp_path / "a.lock")
@@ -250,8 +250,8 @@ def test_an_override_with_a_secret_is_refused(command, tmp_path, monkeypatch):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_every_impact_has_patterns_and_every_pattern_is_reached():
-    """No pattern is hidden behind an earlier one, and each impact is given to something."""
+def test_every_impact_has_patterns_and_every_pattern_matches_something():
+    """No pattern is shadowed by an earlier one, and each impact has a pattern."""
     rows = [(pattern, impact) for impact, patterns in IMPACTS for pattern in patterns]
     names = [(pattern.replace("*", "x").split("/", 1), impact) for pattern, impact in rows]
 
@@ -267,8 +267,8 @@ SHOW = (
 
 
 @pytest.mark.slow
-def test_run_starts_under_a_lock_as_it_does_under_its_profile(execute):
-    """The profile comes from the lock, and the command sees what it would see without one."""
+def test_run_under_a_lock_equals_run_under_its_profile(execute):
+    """The profile comes from the lock, and the command runs as without a lock."""
     asked = ("--", sys.executable, "-c", SHOW)
     binding = {"OMP_PROC_BIND": "true"}  # binds the thread that loads OpenMP
     execute(SCRIPT, "lock", "debug-strict", "seed=7", "-o", "repro.lock", env=binding)
@@ -281,8 +281,8 @@ def test_run_starts_under_a_lock_as_it_does_under_its_profile(execute):
 
 
 @pytest.mark.slow
-def test_run_starts_nothing_where_the_lock_is_not_met(lock, tmp_path, edit, command, execute):
-    """run --lock ends with 1 and says what check says; the command does not start."""
+def test_run_starts_nothing_if_the_lock_is_not_met(lock, tmp_path, edit, command, execute):
+    """`run --lock` ends with status 1 and the output of `check`; the command does not start."""
     edit(lock, {"versions/torch": "2.5.0"})
     touch = ("--", "touch", "started")
     ended = execute(SCRIPT, "run", "--lock", lock, *touch)

@@ -106,7 +106,7 @@ def _raw(value: float, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory):
-    """The folder of the program, which the first case locks, and a copy of it as it was then."""
+    """The folder of the program, which the first case locks, and a copy of its locked state."""
     place = tmp_path_factory.mktemp("locked")
     folder = place / "here" / "work"
     folder.mkdir(parents=True)
@@ -312,7 +312,7 @@ CHANGES: Mapping[str, tuple[Callable[..., object], str, str, str]] = {
     ),
     "an outside file that is there now, and another of the environment": (
         _all(_text("../outside/there"), NOT_IN_EFFECT),
-        *(OUTSIDE, "unknown", "does not hold all files outside of git"),
+        *(OUTSIDE, "unknown", "does not record all files outside of git"),
     ),
     "a new untracked file, and kernels": (
         _all(_text("listed/new.txt"), KERNELS),
@@ -383,8 +383,8 @@ TRUE = {CODE: {"code"}, OUTSIDE: set(), ENVIRONMENT: {"environment"}, BOTH: {"bo
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nobody_is_blamed_falsely(program, monkeypatch, change):
-    """Who is said to have changed the numbers has, and what is known to differ is named."""
+def test_check_never_names_a_wrong_cause(program, monkeypatch, change):
+    """A reported cause is the true one, and known differences are named."""
     act, truth, expected, named = CHANGES[change]
     act(program, monkeypatch)
     status, said = program.check()
@@ -396,7 +396,7 @@ def test_nobody_is_blamed_falsely(program, monkeypatch, change):
     assert named in json.dumps(said)
 
 
-def test_a_lock_holds_digests_and_names_and_no_secret(program):
+def test_a_lock_contains_digests_and_names_but_no_secrets(program):
     """Files outside of git, folders and variables that the program used, none that sounds secret;
     `lock --json` has shown the same."""
     (section,) = program.contents["machines"].values()
@@ -418,8 +418,8 @@ BOUNDS = {"MOST_FILES": (2, "2 files"), "MOST_BYTES": (2, "0 GB"), "MOST_SECONDS
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_a_bound_that_is_reached_is_said(program, monkeypatch, bound):
-    """In the answer and in the lock; what is new is then no longer known to be."""
+def test_a_reached_limit_is_reported(program, monkeypatch, bound):
+    """In the answer and in the lock; a new dependency is then no longer known to be new."""
     value, words = BOUNDS[bound]
     monkeypatch.setattr(dependencies, bound, value)
     status, out, _ = program.lock()
@@ -427,7 +427,7 @@ def test_a_bound_that_is_reached_is_said(program, monkeypatch, bound):
 
     assert status == 0
     assert words in section["left_out"]
-    assert f"no more files after {section['left_out']}" in out
+    assert f"limit of {section['left_out']} outside of git reached" in out
 
 
 ZEROS = "0" * 40
@@ -444,8 +444,8 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_files_are_refused_before_anything_runs(program, damage):
-    """With status 2, the key, and no traceback of ours."""
+def test_damaged_files_are_refused_before_the_command_runs(program, damage):
+    """With status 2 and the key, without a traceback."""
     contents, (key, value) = program.contents, DAMAGED[damage]
     (section,) = contents["machines"].values()
     section[key] = value
@@ -469,8 +469,8 @@ torch.optim.SGD([net.weight], lr=0.1).step()
 
 
 @pytest.mark.parametrize("how", ["-c", "standard input"])
-def test_typed_code_is_in_no_lock(tmp_path, monkeypatch, command, how):
-    """What comes by -c or by standard input cannot be found again, and nobody is blamed."""
+def test_code_without_a_file_cannot_be_attributed(tmp_path, monkeypatch, command, how):
+    """Code from `-c` or standard input cannot be checked out again, so the cause is unknown."""
     python = f"{sys.executable} -"
     words = (sys.executable, "-c") if how == "-c" else ("sh", "-c", f"{python} < other.txt")
     commit(tmp_path, {"plain.yaml": "name: plain\nseed: 1\n", "other.txt": TYPED})
@@ -498,8 +498,8 @@ torch.optim.SGD([net.weight], lr=0.1).step()
 
 
 @pytest.mark.parametrize("edited", [False, True])
-def test_what_runs_leave_behind_is_no_change_of_code(training, edited):
-    """A counter in an ignored file makes other numbers, and nobody is blamed for it alone."""
+def test_files_that_runs_leave_behind_are_not_a_code_change(training, edited):
+    """A counter in an ignored file changes results; no cause is named for that alone."""
     training.commit({"train.py": COUNTS})
     assert training.lock()[0] == 0
     training.commit()

@@ -44,8 +44,8 @@ for thread in threads:
 
 
 @pytest.mark.slow
-def test_the_same_numbers_are_said_and_the_settings_that_do_not_matter(training, monkeypatch):
-    """The run of the lock has its numbers; what differs besides has no effect on them."""
+def test_equal_results_are_reported_with_the_differences_that_have_no_effect(training, monkeypatch):
+    """The run gives the locked results; other differences have no effect on them."""
     status, out, _ = training.lock()
     equal = training.check()
     monkeypatch.setenv("OMP_PROC_BIND", "false")
@@ -54,21 +54,21 @@ def test_the_same_numbers_are_said_and_the_settings_that_do_not_matter(training,
     without = training.run("check", "repro.lock")
 
     torch_here = installed_version("torch")
-    assert (status, "with the numbers of 3 steps" in out) == (0, True)
+    assert (status, "with the results of 3 steps" in out) == (0, True)
     assert equal == (
         0,
         {"same": True, "first": None, "who": None, "steps": 3, "machine": kind_of_machine()},
     )
     assert other[0] == 0
     assert other[1].splitlines() == [
-        f"same numbers: 3 steps as in the lock (torch {torch_here}, this kind of machine)",
+        f"same results: 3 steps as in the lock (torch {torch_here}, this platform)",
         "without effect on them: exported OMP_PROC_BIND (not set -> false)",
     ]
     assert (strict[0], without[0]) == (1, 1)
 
 
 def test_a_lock_has_a_line_for_each_step(training):
-    """Losses stand there exactly; a change of one step changes one line; locking is repeatable."""
+    """Losses are exact; a change of one step changes one line; locking is repeatable."""
     training.lock()
     text = (training.folder / "repro.lock").read_text()
     training.lock()
@@ -83,8 +83,8 @@ def test_a_lock_has_a_line_for_each_step(training):
     assert set(section["files"]) == {"train.py", "model.py", "plain.yaml"}
 
 
-def test_quiet_answers_and_says_no_progress(training, monkeypatch):
-    """Under --quiet a lock and a check give the same answer, and nothing beside it."""
+def test_quiet_prints_the_answer_without_progress(training, monkeypatch):
+    """With --quiet, `lock` and `check` print the same answer and nothing else."""
     monkeypatch.delenv("TORCHREPRO_QUIET")
     answers, progress = [], []
     for options in ((), ("--quiet",)):
@@ -100,8 +100,8 @@ def test_quiet_answers_and_says_no_progress(training, monkeypatch):
 
 
 @pytest.mark.slow
-def test_numbers_that_do_not_repeat_are_not_locked(training):
-    """The verdict of the two runs is the answer, with exit status 1; a lock stays as it was."""
+def test_results_that_do_not_repeat_are_not_locked(training):
+    """The verdict of the two runs is printed, with exit status 1; the lock is unchanged."""
     training.lock()
     before = (training.folder / "repro.lock").read_text()
     training.change("model.py", "SEED = 3", "import time\nSEED = time.time_ns() % 9973")
@@ -110,13 +110,13 @@ def test_numbers_that_do_not_repeat_are_not_locked(training):
 
     assert (status, updated[0]) == (1, 1)
     assert "not the same" in out
-    assert "repro.lock is as it was: these numbers do not repeat" in out
+    assert "repro.lock is unchanged: these results do not repeat" in out
     assert (training.folder / "repro.lock").read_text() == before
 
 
 @pytest.mark.slow
-def test_steps_and_every_stand_in_the_lock(training):
-    """Only these steps are held, and `check` takes them from the lock."""
+def test_the_options_steps_and_every_are_stored_in_the_lock(training):
+    """Only these steps are locked, and `check` reads the options from the lock."""
     training.lock("--steps", "1:2")
     some = next(iter(training.contents["machines"].values()))["numbers"]["steps"]
     checked = training.check()
@@ -136,7 +136,10 @@ REFUSED = {
         ("check", "repro.lock", "--", sys.executable, "other.py"),
         "another command",
     ),
-    "no reason": (("check", "repro.lock", "--update", " ", "--", *COMMAND), "no reason is given"),
+    "no reason": (
+        ("check", "repro.lock", "--update", " ", "--", *COMMAND),
+        "the reason is missing",
+    ),
     "no command": (("check", "repro.lock", "--update", "why"), "no command to start"),
     "steps alone": (("lock", "plain.yaml", "--steps", "1"), "--steps and --every need a command"),
     "no lock": (("check", "train.py", "--", *COMMAND), "neither a manifest nor a lock"),
@@ -146,7 +149,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_request_is_refused(training, name):
-    """Exit status 2, before anything is run, with what to do."""
+    """The exit status is 2, before any run, and the message tells what to do."""
     words, expected = REFUSED[name]
     if words[0] == "check" and "repro.lock" in words:
         training.run("lock", "plain.yaml", "-o", "repro.lock")
@@ -161,8 +164,8 @@ def test_a_wrong_request_is_refused(training, name):
 
 
 @pytest.mark.slow
-def test_each_kind_of_machine_has_a_section(training):
-    """One file serves several: another section is kept, and one that is missing is said, with 4."""
+def test_each_platform_has_a_section(training):
+    """Other sections are kept; a missing section is reported with exit status 4."""
     training.lock()
     its, here = training.contents, kind_of_machine()
     elsewhere = its["machines"].pop(here)
@@ -188,8 +191,8 @@ def test_each_kind_of_machine_has_a_section(training):
     assert set(training.contents["machines"]) == {here}  # another request: a new lock
 
 
-def test_an_update_says_why_and_holds_the_new_numbers(training):
-    """After it the run has the numbers of the lock again."""
+def test_an_update_stores_the_reason_and_the_new_results(training):
+    """Afterwards the run gives the locked results again."""
     training.lock()
     training.change("model.py", "LR = 0.1", "LR = 0.2")
     before = training.check("--no-blame")
@@ -203,7 +206,7 @@ def test_an_update_says_why_and_holds_the_new_numbers(training):
 
 
 def test_ranks_have_one_digest_and_the_losses_of_the_first(tmp_path, monkeypatch):
-    """A parameter that differs on any rank is another number, and a loss of rank 0 alone is one."""
+    """A parameter counts on every rank, a loss only on rank 0."""
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def recorded(name, *, seeds):
@@ -237,14 +240,14 @@ UNEQUAL = {
     "fewer steps": (NUMBERS[:1], "", "2 steps in the lock, 1 step here"),
     "fewer losses": ([NUMBERS[0], "1: 0x1p+0 | bb"], "", "step 1: loss 0.5 in the lock, none here"),
     "no number": ([NUMBERS[0], "1: nan 0x1p-1 | bb"], "", "step 1: loss 1 in the lock, nan here"),
-    "the end": (NUMBERS, "cc", "other numbers at the end: other parameters or"),
+    "the end": (NUMBERS, "cc", "results differ at the end: other parameters or"),
     "nothing": (NUMBERS, "", ""),
 }
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
-def test_the_first_difference_is_said(name):
-    """It names the step and both values, with as many digits as it takes."""
+def test_the_first_difference_is_reported(name):
+    """The message names the step and both values, with enough digits to see the difference."""
     steps, end, expected = UNEQUAL[name]
     locked = Numbers.from_json({"steps": NUMBERS, "end": ""}, "a.lock")
     found = first_difference(locked, Numbers.from_json({"steps": steps, "end": end}, "b.lock"))
@@ -253,7 +256,7 @@ def test_the_first_difference_is_said(name):
     assert locked.to_json() == {"steps": NUMBERS, "end": ""}
 
 
-def test_steps_that_threads_end_in_any_order_are_not_locked(training):
+def test_a_run_whose_steps_end_in_several_threads_is_not_locked(training):
     """The number of a step is then chance: it says so, and writes nothing. One thread has one."""
     training.write({"train.py": THREADED.replace("(1, 2)", "(1,)")})
     assert training.lock()[0] == 0
@@ -262,7 +265,7 @@ def test_steps_that_threads_end_in_any_order_are_not_locked(training):
     status, out, err = training.lock()
 
     assert (status, out) == (2, "")
-    assert "several threads end steps, so it is chance which step has which numbers" in err
+    assert "several threads end steps, so the results of a step depend on their timing" in err
     assert not (training.folder / "repro.lock").exists()
 
 

@@ -1,4 +1,4 @@
-"""Where numbers differ it is found out who changed them, by running the code of the lock."""
+"""If results differ from a lock, running the locked code shows the cause."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ ENVIRONMENTS = {
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_changes_of_code_and_environment_are_told_apart(training, monkeypatch, environment):
-    """All of ten changes: the same, code, environment, or both; in other environments, of three."""
+def test_changes_of_code_and_environment_are_distinguished(training, monkeypatch, environment):
+    """Ten changes: none, code, environment, or both; three changes in other environments."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     training.lock()
     training.commit({"README.md": ""})
@@ -108,7 +108,7 @@ def _untracked(training):
 
 
 def _uncommitted(training):
-    """The commit of the lock's code is there, and the lock is committed nowhere."""
+    """The commit of the locked code exists, and the lock itself is not committed."""
     training.lock()
 
 
@@ -117,7 +117,7 @@ HISTORIES = (_same, _merge, _squash, _untracked, _uncommitted)
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda each: each.__name__.strip("_"))
 def test_the_commit_of_a_lock_is_found_by_its_content(training, history):
-    """Whatever became of the commit that the lock was written before, its code is found."""
+    """The locked code is found after squashes, rebases and merges of its commit."""
     history(training)
     (section,) = training.contents["machines"].values()
     training.change("model.py", "LR = 0.1", "LR = 0.2")
@@ -142,8 +142,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_code_of_a_lock_runs_as_it_was_started(training, monkeypatch, layout):
-    """Modules of the repository, the folder and absolute paths are those of the lock."""
+def test_the_locked_code_runs_with_its_own_modules_and_paths(training, monkeypatch, layout):
+    """Modules, the working directory and absolute paths belong to the locked code."""
     place, folder, python, script = LAYOUTS[layout]
     inside = training.folder / folder
     inside.mkdir(exist_ok=True)
@@ -219,7 +219,7 @@ def _writes_what_is_linked(training):
 
 
 def _with_submodule(training):
-    """Have the program read two files of a submodule, one of which git ignores there."""
+    """Let the program read two files of a submodule; git ignores one of them."""
     other = training.folder.parent / "other-repository"
     training.git("init", "-q", str(other))
     (other / "rate.txt").write_text("0.1")
@@ -245,17 +245,17 @@ def _submodule_not_there(training):
 CANNOT_TELL = {
     _no_git: "git finds no repository here",
     _nobody_has_it: "no commit here has the files of the lock",
-    _shallow: "a history is cut off; git fetch --unshallow",
+    _shallow: "the clone is shallow; git fetch --unshallow",
     _cannot_run: "cannot run here: ModuleNotFoundError: No module named 'gone'",
-    _reads_its_own_folder: "did not stay in its copy: it read",
+    _reads_its_own_folder: "did not stay in its checkout: it read",
     _writes_what_is_linked: "which is linked to your own",
-    _submodule_not_there: "the submodule sub is not there; git submodule update --init",
+    _submodule_not_there: "the submodule sub is not checked out; git submodule update --init",
 }
 
 
 @pytest.mark.parametrize("case", CANNOT_TELL, ids=lambda each: each.__name__.strip("_"))
-def test_what_cannot_be_told_is_said_with_the_reason(training, case):
-    """The numbers differ, so the status is 1; who changed them is unknown, and why stands there."""
+def test_an_unknown_cause_is_reported_with_the_reason(training, case):
+    """The results differ, so the status is 1; the cause is unknown, and a reason is given."""
     case(training)
     training.change("model.py", "(batch).tanh()", "(batch).relu()")
     status, said = training.check()
@@ -265,8 +265,8 @@ def test_what_cannot_be_told_is_said_with_the_reason(training, case):
 
 
 @pytest.mark.parametrize("change", ["the submodule", "model.py"])
-def test_the_code_of_a_lock_has_its_submodules(training, change):
-    """They are those of the commit that the commit of the lock names; what is ignored is linked."""
+def test_the_locked_code_has_its_submodules(training, change):
+    """Submodules have the commits that the locked commit names; ignored files are linked."""
     _with_submodule(training)
     if change == "the submodule":
         training.write({"sub/rate.txt": "0.2"})
@@ -282,8 +282,8 @@ def test_the_code_of_a_lock_has_its_submodules(training, change):
     assert (status, said["who"], said["why"]) == (1, "code", "")
 
 
-def test_who_is_said_in_words(training, monkeypatch):
-    """The answer names who, the line, and the likeliest part of the environment."""
+def test_the_cause_is_printed(training, monkeypatch):
+    """The answer names the cause, the line, and the likeliest difference of the environment."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     training.lock()
     training.commit()
@@ -293,8 +293,8 @@ def test_who_is_said_in_words(training, monkeypatch):
     training.change("model.py", "(batch).tanh()", "(batch).relu()")
     code = training.run("check", "repro.lock", "--", *COMMAND)[1].splitlines()
 
-    assert environment[0].startswith("other numbers from step 0: ")
-    assert environment[1].split(maxsplit=1)[1].startswith("the environment: the code of the lock")
+    assert environment[0].startswith("results differ from step 0: ")
+    assert environment[1].split(maxsplit=1)[1].startswith("the environment: the locked code")
     assert environment[2].strip().startswith("exported ATEN_CPU_CAPABILITY (not set -> default) is")
-    assert code[1].split(maxsplit=1)[1].startswith("your change: the code of the lock gives")
+    assert code[1].split(maxsplit=1)[1].startswith("your change: the locked code gives")
     assert code[2].split(maxsplit=1) == ["where", "model.py:15  Net  aten::relu, forward of step 0"]

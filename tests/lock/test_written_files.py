@@ -16,7 +16,7 @@ NEW = "the new lock\n"
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """Be in a hostile repository beside a file of the user; return that file."""
+    """Change to a hostile repository next to a file of the user; return that file."""
     own = tmp_path / "home" / "bashrc"
     own.parent.mkdir()
     own.write_text("the user's own\n")
@@ -28,8 +28,8 @@ def user(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("beside", [".repro.lock.new", ".repro.lock.tmp", ".repro.lock"])
-def test_a_link_beside_a_lock_leads_nowhere(user, beside):
-    """Whatever lies beside it, the lock alone is written."""
+def test_links_next_to_a_lock_are_not_followed(user, beside):
+    """Only the lock itself is written, despite the links next to it."""
     Path(beside).symlink_to(user)
     write_in_place(Path("repro.lock"), NEW)
 
@@ -41,7 +41,7 @@ def test_a_link_beside_a_lock_leads_nowhere(user, beside):
 
 
 def test_a_lock_that_is_a_link_out_of_its_repository_is_refused(user):
-    """With the link and its target, and nothing is written."""
+    """The message names the link and its target, and nothing is written."""
     Path("repro.lock").symlink_to(user)
 
     with pytest.raises(ProfileError, match=r"repro\.lock -> .*bashrc.*a link that leads out of"):
@@ -52,7 +52,7 @@ def test_a_lock_that_is_a_link_out_of_its_repository_is_refused(user):
 
 @pytest.mark.slow
 def test_no_command_writes_through_a_link_of_a_hostile_repository(user, execute):
-    """The page of a verdict is refused there, and the manifest of a run takes the link's place."""
+    """The page of a verdict is refused, and the manifest of a run replaces the link."""
     new = user.with_name("new")
     Path("repro.json").symlink_to(new)
     Path("page.html").symlink_to(user)
@@ -75,7 +75,7 @@ def test_a_lock_that_is_a_link_within_its_repository_stays_one(user):
     assert Path("locks/today.lock").read_text() == NEW
 
 
-def test_a_lock_goes_to_standard_output_wherever_that_leads(user, execute, tmp_path):
+def test_a_lock_can_be_written_to_standard_output(user, execute, tmp_path):
     """To a pipe, and to a file that a shell has opened."""
     write = "from pathlib import Path; from torchrepro.ground.writing import write_in_place; "
     write += f"write_in_place(Path('/dev/stdout'), {NEW!r})"
@@ -88,8 +88,8 @@ def test_a_lock_goes_to_standard_output_wherever_that_leads(user, execute, tmp_p
     assert (tmp_path / "out.lock").read_text() == NEW
 
 
-def test_files_are_written_where_no_file_can_be_locked(user, monkeypatch):
-    """As on a file system of a cluster that is mounted without locks."""
+def test_files_are_written_on_file_systems_without_file_locks(user, monkeypatch):
+    """For example on a cluster file system that is mounted without locks."""
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")

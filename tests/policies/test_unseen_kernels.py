@@ -118,5 +118,5 @@ def test_custom_ops_alone_do_not_count_as_effects_of_policies(
     announce_effects(replace(torchrepro.plan("seed-only").report, unseen=("mylab::foo",)))
 
     assert capsys.readouterr().err == (
-        "torchrepro: torch's deterministic flag cannot see: mylab::foo\n"
+        "torchrepro: torch's deterministic flag does not cover: mylab::foo\n"
     )

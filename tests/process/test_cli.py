@@ -67,7 +67,7 @@ def test_plan_changes_nothing(answer, command, world):
         row["knob"] for row in document["knobs"]
     ]
     assert sum(document["counts"].values()) == len(document["knobs"])
-    assert "would be in force" in table
+    assert "would be active" in table
 
 
 def _by_shell(text, names):

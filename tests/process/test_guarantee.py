@@ -1,4 +1,4 @@
-"""The manifest and the last line say what was held to the end, in jobs and runs."""
+"""The manifest and the last line of jobs and runs report the guarantee at the end."""
 
 import json
 
@@ -41,18 +41,18 @@ def lowered(report):
 
 
 @pytest.mark.parametrize("more", [(), ("repro.guard=none",), ("+leave=true",)])
-def test_the_manifest_of_a_job_that_did_not_hold_says_so(manifest_of, more):
-    """A flag that the task switches off is in the manifest at the end, however the task ends."""
+def test_the_manifest_of_a_job_records_a_violated_guarantee(manifest_of, more):
+    """A flag that the task switches off is in the final manifest, however the task ends."""
     stderr, report = manifest_of(OFF, "+repro=debug-strict", "repro.on_late=warn", *more)
 
     assert ALGORITHMS in lowered(report)
     assert ALGORITHMS in {drift["knob"] for drift in report["drift"]}
     assert report["guarantee"]["held"] == "seeded"
-    assert "in force" not in stderr.splitlines()[-1]
+    assert "is active" not in stderr.splitlines()[-1]
 
 
-def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, fork_under):
-    """A job that names the profile of its `run` completes the manifest; one line tells of it."""
+def test_under_run_the_last_line_and_the_manifest_report_the_violation(manifest_of, fork_under):
+    """A job that names the profile of its `run` completes the manifest; one line reports it."""
 
     def run(*words):
         return fork_under("debug-strict", *words)
@@ -62,13 +62,13 @@ def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, fork_under
 
     assert HASH_SEED not in lowered(report)
     assert ALGORITHMS in lowered(report)
-    assert "is in force" in headline
-    assert "in force" not in last
+    assert "is active" in headline
+    assert "is active" not in last
     assert stderr.count("at the end") == 1
 
 
-def test_a_copy_of_a_run_says_nothing_of_the_end(fork_under):
-    """A forked child that does with its flags what it likes and exits is no end of the run."""
+def test_a_fork_of_a_run_does_not_announce_its_end(fork_under):
+    """A forked child may change its flags and exit: that does not count as the end of the run."""
     code = (
         "import os, sys, torch\n"
         "if os.fork() == 0:\n"

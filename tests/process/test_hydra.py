@@ -81,7 +81,7 @@ def test_applied_before_the_task_and_undone_after_it(app, run_python):
     ) == (True, True, False, 7)
     assert task["env"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert ended.before == ended.after
-    assert "debug-strict is in force: repeatable, except" in ended.stderr
+    assert "debug-strict is active: repeatable, except" in ended.stderr
 
 
 def test_jobs_of_a_sweep_start_from_a_clean_state(app):

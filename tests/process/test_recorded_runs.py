@@ -34,7 +34,7 @@ def record(write, fork_under):
 
 @pytest.fixture
 def browser(tmp_path):
-    """A browser: a program that notes the address that it is to show."""
+    """A browser: a program that writes the address that it should show to a file."""
     path = tmp_path / "browser"
     path.write_text('#!/bin/sh\nprintf "%s" "$1" > shown\n', encoding="utf-8")
     path.chmod(0o755)
@@ -45,7 +45,7 @@ def browser(tmp_path):
 def test_two_recorded_runs_compare(torchrepro, command, answer, record, browser, tmp_path):
     """The same run twice is the same with status 0; another one differs with status 1.
 
-    The page is shown where there is a browser, and otherwise it is said where it is.
+    The page is opened in a browser if there is one; otherwise its path is printed.
     """
     for folder, words in (("a", ()), ("b", ()), ("c", ("fault",))):
         done = record(folder, *words)
@@ -77,7 +77,7 @@ def test_two_recorded_runs_compare(torchrepro, command, answer, record, browser,
 
 @pytest.mark.slow
 def test_verify_runs_and_compares(torchrepro, record, browser, tmp_path):
-    """`verify` answers on standard output alone, and what the program says is not in it."""
+    """Standard output of `verify` has only its answer, without the output of the program."""
     words = ("./plain.yaml", "--json", "--open", "--", sys.executable, "train.py")
     done = torchrepro("verify", *words, env={"BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)})
     (page,) = tmp_path.glob("torchrepro-*.html")
@@ -91,7 +91,7 @@ def test_verify_runs_and_compares(torchrepro, record, browser, tmp_path):
 
 @pytest.mark.slow
 def test_recording_needs_no_profile_in_the_program(record, command, tmp_path):
-    """Another level is recorded of an unchanged program, and equal runs compare."""
+    """An unchanged program is recorded at another level, and equal runs compare as the same."""
     for side in ("a", "b"):
         assert record(side, options=("--level", "module")).returncode == 0
     assert command("compare", tmp_path / "a", tmp_path / "b")[0] == 0

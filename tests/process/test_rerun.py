@@ -33,10 +33,10 @@ def manifest_in(folder):
     return json.loads((folder / "repro.json").read_text(encoding="utf-8"))
 
 
-def test_one_job_of_a_sweep_is_run_again_alone(little, fork_torchrepro, write, tmp_path):
-    """A job has its overrides, number and profile of then, though the profile's file has changed.
+def test_one_job_of_a_sweep_can_be_rerun_alone(little, fork_torchrepro, write, tmp_path):
+    """The job has its original overrides, number and profile, though the profile file changed.
 
-    The run of then stays as it is, also where its folder was given.
+    The original run is unchanged, even if its folder was fixed in the config.
     """
     write({"conf/repro/ours.yaml": OURS.format(21)})
     config = "size: 0\nhydra: {run: {dir: fixed}}\n"
@@ -60,8 +60,8 @@ def test_one_job_of_a_sweep_is_run_again_alone(little, fork_torchrepro, write, t
 
 
 @pytest.mark.slow
-def test_a_command_under_run_is_run_again(torchrepro, write, tmp_path):
-    """A plain program computes the same numbers again and its status is passed on."""
+def test_rerun_repeats_a_command_under_run(torchrepro, write, tmp_path):
+    """A plain program computes the same results again, and its exit status is passed on."""
     program = write({"train.py": TRAIN})
     words = ("--log-to", "runs/a", "--", "python", program.name, "--lr", "0.1")
     then = torchrepro("run", "seed-only", "seed=9", *words)
@@ -77,10 +77,10 @@ def test_a_command_under_run_is_run_again(torchrepro, write, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_name_that_nobody_gave_then_means_what_it_says(little, fork_torchrepro, write, tmp_path):
-    """Below a repeated `run` a name of then is the profile of then; another name has to agree.
+def test_only_original_names_mean_the_original_profile(little, fork_torchrepro, write, tmp_path):
+    """Below a rerun, an original name means the original profile; another name has to agree.
 
-    A name of then is one on the command line or in the app's config.
+    Original names are on the command line or in the app's config.
     """
     write({"conf/repro/ours.yaml": OURS.format(41)})
     run = ("run", "./conf/repro/ours.yaml", "--log-to", "a", "--", "python")
@@ -98,8 +98,8 @@ def test_a_name_that_nobody_gave_then_means_what_it_says(little, fork_torchrepro
     assert "asks for 'seed-only', which differs in" in other.stderr
 
 
-def test_a_profile_in_code_is_that_of_then(fork_torchrepro, fork_python, write, tmp_path):
-    """`apply` of a file that is gone applies what it held then; the old manifest stays."""
+def test_rerun_applies_the_original_profile_in_code(fork_torchrepro, fork_python, write, tmp_path):
+    """`apply` of a deleted file applies its original contents; the old manifest stays."""
     write({"ours.yaml": OURS.format(31)})
     then = fork_python(write({"train.py": IN_CODE}), "--lr", "1")
     before = (tmp_path / "runs/code/repro.json").read_bytes()
@@ -115,7 +115,7 @@ def test_a_profile_in_code_is_that_of_then(fork_torchrepro, fork_python, write, 
 
 @pytest.fixture
 def earlier(clean_process, tmp_path, monkeypatch):
-    """The manifest of a run of train.py, with some of its parts as they are given."""
+    """The manifest of a run of train.py, with some values replaced."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("", encoding="utf-8")
     with package.apply("seed-only"):
@@ -156,15 +156,16 @@ BAD = {
     "overrides": ({}, "takes one folder and no overrides", "run", "seed=3"),
     "a program, not a folder": ({}, "name the folder of a run", "train.py"),
     "a program that never was": ({}, "there is no other.py in ", "run", "--", "python", "other.py"),
-    "half a manifest": ({}, "not the manifest of a run: it is cut or damaged", "half"),
+    "half a manifest": ({}, "not the manifest of a run: it is truncated or damaged", "half"),
 }
-"""Parts of a manifest, what is said of it, and the words of the request, if they are others."""
+"""Replaced values of a manifest, the expected message, and other arguments of the command."""
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_run_again_is_refused(command, earlier, case):
-    """A manifest that is damaged, newer or not enough, or a wrong request, ends with status 2 and
-    says what to do. Nobody who has no lock is told of locks.
+def test_a_run_that_cannot_be_repeated_is_refused(command, earlier, case):
+    """A damaged, newer or incomplete manifest, or a wrong request, ends with status 2 and a hint.
+
+    Messages mention locks only for locks.
     """
     parts, said, *words = BAD[case]
     text = json.dumps(earlier(**parts))
@@ -179,9 +180,9 @@ def test_what_cannot_be_run_again_is_refused(command, earlier, case):
 
 
 def test_hidden_arguments_are_named(command, earlier):
-    """A command with hidden arguments is refused by their options; with the whole it would start.
+    """A command with hidden arguments is refused and names them; the whole command would start.
 
-    What is given is shown without its secret.
+    The explicit command is shown without its secret.
     """
     earlier(started={"command": ["python", "train.py", "--api-key", HIDDEN, f"name={HIDDEN}"]})
     status, _, err = command("rerun", "run")
@@ -195,8 +196,8 @@ def test_hidden_arguments_are_named(command, earlier):
     assert json.loads(out)["command"] == [*whole[:3], HIDDEN, HIDDEN]
 
 
-def test_what_differs_is_said_and_forbidden_if_asked(command, earlier):
-    """A difference that may change numbers is named; with --strict it forbids the start."""
+def test_differences_are_reported_and_forbidden_with_strict(command, earlier):
+    """A difference that may change results is reported; with --strict it forbids the start."""
     its = earlier()
     same = json.loads(command("rerun", "run", "--json")[1])
     earlier(versions={**its["versions"], "torch": "1.0.0"})

@@ -84,10 +84,10 @@ def last(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_a_command_that_starts_no_python_has_the_variables_alone_and_is_told_so(torchrepro):
-    """It has variables from its start, and one line at its end says that no Python took the rest.
+def test_a_command_without_python_gets_only_the_variables_and_a_warning(torchrepro):
+    """It gets the variables, and one line at its end reports that no Python applied the rest.
 
-    A shell that starts a Python hears nothing.
+    A shell that starts a Python gets no warning.
     """
     names = ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
     result = torchrepro("run", "debug-strict", "--", "printenv", *names)
@@ -100,10 +100,10 @@ def test_a_command_that_starts_no_python_has_the_variables_alone_and_is_told_so(
 
 
 @pytest.mark.parametrize("arguments", [*WAYS.values(), None], ids=[*WAYS, "console script"])
-def test_in_force_however_python_is_started(
+def test_the_profile_is_active_however_python_is_started(
     programs, under, torchrepro, script, run_python, arguments
 ):
-    """The profile is in force in every way to start a Python program.
+    """The profile is active in every way to start a Python program.
 
     A script that names its Python in its first line is one of them.
     """
@@ -117,8 +117,8 @@ def test_in_force_however_python_is_started(
 
 
 @pytest.mark.slow
-def test_equal_seeds_draw_equal_numbers(programs, under):
-    """Two runs draw the same numbers from random, numpy and torch; another seed others."""
+def test_equal_seeds_draw_equal_random_numbers(programs, under):
+    """Two runs draw the same random numbers from random, numpy and torch; another seed others."""
     first = last(under("debug-strict", "numbers_.py"))
     second = last(under("debug-strict", "numbers_.py"))
     other = last(under(["debug-strict", "seed=5"], "numbers_.py"))
@@ -130,7 +130,7 @@ def test_equal_seeds_draw_equal_numbers(programs, under):
 
 @pytest.mark.slow
 def test_spawned_workers_and_children_compute_under_the_profile(programs, under):
-    """Flags and generators are in a worker and in a child what they are in the program itself."""
+    """Flags and generators of a worker and a child process equal those of the program."""
     worker, child, own = last(under("debug-strict", "workers.py"))
 
     assert own == worker == child
@@ -138,7 +138,7 @@ def test_spawned_workers_and_children_compute_under_the_profile(programs, under)
 
 
 @pytest.mark.slow
-def test_in_force_under_torchrun(programs, under):
+def test_the_profile_is_active_in_every_rank_of_torchrun(programs, under):
     """Every rank that torchrun starts is under the profile."""
     result = under(
         "debug-strict",
@@ -203,7 +203,7 @@ def test_a_child_without_torchrepro_is_told_of_it_if_it_imports_torch(
 def test_only_a_seed_is_loaded_for_a_program_without_torch(run_python, under):
     """A program without torch loads three of our modules with their packages, and little else.
 
-    It hears nothing from us.
+    It prints nothing from torchrepro.
     """
     source = "import random, sys, json; print(json.dumps(sorted(sys.modules)))"
     ended = under("debug-strict", "-c", source)
@@ -219,8 +219,8 @@ def test_only_a_seed_is_loaded_for_a_program_without_torch(run_python, under):
 
 
 @pytest.mark.slow
-def test_numbers_go_on_where_torch_is_imported(under):
-    """Importing torch later gives no generator its seed a second time, and the report has it."""
+def test_importing_torch_does_not_seed_generators_again(under):
+    """Importing torch later seeds no generator a second time, and the report lists the seeds."""
     source = """
 import json, random, numpy
 drawn = [random.random(), numpy.random.rand()]
@@ -248,7 +248,7 @@ def test_an_interrupt_while_python_starts_is_an_interrupt(write, under):
 
 
 def test_the_status_of_the_command_is_passed_on(torchrepro):
-    """The exit status of the command is that of run, and so is its death by a signal."""
+    """`run` ends with the exit status or the signal of the command."""
     exited = torchrepro("run", "seed-only", "--", "sh", "-c", "exit 7")
     killed = torchrepro("run", "seed-only", "--", "sh", "-c", "kill -TERM $$")
 
@@ -256,7 +256,7 @@ def test_the_status_of_the_command_is_passed_on(torchrepro):
 
 
 def test_standard_streams_reach_the_command(torchrepro):
-    """What is piped in and what follows `--`, options too, belongs to the command."""
+    """Piped input and all arguments after `--`, including options, reach the command."""
     result = torchrepro(
         "run", "seed-only", "--", "sh", "-c", 'cat; echo "$@"', "x", "--", "--json", stdin="in\n"
     )
@@ -277,20 +277,20 @@ print(json.dumps({r.knob: r.before for r in rows if isinstance(r.before, int)}))
 """
 
 
-def test_a_profile_in_code_says_what_it_replaces(write, fork_under):
-    """`apply` wins over `run`, and one line says in which keys; of the same profile nothing."""
+def test_apply_under_run_reports_the_keys_that_it_overrides(write, fork_under):
+    """`apply` overrides `run`, and one line names the keys; the same profile prints nothing."""
     path = write({"again.py": AGAIN})
     other = fork_under(["seed-only", "seed=8"], path)
     same = fork_under("seed-only", path)
-    said = "goes before `torchrepro run seed-only`, while it is in force: seed is 1234 instead of 8"
+    said = "overrides `torchrepro run seed-only` while it is active: seed is 1234 instead of 8"
 
     assert other.stdout == same.stdout == "1234\n1234\n"
     assert other.stderr.count(said) == 1, other.stderr
     assert "goes before" not in same.stderr
 
 
-def test_a_profile_in_code_is_reported_against_the_one_around_it(fork_under):
-    """What a seed was before is what the run has set, though that begins with the same call."""
+def test_the_report_of_apply_under_run_starts_from_the_values_of_run(fork_under):
+    """The value of a seed before `apply` is the seed of the run, even if one call sets both."""
     ended = fork_under(["seed-only", "seed=8"], "-c", REPORT)
 
     assert last(ended) == {"seed.streams": 8, "seed.libraries": 8, "seed.torch": 8}
@@ -307,8 +307,8 @@ print(json.dumps([late, inside, [torchrepro.stream(name).seed for name in "ab"]]
 
 
 @pytest.mark.slow
-def test_a_profile_in_code_is_inside_of_the_run_before_torch_is_imported(under):
-    """Its streams hold while it is in force, those of the run after it, and nothing is late."""
+def test_apply_under_run_ends_with_its_block_before_torch_is_imported(under):
+    """Its streams are used while it is active, then the streams of the run; no knob is late."""
     ended = under(["seed-only", "streams.b=4"], "-c", INSIDE)
     inside = [streams.derive("a", 7).seed, streams.derive("b", 8).seed]
     after = [streams.derive("a", 1234).seed, streams.derive("b", 4).seed]
@@ -316,8 +316,8 @@ def test_a_profile_in_code_is_inside_of_the_run_before_torch_is_imported(under):
     assert last(ended) == [[], inside, after], ended.stderr
 
 
-def test_a_run_inside_a_run_asks_for_the_same_profile(programs, torchrepro):
-    """Inside of a run another profile ends with status 3; the same one changes nothing."""
+def test_a_nested_run_must_use_the_same_profile(programs, torchrepro):
+    """Inside of a run, another profile ends with status 3; the same profile changes nothing."""
     tool = Path(sys.executable).parent / "torchrepro"
     command = ["--", sys.executable, "probe.py"]
     same = torchrepro(

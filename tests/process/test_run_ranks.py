@@ -51,7 +51,7 @@ DISTINCT = ["seed-only", "ranks=distinct"]
 
 @pytest.fixture
 def drawn(fork_under):
-    """Return what a program draws from each generator as this rank of two, or as no rank."""
+    """Return the draws of a program from each generator, as one of two ranks or without ranks."""
 
     def drawn(words, rank=None):
         place = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2"}
@@ -63,10 +63,10 @@ def drawn(fork_under):
 
 
 @pytest.mark.slow
-def test_ranks_draw_differently_or_alike_as_they_are_to(drawn):
+def test_ranks_draw_distinct_or_equal_random_numbers_as_requested(drawn):
     """With `ranks=distinct` each generator differs between ranks; rank 0's is as without ranks.
 
-    With `ranks=same` every generator starts alike on all ranks.
+    With `ranks=same` every generator starts in the same state on all ranks.
     """
     first, second = drawn(DISTINCT, 0), drawn(DISTINCT, 1)
 
@@ -77,8 +77,8 @@ def test_ranks_draw_differently_or_alike_as_they_are_to(drawn):
 
 
 @pytest.mark.slow
-def test_a_program_may_put_a_profile_in_force_before_it_imports_anything(fork_under):
-    """Where ranks differ, the profile of the run begins first, whoever has imported random."""
+def test_a_program_may_apply_a_profile_before_it_imports_anything(fork_under):
+    """If ranks differ, the profile of the run is applied first, even if random is imported."""
     apply = "import torchrepro; print(torchrepro.apply('seed-only').report.profile)"
     ended = fork_under(DISTINCT, "-c", apply, env={"RANK": "1", "WORLD_SIZE": "2"})
 
@@ -87,8 +87,8 @@ def test_a_program_may_put_a_profile_in_force_before_it_imports_anything(fork_un
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_seeding_call_in_a_worker_is_told(under, write, start):
-    """A dataset that seeds a generator in workers is told with its line, once in all epochs."""
+def test_a_seeding_call_in_a_worker_is_reported(under, write, start):
+    """A dataset that seeds a generator in workers is reported with its line, once in all epochs."""
     program = write({"seeding.py": WORKER})
     ended = under("seed-only", "seeding.py", start)
 
@@ -100,8 +100,8 @@ def test_a_seeding_call_in_a_worker_is_told(under, write, start):
 
 
 @pytest.mark.slow
-def test_a_seeder_that_fails_fails_no_import(fork_under, write):
-    """A library is imported whole though its seeder raises, and standard error says which."""
+def test_a_failing_seeder_does_not_break_the_import(fork_under, write):
+    """The import of a library succeeds though its seeder raises, and standard error names it."""
     write({"frail.py": "WHOLE = 'whole'\n", "program.py": LIBRARY})
     ended = fork_under("seed-only", "program.py")
 
@@ -113,8 +113,8 @@ def test_a_seeder_that_fails_fails_no_import(fork_under, write):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("named", "is_told"), [("spilt", True), ("split", False)])
-def test_a_stream_that_nobody_draws_from_is_told(hydra_app, fork_python, named, is_told):
-    """A stream named in a profile that no program draws from is told, with the one it may mean."""
+def test_an_unused_stream_is_reported(hydra_app, fork_python, named, is_told):
+    """A stream of a profile that the program does not use is reported, with a near match."""
     hydra_app(SPLIT, None)
     ended = fork_python("app.py", "+repro=seed-only", f"+repro.streams.{named}=3")
 

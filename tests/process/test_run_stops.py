@@ -22,7 +22,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
     ],
 )
 @pytest.mark.usefixtures("clean_process")
-def test_a_python_that_would_not_listen_is_not_started(command, wrapper, options):
+def test_a_python_that_ignores_our_variables_is_not_started(command, wrapper, options):
     """Options of Python that keep a profile out, behind a wrapper too, and wrappers that drop our
     variables end with status 3 before the command starts.
     """
@@ -37,7 +37,7 @@ def test_a_python_that_would_not_listen_is_not_started(command, wrapper, options
 @pytest.mark.parametrize("option", ["-I", "-sE"])
 @pytest.mark.usefixtures("clean_process")
 def test_an_isolated_console_script_is_not_started(tmp_path, script, command, option):
-    """A script whose first line keeps a profile out ends with status 3 before it starts."""
+    """A script is not started, with status 3, if its shebang isolates Python from the profile."""
     tool = script(f"#!{sys.executable} {option}")
 
     assert command("run", "seed-only", "--", tool)[0] == 3
@@ -57,7 +57,7 @@ def test_a_python_without_torchrepro_is_not_started(bare, tmp_path, script, comm
     assert not (tmp_path / "started").exists()
 
 
-def test_a_python_elsewhere_that_has_torchrepro_is_started(bare, script, torchrepro):
+def test_a_python_of_another_environment_with_torchrepro_is_started(bare, script, torchrepro):
     """A Python of another virtual environment is started if torchrepro can be imported there."""
     source = Path(repro.__file__).parents[1]
     result = torchrepro("run", "seed-only", "--", script(f"#!{bare}"), env={"PYTHONPATH": source})
@@ -66,7 +66,7 @@ def test_a_python_elsewhere_that_has_torchrepro_is_started(bare, script, torchre
     assert json.loads(result.stdout)[0] == random.Random(1234).random()
 
 
-def test_a_file_that_cannot_be_started_is_told(write, torchrepro, tmp_path):
+def test_a_file_that_cannot_be_started_is_reported(write, torchrepro, tmp_path):
     """A file that the system cannot start ends with status 2 and one message."""
     write({"no-shebang": "\0 nothing to run\n"}).chmod(0o755)
     result = torchrepro("run", "seed-only", "--", tmp_path / "no-shebang")
@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_started_is_told(write, torchrepro, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["timeout", "300", "echo"], ["nice", "echo"], ["env", "echo"]])
-def test_a_wrapped_command_that_is_no_python_is_started(torchrepro, words):
+def test_a_wrapped_command_other_than_python_is_started(torchrepro, words):
     """Words that only look like an isolated Python stop no command."""
     done = torchrepro("run", "seed-only", "--", *words, "python", "-E")
 
@@ -120,8 +120,8 @@ OVERRIDDEN = ("train-fast", f'env.{CUBLAS}=":4096:8"')
         (["debug-strict"], both := {CUBLAS: ":16:8", "PYTHONHASHSEED": "42"}, both),  # as good
     ],
 )
-def test_a_variable_of_the_users_own_is_kept(torchrepro, profile, exported, kept):
-    """A profile that is not strict keeps any value, a strict one what serves it as well."""
+def test_an_exported_variable_is_kept(torchrepro, profile, exported, kept):
+    """A profile that is not strict keeps any value; a strict one keeps equivalent values."""
     result = torchrepro("run", *profile, "--", "printenv", *kept, env=exported)
 
     assert (result.returncode, result.stdout.split()) == (0, [*kept.values()])

@@ -11,11 +11,11 @@ from torchrepro.doctor import examine
 from torchrepro.profile.load import resolve
 from torchrepro.reporting.process_state import absent_hardware
 
-HELD = "torchrepro: debug-strict (repeatable) is in force: "
+HELD = "torchrepro: debug-strict (repeatable) is active: "
 LOWERED = "except the kernels of compiled code"
 """What a torch says whose inductor has no deterministic mode."""
 
-HEAD = "torchrepro: seed-only (seeded) is in force: "
+HEAD = "torchrepro: seed-only (seeded) is active: "
 SAYS = {
     (): "line",
     (("TORCHREPRO_VERBOSE", "1"),): "table",
@@ -74,7 +74,7 @@ def test_quiet_says_a_lowered_guarantee(little):
 def test_a_sweep_says_once_what_its_jobs_share(little):
     """Jobs of a sweep that have the same profile are announced together, others by themselves."""
     done = little("-m", "+repro=seed-only", "repro.seed=1,2", "+n=1,2,3")
-    said = [line for line in done.stderr.splitlines() if "is in force" in line]
+    said = [line for line in done.stderr.splitlines() if "is active" in line]
 
     assert len(done.tasks) == 6
     assert len(said) == 2

@@ -1,10 +1,10 @@
-"""Who changed the numbers of a command, between a lock and now.
+"""Attribution: find the reason why the results of a command differ from its lock.
 
-That is found out by experiment. The code of the lock runs in today's environment, in a copy of
-its commit. Where it has the numbers of the lock, the change is in the code: old and new code, both
-recorded today, show where. Where it has other numbers, something besides the code has changed. That
-is the environment only where what the lock holds of it differs, and nothing else that the run
-depended on is known to differ; otherwise nobody can tell.
+An experiment decides. The locked code runs in today's environment, in a checkout of its commit.
+If it reproduces the locked results, the code is the cause: old and new code, both recorded today,
+show the first op that differs. Otherwise something else has changed. The environment is the cause
+only if it differs from the lock and no other known dependency of the run does; in all other cases
+the cause is unknown.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from torchrepro.ground.messages import printable, some
 from torchrepro.ground.redaction import shareable
 from torchrepro.lock.diff import ENFORCED, Impact, change
 from torchrepro.lock.file_notes import READ, WRITTEN, is_of_cache, noted
-from torchrepro.lock.lock_file import (
-    CheckResult,
-    is_relative_path,
-)
+from torchrepro.lock.lock_file import CheckResult, is_relative_path
 from torchrepro.lock.locked_results import Numbers, first_difference, numbers_of
 from torchrepro.lock.repository import (
     FAILED,
@@ -43,9 +40,7 @@ from torchrepro.lock.repository import (
     write_commit,
     write_files,
 )
-from torchrepro.manifest.contents import (
-    secrets_here,
-)
+from torchrepro.manifest.contents import secrets_here
 from torchrepro.profile.load import resolve
 from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.trace.request import LEVELS, RecordingRequest
@@ -66,16 +61,16 @@ _QUOTED = re.compile("'([^']+)'")
 
 class Recorded(NamedTuple):
     run: Run
-    files: Path  # what it noted of its files
+    files: Path  # the log of the files that the run used, see `file_notes`
     began: float
 
 
 @dataclass(frozen=True, slots=True)
 class LockedCommand:
-    """What is run for its numbers: they stand in the lock, and `check` takes them from there."""
+    """The command of a lock, with the steps whose results are locked."""
 
     command: tuple[str, ...]
-    folder: Path  # where it is started
+    folder: Path  # the working directory
     root: Path | None  # the root of its repository
     steps: tuple[int, int] | None = None
     every: int = 1
@@ -88,12 +83,12 @@ class LockedCommand:
         return cls(tuple(command), folder, repository_root(folder), steps, every)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a lock holds it: the interpreter's path is not part of the command."""
+        """Return the command as a lock stores it, without the path of the interpreter."""
         words = shareable(self.command, secrets_here())
-        inside = self.folder.relative_to(self.root) if self.root else Path()
+        folder = self.folder.relative_to(self.root) if self.root else Path()
         return {
             "command": [*(["python"] if is_python(words[0]) else words[:1]), *words[1:]],
-            "folder": inside.as_posix(),
+            "folder": folder.as_posix(),
             "steps": list(self.steps) if self.steps else None,
             "every": self.every,
         }
@@ -103,7 +98,7 @@ class LockedCommand:
         return Runner(self.command, output, request, None, say, meanwhile)
 
     def run(self, runner: Runner, resolved: ResolvedProfile, name: str) -> Recorded:
-        """Run it once; raises what `Runner.run` does."""
+        """Run the command once; raises as `Runner.run` does."""
         files, began = runner.folder / f"{name}.files", time.time()
         noting = RunEnvironment()
         if self.root is not None:
@@ -111,117 +106,130 @@ class LockedCommand:
         run = runner.run(resolved, name, noting)
         return Recorded(run, files, began)
 
-    def left_before(self, its: Recorded) -> list[str]:
-        """Return the files without git that a run read, or failed for, as it had found them.
+    def left_before(self, recorded: Recorded) -> list[str]:
+        """Return the untracked files that are older than a run and that it read, newest first.
 
-        Earlier runs may have left them. The newest comes first.
+        Earlier runs may have left them behind. For a failed run, these are the existing files that
+        its last line names.
         """
-        found = [(use.changed, Path(use.path)) for use in noted(its.files) if use.kind == READ]
-        found = [each for each in found if self.root in each[1].parents]
-        if its.run.status:
-            named = map(Path, _QUOTED.findall("".join(last_lines(its.run, 1))))
-            found = [(path.stat().st_mtime_ns, path) for path in named if path.exists()]
+        uses = (use for use in noted(recorded.files) if use.kind == READ)
+        paths = [(use.changed, Path(use.path)) for use in uses]
+        paths = [(changed, path) for changed, path in paths if self.root in path.parents]
+        if recorded.run.status:
+            named = map(Path, _QUOTED.findall("".join(last_lines(recorded.run, 1))))
+            paths = [(path.stat().st_mtime_ns, path) for path in named if path.exists()]
         tracked: set[Path] = set()
         if self.root is not None:
             with suppress(*FAILED):
                 tracked = {self.root / name for name in names_by_git(self.root, "ls-files", "-z")}
-        old = {each for each in found if each[0] / 1e9 < its.began and each[1] not in tracked}
+        old = {
+            (changed, path)
+            for changed, path in paths
+            if changed / 1e9 < recorded.began and path not in tracked
+        }
         return [from_here(str(path)) for _, path in sorted(old, reverse=True)]
 
-    def besides(
-        self, its: Recorded, files: Set[str], held: Dependencies | None = None
+    def dependencies(
+        self, recorded: Recorded, files: Set[str], locked: Dependencies | None = None
     ) -> Dependencies:
-        """Return what a run depended on besides `files`, and how what is `held` is now."""
-        return Dependencies.of(self.root or Path(), its.files, its.began, files, held)
+        """Return the dependencies of a run except `files`, and today's state of `locked` ones."""
+        root = self.root or Path()
+        return Dependencies.of(root, recorded.files, recorded.began, files, locked)
 
-    def files_of(self, its: Recorded, resolved: ResolvedProfile) -> FilesRead:
-        """Return the files that a run read; raises `CopyError` where that cannot be known."""
+    def files_of(self, recorded: Recorded, resolved: ResolvedProfile) -> FilesRead:
+        """Return the files that a run read; raises `CopyError` if they cannot be determined."""
         if self.root is None:
             raise CopyError("git finds no repository here")
         words = [Path(word) for word in self.command]
-        origins = (each.to_json()["set_by"] for each in resolved.origins.values())
-        profiles = [Path(origin.rpartition(":")[0]) for origin in origins]
-        return files_read(self.root, its.files, its.began, [*words, *profiles])
+        origins = (origin.to_json()["set_by"] for origin in resolved.origins.values())
+        profiles = [Path(source.rpartition(":")[0]) for source in origins]
+        return files_read(self.root, recorded.files, recorded.began, [*words, *profiles])
 
 
 CODE, ENVIRONMENT, BOTH, UNKNOWN = "code", "environment", "both", "unknown"
 WORDS: Mapping[str, str] = {
-    CODE: "your change: the code of the lock gives the lock's numbers here",
-    ENVIRONMENT: "the environment: the code of the lock gives other numbers here too",
-    BOTH: "both: the code of the lock gives other numbers here, and yours gives others again",
+    CODE: "your change: the locked code gives the locked results here",
+    ENVIRONMENT: "the environment: the locked code gives different results here too",
+    BOTH: "both: the locked code gives different results here, and your code differs from both",
     UNKNOWN: "cannot tell",
 }
 _OF_PROFILE = ("profile", "asked", "guarantee", "packs", "knobs")
-"""Sections that differ where a profile does, and the code of the lock had its own."""
+"""Sections that differ only because the profile differs: the locked code ran with its own."""
 
-_NOT_HELD = (
-    "the lock does not hold all files outside of git, nor the values of variables that are not of "
-    "a library that computes"
+_NOT_LOCKED = (
+    "the lock does not record all files outside of git, and variable values only for numerical "
+    "libraries"
 )
 _LARGEST = 2 * 10**9  # bytes of a recording op by op
 
 
 @dataclass(frozen=True, slots=True)
 class Who:
+    """The cause of a difference between the results of a lock and of a run."""
+
     who: str  # ``code``, ``environment``, ``both`` or ``unknown``
-    why: str = ""  # why nobody can tell
-    suspects: tuple[Difference, ...] = ()  # what differs in the environment, the likeliest first
+    why: str = ""  # why the cause is unknown
+    suspects: tuple[Difference, ...] = ()  # differences of the environment, the likeliest first
     where: Divergence | None = None
-    """The first op that old and new code, both recorded today, compute otherwise."""
+    """The first op whose results differ between old and new code, both recorded today."""
 
     @property
     def rows(self) -> Iterator[tuple[str, str]]:
-        yield "who", f"{WORDS[self.who]}: {self.why}" if self.why else WORDS[self.who]
+        yield "cause", f"{WORDS[self.who]}: {self.why}" if self.why else WORDS[self.who]
         if self.suspects:
-            first, *others = map(change, self.suspects)
-            then = f" (then: {some(others)})" if others else ""
-            is_known = self.who != UNKNOWN
-            yield "", f"{first} is the likeliest{then}" if is_known else f"{first} differs{then}"
+            likeliest, *further = map(change, self.suspects)
+            then = f" (then: {some(further)})" if further else ""
+            verb = "differs" if self.who == UNKNOWN else "is the likeliest"
+            yield "", f"{likeliest} {verb}{then}"
         if self.where is not None:
-            its = self.where
-            what = "  ".join(filter(None, (from_here(its.source), its.module, its.op)))
-            when = moment(its.step, after_last=its.after_last)
-            phase = f"{its.phase} of " if its.phase and when else ""
-            yield "where", printable(f"{what}, {phase}{when.removeprefix('at ')}" if when else what)
+            divergence = self.where
+            source = from_here(divergence.source)
+            text = "  ".join(filter(None, (source, divergence.module, divergence.op)))
+            if when := moment(divergence.step, after_last=divergence.after_last):
+                phase = f"{divergence.phase} of " if divergence.phase else ""
+                text = f"{text}, {phase}{when.removeprefix('at ')}"
+            yield "where", printable(text)
 
     def to_json(self) -> dict[str, Any]:
-        its = self.where
+        divergence = self.where
         names = ("rank", "step", "phase", "module", "op", "source")
         return {
             "who": self.who,
             "why": self.why,
-            "suspects": [each.to_json("locked", "here") for each in self.suspects],
-            "where": its and {name: getattr(its, name) for name in names},
+            "suspects": [suspect.to_json("locked", "here") for suspect in self.suspects],
+            "where": divergence and {name: getattr(divergence, name) for name in names},
         }
 
 
 @dataclass
 class Experiment:
-    path: Path
+    """Runs of the locked code, to find the cause of results that differ from the lock."""
+
+    path: Path  # of the lock
     contents: Mapping[str, Any]
     locked: Numbers
     here: Numbers
     settings: CheckResult
     asked: LockedCommand
-    now: Recorded  # the run that has the numbers `here`
+    now: Recorded  # the run with the results `here`
     runner: Runner
     root: Path = field(init=False)
-    ignored: tuple[str, ...] = ()  # files that git ignores and that a run needs
-    untracked: tuple[str, ...] = ()  # those that the copy of a commit has as well
+    ignored: tuple[str, ...] = ()  # files that git ignores and that a run reads
+    untracked: tuple[str, ...] = ()  # untracked files, which are added to the checkout
 
     def who_changed(self) -> Who:
-        """Return who changed the numbers between the lock and now.
+        """Return the cause of the difference between the results of the lock and of the run.
 
-        Raises `CopyError`, and what `Runner.run` and `numbers_of` do, where nobody can tell.
+        Raises `CopyError` if the experiment is not possible, and as `Runner.run` and `numbers_of`.
         """
         if self.asked.root is None or self.settings.resolved is None:
             raise CopyError("git finds no repository here")
         if self.contents["seal"] != self.contents["true_seal"]:
-            raise CopyError("the lock was edited by hand, so its numbers may be those of no run")
+            raise CopyError("the lock was edited by hand, so its results may not be from a run")
         self.root, files = self.asked.root, self.contents.get("files")
         if files is None:
             why = self.contents.get("no_files", "")
-            raise CopyError(f"the lock does not name its files: {why}")
+            raise CopyError(f"the lock does not list its files: {why}")
         today = self.asked.files_of(self.now, self.settings.resolved)
         self.ignored = today.ignored
         present = blobs_of(self.root, [*files])
@@ -231,61 +239,64 @@ class Experiment:
         old, extra = self._old_numbers(commit, files, "old")
         if first_difference(self.locked, old) is None:
             return Who(CODE, where=self._where(commit, old))
-        if extra:  # it is a later commit, which reads more
-            raise CopyError(f"the code of the lock did not read {some(sorted(extra))}")
-        if commit:  # files that git does not know may be new, or as old as the lock
+        if extra:  # a later commit, which reads more files
+            raise CopyError(f"the locked code did not read {some(sorted(extra))}")
+        if commit:  # untracked files may be new, or as old as the lock
             with suppress(*FAILED):
-                found = names_by_git(self.root, "ls-files", "-o", "--exclude-standard", "-z")
-                self.untracked = tuple(name for name in found if not is_of_cache(name))
+                names = names_by_git(self.root, "ls-files", "-o", "--exclude-standard", "-z")
+                self.untracked = tuple(name for name in names if not is_of_cache(name))
         if self.untracked:
             old, _ = self._old_numbers(commit, files, "old-untracked")
             if first_difference(self.locked, old) is None:
                 return Who(CODE, where=self._where(commit, old))
         suspects = self.settings.comparison.having(*ENFORCED)
         if any(name.endswith(SUFFIXES) for name in changed):
-            suspects = tuple(each for each in suspects if each.section not in _OF_PROFILE)
+            suspects = tuple(it for it in suspects if it.section not in _OF_PROFILE)
         where, who = None, ENVIRONMENT
         if first_difference(self.here, old) is not None:
             where, who = self._where(commit, old), BOTH
-        held = Dependencies.held_by(self.contents)
-        now = self.asked.besides(self.now, files.keys(), held)
-        besides = tuple(held.differing(now, self.root))
-        if suspects and not besides and self._comes_from(suspects, commit, files, held):
+        locked = Dependencies.held_by(self.contents)
+        now = self.asked.dependencies(self.now, files.keys(), locked)
+        changed_dependencies = tuple(locked.differing(now, self.root))
+        environment_alone = suspects and not changed_dependencies
+        if environment_alone and self._explain(suspects, commit, files, locked):
             return Who(who, suspects=suspects, where=where)
-        why = "the code of the lock gives other numbers here too"
+        why = "the locked code gives different results here too"
         if who == BOTH:
-            why = f"{why}, and yours gives others again"
-        if not besides:
-            what = "nothing that the lock holds differs"
+            why = f"{why}, and your code differs from both"
+        if not changed_dependencies:
+            known = "nothing that the lock records differs"
             if suspects:
-                what = "what differs of the environment need not be why"
-            reads = f"; the program reads {some(held.variables)}" if held.variables else ""
-            why = f"{why}, and {what}; {_NOT_HELD}{reads}"
-        return Who(UNKNOWN, why, (*besides, *suspects), where)
+                known = "the differences of the environment may not be the cause"
+            reads = f"; the program reads {some(locked.variables)}" if locked.variables else ""
+            why = f"{why}, and {known}; {_NOT_LOCKED}{reads}"
+        return Who(UNKNOWN, why, (*changed_dependencies, *suspects), where)
 
-    def _comes_from(
+    def _explain(
         self,
         suspects: Sequence[Difference],
         commit: str,
         files: Mapping[str, str],
-        held: Dependencies,
+        locked: Dependencies,
     ) -> bool:
-        """Whether the code of the lock has its numbers again once variables are put back.
+        """Return whether differences of the environment explain the changed results.
 
-        Where more than those differs nobody can try: it is what changes numbers, or, where the
-        program reads no variable of its own, what may change them.
+        If only variables with known values differ, the locked code runs once more with their old
+        values, and must give the locked results. Other differences cannot be reverted: they count
+        if one surely changes results, or if the program reads no variable that was set.
         """
-        values = [each.left if each.section == "environment" else None for each in suspects]
-        of_variables = {"environment", "other variables"}.issuperset(e.section for e in suspects)
-        if not of_variables or values != [each.left for each in suspects]:
-            changes = any(each.impact is Impact.CHANGES for each in suspects)
-            return changes or "set" not in held.variables.values()
+        reverted = [it.left if it.section == "environment" else None for it in suspects]
+        sections = {suspect.section for suspect in suspects}
+        only_variables = sections <= {"environment", "other variables"}
+        if not only_variables or reverted != [suspect.left for suspect in suspects]:
+            changes = any(suspect.impact is Impact.CHANGES for suspect in suspects)
+            return changes or "set" not in locked.variables.values()
         before = dict(os.environ)
         try:
-            for each in suspects:
-                os.environ.pop(each.key, None)
-                if each.left is not None:
-                    os.environ[each.key] = each.left
+            for suspect in suspects:
+                os.environ.pop(suspect.key, None)
+                if suspect.left is not None:
+                    os.environ[suspect.key] = suspect.left
             old, _ = self._old_numbers(commit, files, "old-variables")
         finally:
             os.environ.clear()
@@ -293,9 +304,9 @@ class Experiment:
         return first_difference(self.locked, old) is None
 
     def _commit(self, files: Mapping[str, str], *, is_unchanged: bool) -> str:
-        """Return the commit of the lock; empty where its files were never committed, and are here.
+        """Return the commit of the lock; empty for uncommitted files that are unchanged.
 
-        Raises `CopyError` where there is none of both.
+        Raises `CopyError` if no commit has the files.
         """
         at = self.contents["repository"].get("commit")
         likely = commits_of_lock(self.root, self.path, self.contents["seal"], at)
@@ -307,9 +318,12 @@ class Experiment:
             raise
 
     def _run(
-        self, commit: str, temporary: Path, name: str, whose: str, runner: Runner
+        self, commit: str, temporary: Path, name: str, code: str, runner: Runner
     ) -> tuple[Copy, Run, Numbers]:
-        """Run the command in a copy of a commit, or of the files as they are without one."""
+        """Run the command in a checkout of `commit`, or in a copy of today's files if it is empty.
+
+        `code` names the code in error messages.
+        """
         copy = Copy.of(self.root, self.asked.folder, temporary, self.runner.folder)
         if commit:
             write_commit(self.root, commit, copy.tree)
@@ -318,41 +332,41 @@ class Experiment:
         copy.link_beside(noted(self.now.files))
         resolved = self.settings.resolved
         named = self.contents["named"]
-        place = (self.path.parent / named["profile"]).absolute()
-        if is_relative_path(named["profile"]) and place.is_relative_to(self.root):
-            there = copy.tree / place.relative_to(self.root)
-            if there.is_file():  # the profile as it was then
+        profile = (self.path.parent / named["profile"]).absolute()
+        if is_relative_path(named["profile"]) and profile.is_relative_to(self.root):
+            old_profile = copy.tree / profile.relative_to(self.root)
+            if old_profile.is_file():
                 with chdir(copy.tree):
-                    resolved = resolve(str(there), named["overrides"], typed=False)
+                    resolved = resolve(str(old_profile), named["overrides"], typed=False)
         runner = replace(runner, command=copy.command(self.asked.command))
         with copy.entered():
             run = runner.run(resolved, name, copy.environment)
         if strayed := copy.strayed():
-            raise CopyError(f"{whose} did not stay in its copy: {strayed}")
+            raise CopyError(f"{code} did not stay in its checkout: {strayed}")
         if run.status or not run.recorded:
-            said = last_lines(run, 1) or ["it says nothing"]
-            raise CopyError(f"{whose} cannot run here: {said[0].strip()}")
+            output = last_lines(run, 1) or ["it printed nothing"]
+            raise CopyError(f"{code} cannot run here: {output[0].strip()}")
         return copy, run, numbers_of(run.folder, self.asked.every)
 
     def _old_numbers(
         self, commit: str, files: Mapping[str, str], name: str
     ) -> tuple[Numbers, set[str]]:
-        """Return the numbers of the code of the lock here, and what it read besides its files."""
-        self.runner.say("the code of the lock ...")
+        """Return the results of the locked code here, and the files that it read in addition."""
+        self.runner.say("the locked code ...")
         with temporary_folder() as temporary:
-            copy, _, found = self._run(commit, temporary, name, "the code of the lock", self.runner)
-            first: dict[Path, str] = {}
+            copy, _, numbers = self._run(commit, temporary, name, "the locked code", self.runner)
+            first_uses: dict[Path, str] = {}
             for use in noted(copy.log):
                 if use.kind in (READ, WRITTEN) and Path(use.path).is_relative_to(copy.tree):
-                    first.setdefault(Path(use.path).relative_to(copy.tree), use.kind)
-        read = [path for path, kind in first.items() if kind == READ]
-        ours = [path for path in read if not any(map(path.is_relative_to, copy.linked))]
-        return found, {*map(str, ours)} - files.keys()
+                    first_uses.setdefault(Path(use.path).relative_to(copy.tree), use.kind)
+        read = [path for path, use in first_uses.items() if use == READ]
+        not_linked = [path for path in read if not any(map(path.is_relative_to, copy.linked))]
+        return numbers, {*map(str, not_linked)} - files.keys()
 
     def _where(self, commit: str, old: Numbers) -> Divergence | None:
-        """Return the first op that old and new code compute otherwise, both recorded op by op.
+        """Return the first op that differs between old and new code, both recorded op by op.
 
-        Raises `CopyError` where one of them has other numbers in a copy than before.
+        Raises `CopyError` if one of them gives different results than in its first run.
         """
         first = first_difference(old, self.here)
         if first is None:
@@ -364,24 +378,25 @@ class Experiment:
             steps = (begin, first.step)
         request = replace(self.runner.request, level=LEVELS[-1], steps=steps, max_size=_LARGEST)
         runner = replace(self.runner, request=request)
-        sides = (("", self.here, "your code"), (commit, old, "the code of the lock"))
+        variants = (("", self.here, "your code"), (commit, old, "the locked code"))
         folders = []
-        for number, (source, expected, whose) in enumerate(sides, start=1):
-            runner.say(f"{whose}, op by op ...")
+        for number, (source, expected, code) in enumerate(variants, start=1):
+            runner.say(f"{code}, op by op ...")
             with temporary_folder() as temporary:
-                copy, run, its = self._run(source, temporary, f"op-by-op-{number}", whose, runner)
+                name = f"op-by-op-{number}"
+                copy, run, numbers = self._run(source, temporary, name, code, runner)
             folders.append((run.folder, str(copy.tree)))
-            differs = any(each != expected.steps.get(step) for step, each in its.steps.items())
-            if differs or (is_whole and first_difference(expected, its)):
+            differs = any(row != expected.steps.get(step) for step, row in numbers.steps.items())
+            if differs or (is_whole and first_difference(expected, numbers)):
                 left = self.asked.left_before(self.now)
-                such = f" ({some(left)})" if left else ""
+                names = f" ({some(left)})" if left else ""
                 raise CopyError(
-                    f"{whose} has other numbers in a second run: they depend on files that runs "
-                    f"leave behind{such}, or do not repeat"
+                    f"a second run of {code} gives different results: they depend on files that "
+                    f"runs leave behind{names}, or do not repeat"
                 )
-        (mine, my_tree), (theirs, their_tree) = folders
-        found = compare_within(mine, theirs, None).first
-        if found is None:
+        (new_run, new_tree), (old_run, old_tree) = folders
+        divergence = compare_within(new_run, old_run, None).first
+        if divergence is None:
             return None
-        source = found.source.replace(f"{my_tree}/", f"{self.root}/")
-        return replace(found, source=source.replace(f"{their_tree}/", "(in the lock) "))
+        source = divergence.source.replace(f"{new_tree}/", f"{self.root}/")
+        return replace(divergence, source=source.replace(f"{old_tree}/", "(in the lock) "))

@@ -1,8 +1,8 @@
-"""What a run depended on besides the files of its repository and its environment.
+"""Dependencies of a run other than the files of its repository and its environment.
 
-These are files that git does not track, folders whose names were read, and variables. A lock holds
-them as digests and names, without any name that may be a secret. Nobody is held to them: they are
-compared where numbers differ, before anything is blamed.
+These are files that git does not track, folders that the run listed, and environment variables. A
+lock stores digests and names, but no name that may be a secret. A difference does not violate the
+lock: dependencies are compared only if results differ, to find the cause.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from torchrepro.lock.file_notes import LISTED, READ, VARIABLE, WRITTEN, Use
 from torchrepro.lock.repository import is_of_environment
 from torchrepro.manifest.contents import secrets_here
 
-MOST_FILES, MOST_BYTES, MOST_SECONDS = 1_000, 20 * 10**9, 10.0  # that are read for digests
-_MOST_VARIABLES = 100  # who reads more has read them all
+MOST_FILES, MOST_BYTES, MOST_SECONDS = 1_000, 20 * 10**9, 10.0  # limits for computing digests
+_MOST_VARIABLES = 100  # a program that reads more iterates over all of them
 _BLOCK = 2**20
 
 
 class Dependencies(NamedTuple):
     data: Mapping[str, str] = {}  # files, each with a digest
     listed: Mapping[str, str] = {}  # folders, each with a digest of the names in it
-    variables: Mapping[str, str] = {}  # each with whether it was set
-    left_out: str = ""  # the bound that was reached: there may be more
+    variables: Mapping[str, str] = {}  # each `set` or `not set`
+    left_out: str = ""  # the limit that was reached: some files may be missing
 
     @classmethod
     def of(
-        cls, root: Path, log: Path, began: float, without: Set[str], held: Dependencies | None
+        cls, root: Path, log: Path, began: float, without: Set[str], locked: Dependencies | None
     ) -> Dependencies:
-        """Return what a run that began then has noted in `log`, and how what is `held` is now.
+        """Return the dependencies in the `log` of a run, and today's state of the `locked` ones.
 
-        It is without the files in `without`, what the run wrote, and what sounds secret.
+        Omits the files in `without`, files that the run wrote, and names that may be secret.
         """
-        before = {READ: held.data, LISTED: held.listed} if held else {}
-        past = [
-            Use(kind, str(path_of(name, root)), 0, 0) for kind in before for name in before[kind]
-        ]
+        past: list[Use] = []
+        if locked:
+            past += [Use(READ, str(path_of(name, root)), 0, 0) for name in locked.data]
+            past += [Use(LISTED, str(path_of(name, root)), 0, 0) for name in locked.listed]
         kinds: dict[str, dict[str, Use]] = {}
         for use in (*past, *file_notes.noted(log)):
             kinds.setdefault(use.path, {}).setdefault(use.kind, use)
-        written = {path for path, its in kinds.items() if WRITTEN in its}
-        around = {str(parent) for path in written for parent in Path(path).parents}
+        written = {path for path, uses in kinds.items() if WRITTEN in uses}
+        parents = {str(parent) for path in written for parent in Path(path).parents}
         names: dict[str, str] = {}
         variables: dict[str, str] = {}
         clean = cleaner(secrets_here())
-        for path, its in sorted(kinds.items()):
-            name = path if VARIABLE in its else _name(path, root)
+        for path, uses in sorted(kinds.items()):
+            name = path if VARIABLE in uses else _name(path, root)
             parts = Path(name).parts
             if any(map(sounds_secret, parts)) or clean(name) != name:
                 continue
-            if VARIABLE in its:
-                variables[path] = "set" if its[VARIABLE].size else "not set"
+            if VARIABLE in uses:
+                variables[path] = "set" if uses[VARIABLE].size else "not set"
             elif (
                 name not in without
                 and not any(part.startswith(".") and part != ".cache" for part in parts)
@@ -70,9 +70,9 @@ class Dependencies(NamedTuple):
                 names[path] = name
         read = (path for path in names if READ in kinds[path] and path not in written)
         data, left_out = _digests(p for p in read if kinds[p][READ].changed / 1e9 < began)
-        listed = (path for path in names if LISTED in kinds[path] and path not in around)
+        listed = (path for path in names if LISTED in kinds[path] and path not in parents)
         return cls(
-            {names[path]: its for path, its in data.items()},
+            {names[path]: digest for path, digest in data.items()},
             {names[path]: _digest_of_names(path) for path in listed if Path(path).is_dir()},
             variables if len(variables) <= _MOST_VARIABLES else {},
             left_out,
@@ -83,37 +83,37 @@ class Dependencies(NamedTuple):
         return cls(**{key: contents[key] for key in cls._fields if key in contents})
 
     def to_json(self) -> dict[str, Any]:
-        return {key: its for key, its in self._asdict().items() if its or key != "left_out"}
+        return {key: it for key, it in self._asdict().items() if it or key != "left_out"}
 
     def differing(self, now: Dependencies, root: Path) -> Iterator[Difference]:
-        """Yield what is known to differ now, and what `now` alone depends on."""
+        """Yield the dependencies that are known to differ; some exist only in `now`."""
         for section in OF_A_RUN:
-            mine, its = getattr(self, section), getattr(now, section)
-            for name in sorted({*mine, *its}):
-                before, here = mine.get(name), its.get(name)
+            locked_states, states = getattr(self, section), getattr(now, section)
+            for name in sorted({*locked_states, *states}):
+                before, after = locked_states.get(name), states.get(name)
                 is_gone = section != "variables" and not path_of(name, root).exists()
                 is_known = before is not None or not self.left_out
-                if before != here and is_known and (here is not None or is_gone):
-                    yield Difference(section, name, before, here)
+                if before != after and is_known and (after is not None or is_gone):
+                    yield Difference(section, name, before, after)
 
 
 def _digests(paths: Iterable[str]) -> tuple[dict[str, str], str]:
-    """Return a digest of each file, and the bound that was reached before the end of them."""
-    found, size, until = dict[str, str](), 0, time.monotonic() + MOST_SECONDS
+    """Return a digest of each file, and the limit that was reached, if any."""
+    digests, size, until = dict[str, str](), 0, time.monotonic() + MOST_SECONDS
     for path in paths:
         digest = xxhash.xxh3_64()
         with suppress(OSError), open(path, "rb") as file:  # noqa: PTH123 - a text
             size += os.fstat(file.fileno()).st_size
-            if len(found) == MOST_FILES:
-                return found, f"{MOST_FILES:,} files"
+            if len(digests) == MOST_FILES:
+                return digests, f"{MOST_FILES:,} files"
             if size > MOST_BYTES:
-                return found, f"{MOST_BYTES / 1e9:.0f} GB"
+                return digests, f"{MOST_BYTES / 1e9:.0f} GB"
             while block := file.read(_BLOCK):
                 if time.monotonic() > until:
-                    return found, f"{MOST_SECONDS:g} s of reading"
+                    return digests, f"{MOST_SECONDS:g} s of reading"
                 digest.update(block)
-            found[path] = digest.hexdigest()
-    return found, ""
+            digests[path] = digest.hexdigest()
+    return digests, ""
 
 
 def _digest_of_names(folder: str) -> str:
@@ -122,12 +122,12 @@ def _digest_of_names(folder: str) -> str:
 
 
 def _name(path: str, root: Path) -> str:
-    for folder, before in ((f"{root}/", ""), (f"{Path.home()}/", "~/")):
+    for folder, prefix in ((f"{root}/", ""), (f"{Path.home()}/", "~/")):
         if path.startswith(folder):
-            return before + path.removeprefix(folder)
+            return prefix + path.removeprefix(folder)
     return path
 
 
 def path_of(name: str, root: Path) -> Path:
-    """Return where a file is that a lock names."""
+    """Return the path of a file in a lock."""
     return root / Path(name).expanduser()

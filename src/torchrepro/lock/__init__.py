@@ -1,1 +1,1 @@
-"""Holding later runs to what one run was: locks, and what differs between any two descriptions."""
+"""Locks, which later runs are checked against, and diffs of profiles, manifests and runs."""

@@ -1,9 +1,9 @@
-"""Profiles, manifests, locks and runs as snapshots; in what two differ, and how much it matters.
+"""Compare two profiles, manifests, locks or runs, and rate the impact of each difference.
 
-Two profiles are compared by what they come to on this machine. A key that a profile leaves out has
-the value that is in effect here without a profile, so spelling out a default makes no difference.
-How likely a difference changes numbers follows from what the setting is for, and from whether
-anything here reads it.
+Each of the two is read as a `Snapshot`. Profiles are compared by their effect on this machine: a
+key that a profile omits has the value that is in effect without a profile, so an explicit default
+makes no difference. The `Impact` of a difference, on losses and parameters, depends on the purpose
+of the setting, and for two profiles also on whether this machine has the hardware for it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     Section = Mapping[str, Any]
 
 ABSENT_HARDWARE = "absent hardware"
-"""Section of the knobs whose hardware a process did not have, each with the reason in words.
+"""Section of the knobs whose hardware was absent in a process, each with the reason.
 
-It says why a knob was not set and is not compared itself.
+It explains why a knob was not set. It is not compared itself.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one of two sides was, by section; a section that it does not hold is absent."""
+    """A profile, manifest, lock or run to compare, by section; unrecorded sections are absent."""
 
     name: str
     kind: str  # ``profile``, ``manifest``, ``lock`` or ``recording``
@@ -60,34 +60,34 @@ class Snapshot:
     ranks: Mapping[str, Mapping[str, Section]] = field(default_factory=dict)
     """The sections of each process of a recording, by a name such as ``rank 1``.
 
-    `sections` are those of the first.
+    `sections` belong to the first process.
     """
 
     def of_rank(self, rank: str) -> Snapshot:
-        """Return the snapshot of one process; one without ranks is the same for each."""
+        """Return the snapshot of one process; without ranks, all processes have the same."""
         return Snapshot(self.name, self.kind, self.ranks.get(rank, self.sections))
 
 
 def snapshot_of(name: str) -> Snapshot:
     """Return the snapshot of a profile, or of the path of a manifest, a lock or a run's folder.
 
-    A name that is both a profile and a folder is the profile; ./NAME is the folder. Raises
-    `ProfileError` or `TraceError` for what cannot be read.
+    A name that is both a profile and a folder means the profile; ./NAME means the folder. Raises
+    `ProfileError` or `TraceError` if it cannot be read.
     """
-    place = Path(name)
-    if place.suffix not in (".yaml", ".yml") and not name.startswith("pkg://"):
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") and not name.startswith("pkg://"):
         if os.path.isdir(name):  # noqa: PTH112 - never raises
             try:
                 return of_profile(name, resolve(name))
             except ProfileError:
-                return _of_folder(name, place)
-        if place.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
-            return of_contents(name, *read_complete(place))
+                return _of_folder(name, path)
+        if path.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
+            return of_contents(name, *read_complete(path))
     return of_profile(name, resolve(name))
 
 
 def of_profile(name: str, resolved: ResolvedProfile) -> Snapshot:
-    """Return the snapshot of a profile: its values and the packs that they come from."""
+    """Return the snapshot of a profile: its values, and the packs that set them."""
     sections = {
         "profile": flatten(plain(resolved.values)),
         "packs": _packs({key: origin.to_json() for key, origin in resolved.origins.items()}),
@@ -99,15 +99,16 @@ def of_profile(name: str, resolved: ResolvedProfile) -> Snapshot:
 def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Snapshot:
     """Return the snapshot of a manifest or a lock; raises `ProfileError` for a damaged one."""
     sections: dict[str, Section] = {}
-    for section, its in SECTIONS.items():
-        if its.key not in contents:
+    for name_of_section, row in SECTIONS.items():
+        if row.key not in contents:
             continue
         try:
-            held = its.read(contents[its.key])
+            section = row.read(contents[row.key])
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-            raise ProfileError.about("damaged: not what is written there", name, its.key) from None
-        if held is not None:
-            sections[section] = held
+            problem = "damaged: not as torchrepro writes it"
+            raise ProfileError.about(problem, name, row.key) from None
+        if section is not None:
+            sections[name_of_section] = section
     digest = contents.get("digest")
     if isinstance(digest, str):
         sections["asked"] = {"digest": digest}
@@ -128,36 +129,36 @@ def _knobs(report: Any) -> Section:
 
 
 def _state(outcome: Any, after: Any, absent: Any) -> Any:
-    # The value that a knob had after applying, or the outcome if it was not set.
+    """Return the value of a knob after applying, or its outcome if it was not set."""
     return after if is_set(outcome, after, absent) else str(outcome)
 
 
 def _packs(origins: Any) -> Section:
-    # The version of each package that the values come from, or once came from.
-    found: dict[str, set[str]] = {}
+    """Return the version of each package that set a value, even if the value was replaced."""
+    packs: dict[str, set[str]] = {}
     for origin in _pairs(origins).values():
-        for each in (origin, *origin["replaced"]):
-            package, _, version = each["package"].partition(" ")
-            if package not in ("", DISTRIBUTION):  # our own version is among the others
-                found.setdefault(package, set()).add(version)
-    return {package: ", ".join(sorted(versions)) for package, versions in found.items()}
+        for layer in (origin, *origin["replaced"]):
+            package, _, version = layer["package"].partition(" ")
+            if package not in ("", DISTRIBUTION):  # `versions` has the version of torchrepro
+                packs.setdefault(package, set()).add(version)
+    return {package: ", ".join(sorted(versions)) for package, versions in packs.items()}
 
 
 def _versions(value: Any) -> Section:
-    found = dict(_pairs(value))
-    if isinstance(found.get("python"), str):
-        major, _, rest = found["python"].partition(".")
+    versions = dict(_pairs(value))
+    if isinstance(versions.get("python"), str):
+        major, _, rest = versions["python"].partition(".")
         minor, _, patch = rest.partition(".")
-        found |= {"python": f"{major}.{minor}", "python patch": patch}
-    return found
+        versions |= {"python": f"{major}.{minor}", "python patch": patch}
+    return versions
 
 
 class _SectionRow(NamedTuple):
-    key: str  # of a manifest, which holds it
-    read: Callable[[Any], Section | None] = _pairs  # None leaves it out
-    prefix: str = ""  # what stands before a name, because tables have no column for the section
+    key: str  # in a manifest
+    read: Callable[[Any], Section | None] = _pairs  # returns None to omit the section
+    prefix: str = ""  # printed before a name, because tables have no column for the section
     absent: str = ""
-    """What a name is that one side does not have; empty where it was not recorded."""
+    """The state of a name that a snapshot lacks, such as `not set`; empty if it is unknown."""
 
 
 SECTIONS: Mapping[str, _SectionRow] = {
@@ -181,7 +182,9 @@ SECTIONS: Mapping[str, _SectionRow] = {
     "compiler": _SectionRow("compiler", _pairs, "setting of torch's compiler ", "the default"),
     "versions": _SectionRow("versions", _versions, "version of "),
     "hardware": _SectionRow("hardware"),
-    "source": _SectionRow("repository", lambda its: None if "unknown" in _pairs(its) else its),
+    "source": _SectionRow(
+        "repository", lambda state: None if "unknown" in _pairs(state) else state
+    ),
     "started": _SectionRow(
         "command_line", lambda words: {"command line": " ".join(map(str, words))}, absent="none"
     ),
@@ -189,15 +192,15 @@ SECTIONS: Mapping[str, _SectionRow] = {
 
 
 OF_A_RUN: Mapping[str, _SectionRow] = {
-    "data": _SectionRow("data", prefix="file ", absent="not there"),
+    "data": _SectionRow("data", prefix="file ", absent="does not exist"),
     "listed": _SectionRow("listed", prefix="names in ", absent="not listed"),
     "variables": _SectionRow("variables", prefix="variable ", absent="not read"),
 }
-"""What a run depended on besides: compared where its numbers differ."""
+"""Other dependencies of a run. They are compared only if its results differ from the lock."""
 
 
 def _row_of(name: str) -> _SectionRow:
-    # Of another name are those of a recording.
+    # Recordings have sections of other names.
     return SECTIONS.get(name) or OF_A_RUN.get(name, _SectionRow(""))
 
 
@@ -209,14 +212,16 @@ def _of_folder(name: str, folder: Path) -> Snapshot:
         if path is not None:
             return of_contents(name, *read_complete(path))
         raise ProfileError.about(
-            "holds neither a manifest nor a recording",
+            "contains neither a manifest nor a recording",
             found=name,
             todo="name the output folder of a Hydra job, of torchrepro run --record, or of "
             "torchrepro.log_to",
         )
     traces = read_run(folder, records=False)
     try:
-        ranks = {f"rank {each.path.stem.removeprefix('rank')}": _recorded(each) for each in traces}
+        ranks = {
+            f"rank {trace.path.stem.removeprefix('rank')}": _recorded(trace) for trace in traces
+        }
     finally:
         for trace in traces:
             trace.close()
@@ -227,8 +232,8 @@ def _recorded(trace: Trace) -> Mapping[str, Section]:
     meta = trace.meta
 
     def pairs(key: str) -> Section:
-        its = meta.get(key)
-        return its if isinstance(its, dict) else {}
+        section = meta.get(key)
+        return section if isinstance(section, dict) else {}
 
     sections: dict[str, Section] = {
         "versions": _versions(pairs("versions")),
@@ -248,24 +253,24 @@ def _recorded(trace: Trace) -> Mapping[str, Section]:
 
 
 class Impact(StrEnum):
-    """How likely a difference changes numbers, the likeliest first."""
+    """How likely a difference changes results, the likeliest first."""
 
     CHANGES = "changes numbers"
     MAY = "may change numbers"
     NOTHING_HERE = "nothing here reads it"
-    """Of two profiles only: the setting is for hardware that this machine does not have."""
+    """Two profiles only: this machine does not have the hardware of the setting."""
     SHOULD_NOT = "should not change numbers"
     PROGRAM = "another program"
-    """The source has changed. No lock forbids that: development goes on under a lock."""
+    """The source code differs. A lock allows this: development continues under a lock."""
     STARTED = "how it was started"
 
 
-ENFORCED = (Impact.CHANGES, Impact.MAY)  # what a lock forbids
+ENFORCED = (Impact.CHANGES, Impact.MAY)  # a lock forbids these
 
 ENFORCED_STRICTLY = (*ENFORCED, Impact.SHOULD_NOT)
 
-_PLACES = ("HOME", "ROOT", "PATH", "DIR", "LOG*", "DEBUG*", "VERSION", "ADDR*", "PORT", "IFNAME")
-"""How names end of variables that say where something is, how much is said, or who takes part."""
+_ENDINGS = ("HOME", "ROOT", "PATH", "DIR", "LOG*", "DEBUG*", "VERSION", "ADDR*", "PORT", "IFNAME")
+"""Endings of the names of variables for paths, logging, versions and network addresses."""
 
 IMPACTS: tuple[tuple[Impact, tuple[str, ...]], ...] = (
     (Impact.SHOULD_NOT, ("profile/name", "profile/description", "profile/schema")),
@@ -274,7 +279,7 @@ IMPACTS: tuple[tuple[Impact, tuple[str, ...]], ...] = (
     (Impact.MAY, ("guarantee/*",)),
     (Impact.MAY, ("environment/*_VISIBLE_DEVICES", "environment/*_AFFINITY", "environment/OMP_P*")),
     (Impact.CHANGES, ("environment/*",)),
-    (Impact.SHOULD_NOT, tuple(f"other variables/*_{end}" for end in _PLACES)),
+    (Impact.SHOULD_NOT, tuple(f"other variables/*_{end}" for end in _ENDINGS)),
     (Impact.MAY, ("other variables/*", "compiler/*")),
     (Impact.CHANGES, ("versions/torch", "versions/torch_npu", "versions/torch commit")),
     (Impact.CHANGES, ("versions/cuda", "versions/hip", "versions/cudnn", "versions/cann")),
@@ -290,59 +295,61 @@ IMPACTS: tuple[tuple[Impact, tuple[str, ...]], ...] = (
     (Impact.PROGRAM, ("source/*",)),
     (Impact.STARTED, ("started/*",)),
 )
-"""How likely differences change numbers, by patterns of section and key; the first that fits."""
+"""Impact of differences -> patterns of section and key; the first pattern that matches counts."""
 
 
 def impact_of(section: str, key: str) -> Impact:
-    rows = ((impact, pattern) for impact, patterns in IMPACTS for pattern in patterns)
-    fitting = (impact for impact, pattern in rows if fnmatchcase(f"{section}/{key}", pattern))
-    return next(fitting, Impact.MAY)
+    name = f"{section}/{key}"
+    for impact, patterns in IMPACTS:
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return impact
+    return Impact.MAY
 
 
 FOLLOWS = {"python patch": "python", "torch commit": "torch", "cpu family": "cpu"}
 """Key -> the more general key that implies it."""
 
 THREADS = ("backends.cpu.num_threads", "env.OMP_NUM_THREADS", "env.MKL_NUM_THREADS")
-"""Knobs that set the number of threads. A lock records that number before they are applied."""
+"""Knobs that set the number of threads. A lock records the number before they are applied."""
 
 DECIDES_NUMBERS = (
     *("seed", "streams*", "ranks*", "dropout", "device.rng", "device.modules*"),
     *("dataloader.seeding", "*precision*", "*_hf32", "*tf32*", "*FPMATH*", "*fp16_accumulation"),
     *("*default_dtype", "*num_threads", "*NUM_THREADS", "*CPU_CAPABILITY", "*MAX_CPU_ISA"),
 )
-"""Keys that decide numbers themselves. Others choose between kernels that may round alike."""
+"""Keys that determine results directly. Others select kernels, which may round identically."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key with another value on each side; None where it is not set or not there."""
+    """A key with different values in two snapshots; None if it is not set or does not exist."""
 
     section: str
     key: str
     left: Any
     right: Any
     ranks: tuple[str, ...] = ()
-    """The processes of a recorded run that have it; empty if all have it."""
-    here: Impact | None = None  # how likely it changes numbers on this machine, where that is known
-    hardware: str = ""  # the hardware that one side lacks, so that it could not set this knob
+    """The ranks of a recorded run that have this difference; empty if all have it."""
+    here: Impact | None = None  # the impact on this machine, if known
+    hardware: str = ""  # the hardware that one of them lacks, so that it could not set the knob
 
     @property
     def impact(self) -> Impact:
         return self.here or impact_of(self.section, self.key)
 
     def to_json(self, left: str = "left", right: str = "right") -> dict[str, Any]:
-        """Return the difference as plain JSON values, the two sides under these names."""
-        its = {"key": self.key, left: self.left, right: self.right}
-        its |= {"section": self.section, "rank": str(self.impact)}
-        return {**its, "ranks": list(self.ranks)} if self.ranks else its
+        """Return the difference as plain JSON values, the two values under these names."""
+        row = {"key": self.key, left: self.left, right: self.right}
+        row |= {"section": self.section, "rank": str(self.impact)}
+        return {**row, "ranks": list(self.ranks)} if self.ranks else row
 
 
 class Gap(NamedTuple):
-    """What one side lacks, so that it could not be compared."""
+    """A section or key that one snapshot lacks, so that it could not be compared."""
 
-    side: str
+    side: str  # the name of that snapshot
     section: str
-    key: str = ""  # empty where all of the section is missing
+    key: str = ""  # empty if the whole section is missing
 
     def __str__(self) -> str:
         return f"{self.section}: {self.key}" if self.key else self.section
@@ -353,7 +360,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDiff:
-    """The differences of two snapshots, the likeliest to change numbers first."""
+    """The differences of two snapshots, the likeliest to change results first."""
 
     left: str
     right: str
@@ -366,95 +373,100 @@ class SnapshotDiff:
 
     @property
     def substantial(self) -> tuple[Difference, ...]:
-        """The differences in anything but how the two were started."""
+        """All differences except in the command line."""
         return self.having(*(impact for impact in Impact if impact is not Impact.STARTED))
 
     def having(self, *impacts: Impact) -> tuple[Difference, ...]:
-        return tuple(each for each in self.differences if each.impact in impacts)
+        return tuple(it for it in self.differences if it.impact in impacts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain JSON values; what is empty beside it is left out."""
-        its = {"same": self.same, "differences": [each.to_json() for each in self.substantial]}
+        """Return the differences as plain JSON values, without sections that are empty."""
+        answer = {"same": self.same, "differences": [it.to_json() for it in self.substantial]}
         if started := self.having(Impact.STARTED):
-            its["told"] = [each.to_json() for each in started]
+            answer["told"] = [difference.to_json() for difference in started]
         if self.gaps:
-            its["not_compared"] = [each.to_json() for each in self.gaps]
-        return its
+            answer["not_compared"] = [gap.to_json() for gap in self.gaps]
+        return answer
 
 
 def compare(left: Snapshot, right: Snapshot) -> SnapshotDiff:
-    """Compare what both snapshots hold; a difference that follows from another one is left out.
+    """Compare the sections that both snapshots have; implied differences are omitted.
 
-    Recorded runs are compared rank by rank: a difference that some ranks lack names those that
-    have it. Raises `ProfileError` for two runs without a rank in common.
+    Recorded runs are compared rank by rank, and a difference names its ranks unless all have it.
+    Raises `ProfileError` for two runs without a rank in common.
     """
-    ranks = tuple(left.ranks or right.ranks) or ("",)  # one without ranks is the same for each
+    ranks = tuple(left.ranks or right.ranks) or ("",)
     missing: list[Gap] = []
     if left.ranks and right.ranks:
         ranks = tuple(rank for rank in left.ranks if rank in right.ranks)
-        for mine, other in ((left, right), (right, left)):
-            missing += [Gap(mine.name, rank) for rank in other.ranks if rank not in mine.ranks]
+        for lacking, having in ((left, right), (right, left)):
+            missing += [Gap(lacking.name, it) for it in having.ranks if it not in lacking.ranks]
     if not ranks:
         raise ProfileError.about(
             "have no rank in common",
             found=f"{left.name} and {right.name}",
             todo="name two recordings of the same ranks",
         )
-    found: dict[str, Difference] = {}
+    by_text: dict[str, Difference] = {}
     for rank in ranks:
-        mine, other = left.of_rank(rank), right.of_rank(rank)
-        missing += _gaps(mine, other)
-        for each in _differences(mine, other):
-            text = json.dumps([each.to_json(), each.hardware], sort_keys=True)
-            known = found.get(text, each)
-            found[text] = replace(known, ranks=(*known.ranks, rank))
-    every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in found.values()]
-    return SnapshotDiff(left.name, right.name, _ordered(every), tuple(dict.fromkeys(missing)))
+        left_rank, right_rank = left.of_rank(rank), right.of_rank(rank)
+        missing += _gaps(left_rank, right_rank)
+        for difference in _differences(left_rank, right_rank):
+            text = json.dumps([difference.to_json(), difference.hardware], sort_keys=True)
+            known = by_text.get(text, difference)
+            by_text[text] = replace(known, ranks=(*known.ranks, rank))
+    differences = [
+        replace(it, ranks=()) if len(it.ranks) == len(ranks) else it for it in by_text.values()
+    ]
+    gaps = tuple(dict.fromkeys(missing))
+    return SnapshotDiff(left.name, right.name, _ordered(differences), gaps)
 
 
 def _ordered(differences: Iterable[Difference]) -> tuple[Difference, ...]:
-    return tuple(sorted(differences, key=lambda each: list(Impact).index(each.impact)))
+    return tuple(sorted(differences, key=lambda it: list(Impact).index(it.impact)))
 
 
 def differences_of(left: str, right: str) -> SnapshotDiff:
-    """Return in what two profiles, manifests, locks or runs differ, each given by name or path.
+    """Return the differences of two profiles, manifests, locks or runs, by their names or paths.
 
-    Two profiles are compared by what they come to on this machine, which imports torch. Raises
-    `ProfileError` or `TraceError` for what cannot be read.
+    Two profiles are compared by their effect on this machine, which imports torch. Raises
+    `ProfileError` or `TraceError` if one of them cannot be read.
     """
-    one, two = snapshot_of(left), snapshot_of(right)
-    found = compare(one, two)
-    return effective(found) if {one.kind, two.kind} == {"profile"} else found
+    snapshots = snapshot_of(left), snapshot_of(right)
+    comparison = compare(*snapshots)
+    are_profiles = all(snapshot.kind == "profile" for snapshot in snapshots)
+    return effective(comparison) if are_profiles else comparison
 
 
-def effective(found: SnapshotDiff) -> SnapshotDiff:
-    """Return what is left of the differences of two profiles here, and how likely it matters."""
-    if not found.differences:
-        return found
+def effective(comparison: SnapshotDiff) -> SnapshotDiff:
+    """Keep the differences of two profiles that have an effect on this machine, and rate them."""
+    if not comparison.differences:
+        return comparison
     import_torch()
     absent = absent_hardware()
     kept = []
-    for each in found.differences:
-        impact = impact_of(each.section, each.key)
-        if each.section == "profile":
-            spelt_out = each.right if each.left is None else each.left
-            if None in (each.left, each.right) and spelt_out == _without_profile(each.key):
+    for difference in comparison.differences:
+        key, left, right = difference.key, difference.left, difference.right
+        impact = impact_of(difference.section, key)
+        if difference.section == "profile":
+            explicit = right if left is None else left
+            if None in (left, right) and explicit == _without_profile(key):
                 continue
-            knobs = knobs_for_key(each.key)
+            knobs = knobs_for_key(key)
             if impact is not Impact.CHANGES:
                 pass
-            elif each.key in DEFAULTS:
-                impact = Impact.SHOULD_NOT  # it decides what is refused, not what is computed
+            elif key in DEFAULTS:
+                impact = Impact.SHOULD_NOT  # such a key refuses runs, but computes nothing
             elif knobs and all(knob.hardware in absent for knob in knobs):
                 impact = Impact.NOTHING_HERE
-            elif not any(fnmatchcase(each.key, pattern) for pattern in DECIDES_NUMBERS):
+            elif not any(fnmatchcase(key, pattern) for pattern in DECIDES_NUMBERS):
                 impact = Impact.MAY
-        kept.append(replace(each, here=impact))
-    return replace(found, differences=_ordered(kept))
+        kept.append(replace(difference, here=impact))
+    return replace(comparison, differences=_ordered(kept))
 
 
 def _without_profile(key: str) -> Any:
-    # What a process here has for a key that its profile leaves out, None if nothing.
+    """Return the value in this process of a key that its profile omits; None if unknown."""
     if key in DEFAULTS:
         return DEFAULTS[key]
     knobs = [knob for knob in knobs_for_key(key) if knob.name == key]
@@ -467,128 +479,133 @@ def _without_profile(key: str) -> Any:
 
 
 def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
-    every = []
-    both = [name for name in left.sections if name in right.sections and name != ABSENT_HARDWARE]
-    if "profile" in both:
-        both = [name for name in both if name != "asked"]  # the values are compared themselves
-    for section in both:
-        one, two = left.sections[section], right.sections[section]
+    differences = []
+    shared = [name for name in left.sections if name in right.sections and name != ABSENT_HARDWARE]
+    if "profile" in shared:
+        shared = [name for name in shared if name != "asked"]  # the digest of the profile
+    for section in shared:
+        left_section, right_section = left.sections[section], right.sections[section]
+        # Values are compared with their types, except for knobs: a recording stores them as texts.
         as_text = section == "knobs" and "recording" in (left.kind, right.kind)
         write = shown if as_text else partial(json.dumps, sort_keys=True)
-        for key in sorted({*one, *two}):
+        for key in sorted({*left_section, *right_section}):
             if section == "profile" and key in NOT_INHERITED:
                 continue
-            if not _row_of(section).absent and not (key in one and key in two):
+            in_both = key in left_section and key in right_section
+            if not in_both and not _row_of(section).absent:
                 continue
-            values = one.get(key), two.get(key)
+            values = left_section.get(key), right_section.get(key)
             if section != "started" and any(map(_is_unknown, values)):
                 continue
-            # Values are compared with their types, but for knobs of a recording, which holds texts.
-            one_text, other_text = (None if value is None else write(value) for value in values)
-            if one_text == other_text:
+            left_text, right_text = (None if value is None else write(value) for value in values)
+            if left_text == right_text:
                 continue
-            lacking = section == "knobs" and any(
-                side.sections["knobs"].get(key) == Outcome.UNSUPPORTED
-                and key in side.sections.get(ABSENT_HARDWARE, {})
-                for side in (left, right)
-            )
-            hardware = knobs_by_name()[key].hardware if lacking and key in knobs_by_name() else ""
-            every.append(Difference(section, key, *values, hardware=hardware))
-    differ = {(each.section, each.key) for each in every}
-    return [each for each in every if not _follows(each, left, right, differ)]
+            is_knob = section == "knobs" and key in knobs_by_name()
+            lacks_hardware = is_knob and (_lacks_hardware(left, key) or _lacks_hardware(right, key))
+            hardware = knobs_by_name()[key].hardware if lacks_hardware else ""
+            differences.append(Difference(section, key, *values, hardware=hardware))
+    differing = {(it.section, it.key) for it in differences}
+    return [it for it in differences if not _is_implied(it, left, right, differing)]
 
 
-def _is_unknown(value: Any) -> bool:  # it is only the reason why there is none
+def _lacks_hardware(snapshot: Snapshot, knob: str) -> bool:
+    is_unsupported = snapshot.sections["knobs"].get(knob) == Outcome.UNSUPPORTED
+    return is_unsupported and knob in snapshot.sections.get(ABSENT_HARDWARE, {})
+
+
+def _is_unknown(value: Any) -> bool:  # the text is then the reason
     return isinstance(value, str) and (value.startswith(UNKNOWN) or HIDDEN in value)
 
 
 def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
-    for mine, other in ((left, right), (right, left)):
-        for section, its in other.sections.items():
+    for lacking, having in ((left, right), (right, left)):
+        for section, pairs in having.sections.items():
             if section in ("asked", "started", "compiler", ABSENT_HARDWARE):
                 continue
-            if section not in mine.sections:
-                yield Gap(mine.name, section)
+            if section not in lacking.sections:
+                yield Gap(lacking.name, section)
             elif not _row_of(section).absent:
-                absent = its.keys() - mine.sections[section].keys()
-                yield from (Gap(mine.name, section, key) for key in sorted(absent))
-        for section, its in mine.sections.items():
+                absent = pairs.keys() - lacking.sections[section].keys()
+                yield from (Gap(lacking.name, section, key) for key in sorted(absent))
+        for section, pairs in lacking.sections.items():
             if section not in ("started", ABSENT_HARDWARE):
-                unknown = sorted(key for key, value in its.items() if _is_unknown(value))
-                yield from (Gap(mine.name, section, key) for key in unknown)
+                unknown = sorted(key for key, value in pairs.items() if _is_unknown(value))
+                yield from (Gap(lacking.name, section, key) for key in unknown)
 
 
-def _follows(
-    found: Difference, left: Snapshot, right: Snapshot, differ: set[tuple[str, str]]
+def _is_implied(
+    difference: Difference, left: Snapshot, right: Snapshot, differing: set[tuple[str, str]]
 ) -> bool:
-    # Whether another difference, or a knob that the profile sets, already says it.
-    if found.section == "knobs":
-        known = knobs_by_name().get(found.key)
-        key = known.profile_key if known else found.key.replace("env.", "env_extra.", 1)
-        return ("profile", key) in differ
+    """Return whether a difference follows from another one, or from a knob of the profile."""
+    section, key = difference.section, difference.key
+    if section == "knobs":
+        known = knobs_by_name().get(key)
+        profile_key = known.profile_key if known else key.replace("env.", "env_extra.", 1)
+        return ("profile", profile_key) in differing
     knobs = {*left.sections.get("knobs", {}), *right.sections.get("knobs", {})}
-    if found.section in ("environment", "other variables"):
-        name = f"env.{found.key}"
+    if section in ("environment", "other variables"):
+        name = f"env.{key}"
         setting = {knob.name for knob in CATALOGUE if name in (knob.name, *knob.aliases)}
-        return not knobs.isdisjoint({*setting, variable(found.key).name})
-    if (found.section, found.key) == ("hardware", "threads"):
+        return not knobs.isdisjoint({*setting, variable(key).name})
+    if (section, key) == ("hardware", "threads"):
         return not knobs.isdisjoint(THREADS)
-    return (found.section, FOLLOWS.get(found.key, "")) in differ
+    return (section, FOLLOWS.get(key, "")) in differing
 
 
 @parts.register(SnapshotDiff)
-def _comparison_parts(found: SnapshotDiff) -> tuple[Part, ...]:
-    rows = found.substantial
+def _comparison_parts(comparison: SnapshotDiff) -> tuple[Part, ...]:
+    rows = comparison.substantial
+    shared = shared_impact(rows)
     return (
-        *(difference_parts(rows, found.left, found.right) if rows else ("the same",)),
-        *([f"each of these: {shared}"] if (shared := shared_impact(rows)) else []),
+        *(difference_parts(rows, comparison.left, comparison.right) if rows else ("the same",)),
+        *([f"each of these: {shared}"] if shared else []),
         *(
-            f"{each.key}: {_value(each, each.left)} | {_value(each, each.right)}"
-            for each in found.having(Impact.STARTED)
+            f"{row.key}: {_value(row, row.left)} | {_value(row, row.right)}"
+            for row in comparison.having(Impact.STARTED)
         ),
-        *gap_lines(found.gaps),
+        *gap_lines(comparison.gaps),
     )
 
 
 def difference_parts(rows: Sequence[Difference], left: str, right: str) -> tuple[Part, ...]:
-    """Return a table of differences, and a line for those of hardware that one side lacks.
+    """Return a table of differences, and a line on knobs whose hardware only one of them has.
 
-    How likely they change numbers is a column where it is not the same for all of them.
+    The table has a column for the impact, unless all differences have the same.
     """
-    found: list[Part] = []
-    if kept := [each for each in rows if not each.hardware]:
+    displayed: list[Part] = []
+    if listed := [row for row in rows if not row.hardware]:
         headings = ("how likely", "what differs", left, right)
         cells = [
-            (str(each.impact), _name(each), _value(each, each.left), _value(each, each.right))
-            for each in kept
+            (str(row.impact), _name(row), _value(row, row.left), _value(row, row.right))
+            for row in listed
         ]
-        first = int(shared_impact(kept) is not None)
-        found.append(table(headings[first:], [row[first:] for row in cells]))
-    if lacking := [each.hardware for each in rows if each.hardware]:
-        found.append(f"{for_hardware(lacking)}: not on both sides")
-    return tuple(found)
+        first = int(shared_impact(listed) is not None)
+        displayed.append(table(headings[first:], [line[first:] for line in cells]))
+    if hardware := [row.hardware for row in rows if row.hardware]:
+        displayed.append(f"{for_hardware(hardware)}: not on both sides")
+    return tuple(displayed)
 
 
 def shared_impact(rows: Sequence[Difference]) -> Impact | None:
-    """Return how likely several differences change numbers, if that is the same for all."""
+    """Return the impact of two or more differences, if it is the same for all."""
     return rows[0].impact if rows[1:] and len({row.impact for row in rows}) == 1 else None
 
 
-def change(found: Difference) -> str:
-    return f"{_name(found)} ({_value(found, found.left)} -> {_value(found, found.right)})"
+def change(row: Difference) -> str:
+    return f"{_name(row)} ({_value(row, row.left)} -> {_value(row, row.right)})"
 
 
 def gap_lines(rows: Iterable[Gap]) -> list[str]:
-    lacking: dict[str, list[str]] = {}
-    for each in rows:
-        lacking.setdefault(each.side, []).append(printable(str(each)))
-    return [f"not compared, unknown in {side}: {some(names)}" for side, names in lacking.items()]
+    unknown: dict[str, list[str]] = {}
+    for gap in rows:
+        unknown.setdefault(gap.side, []).append(printable(str(gap)))
+    return [f"not compared, unknown in {name}: {some(keys)}" for name, keys in unknown.items()]
 
 
-def _name(found: Difference) -> str:
-    where = f"{', '.join(found.ranks)}: " if found.ranks else ""
-    return where + _row_of(found.section).prefix + printable(found.key)
+def _name(row: Difference) -> str:
+    ranks = f"{', '.join(row.ranks)}: " if row.ranks else ""
+    return ranks + _row_of(row.section).prefix + printable(row.key)
 
 
-def _value(found: Difference, value: Any) -> str:
-    return shown(value) if value is not None else _row_of(found.section).absent or "none"
+def _value(row: Difference, value: Any) -> str:
+    return shown(value) if value is not None else _row_of(row.section).absent or "none"

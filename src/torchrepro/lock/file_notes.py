@@ -1,10 +1,9 @@
-"""What a process of a run notes of its files, and how it finds those of a copy in place of its own.
+"""Log the files that each process of a run uses, and redirect imports to a checkout.
 
-Python's audit events tell of every file that Python opens, of the code that it imports, and of the
-folders that are listed, and of the words of other programs that it starts. Of what a library opens
-in C, `torch.save` and SQLite are heard; the rest is what is open or mapped as a step ends.
-Every Python below the command does both, those that never import torch included: this module
-imports next to nothing.
+Python's audit events report every file that Python opens, imported code, listed folders, and the
+arguments of other programs that it starts. They do not report files that C code opens: for these,
+`torch.save` and SQLite are intercepted, and open and mapped files are logged after optimizer steps.
+Every Python process below the command runs this module, even without torch, so it imports little.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
-MOST = 100_000  # uses of files that one process notes
+MOST = 100_000  # logged uses of files per process
 
-MOST_OUTSIDE = 5_000  # of them outside of the repository
+MOST_OUTSIDE = 5_000  # of these outside of the repository
 
 READ, WRITTEN, LISTED, TOO_MANY = "read", "written", "listed", "too many"
-VARIABLE = "variable"  # one that a line of the program has read; its size is 1 where it was set
+VARIABLE = "variable"  # an environment variable that the program reads; size 1 if it was set
 TYPED = "typed"  # the program came by `python -c` or by standard input
-CHANGED = "changed"  # otherwise than by writing, which is not noted
+CHANGED = "changed"  # other than its contents: refused in a checkout, but not logged
 _WRITING = os.O_WRONLY | os.O_RDWR
 LEFT_OUT = ("__pycache__", ".git")  # folders of a repository that hold no file of the program
 
-_FINDERS = "__editable__"  # how the modules begin that setuptools puts in place of a path
+_FINDERS = "__editable__"  # prefix of the finder modules of editable installs by setuptools
 
 
 class Use(NamedTuple):
@@ -46,56 +45,57 @@ class Use(NamedTuple):
     kind: str
     path: str
     changed: int
-    """When it had last been changed, in nanoseconds since 1970; 0 where it was not there."""
+    """The modification time, in nanoseconds since 1970; 0 if it did not exist."""
     size: int
 
 
 def noted(log: Path) -> list[Use]:
-    """Return what the processes of a run have noted, in the order of time."""
-    found = []
-    for line in log.read_bytes().splitlines() if log.exists() else ():
+    """Return the uses that the processes of a run have logged, in order of time."""
+    if not log.exists():
+        return []
+    uses = []
+    for line in log.read_bytes().splitlines():
         try:
-            found.append(Use(*json.loads(line)))
-        except (ValueError, TypeError):  # a process that was killed may leave half a line
+            uses.append(Use(*json.loads(line)))
+        except (ValueError, TypeError):  # incomplete line of a killed process
             continue
-    return found
+    return uses
 
 
 def begin(asked: Mapping[str, str]) -> None:
-    """Note the files below `root` in the file `log`; adds an audit hook.
+    """Log the uses of files below `root` in the file `log`; adds an audit hook.
 
-    With `tree`, a copy of `root`, this process finds what is in the copy before what is in `root`,
-    which changes `sys.path`. A call that would write below `root`, or through a link of the copy to
-    elsewhere, then raises `OSError`; what lies below `ours` may be written. Without, files outside
-    of `root` that the program, or a library that loads data, has opened are noted, too, and the
-    variables that the program reads.
+    With `tree`, a checkout of `root`, imports find the checkout first, which changes `sys.path`. A
+    call that would write below `root`, or through a link in the checkout to another folder, raises
+    `OSError`; files below `ours` may be written. Without `tree`, also logs the files outside of
+    `root` that the program or a data library opens, and the variables that the program reads.
     """
     notes = _Notes(**asked)
     if asked["tree"]:
         _find_in_copy(asked["root"], asked["tree"])
         AfterImport(["torch"], notes.guard_save).watch_all()
     else:
-        notes.hear_variables()
-    AfterImport(["torch.optim.optimizer"], notes.look_after_steps).watch_all()
-    atexit.register(notes.look)
-    sys.addaudithook(notes.hear)
+        notes.observe_variables()
+    AfterImport(["torch.optim.optimizer"], notes.watch_steps).watch_all()
+    atexit.register(notes.note_open_files)
+    sys.addaudithook(notes.on_event)
 
 
 def _find_in_copy(root: str, tree: str) -> None:
-    """Put the folders of the copy in place of those of the original, where they are there."""
+    """Replace folders below `root` in `sys.path` by folders of the checkout that exist."""
 
-    def mapped(entry: str) -> str:
-        there = tree + entry[len(root) :]
-        is_inside = entry == root or entry.startswith(root + os.sep)
-        return there if is_inside and os.path.isdir(there) else entry  # noqa: PTH112 - texts
+    def mapped(folder: str) -> str:
+        copied = tree + folder[len(root) :]
+        is_inside = folder == root or folder.startswith(root + os.sep)
+        return copied if is_inside and os.path.isdir(copied) else folder  # noqa: PTH112 - texts
 
-    sys.path[:] = [mapped(entry) for entry in sys.path]
+    sys.path[:] = [mapped(folder) for folder in sys.path]
     for name in [*sys.modules]:
         if name.startswith(_FINDERS):
-            places = getattr(sys.modules[name], "MAPPING", {}).values()
-            parents = {os.path.dirname(str(place)) for place in places}  # noqa: PTH120 - texts
-            # Such a finder comes after all of the path.
-            sys.path += sorted(mapped(each) for each in parents if mapped(each) != each)
+            packages = getattr(sys.modules[name], "MAPPING", {}).values()
+            parents = {os.path.dirname(str(path)) for path in packages}  # noqa: PTH120 - texts
+            # Python searches all of `sys.path` before it asks such a finder.
+            sys.path += sorted(mapped(folder) for folder in parents if mapped(folder) != folder)
 
 
 class _Notes:
@@ -103,37 +103,37 @@ class _Notes:
         self._inside = root + os.sep
         self._in_tree = tree + os.sep if tree else ""
         self._log = log
-        self._ours = tuple(each + os.sep for each in (ours, sys.prefix) if each)
-        self._not_data = (*self._ours, f"{sys.base_prefix}{os.sep}", *_OF_THE_SYSTEM)
+        self._ours = tuple(folder + os.sep for folder in (ours, sys.prefix) if folder)
+        self._not_data = (*self._ours, f"{sys.base_prefix}{os.sep}", *_SYSTEM_FOLDERS)
         self._seen: set[tuple[str, str]] = set()
         self._outside: set[tuple[str, str]] = set()  # seen outside of the repository
         self._steps = 0
 
-    def look_after_steps(self, module: str) -> None:
-        sys.modules[module].register_optimizer_step_post_hook(self.look)
+    def watch_steps(self, module: str) -> None:
+        sys.modules[module].register_optimizer_step_post_hook(self.note_open_files)
 
-    def look(self, *step: Any) -> None:
-        """Note the files that are open or mapped: C code may have opened them.
+    def note_open_files(self, *step: Any) -> None:
+        """Log the files that are open or mapped, because C code may have opened them.
 
-        It does so after a `step` of an optimizer if that is number 1, 2, 4, 8, ..., or without one.
+        As a step hook, logs only after optimizer steps 1, 2, 4, 8, ... to save time.
         """
         self._steps += bool(step)
         if step and self._steps & (self._steps - 1):
             return
-        # What would list the folder of descriptors may be perturbed, or be heard.
-        found = {os.path.realpath(f"/proc/self/fd/{number}") for number in range(3, _DESCRIPTORS)}
-        with suppress(OSError):  # this is a call of the program
+        # Listing /proc/self/fd would raise an audit event, and its order may be perturbed.
+        paths = {os.path.realpath(f"/proc/self/fd/{number}") for number in range(3, _DESCRIPTORS)}
+        with suppress(OSError):  # an exception would end the program
             with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123 - above
-                found |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line}
-            for path in filter(os.path.isfile, found):
+                paths |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line}
+            for path in filter(os.path.isfile, paths):
                 if ".so" not in os.path.basename(path):  # noqa: PTH119 - a text
                     self._note(READ, path)
 
-    def hear_variables(self) -> None:
-        """Note which variables a line of the program reads one by one."""
-        kind: Any = type(os.environ)
-        read, names = kind.__getitem__, kind.keys
-        copying: set[Any] = set()  # where all of them are read, and so none by its name
+    def observe_variables(self) -> None:
+        """Log the environment variables that the program reads by name."""
+        environ_type: Any = type(os.environ)
+        read, names = environ_type.__getitem__, environ_type.keys
+        copying: set[Any] = set()  # instructions that iterate over all variables
 
         def noted_names(environ: Any) -> Any:
             caller = sys._getframe(1)  # noqa: SLF001 - documented
@@ -142,100 +142,103 @@ class _Notes:
 
         def noted_read(environ: Any, name: Any) -> Any:
             caller: Any = sys._getframe(1)  # noqa: SLF001 - documented
-            is_one = (caller.f_code, caller.f_lasti) not in copying
+            is_by_name = (caller.f_code, caller.f_lasti) not in copying
             while caller.f_code.co_name in _READERS and is_library(caller.f_code.co_filename):
-                if caller.f_back is None:  # C code has called it
+                if caller.f_back is None:  # called from C code
                     break
                 caller = caller.f_back
             key = VARIABLE, name
-            if is_one and key not in self._seen and not is_library(caller.f_code.co_filename):
+            if is_by_name and key not in self._seen and not is_library(caller.f_code.co_filename):
                 self._seen.add(key)
                 with suppress(OSError):
                     self._write(*key, 0, int(name in set(names(environ))))
             return read(environ, name)
 
-        kind.keys, kind.__getitem__ = noted_names, noted_read
+        environ_type.keys, environ_type.__getitem__ = noted_names, noted_read
 
-    def hear(self, event: str, args: tuple[Any, ...]) -> None:
-        told, refused = _EVENTS.get(event), ""
-        if told is None:
+    def on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        """Log an audit event; with a checkout, refuse a write outside of it."""
+        uses_of, refused = _EVENTS.get(event), ""
+        if uses_of is None:
             return
         caller = sys._getframe().f_back  # noqa: SLF001 - documented
         try:
-            for kind, path, *folder in told(*args):
-                place = _within(path, *folder)
-                if kind == TYPED and not self._in_tree:
-                    self._write(kind, "", 0, 0)
-                elif kind not in (CHANGED, TYPED) and not (kind == LISTED and _is_import(caller)):
-                    self._note(kind, place, caller)
-                if self._in_tree and kind in (WRITTEN, CHANGED):
-                    parent, name = os.path.split(place)
+            for use, named, *folder in uses_of(*args):
+                path = _within(named, *folder)
+                if use == TYPED and not self._in_tree:
+                    self._write(use, "", 0, 0)
+                elif use not in (CHANGED, TYPED) and not (use == LISTED and _is_import(caller)):
+                    self._note(use, path, caller)
+                if self._in_tree and use in (WRITTEN, CHANGED):
+                    parent, name = os.path.split(path)
                     real = os.path.join(os.path.realpath(parent), name)  # noqa: PTH118 - texts
-                    if self._leads_out(place, real if folder else os.path.realpath(place)):
-                        self._note(WRITTEN, place)
-                        refused = place
+                    if self._leads_out(path, real if folder else os.path.realpath(path)):
+                        self._note(WRITTEN, path)
+                        refused = path
         except (OSError, ValueError, TypeError):
-            return  # what is no path; an exception here would be one of the program's call
+            return  # not a path; an exception here would be raised in the program
         if refused:
-            what = "this run is in a copy, and that is a file of the user's own"
-            raise OSError(errno.EROFS, what, refused)
+            reason = "this run must not write outside of its checkout, into a file of the user"
+            raise OSError(errno.EROFS, reason, refused)
 
     def guard_save(self, module: str) -> None:
-        """Have `torch.save`, which opens files in C, ask as `open` does."""
+        """Report `torch.save`, which opens files in C, as an `open` event."""
         torch: Any = sys.modules[module]
         save = torch.save
 
         @wraps(save)
         def guarded(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            self.hear("open", (f, "w", os.O_WRONLY))
+            self.on_event("open", (f, "w", os.O_WRONLY))
             save(obj, f, *args, **kwargs)
 
         torch.save = guarded
 
-    def _leads_out(self, place: str, real: str) -> bool:
-        """Whether what would be written is below `root`, or behind a link of the copy."""
-        is_own = real.startswith(self._inside) and not real.startswith(self._ours)
-        return not real.startswith(self._in_tree) and (is_own or place.startswith(self._in_tree))
+    def _leads_out(self, path: str, real: str) -> bool:
+        """Return whether a path is below `root`, or behind a link in the checkout."""
+        is_original = real.startswith(self._inside) and not real.startswith(self._ours)
+        return not real.startswith(self._in_tree) and (
+            is_original or path.startswith(self._in_tree)
+        )
 
-    def _note(self, kind: str, whole: str, caller: FrameType | None = None) -> None:
-        key = kind, whole
-        if key in self._seen or len(self._seen) > MOST or whole == self._log:
+    def _note(self, use: str, path: str, caller: FrameType | None = None) -> None:
+        key = use, path
+        if key in self._seen or len(self._seen) > MOST or path == self._log:
             return
-        base = self._in_tree if self._in_tree and whole.startswith(self._in_tree) else self._inside
-        if not whole.startswith(base):
-            folder, name = os.path.split(whole)
-            whole = os.path.join(_real(folder), name)  # noqa: PTH118 - texts
-            if not whole.startswith(base):
-                self._note_outside(kind, whole, caller)
+        base = self._in_tree if self._in_tree and path.startswith(self._in_tree) else self._inside
+        if not path.startswith(base):
+            folder, name = os.path.split(path)
+            path = os.path.join(_real(folder), name)  # noqa: PTH118 - texts
+            if not path.startswith(base):
+                self._note_outside(use, path, caller)
                 return
-        real, whole = os.path.realpath(whole), _up_to_link(whole, base)
-        if is_of_cache(os.path.dirname(whole)):  # noqa: PTH120 - texts
+        target, path = os.path.realpath(path), _up_to_link(path, base)
+        if is_of_cache(os.path.dirname(path)):  # noqa: PTH120 - texts
             return
         if len(self._seen) == MOST:
-            kind, whole = TOO_MANY, ""
+            use, path = TOO_MANY, ""
         self._seen.add(key)
-        self._note_state(kind, whole)
-        if real != whole and kind != WRITTEN:  # where a link leads
-            self._note(kind, real, caller)
+        self._note_state(use, path)
+        if target != path and use != WRITTEN:  # the path is a link
+            self._note(use, target, caller)
 
-    def _note_outside(self, kind: str, path: str, caller: FrameType | None) -> None:
-        """Note what is not in the repository, if it may be data, and the program has used it."""
+    def _note_outside(self, use: str, path: str, caller: FrameType | None) -> None:
+        """Log a path outside of the repository, if it may be data and the program uses it."""
         if self._in_tree or f"{path}/".startswith(self._not_data) or is_library(path):
             return
-        key = kind, os.path.realpath(path)
+        key = use, os.path.realpath(path)
         if key in self._outside or len(self._outside) == MOST_OUTSIDE:
             return
         if caller is None or _is_of_program(caller):
             self._outside.add(key)
             self._note_state(*key)
 
-    def _note_state(self, kind: str, path: str) -> None:
+    def _note_state(self, use: str, path: str) -> None:
         try:
-            its = os.stat(path)  # noqa: PTH116 - a text
-            self._write(kind, path, its.st_mtime_ns, its.st_size)
+            status = os.stat(path)  # noqa: PTH116 - a text
+            self._write(use, path, status.st_mtime_ns, status.st_size)
         except OSError:
-            if kind in (WRITTEN, TOO_MANY):  # else it asked for what is not there
-                self._write(kind, path, 0, 0)
+            if use in (WRITTEN, TOO_MANY):  # a read of a missing file is not logged
+                self._write(use, path, 0, 0)
 
     def _write(self, *use: str | int) -> None:
         file = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -246,12 +249,12 @@ class _Notes:
 
 
 def is_of_cache(path: str) -> bool:
-    """Whether a path leads through a folder that holds no file of the program."""
+    """Return whether a path is below a folder that contains no files of the program."""
     return any(f"{os.sep}{folder}{os.sep}" in f"{os.sep}{path}{os.sep}" for folder in LEFT_OUT)
 
 
 def _up_to_link(path: str, base: str) -> str:
-    """Return the first part of a path below `base` that is a link, or all of it."""
+    """Return a path below `base` up to its first component that is a link."""
     at = len(base)
     while (at := path.find(os.sep, at + 1)) > 0:
         if os.path.islink(path[:at]):  # noqa: PTH114 - a text
@@ -265,7 +268,7 @@ def _is_import(caller: FrameType | None) -> bool:
 
 
 def _is_of_program(caller: FrameType) -> bool:
-    """Whether a line of the program has called, or a library that loads data."""
+    """Return whether the nearest caller is the program, or a library that loads data."""
     for frame in frames(caller):
         name = package(frame)
         if name not in sys.stdlib_module_names and name != "torchrepro":
@@ -281,10 +284,10 @@ _LOADERS = (
 )
 """Packages that open data for a program."""
 
-_OF_THE_SYSTEM = ("/dev/", "/proc/", "/sys/", "/etc/", "/usr/", "/lib", "/bin/", "/sbin/", "/run/")
+_SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/", "/etc/", "/usr/", "/lib", "/bin/", "/sbin/", "/run/")
 _IMPORTS = ("importlib", "_frozen_importlib_external")
-_READERS = ("get", "getenv", "__contains__", "setdefault")  # of Python, each reads one variable
-_DESCRIPTORS = 256  # that are looked at
+_READERS = ("get", "getenv", "__contains__", "setdefault")  # in Python, to read one variable
+_DESCRIPTORS = 256  # descriptors that are checked
 
 _real = lru_cache(maxsize=1024)(os.path.realpath)
 
@@ -297,7 +300,7 @@ def _opened(path: Any, mode: Any, flags: int) -> Iterator[tuple[str, Any]]:
 
 
 def _in_words(words: Any, folder: Any) -> Iterator[tuple[str, str]]:
-    """Yield the files that the words of another program name."""
+    """Yield the files in the command line of another program."""
     for word in [words] if isinstance(words, str | bytes | os.PathLike) else words:
         for text in os.fsdecode(word).split():  # a word may be a line for a shell
             path = os.path.join(os.fsdecode(folder or ""), text.rpartition("=")[2])  # noqa: PTH118
@@ -306,15 +309,15 @@ def _in_words(words: Any, folder: Any) -> Iterator[tuple[str, str]]:
 
 
 def _within(path: Any, folder: int = -1) -> str:
-    """Return the absolute path of what is named in `folder`, a descriptor, or from here.
+    """Return a path as absolute, relative to the descriptor `folder` or the working directory.
 
-    Raises `TypeError` for what is no path.
+    Raises `TypeError` if it is not a path.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         raise TypeError
     base = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else ""  # noqa: PTH115 - a text
-    whole = os.path.join(base, os.fsdecode(path))  # noqa: PTH118 - texts
-    return os.path.abspath(whole)  # noqa: PTH100 - links stay as they are named
+    joined = os.path.join(base, os.fsdecode(path))  # noqa: PTH118 - texts
+    return os.path.abspath(joined)  # noqa: PTH100 - does not resolve links
 
 
 _EVENTS: Mapping[str, Any] = {
@@ -340,7 +343,7 @@ _EVENTS: Mapping[str, Any] = {
         [] if os.path.exists(_within(path, folder)) else [(CHANGED, path, folder)]  # noqa: PTH110
     ),
     "os.link": lambda old, new, of_old, of_new: [
-        (CHANGED, old, of_old),  # by whoever then writes to the new name
+        (CHANGED, old, of_old),  # a later write to the new name changes it
         (CHANGED, new, of_new),
     ],
     "os.symlink": lambda target, new, folder: [(CHANGED, new, folder)],
@@ -350,4 +353,7 @@ _EVENTS: Mapping[str, Any] = {
     "os.utime": lambda path, times, at, folder: [(CHANGED, path)],
     "sqlite3.connect": lambda path: [(READ, path), (WRITTEN, path)],
 }
-"""Event -> what it says was used; with a folder, what is there itself, were it a link: https://docs.python.org/3/library/audit_events.html."""
+"""Audit event -> its uses of files: use, path, and a folder descriptor unless links are followed.
+
+See https://docs.python.org/3/library/audit_events.html.
+"""

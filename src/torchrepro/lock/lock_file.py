@@ -1,4 +1,4 @@
-"""Writing a lock, and whether this machine still is what a lock says."""
+"""Write a lock of a profile on this machine, and check this machine against a lock."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ HERE = "this machine"
 
 
 def refuse_lost_file(profile: str) -> None:
-    """Raise `ProfileError` for the path of a profile at which there is no file."""
+    """Raise `ProfileError` if `profile` is the path of a file that does not exist."""
     if profile.endswith(SUFFIXES) and "://" not in profile and not os.path.exists(profile):  # noqa: PTH110 - never raises
-        found = os.path.normpath(profile)
-        raise ProfileError.about("the profile's file does not exist", found=found)
+        path = os.path.normpath(profile)
+        raise ProfileError.about("the profile's file does not exist", found=path)
 
 
 def is_relative_path(profile: str) -> bool:
-    """Whether the name of a profile is a path from the lock's own folder."""
+    """Return whether the name of a profile is a path relative to the folder of its lock."""
     is_path = profile.endswith(SUFFIXES) or profile.startswith(("./", "../"))
-    return is_path and "://" not in profile and not os.path.isabs(profile) and profile[0] != "~"  # noqa: PTH117 - the text of a name
+    return is_path and "://" not in profile and not os.path.isabs(profile) and profile[0] != "~"  # noqa: PTH117 - a text
 
 
 def plan_of_a_run(resolved: ResolvedProfile) -> Plan:
-    """Return the plan for a run of `resolved` that `torchrepro run` starts here; imports torch."""
+    """Return the plan for `torchrepro run` of a profile on this machine; imports torch."""
     import_torch()
     return make_plan(resolved, closed={})
 
 
 def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
-    """Write what a run of `profile` would be here, and return the report on it.
+    """Write a lock of `profile` on this machine into `path`, and return the planned report.
 
-    Imports torch and applies nothing. Raises `ProfileError` for a profile that is not valid, an
-    override that holds a secret, and a file that cannot be written or is no lock. Raises
-    `ApplyError` if a strict profile could not be applied here.
+    Imports torch and applies nothing. Raises `ProfileError` for an invalid profile, an override
+    that contains a secret, and a file that cannot be written or is not a lock. Raises `ApplyError`
+    if a strict profile could not be applied on this machine.
     """
     refuse_other_file(path)
     contents, report = contents_of_lock(path, profile, overrides)
@@ -83,7 +83,7 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
 
 
 def refuse_other_file(path: Path) -> None:
-    """Raise `ProfileError` if there is a file that is no lock."""
+    """Raise `ProfileError` if `path` is a file other than a lock."""
     if path.exists():
         try:
             kind = read_contents(path)[0]
@@ -97,36 +97,38 @@ def refuse_other_file(path: Path) -> None:
 def contents_of_lock(
     path: Path, profile: str, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Report]:
-    """Return what a lock in the file `path` holds, and the report on it; raises as `write_lock`."""
+    """Return the contents of a lock at `path`, and the planned report; raises as `write_lock`."""
     resolved = resolve(profile, overrides)
     secrets = secrets_here(resolved)
     for text in overrides:
         if without_secrets(text, secrets) != text:
-            what = "an override that may hold a secret, and a lock is shared"
-            todo = "put it into the environment of the run instead"
-            raise ProfileError.about(what, key=key_of(text), todo=todo)
+            problem = "the override may contain a secret, and a lock is shared"
+            todo = "set it in the environment of the run instead"
+            raise ProfileError.about(problem, key=key_of(text), todo=todo)
     named = profile
-    if is_relative_path(profile):  # from the lock's own folder
+    if is_relative_path(profile):
         named = Path(os.path.relpath(profile, path.parent)).as_posix()
     plan = plan_of_a_run(resolved)
     plan.refuse_if_stopping()
-    its = common_contents(resolved, plan.report)
-    for row in its["report"]["knobs"]:
+    contents = common_contents(resolved, plan.report)
+    for row in contents["report"]["knobs"]:
         del row["before"]  # the state of this process, such as a random seed
-    its |= {"lock": FORMAT, "named": {"profile": named, "overrides": list(overrides)}}
-    return its, plan.report
+    contents |= {"lock": FORMAT, "named": {"profile": named, "overrides": list(overrides)}}
+    return contents, plan.report
 
 
 SHARED = ("lock", "manifest", "named", "profile", "digest")
-"""What all sections of a lock with numbers share, besides the command and its options."""
+"""Keys that the platforms of a lock with results share, in addition to the command."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
+    """The differences between a lock and this machine."""
+
     lock: str
     strict: bool
     resolved: ResolvedProfile | None
-    """The locked profile as it is here; None where it cannot be resolved any more."""
+    """The locked profile, resolved on this machine; None if it cannot be resolved any more."""
     comparison: SnapshotDiff
 
     @property
@@ -143,39 +145,41 @@ class CheckResult:
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """What the lock would forbid and could not be compared."""
-        return tuple(each for each in self.comparison.gaps if each.section != "source")
+        """Enforced keys that could not be compared."""
+        return tuple(gap for gap in self.comparison.gaps if gap.section != "source")
 
     def to_json(self) -> dict[str, Any]:
         forbidden = self.forbidden
-        allowed = [each for each in self.comparison.differences if each not in forbidden]
+        allowed = [it for it in self.comparison.differences if it not in forbidden]
         return {
             "met": self.met,
             "lock": self.lock,
             "strict": self.strict,
-            "differences": [each.to_json("locked", "here") for each in forbidden],
-            "not_held": [each.to_json("locked", "here") for each in allowed],
-            "not_compared": [each.to_json() for each in self.gaps],
+            "differences": [it.to_json("locked", "here") for it in forbidden],
+            "not_held": [it.to_json("locked", "here") for it in allowed],
+            "not_compared": [gap.to_json() for gap in self.gaps],
         }
 
 
 def named_in(path: Path, contents: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the profile of a lock, as it is named from here, and its overrides."""
-    its: dict[str, Any] = contents["named"] if isinstance(contents.get("named"), dict) else {}
-    name, own = its.get("profile", ""), its.get("overrides")
-    if not (name and isinstance(own, list) and all(isinstance(text, str) for text in (name, *own))):
+    """Return the profile of a lock, with a path from the working directory, and its overrides."""
+    named: dict[str, Any] = contents["named"] if isinstance(contents.get("named"), dict) else {}
+    name: Any = named.get("profile")
+    overrides: Any = named.get("overrides")
+    is_valid = name and isinstance(overrides, list)
+    if not (is_valid and all(isinstance(text, str) for text in (name, *overrides))):
         raise ProfileError.about("damaged: it does not name its profile", str(path), "named")
-    return str(path.parent / name) if is_relative_path(name) else name, own
+    return str(path.parent / name) if is_relative_path(name) else name, overrides
 
 
 def check(
     path: Path, *, strict: bool = False, profile: str = "", overrides: Sequence[str] = ()
 ) -> CheckResult:
-    """Return in what this machine differs from the lock in the file `path`.
+    """Return the differences between the lock in the file `path` and this machine.
 
-    The profile is resolved again from its name, so that a pack that has changed is seen. The name
-    is the lock's own unless `profile` is given. Imports torch. Raises `ProfileError` for a file
-    that is no lock or is damaged, and for a `profile` that is not valid.
+    Resolves the profile again by its name, to notice changed packs: by the name in the lock, or by
+    `profile` if given. Imports torch. Raises `ProfileError` for a file that is not a lock or is
+    damaged, and for an invalid `profile`.
     """
     kind, contents = read_complete(path)
     if kind != "lock":
@@ -184,46 +188,47 @@ def check(
         raise ProfileError.about("a manifest, not a lock", str(path), todo=todo)
     locked = of_contents(str(path), kind, contents)
     first = []
-    written, true = contents["seal"], contents["true_seal"]
-    if written != true:
-        first.append(Difference("profile", "seal, as the lock was edited", written, true))
-    name, own = named_in(path, contents)
+    seal, true_seal = contents["seal"], contents["true_seal"]
+    if seal != true_seal:
+        first.append(Difference("profile", "seal, as the lock was edited", seal, true_seal))
+    name, locked_overrides = named_in(path, contents)
     resolved = resolve(profile, overrides) if profile else None
     if resolved is None:
         try:
             refuse_lost_file(name)
-            resolved = resolve(name, own, typed=False)  # the lock is a file
+            resolved = resolve(name, locked_overrides, typed=False)
         except ProfileError as error:
             problem = error.problem
-            words = ": ".join(filter(None, (problem.key, problem.found, problem.what)))
-            first.append(Difference("profile", "(the whole)", "as locked", words))
+            text = ": ".join(filter(None, (problem.key, problem.found, problem.what)))
+            first.append(Difference("profile", "(the whole)", "as locked", text))
     if resolved is None:
         import_torch()
-        here = {"versions": software(), "hardware": hardware()}
+        machine = {"versions": software(), "hardware": hardware()}
     else:
-        here = common_contents(resolved, plan_of_a_run(resolved).report)
-    comparison = compare(locked, of_contents(HERE, "lock", here))
-    every = (*first, *comparison.differences)
-    return CheckResult(str(path), strict, resolved, replace(comparison, differences=every))
+        machine = common_contents(resolved, plan_of_a_run(resolved).report)
+    comparison = compare(locked, of_contents(HERE, "lock", machine))
+    differences = (*first, *comparison.differences)
+    return CheckResult(str(path), strict, resolved, replace(comparison, differences=differences))
 
 
 @parts.register(CheckResult)
-def _check_parts(found: CheckResult) -> tuple[Part, ...]:
+def _check_parts(answer: CheckResult) -> tuple[Part, ...]:
     counts = [
         f"{number} that {impact if number == 1 else impact.replace('changes', 'change')}"
-        for impact in found.enforced
-        if (number := len(found.comparison.having(impact)))
+        for impact in answer.enforced
+        if (number := len(answer.comparison.having(impact)))
     ]
     allowed = [
         f"allowed, {impact}: {some(map(change, rows))}"
         for impact in Impact
-        if impact not in found.enforced and (rows := found.comparison.having(impact))
+        if impact not in answer.enforced and (rows := answer.comparison.having(impact))
     ]
+    headline = f"{answer.lock} is met: nothing that it forbids differs"
+    if counts:
+        headline = f"{answer.lock} is not met: {', '.join(counts)}"
     return (
-        *difference_parts(found.forbidden, "locked", "here"),
-        f"{found.lock} is not met: {', '.join(counts)}"
-        if counts
-        else f"{found.lock} is met: nothing that it forbids differs",
+        *difference_parts(answer.forbidden, "locked", "here"),
+        headline,
         *allowed,
-        *gap_lines(found.gaps),
+        *gap_lines(answer.gaps),
     )

@@ -1,8 +1,8 @@
-"""The numbers that a run computed, as a lock holds them, and where two runs of them differ.
+"""The results of a run as a lock stores them, and the first step that differs between two.
 
-They are the losses of each step, exactly, a digest of the parameters after it, and one of what
-there is at the end. One step is one line of the lock: a change of numbers reads as a diff. Those of
-single tests, which the fixture `repro_numbers` asks for, are in a file beside the tests.
+Results (`Numbers`) are the exact losses of each step, a digest of the parameters after it, and a
+digest of the final state. A lock has one line per step, so changed results read as a diff. The
+results of single tests, which the fixture `repro_numbers` checks, are in a file next to the tests.
 """
 
 from __future__ import annotations
@@ -31,65 +31,65 @@ if TYPE_CHECKING:
 
 _ZEROS = re.compile(r"\.?0*p")
 _LINE = re.compile(r"(\d+): ([^|]*)\| ([0-9a-f]*)")
-_MARK = "#"  # begins the fingerprint of a loss that is no single number
-_DIGITS = 16  # hexadecimal ones of a digest
+_MARK = "#"  # prefix of the fingerprint of a loss with several elements
+_DIGITS = 16  # hexadecimal digits of a digest
 
 FOLDER = "repro_numbers"
-"""The name of the folder beside a test that holds the numbers of its module."""
+"""Name of the folder, next to a test module, with the results of its tests."""
 
-FORMAT = 1  # of that file
+FORMAT = 1  # of the files in this folder
 
 
 class StepNumbers(NamedTuple):
     losses: tuple[str, ...]
-    """Hexadecimal floats, and fingerprints of losses that are no single number."""
+    """Hexadecimal floats; fingerprints of losses with several elements."""
     parameters: str
-    """A digest of the parameters after the step, over all ranks; empty if it has none."""
+    """A digest of the parameters of all ranks after the step; empty without parameters."""
 
 
 class Numbers(NamedTuple):
     steps: Mapping[int, StepNumbers]
     end: str
-    """A digest of the parameters and the states of optimizers at the end; empty if some steps alone
-    were asked for."""
+    """A digest of the final parameters and optimizer states; empty if only some steps were
+    requested."""
 
     def to_json(self) -> dict[str, Any]:
         lines = [
-            f"{step}: {' '.join(its.losses)} | {its.parameters}" for step, its in self.steps.items()
+            f"{step}: {' '.join(row.losses)} | {row.parameters}" for step, row in self.steps.items()
         ]
         return {"steps": lines, "end": self.end}
 
     @classmethod
-    def from_json(cls, value: Any, where: str) -> Numbers:
-        """Return the numbers of a lock; raises `ProfileError` for what is damaged."""
+    def from_json(cls, value: Any, path: str) -> Numbers:
+        """Return the results in the lock `path`; raises `ProfileError` if they are damaged."""
         steps = {}
         try:
             for line in value["steps"]:
-                step, losses, parameters = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]
+                step, losses, digest = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]
                 for text in losses.split():
                     if not text.startswith(_MARK):
                         float.fromhex(text)
-                steps[int(step)] = StepNumbers(tuple(losses.split()), parameters)
+                steps[int(step)] = StepNumbers(tuple(losses.split()), digest)
             return cls(steps, str(value["end"]))
         except (TypeError, AttributeError, KeyError, ValueError, OverflowError):
-            raise ProfileError.about("damaged: no numbers of a run", where, "numbers") from None
+            raise ProfileError.about("damaged: not the results of a run", path, "numbers") from None
 
 
 def _exact(value: float) -> str:
     return _ZEROS.sub("p", value.hex())
 
 
-def _digest_of_all(each: Iterable[bytes]) -> str:
-    """Return a digest of digests in their order; empty if all of them are."""
-    together = b"".join(each)
-    return xxhash.xxh3_128_hexdigest(together)[:_DIGITS] if together else ""
+def _digest_of_all(digests: Iterable[bytes]) -> str:
+    """Return a digest of digests in their order; empty if all of them are empty."""
+    joined = b"".join(digests)
+    return xxhash.xxh3_128_hexdigest(joined)[:_DIGITS] if joined else ""
 
 
 def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
-    """Return the numbers of a recorded run, of each step whose number is a multiple of `every`.
+    """Return the results of a recorded run, for each step whose number is a multiple of `every`.
 
-    Losses are those of rank 0. Raises `TraceError` for a recording that holds no step of any, and
-    for one of which several threads have ended steps.
+    Only the losses of rank 0 count. Raises `TraceError` if no step has a loss or parameters, or if
+    several threads of a process end steps.
     """
     traces = read_run(folder, records=False)
     parameters: dict[int, list[bytes]] = {}
@@ -97,33 +97,36 @@ def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
     end: list[bytes] = []
     for trace in traces:
         if len({row.thread for row in trace.steps.values()}) > 1:
-            what = "several threads end steps, so it is chance which step has which numbers"
+            problem = "several threads end steps, so the results of a step depend on their timing"
             todo = "compare its runs: torchrepro verify PROFILE -- COMMAND"
-            raise TraceError.about(what, found=str(folder), todo=todo)
+            raise TraceError.about(problem, found=str(folder), todo=todo)
         for number, row in trace.steps.items():
             if row.finished and number % every == 0:
                 parameters.setdefault(number, []).append(row.parameters)
-        for loss in trace.losses if not trace.rank else ():
+        for loss in [] if trace.rank else trace.losses:
             text = f"{_MARK}{loss.fingerprint.hex()}" if loss.value is None else _exact(loss.value)
             losses.setdefault(loss.step, []).append(text)
-        for kind, its in sorted((trace.meta.get("end") or {}).items()):
-            # An optimizer's arguments have other names in another torch, and are no numbers.
-            left = (pair for pair in sorted(its.items()) if not pair[0].startswith(ARGUMENTS))
-            end += [f"{kind} {name} {value}".encode() for name, value in left]
+        for group, digests in sorted((trace.meta.get("end") or {}).items()):
+            # The arguments of an optimizer do not count, and their names depend on torch.
+            end += [
+                f"{group} {name} {digest}".encode()
+                for name, digest in sorted(digests.items())
+                if not name.startswith(ARGUMENTS)
+            ]
         trace.close()
     steps = {
-        number: StepNumbers(tuple(losses.get(number, ())), _digest_of_all(each))
-        for number, each in sorted(parameters.items())
+        number: StepNumbers(tuple(losses.get(number, ())), _digest_of_all(digests))
+        for number, digests in sorted(parameters.items())
     }
-    if not any(its.losses or its.parameters for its in steps.values()):
-        what = "has no loss and no parameters of any step, so there are no numbers to hold"
+    if not any(row.losses or row.parameters for row in steps.values()):
+        problem = "no step has a loss or parameters, so nothing can be locked"
         todo = "a step is a call of an optimizer's step(), or of torchrepro.end_step()"
-        raise TraceError.about(what, found=str(folder), todo=todo)
+        raise TraceError.about(problem, found=str(folder), todo=todo)
     return Numbers(steps, _digest_of_all(end))
 
 
 class NumbersDifference(NamedTuple):
-    """Where the numbers of a run first differ from those of a lock."""
+    """The first difference between the results of a run and of a lock."""
 
     step: int
     what: str  # ``loss``, ``parameters``, ``steps`` or ``end``
@@ -132,20 +135,20 @@ class NumbersDifference(NamedTuple):
 
     def __str__(self) -> str:
         if self.what == "steps":
-            return f"the same numbers up to there, but {self.locked} in the lock, {self.here} here"
+            return f"the results of common steps agree: {self.locked} in the lock, {self.here} here"
         if self.what == "end":
-            return "other numbers at the end: other parameters or states of optimizers"
-        values = f"other {self.what}"
+            return "results differ at the end: other parameters or optimizer states"
+        difference = f"other {self.what}"
         if self.what == "loss":
-            one, two = self._told_apart()
-            values = f"loss {one} in the lock, {two} here"
-        return f"other numbers from step {self.step}: {values}"
+            locked, here = self._distinct_losses()
+            difference = f"loss {locked} in the lock, {here} here"
+        return f"results differ from step {self.step}: {difference}"
 
-    def _told_apart(self) -> tuple[str, str]:
-        # With as many digits as it takes to see that they differ.
-        one, two = (_number(text) for text in (self.locked, self.here))
+    def _distinct_losses(self) -> tuple[str, str]:
+        """Return both losses, with as many digits as it takes to see the difference."""
+        losses = [_number(text) for text in (self.locked, self.here)]
         for digits in range(5, 18):
-            left, right = (f"{i:.{digits}g}" if isinstance(i, float) else i for i in (one, two))
+            left, right = (f"{it:.{digits}g}" if isinstance(it, float) else it for it in losses)
             if left != right:
                 break
         return left or "none", right or "none"
@@ -164,22 +167,22 @@ def _number(text: str) -> float | str:
 
 
 def first_difference(locked: Numbers, here: Numbers) -> NumbersDifference | None:
-    """Return where the numbers of two runs first differ; None where they are the same.
+    """Return the first difference between the results of two runs; None if they are equal.
 
-    Fewer or more steps are compared as far as both go.
+    If one run has more steps, the common steps are compared first.
     """
-    for step, one in locked.steps.items():
-        two = here.steps.get(step)
-        if two is None:
+    for step, expected in locked.steps.items():
+        row = here.steps.get(step)
+        if row is None:
             break
-        for pair in zip((*one.losses, ""), (*two.losses, ""), strict=False):
+        for pair in zip((*expected.losses, ""), (*row.losses, ""), strict=False):
             if pair[0] != pair[1]:
                 return NumbersDifference(step, "loss", *pair)
-        if one.parameters != two.parameters:
-            return NumbersDifference(step, "parameters", one.parameters, two.parameters)
+        if expected.parameters != row.parameters:
+            return NumbersDifference(step, "parameters", expected.parameters, row.parameters)
     if locked.steps.keys() != here.steps.keys():
         step = min(locked.steps.keys() ^ here.steps.keys())
-        sizes = (len(each.steps) for each in (locked, here))
+        sizes = (len(run.steps) for run in (locked, here))
         counts = (f"{size:,} step{'s' * (size != 1)}" for size in sizes)
         return NumbersDifference(step, "steps", *counts)
     if locked.end != here.end:
@@ -188,60 +191,62 @@ def first_difference(locked: Numbers, here: Numbers) -> NumbersDifference | None
 
 
 def numbers_of_training(losses: Any, model: Any = None) -> Numbers:
-    """Return losses, and what the state of a model is, as the numbers of a lock.
+    """Return losses, and the state of a model, as the results of a lock.
 
-    `losses` are numbers or tensors of one, or a single one. Raises `ProfileError` for others.
+    `losses` is a number or a tensor with one element, or a list of them. Raises `ProfileError` for
+    other losses.
     """
     import_torch()
     from torchrepro.trace.fingerprint import fingerprint
 
-    each: Iterable[Any] = losses if isinstance(losses, list | tuple) else [losses]
+    loss_list: Iterable[Any] = losses if isinstance(losses, list | tuple) else [losses]
     steps = {}
-    for step, loss in enumerate(each):
+    for step, loss in enumerate(loss_list):
         try:
             value = loss.item() if hasattr(loss, "item") else loss
             steps[step] = StepNumbers((_exact(float(value)),), "")
         except (TypeError, ValueError, RuntimeError):
-            legal = "a list of floats, or of tensors of one number"
-            found = type(loss).__name__
-            raise ProfileError.about("no loss", "repro_numbers", found=found, legal=legal) from None
+            legal = "a list of floats, or of tensors with one element"
+            raise ProfileError.about(
+                "not a loss", "repro_numbers", found=type(loss).__name__, legal=legal
+            ) from None
     state = {} if model is None else model.state_dict()
     tensors = (state[name] for name in sorted(state) if hasattr(state[name], "dtype"))
     return Numbers(steps, _digest_of_all(fingerprint(tensor.detach()) for tensor in tensors))
 
 
 def hold_test(path: Path, name: str, profile: str | None, numbers: Numbers, reason: str) -> str:
-    """Return in what the numbers of the test `name` differ from those in its file `path`.
+    """Compare the results of the test `name` with the file `path`; return the error message.
 
-    Empty if in nothing. `profile` is the name of the one that is in force. With a reason the
-    numbers are written. Where there are none yet they are written as well, unless the variable
-    `CI` is set: then that is what is returned.
+    The message is empty if they are equal. `profile` is the name of the active profile. With a
+    `reason`, and for a test without stored results, the results are written instead; a test
+    without stored results fails if the variable `CI` is set.
     """
     machine = kind_of_machine()
     settings = {"torch": installed_version("torch"), "profile": profile}
     with _opened(path) as contents:
         section = contents[MACHINES].get(machine, {})
-        held = section.get(name)
-        if held is None and not reason and os.environ.get("CI"):
-            others = [each for each in contents[MACHINES] if each != machine]
-            there = f"; it has some of {some(others)}" if others and not section else ""
+        locked = section.get(name)
+        if locked is None and not reason and os.environ.get("CI"):
+            platforms = [platform for platform in contents[MACHINES] if platform != machine]
+            hint = f"; it has results for {some(platforms)}" if platforms and not section else ""
             return (
-                f"{path} holds no numbers of {name} for {machine}{there}\n"
+                f"{path} has no results of {name} for {machine}{hint}\n"
                 f'  to add them: pytest --repro-update "why" {path.parent.parent}'
             )
-        if held is not None and not reason:
-            first = first_difference(Numbers.from_json(held, str(path)), numbers)
+        if locked is not None and not reason:
+            first = first_difference(Numbers.from_json(locked, str(path)), numbers)
             if first is None:
                 return ""
-            other = (
-                f"  {setting}: {held.get(setting)} in the lock, {now} here"
+            differing = (
+                f"  {setting}: {locked.get(setting)} in the lock, {now} here"
                 for setting, now in settings.items()
-                if held.get(setting) != now
+                if locked.get(setting) != now
             )
-            todo = '  if that is as it should be: pytest --repro-update "why"'
-            return "\n".join([str(first), *other, f"  as it is: {path}", todo])
-        its = {**numbers.to_json(), **settings}
-        section[name] = {**its, "reason": reason} if reason else its
+            todo = '  if this change is intended: pytest --repro-update "why"'
+            return "\n".join([str(first), *differing, f"  locked in {path}", todo])
+        row = {**numbers.to_json(), **settings}
+        section[name] = {**row, "reason": reason} if reason else row
         contents[MACHINES][machine] = section
         write_in_place(path, as_text(contents))
     return ""
@@ -249,7 +254,7 @@ def hold_test(path: Path, name: str, profile: str | None, numbers: Numbers, reas
 
 @contextmanager
 def _opened(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the file, while no other process of the same tests reads or writes it."""
+    """Read the file under a file lock, because test processes run in parallel."""
     contents: dict[str, Any] = {"tests": FORMAT, MACHINES: {}}
     if not path.exists() and os.environ.get("CI"):
         yield contents
@@ -266,8 +271,8 @@ def _opened(path: Path) -> Iterator[dict[str, Any]]:
                 valid = False
             if not valid:
                 todo = 'remove it, then pytest --repro-update "why"'
-                what = "damaged: no numbers of tests"
-                raise ProfileError.about(what, str(path), todo=todo)
+                problem = "damaged: not the results of tests"
+                raise ProfileError.about(problem, str(path), todo=todo)
         yield contents
     finally:
         os.close(folder)

@@ -1,11 +1,11 @@
-"""The repository of a program: its files, its commits, and their writing into another folder.
+"""The git repository of a program: list its files, find the commit of a lock, and check it out.
 
-What is written there is no `git worktree`: that would register itself in the user's repository, and
-run the hooks of it.
+A checkout is not a `git worktree`, which would be registered in the user's repository and run its
+hooks.
 
-A lock is written before the commit that holds it, and squashing, rebasing and merging give that
-commit another name. So the commit of a lock is found by content: every file of the repository that
-the locked run read has to have the blob that the lock names.
+A lock is written before the commit that contains it, and squashing, rebasing and merging change
+the name of that commit. So the commit of a lock is found by content: every file of the repository
+that the locked run read must have the blob that the lock names.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from torchrepro.lock.file_notes import (
 )
 from torchrepro.manifest.environment import git
 
-FAILED = (OSError, SubprocessError)  # what `git` raises
+FAILED = (OSError, SubprocessError)  # exceptions of `git`
 
-_SUBMODULE = "160000"  # the mode of its entry
-_COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # the name of one
-_BLOCK = 64  # commits that git is asked about at once
+_SUBMODULE = "160000"  # file mode in the index
+_COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+_BLOCK = 64  # commits in one call of git
 
 
 class CopyError(Exception):
-    """A copy cannot be made, or is none of what was asked for; the text says why."""
+    """A checkout or a copy of files cannot be made, or is not as requested; the text says why."""
 
 
-def _said(folder: Path, *words: str) -> str:
+def _output(folder: Path, *words: str) -> str:
     return os.fsdecode(git(folder, *words)).rstrip("\n")
 
 
 def names_by_git(folder: Path, *words: str, given: bytes = b"") -> list[str]:
-    """Return the names that git lists, which end with a NUL; raises `FAILED`."""
+    """Return the NUL-terminated names that git prints; raises `FAILED`."""
     listed = git(folder, *words, timeout=None, given=given)
     return [os.fsdecode(name) for name in listed.split(b"\0") if name]
 
 
 def repository_root(folder: Path) -> Path | None:
     try:
-        return Path(_said(folder.absolute(), "rev-parse", "--show-toplevel"))
+        return Path(_output(folder.absolute(), "rev-parse", "--show-toplevel"))
     except FAILED:
         return None
 
 
 @lru_cache(10_000)
 def is_of_environment(path: Path, root: Path) -> bool:
-    """Whether a path below `root` belongs to a virtual environment that lies there."""
+    """Return whether a path is inside of a virtual environment below `root`."""
     return root in path.parents and (
         (path / "pyvenv.cfg").is_file() or is_of_environment(path.parent, root)
     )
@@ -71,12 +71,12 @@ def is_of_environment(path: Path, root: Path) -> bool:
 def _submodules(root: Path, commit: str = "") -> dict[str, str]:
     """Return the folders of the submodules, checked out or not, each with its commit.
 
-    That is the one which the index names, or the commit that is given. Raises `FAILED`.
+    Reads the index, or `commit` if given. Raises `FAILED`.
     """
     words = ("ls-tree", "-r", "-z", commit) if commit else ("ls-files", "-s", "-z")
-    entries = (entry.partition("\t") for entry in names_by_git(root, *words))
-    # Beside the commit stand the mode and a word or a digit.
-    return {name: max(its.split(), key=len) for its, _, name in entries if its[:6] == _SUBMODULE}
+    lines = (line.partition("\t") for line in names_by_git(root, *words))
+    # The commit is the longest field: the others are the mode, and a type or a number.
+    return {name: max(info.split(), key=len) for info, _, name in lines if info[:6] == _SUBMODULE}
 
 
 def _is_checked_out(submodule: Path) -> bool:
@@ -84,7 +84,7 @@ def _is_checked_out(submodule: Path) -> bool:
 
 
 def repositories(root: Path) -> Iterator[Path]:
-    """Yield the repository at `root` after its submodules that are there, each after its own."""
+    """Yield the checked-out submodules below `root`, innermost first, and `root` itself last."""
     for name in _submodules(root):
         if _is_checked_out(root / name):
             yield from repositories(root / name)
@@ -92,104 +92,104 @@ def repositories(root: Path) -> Iterator[Path]:
 
 
 def entries(folder: Path, root: Path) -> tuple[list[Path], list[str]]:
-    """Return the folders in `folder` but caches and virtual environments, and the other names.
+    """Return the folders in `folder`, and the names of its files.
 
-    `root` is the outermost folder; links to folders are among the names.
+    Caches and virtual environments are omitted. Links to folders count as files. `root` is the
+    outermost folder.
     """
     folders, names = [], []
-    with suppress(OSError), os.scandir(folder) as found:
-        for each in found:
-            path = Path(each)
-            if not each.is_dir(follow_symlinks=False):
-                names.append(each.name)
-            elif each.name not in LEFT_OUT and not is_of_environment(path, root):
+    with suppress(OSError), os.scandir(folder) as directory:
+        for entry in directory:
+            path = Path(entry)
+            if not entry.is_dir(follow_symlinks=False):
+                names.append(entry.name)
+            elif entry.name not in LEFT_OUT and not is_of_environment(path, root):
                 folders.append(path)
     return folders, names
 
 
 def walked(root: Path) -> Iterator[Path]:
-    """Yield the files below `root` but those of caches and of virtual environments."""
+    """Yield the files below `root`, except in caches and virtual environments."""
     waiting = [root]
     while waiting:
         folder = waiting.pop()
-        inner, names = entries(folder, root)
-        waiting += inner
+        subfolders, names = entries(folder, root)
+        waiting += subfolders
         yield from (folder / name for name in names)
 
 
 def files_now(root: Path) -> list[str]:
-    """Return the files below `root`, by their path there, that git tracks or does not ignore.
+    """Return the relative paths of all files below `root` that git does not ignore.
 
-    Those of its submodules are among them. In no repository these are all files but those of
-    virtual environments.
+    Includes the files of submodules. Outside of a repository, only virtual environments are
+    omitted.
     """
     try:
-        inner = [name for name in _submodules(root) if _is_checked_out(root / name)]
-        found = names_by_git(root, "ls-files", "-z", "-co", "--exclude-standard")
-        found = [name for name in found if name not in inner]
-        found += [f"{sub}/{name}" for sub in inner for name in files_now(root / sub)]
+        submodules = [name for name in _submodules(root) if _is_checked_out(root / name)]
+        names = names_by_git(root, "ls-files", "-z", "-co", "--exclude-standard")
+        names = [name for name in names if name not in submodules]
+        names += [f"{sub}/{name}" for sub in submodules for name in files_now(root / sub)]
     except FAILED:
-        found = [str(path.relative_to(root)) for path in walked(root)]
-    return [name for name in dict.fromkeys(found) if os.path.lexists(root / name)]
+        names = [str(path.relative_to(root)) for path in walked(root)]
+    return [name for name in dict.fromkeys(names) if os.path.lexists(root / name)]
 
 
 def write_commit(root: Path, commit: str, tree: Path) -> None:
     """Write the files of a commit of the repository at `root` into the new folder `tree`.
 
-    There they are a repository whose HEAD is that commit, for a program that asks git about itself.
-    Submodules are written as well, without those that have no such commit here. Raises `CopyError`
-    where git cannot.
+    `tree` becomes a repository whose HEAD is that commit, because programs may call git.
+    Submodules are written as well, if their commit is available. Raises `CopyError` if git fails.
     """
     try:
         _make_repository(root, commit, tree)
         index = {"GIT_INDEX_FILE": str(tree / ".git" / "index")}
         git(root, "read-tree", commit, timeout=None, variables=index)
-        # Its attributes are those of the commit, too: `tree` has none yet, so the index tells.
+        # git reads .gitattributes from this index, too, because `tree` is still empty.
         words = ("--work-tree", str(tree), "checkout-index", "--all")
         git(root, *words, timeout=None, variables=index)
         submodules = _submodules(root, commit)
     except FAILED as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-        why = said.splitlines()[-1] if said else type(error).__name__
-        raise CopyError(f"git cannot write out commit {commit[:12]}: {why}") from None
-    for name, inner in submodules.items():
+        stderr = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        why = stderr.splitlines()[-1] if stderr else type(error).__name__
+        raise CopyError(f"git cannot check out commit {commit[:12]}: {why}") from None
+    for name, submodule_commit in submodules.items():
         try:
-            git(root / name, "cat-file", "-e", f"{inner}^{{commit}}")
+            git(root / name, "cat-file", "-e", f"{submodule_commit}^{{commit}}")
         except FAILED:
             continue
-        write_commit(root / name, inner, tree / name)
+        write_commit(root / name, submodule_commit, tree / name)
 
 
 def _make_repository(root: Path, commit: str, tree: Path) -> None:
-    """Make a repository that has no object of its own and finds those of the one at `root`."""
-    own = tree / ".git"
-    for folder in ("refs", "objects/info"):
-        (own / folder).mkdir(parents=True)
-    (own / "HEAD").write_text(f"{commit}\n")
-    common = root / _said(root, "rev-parse", "--git-common-dir")
-    (own / "objects/info/alternates").write_text(f"{common / 'objects'}\n")
-    (own / "config").write_text("[core]\n\trepositoryformatversion = 0\n\tbare = false\n")
+    """Make a repository without its own objects, which uses the objects of the one at `root`."""
+    folder = tree / ".git"
+    for name in ("refs", "objects/info"):
+        (folder / name).mkdir(parents=True)
+    (folder / "HEAD").write_text(f"{commit}\n")
+    common = root / _output(root, "rev-parse", "--git-common-dir")
+    (folder / "objects/info/alternates").write_text(f"{common / 'objects'}\n")
+    (folder / "config").write_text("[core]\n\trepositoryformatversion = 0\n\tbare = false\n")
     if (common / "shallow").exists():
-        shutil.copyfile(common / "shallow", own / "shallow")
+        shutil.copyfile(common / "shallow", folder / "shallow")
 
 
 def write_files(root: Path, names: Iterable[str], tree: Path) -> None:
-    """Write files of `root` as they are now into the folder `tree`.
+    """Write the current files of `root` into the folder `tree`.
 
-    In a repository, `tree` is one as well, with the same HEAD. Raises `CopyError`.
+    If `root` is a repository, `tree` becomes one with the same HEAD. Raises `CopyError`.
     """
     head = ""
-    with suppress(*FAILED):  # no repository, or one without a commit
-        head = _said(root, "rev-parse", "--verify", "-q", "HEAD")
+    with suppress(*FAILED):  # not a repository, or without a commit
+        head = _output(root, "rev-parse", "--verify", "-q", "HEAD")
     try:
         if head and not (tree / ".git").exists():
             _make_repository(root, head, tree)
-            index = root / _said(root, "rev-parse", "--git-path", "index")
+            index = root / _output(root, "rev-parse", "--git-path", "index")
             shutil.copyfile(index, tree / ".git" / "index")
         for name in names:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             if (root / name).is_dir() and not (root / name).is_symlink():
-                (tree / name).mkdir(exist_ok=True)  # a submodule that is not there
+                (tree / name).mkdir(exist_ok=True)  # a submodule that is not checked out
             else:
                 shutil.copy2(root / name, tree / name, follow_symlinks=False)
     except FAILED as error:
@@ -197,58 +197,57 @@ def write_files(root: Path, names: Iterable[str], tree: Path) -> None:
 
 
 def file_state(path: Path, *, follow: bool = False) -> tuple[int, int]:
-    """Return when a file was changed last, and its size; zeros where it is not there."""
+    """Return the modification time in nanoseconds and the size; zeros if there is no file."""
     try:
-        its = path.stat(follow_symlinks=follow)
+        status = path.stat(follow_symlinks=follow)
     except OSError:
         return 0, 0
-    return its.st_mtime_ns, its.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 class FilesRead(NamedTuple):
-    """The files of a repository that a run has read, by their paths there."""
+    """The files of a repository that a run has read, by relative path."""
 
-    code: Mapping[str, str]  # those that git tracks or does not ignore, each with its blob
+    code: Mapping[str, str]  # files that git does not ignore, each with its blob
     ignored: tuple[str, ...]
-    """Files that git ignores and that the run did not write, and folders of such files."""
+    """Ignored files that the run did not write itself, and folders of such files."""
 
 
 def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) -> FilesRead:
-    """Return what a run that began then has noted in `log`; `named` are files to add.
+    """Return the files that a run read, from its `log` and the paths in `named`.
 
-    What the run wrote itself it has not read. Raises `CopyError` where git cannot tell, and for
-    a file of the program that was changed meanwhile.
+    Files that the run wrote itself are omitted. Raises `CopyError` if git fails, and if a file of
+    the program was changed during the run.
     """
     uses = noted(log)
     if any(use.kind == TOO_MANY for use in uses):
-        raise CopyError("the run uses more files of its repository than are noted")
+        raise CopyError("the run uses too many files of its repository to record them")
     if any(use.kind == TYPED for use in uses):
-        what = "the program comes by `python -c` or standard input"
-        raise CopyError(f"{what}: its code is in no file that could be found again")
-    for each in named:
-        whole = Path(os.path.abspath(each))  # noqa: PTH100 - links stay as they are named
-        if whole.is_file():
-            uses.append(Use(READ, str(whole), *file_state(whole, follow=True)))
-    kinds: dict[str, dict[str, Use]] = {}  # the uses of each file, the first of each kind
+        raise CopyError("the program came from `python -c` or standard input, not from a file")
+    for argument in named:
+        path = Path(os.path.abspath(argument))  # noqa: PTH100 - does not resolve links
+        if path.is_file():
+            uses.append(Use(READ, str(path), *file_state(path, follow=True)))
+    uses_of: dict[str, dict[str, Use]] = {}  # name -> kind of use -> the first such use
     for use in uses:
         path = Path(use.path)
         if path.is_relative_to(root) and path != root and not is_of_environment(path, root):
-            kinds.setdefault(str(path.relative_to(root)), {}).setdefault(use.kind, use)
+            uses_of.setdefault(str(path.relative_to(root)), {}).setdefault(use.kind, use)
     tracked, ignored = set[str](), set[str]()
     try:
-        for part, names in _by_repository(root, kinds).items():
-            inside = part.relative_to(root)
-            tracked |= {str(inside / name) for name in names_by_git(part, "ls-files", "-z")}
-            ignored |= _ignored(root, part, names)
+        for repository, names in _by_repository(root, uses_of).items():
+            folder = repository.relative_to(root)
+            tracked |= {str(folder / it) for it in names_by_git(repository, "ls-files", "-z")}
+            ignored |= _ignored(root, repository, names)
     except FAILED:
-        raise CopyError("git does not say which files it tracks") from None
-    code, own = [], set()
-    for name, its in kinds.items():
-        path, read, first = root / name, its.get(READ), next(iter(its))
+        raise CopyError("git cannot list the files that it tracks") from None
+    code, written = [], set()
+    for name, uses_by_kind in uses_of.items():
+        path, read, first = root / name, uses_by_kind.get(READ), next(iter(uses_by_kind))
         if read is None or not (path.is_file() or path.is_symlink()):
             continue
-        if read.changed / 1e9 >= began or first == WRITTEN:  # the run has written it
-            own.add(name)
+        if read.changed / 1e9 >= began or first == WRITTEN:
+            written.add(name)
             changed = name in tracked and first == READ
         elif name not in ignored:
             code.append(name)
@@ -256,43 +255,43 @@ def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) 
         else:
             continue
         if changed:
-            raise CopyError(f"{name} was changed while the run went on")
-    # Of what git ignores that is needed which was read or listed, but for what the run wrote.
-    written = {name for name, its in kinds.items() if WRITTEN in its} | own
+            raise CopyError(f"{name} was changed during the run")
+    written |= {name for name, uses_by_kind in uses_of.items() if WRITTEN in uses_by_kind}
     needed = {
         name
         for name in ignored - written
-        if kinds[name].keys() & {READ, LISTED} and Path(name).name != "__pycache__"
+        if uses_of[name].keys() & {READ, LISTED} and Path(name).name != "__pycache__"
     }
     outermost = (n for n in sorted(needed) if not any(str(p) in needed for p in Path(n).parents))
-    linked = (each for name in outermost for each in _without(root, name, written))
+    linked = (path for name in outermost for path in _without(root, name, written))
     return FilesRead(blobs_of(root, code), tuple(linked))
 
 
 def _by_repository(root: Path, names: Iterable[str]) -> dict[Path, list[str]]:
-    """Return `root` and its submodules, each with those of some names that are its own."""
-    found: dict[Path, list[str]] = {part: [] for part in repositories(root)}
+    """Group names by the repository that contains them: `root`, or one of its submodules."""
+    grouped: dict[Path, list[str]] = {repository: [] for repository in repositories(root)}
     for name in names:
-        # The innermost comes first; the folder of a submodule belongs to what it lies in.
-        found[next(part for part in found if part in (root / name).parents)].append(name)
-    return found
+        # The innermost repository comes first. The folder of a submodule belongs to its parent.
+        parents = (root / name).parents
+        grouped[next(repository for repository in grouped if repository in parents)].append(name)
+    return grouped
 
 
-def _ignored(root: Path, part: Path, names: Iterable[str]) -> set[str]:
-    own = {str((root / name).relative_to(part)): name for name in names}
-    given = b"\0".join(map(os.fsencode, own))
+def _ignored(root: Path, repository: Path, names: Iterable[str]) -> set[str]:
+    by_path = {str((root / name).relative_to(repository)): name for name in names}
+    stdin = b"\0".join(map(os.fsencode, by_path))
     try:
-        found = names_by_git(part, "check-ignore", "-z", "--stdin", given=given)
+        ignored = names_by_git(repository, "check-ignore", "-z", "--stdin", given=stdin)
     except FAILED as error:
-        if getattr(error, "returncode", 0) == 1:  # none
+        if getattr(error, "returncode", 0) == 1:  # git ignores none of them
             return set()
-        raise CopyError("git does not say which files it ignores") from None
-    return {own[each] for each in found}
+        raise CopyError("git cannot list the files that it ignores") from None
+    return {by_path[path] for path in ignored}
 
 
 def _without(root: Path, name: str, written: set[str]) -> Iterator[str]:
-    """Yield a folder, or what is in it besides what was written, where something was."""
-    inside = {each for each in written if each.startswith(f"{name}/")}
+    """Yield `name`, or, if files in this folder were written, the other paths in it."""
+    inside = {path for path in written if path.startswith(f"{name}/")}
     if not inside:
         yield name
         return
@@ -303,69 +302,71 @@ def _without(root: Path, name: str, written: set[str]) -> Iterator[str]:
 
 
 def blobs_of(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the blob that git would make of each of some files; what is not there is left out.
+    """Return the blob that git would store for each file; files that do not exist are skipped.
 
-    Raises `CopyError` where git cannot.
+    Raises `CopyError` if git fails.
     """
     paths = {name: root / name for name in sorted(names)}
-    there = [name for name, path in paths.items() if path.is_file() or path.is_symlink()]
-    found: dict[str, str] = {}
+    existing = [name for name, path in paths.items() if path.is_file() or path.is_symlink()]
+    blobs: dict[str, str] = {}
     try:
-        for part, its in _by_repository(root, there).items():
-            links = {name for name in its if paths[name].is_symlink()}
-            plain = [name for name in its if "\n" not in name and name not in links]
-            given = b"\n".join(os.fsencode(paths[name].relative_to(part)) for name in plain)
-            # By their paths, so that what git stores is known where a filter changes it.
-            blobs = git(part, "hash-object", "--stdin-paths", timeout=None, given=given)
-            found |= zip(plain, blobs.decode().split(), strict=True)
-            for name in {*its}.difference(plain):
-                words, given = ["--", str(paths[name].relative_to(part))], b""
-                if name in links:  # git stores where it leads
-                    words, given = ["--stdin"], os.fsencode(paths[name].readlink())
-                found[name] = git(part, "hash-object", *words, given=given).decode().strip()
+        for repository, inside in _by_repository(root, existing).items():
+            links = {name for name in inside if paths[name].is_symlink()}
+            plain = [name for name in inside if "\n" not in name and name not in links]
+            stdin = b"\n".join(os.fsencode(paths[name].relative_to(repository)) for name in plain)
+            # git gets paths, not contents, so that it applies the filters of each path.
+            output = git(repository, "hash-object", "--stdin-paths", timeout=None, given=stdin)
+            blobs |= zip(plain, output.decode().split(), strict=True)
+            for name in {*inside}.difference(plain):
+                words, stdin = ["--", str(paths[name].relative_to(repository))], b""
+                if name in links:  # git stores the target of a link
+                    words, stdin = ["--stdin"], os.fsencode(paths[name].readlink())
+                output = git(repository, "hash-object", *words, given=stdin)
+                blobs[name] = output.decode().strip()
     except FAILED:
         raise CopyError("git cannot read the files of the program") from None
-    return {name: found[name] for name in there}
+    return {name: blobs[name] for name in existing}
 
 
 def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[str]:
-    """Return which commit brought a seal into the file of a lock, and at which it was written."""
-    found: list[str] = []
+    """Return the commit that added a seal to a lock file, and the HEAD that the lock names."""
+    commits: list[str] = []
     with suppress(*FAILED, ValueError):  # a lock outside of the repository
         name = lock.resolve().relative_to(root)
         words = ("log", "--format=%H", "--no-show-signature", f"-S{seal}", "--")
-        found = _said(root, *words, f":(top,literal){name}").split()[:1]
+        commits = _output(root, *words, f":(top,literal){name}").split()[:1]
     is_commit = isinstance(written_at, str) and _COMMIT.fullmatch(written_at)
-    return [*found, written_at] if is_commit else found
+    return [*commits, written_at] if is_commit else commits
 
 
 def commit_with(root: Path, files: Mapping[str, str], likely: Sequence[str] = ()) -> str:
-    """Return the newest commit in which `files` have these blobs.
+    """Return the newest commit whose `files` have these blobs.
 
-    First come `likely` ones, then the history of HEAD, then all other branches. Raises `CopyError`
-    with the reason, and what would help, where there is none.
+    Searches the commits in `likely`, then the history of HEAD, then all branches. Raises
+    `CopyError` with the reason and a hint if no commit matches.
     """
     with suppress(*FAILED):
         for commit in _having(root, likely, files):
             return commit
-    own, inner = _by_submodule(root, files)
-    paths = ["--", *(f":(top,literal){name}" for name in (*own, *inner) if "\n" not in name)]
-    given = "\n".join([*paths, ""]).encode(errors="surrogateescape")
-    for which in ("HEAD", "--all"):
-        words = "rev-list", "--full-history", "--date-order", which, "--stdin"
+    outside, inside = _by_submodule(root, files)
+    paths = ["--", *(f":(top,literal){name}" for name in (*outside, *inside) if "\n" not in name)]
+    stdin = "\n".join([*paths, ""]).encode(errors="surrogateescape")
+    for revisions in ("HEAD", "--all"):
+        words = "rev-list", "--full-history", "--date-order", revisions, "--stdin"
         try:
-            commits = git(root, *words, timeout=None, given=given).decode().split()
+            commits = git(root, *words, timeout=None, given=stdin).decode().split()
         except FAILED:
             continue  # a repository without a commit has no HEAD
         for commit in _having(root, commits, files):
             return commit
-    gone = [folder for folder in inner if not _is_checked_out(root / folder)]
-    if gone:
-        raise CopyError(f"the submodule {gone[0]} is not there; git submodule update --init")
-    for part in repositories(root):
-        if _said(part, "rev-parse", "--is-shallow-repository") == "true":
-            place = "" if part == root else f"-C {part.relative_to(root)} "
-            hint = f"a history is cut off; git {place}fetch --unshallow"
+    missing = [folder for folder in inside if not _is_checked_out(root / folder)]
+    if missing:
+        hint = "git submodule update --init"
+        raise CopyError(f"the submodule {missing[0]} is not checked out; {hint}")
+    for repository in repositories(root):
+        if _output(repository, "rev-parse", "--is-shallow-repository") == "true":
+            option = "" if repository == root else f"-C {repository.relative_to(root)} "
+            hint = f"the clone is shallow; git {option}fetch --unshallow"
             raise CopyError(f"no commit here has the files of the lock: {hint}")
     raise CopyError("no commit here has the files of the lock")
 
@@ -373,50 +374,50 @@ def commit_with(root: Path, files: Mapping[str, str], likely: Sequence[str] = ()
 def _by_submodule(
     root: Path, wanted: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Return what is wanted of a repository itself, and of each of its submodules."""
-    own: dict[str, str] = {}
-    inner: dict[str, dict[str, str]] = {}
-    folders = [*_submodules(root)]
+    """Split wanted files into the files of the repository itself, and of each submodule."""
+    outside: dict[str, str] = {}
+    inside: dict[str, dict[str, str]] = {}
+    submodules = [*_submodules(root)]
     for name, blob in wanted.items():
-        folder = next((each for each in folders if name.startswith(f"{each}/")), None)
+        folder = next((it for it in submodules if name.startswith(f"{it}/")), None)
         if folder is None:
-            own[name] = blob
+            outside[name] = blob
         else:
-            inner.setdefault(folder, {})[name.removeprefix(f"{folder}/")] = blob
-    return own, inner
+            inside.setdefault(folder, {})[name.removeprefix(f"{folder}/")] = blob
+    return outside, inside
 
 
 def _having(root: Path, commits: Sequence[str], wanted: Mapping[str, str]) -> Iterator[str]:
-    """Yield those of some commits whose files have the wanted blobs."""
-    every, inner = _by_submodule(root, wanted)
-    own = {name: blob for name, blob in every.items() if "\n" not in name}
-    alone = every.items() - own.items()  # git's list of objects is one of lines
+    """Yield the commits whose files have the wanted blobs."""
+    outside, inside = _by_submodule(root, wanted)
+    batch = {name: blob for name, blob in outside.items() if "\n" not in name}
+    single = outside.items() - batch.items()  # git reads one name per line
     for start in range(0, len(commits), _BLOCK):
         block = commits[start : start + _BLOCK]
-        asked = "".join(f"{commit}:{name}\n" for commit in block for name in own)
-        given = asked.encode(errors="surrogateescape")
+        objects = "".join(f"{commit}:{name}\n" for commit in block for name in batch)
+        stdin = objects.encode(errors="surrogateescape")
         words = ("cat-file", "--batch-check=%(objectname)")
-        answers = iter(git(root, *words, timeout=None, given=given).splitlines())
+        answers = iter(git(root, *words, timeout=None, given=stdin).splitlines())
         for commit in block:
-            found = [(next(answers), blob) for blob in own.values()]
-            if all(it == blob.encode() for it, blob in found) and all(
-                _has_inside(root, commit, *each) for each in inner.items()
+            blobs = [next(answers) for _ in batch]
+            if (
+                blobs == [blob.encode() for blob in batch.values()]
+                and all(_has_inside(root, commit, *it) for it in inside.items())
+                and all(_object(root, commit, name) == blob for name, blob in single)
             ):
-                objects = ((_object(root, commit, name), blob) for name, blob in alone)
-                if all(it == blob for it, blob in objects):
-                    yield commit
+                yield commit
 
 
 def _object(root: Path, commit: str, name: str) -> str:
     try:
-        return _said(root, "rev-parse", "--verify", "-q", f"{commit}:{name}")
+        return _output(root, "rev-parse", "--verify", "-q", f"{commit}:{name}")
     except FAILED:
         return ""
 
 
 def _has_inside(root: Path, commit: str, folder: str, wanted: Mapping[str, str]) -> bool:
-    inner = _object(root, commit, folder)
+    submodule_commit = _object(root, commit, folder)
     try:
-        return bool(inner) and any(_having(root / folder, [inner], wanted))
-    except FAILED:  # it was no submodule yet, or is not there
+        return bool(submodule_commit) and any(_having(root / folder, [submodule_commit], wanted))
+    except FAILED:  # not a submodule in this commit, or not checked out
         return False

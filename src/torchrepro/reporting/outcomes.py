@@ -1,4 +1,4 @@
-"""What becomes of a knob, what changed it later, and what that leaves of the guarantee."""
+"""The outcome of each knob, the changes that later code made, and the resulting guarantee."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
     from torchrepro.profile.resolved import ResolvedProfile
 
-AS_GOOD = "as good"
+EQUIVALENT = "equivalent"
 
 STANDINGS: Mapping[str, tuple[str, bool]] = {
     "applied": ("green", False),
@@ -35,26 +35,26 @@ STANDINGS: Mapping[str, tuple[str, bool]] = {
     "drifted": ("bold red", True),
     "lowered": ("yellow", True),
 }
-"""What a report says of a knob: the style in which it does, and whether it needs attention."""
+"""The standing of a knob in a report -> its style, and whether it needs attention."""
 
 
 class Outcome(StrEnum):
-    """What became of a knob."""
+    """The outcome of setting a knob."""
 
     APPLIED = "applied"
-    """Written, read back, and in force."""
+    """Written, read back, and in effect."""
 
     UNCHANGED = "unchanged"
-    """Already so, or the user's own value is equivalent."""
+    """It had the value already, or the user's own value is equivalent."""
 
     TOO_LATE = "too_late"
-    """Past its phase: not written, because it would change nothing."""
+    """Its phase has ended: not written, because a write would have no effect."""
 
     UNSUPPORTED = "unsupported"
-    """Does not exist in this process; or is for hardware that is not here, and set if it can be."""
+    """It does not exist in this process; or its hardware is absent, and it is set if possible."""
 
     INEFFECTIVE = "ineffective"
-    """Written, but reading it back gave something else, or nothing here acts on it."""
+    """Written, but it reads back as another value, or nothing in this process uses it."""
 
     CONFLICT = "conflict"
     """The user exported another value, which was kept."""
@@ -64,12 +64,12 @@ class Outcome(StrEnum):
 
 
 STOPPING = (Outcome.CONFLICT, Outcome.INEFFECTIVE, Outcome.FAILED)
-"""The outcomes with which a strict profile does not go on."""
+"""The outcomes that stop a strict profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnobRow:
-    """One knob's outcome."""
+    """The outcome of one knob."""
 
     knob: str
     outcome: Outcome
@@ -77,34 +77,34 @@ class KnobRow:
     after: Any = None
     why: str = ""
     unverified: bool = False
-    """Whether nobody can tell that a variable, which is set as asked, is in effect here."""
+    """True for a variable that has the requested value, but may have got it too late."""
 
     absent: str = ""
-    """Why the hardware that the knob is for is not here, in words; empty where it is."""
+    """Why the hardware of the knob is absent; empty if it is present."""
 
     @property
     def is_written(self) -> bool:
-        """Whether the profile has written it.
+        """True if the profile wrote the knob.
 
-        A late one is written where its hardware is not here, so that nothing in this process would
-        have read it: the processes that this one starts may.
+        A late knob is still written if its hardware is absent: nothing in this process reads it,
+        but child processes may.
         """
         late = self.outcome is Outcome.TOO_LATE
         return self.outcome is Outcome.APPLIED or (late and self.after != self.before)
 
     @property
     def is_set(self) -> bool:
-        """Whether the knob has the value of the profile, whatever acts on it here."""
+        """True if the knob has the profile's value, even if nothing in this process uses it."""
         return is_set(self.outcome, self.after, self.absent)
 
     @property
     def state(self) -> Any:
-        """The value that the knob has, or the outcome if it was not set."""
+        """The value of the knob, or the outcome if it was not set."""
         return self.after if self.is_set else str(self.outcome)
 
     @property
     def standing(self) -> str:
-        """What is said of it, one of `STANDINGS`."""
+        """The key of the knob in `STANDINGS`."""
         if self.unverified:
             return f"{self.outcome}, unverified"
         knob = knobs_by_name().get(self.knob)
@@ -126,70 +126,70 @@ class KnobRow:
 
 
 def is_set(outcome: Any, after: Any, absent: Any) -> bool:
-    """Whether `after` is the value that a profile has given to a knob.
+    """Return whether the profile set the knob, so that `after` is the profile's value.
 
-    A knob for absent hardware has one where the profile could set it, whatever its outcome: a lock
-    from a machine with that hardware has the same.
+    A knob for absent hardware counts as set if the profile could write it, regardless of its
+    outcome: a lock from a machine with that hardware holds the same value.
     """
     return outcome in (Outcome.APPLIED, Outcome.UNCHANGED) or bool(absent and after is not None)
 
 
 class Writer(NamedTuple):
-    """Who made a write; all of it is empty where that was not seen."""
+    """The code that wrote a knob; all fields are empty if the write was not observed."""
 
     where: str = ""
     """``file:line`` of the nearest caller outside torch and Python."""
 
     called: str = ""
-    """``file:line`` of the program's own innermost code, where `where` is a library's."""
+    """``file:line`` of the program's innermost frame, if `where` is in a library."""
 
     by: str = ""
-    """The framework's determinism switch that wrote, if one did, as its users call it."""
+    """The framework's determinism switch that made the write, by its public name, if one did."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a switch that agrees with the profile, as plain JSON values."""
-        its = {"name": self.by, "where": self.where, "called": self.called}
-        return {**its, "outcome": str(Outcome.UNCHANGED)}
+        writer = {"name": self.by, "where": self.where, "called": self.called}
+        return {**writer, "outcome": str(Outcome.UNCHANGED)}
 
 
 class KnobChange(NamedTuple):
-    """A knob to which later code has given another value while its profile was in force.
+    """A knob that later code changed while the profile was active.
 
-    That is drift, unless the value is equivalent to the profile's.
+    The change is drift, unless the new value is equivalent to the profile's.
     """
 
     knob: str
     was: Any
-    """What it read when the profile had set it."""
+    """Its value after the profile had set it."""
 
     now: Any
     when: str
-    """The first moment at which it was seen, such as `before step 4`; steps count from 0."""
+    """When the change was first observed, such as `before step 4`; steps count from 0."""
 
     where: str = ""
-    """``file:line`` of the first write that left the profile's value, where that was seen."""
+    """``file:line`` of the first write of another value, if the write was observed."""
 
     called: str = ""
-    """``file:line`` of the program's own code that led there, where `where` is a library's."""
+    """``file:line`` of the program's code that led to the write, if `where` is in a library."""
 
     by: str = ""
     """The framework's determinism switch that made that write, if one did."""
 
     moved_on: bool = False
-    """Of drift: whether the knob has another value by now than that write gave."""
+    """For drift: true if the knob has been changed again since that write."""
 
     why: str = ""
-    """Of an equivalent value: why it is not drift."""
+    """For an equivalent value: why it is not drift."""
 
     def __str__(self) -> str:
         return in_words([self])
 
     @property
     def problem(self) -> Problem:
-        """What a message says of drift."""
-        note = "" if self.where else "; the line that wrote it was not seen"
+        """The drift as a message."""
+        note = "" if self.where else "; the line that wrote it was not observed"
         if self.moved_on:
-            note = "; the line was the first to change it, another has written since"
+            note = "; that line changed it first, and another write followed"
         by = f"; by {self.by}" if self.by else ""
         return Problem(
             f"the profile had set {shown(self.was)} (seen {self.when}{note}{by})",
@@ -200,10 +200,11 @@ class KnobChange(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Why the knob has another, equivalent value, in words."""
-        unseen = f"as {self.by} writes it" if self.by else "written by the program"
-        written = f"written by {self.by}" if self.by and self.where else unseen
-        return f"the profile has {shown(self.was)}, and this is {self.why}; {written}"
+        """A sentence on why the knob has another, equivalent value."""
+        writer = "written by the program"
+        if self.by:
+            writer = f"written by {self.by}" if self.where else f"as {self.by} writes it"
+        return f"the profile has {shown(self.was)}, and this is {self.why}; {writer}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the change as plain JSON values."""
@@ -213,25 +214,25 @@ class KnobChange(NamedTuple):
 
 
 def in_words(written: Sequence[KnobChange]) -> str:
-    """Return in a line what one write has changed."""
+    """Return one line on the knobs that a single write changed."""
     first = written[0]
-    changes = ", ".join(f"{it.knob} was {shown(it.was)}, is {shown(it.now)}" for it in written)
+    values = ", ".join(f"{it.knob} was {shown(it.was)}, is {shown(it.now)}" for it in written)
     verb = "first changed" if first.moved_on else "set"
-    place = f"; {verb} at {first.where}" if first.where else ""
-    called = f", called from {first.called}" if first.called else ""
-    return f"{changes} ({first.when}{place}{called})"
+    line = f"; {verb} at {first.where}" if first.where else ""
+    caller = f", called from {first.called}" if first.called else ""
+    return f"{values} ({first.when}{line}{caller})"
 
 
 def why_equivalent(knob: Knob, value: Any) -> str:
-    """Return in words why `value` serves the guarantee as the profile's does, or an empty string.
+    """Return why `value` satisfies the guarantee as the profile's value does; empty if it does not.
 
-    The one judgement of it: of what a user has exported, of what the program writes, and so of
-    what is drift. Two such values each repeat, and may give different numbers.
+    Exported variables, writes of the program and drift are all judged by this function. Runs
+    repeat under each of two equivalent values, but may give different results under each.
     """
     if not isinstance(value, str):
         return ""
     if knob.enough is not None and knob.enough(value) and not knob.legal.complaint(value):
-        return AS_GOOD
+        return EQUIVALENT
     if value in knob.misspelt and knob.hardware in absent_hardware():
         return f"of no effect without {knob.hardware}, which refuses it"
     return ""
@@ -245,50 +246,50 @@ def _json_or_text(value: Any) -> Any:
     return value
 
 
-NONE = "none"  # what is held where not even the random numbers are
+NONE = "none"  # no guarantee is satisfied, not even that random numbers repeat
 
-ROOM = 40  # columns of a line for what a guarantee leaves open; else it says how much that is
+ROOM = 40  # columns for the list of differing results; a longer list is replaced by a count
 
 
 class Lowered(NamedTuple):
-    """A knob that keeps a guarantee from being held."""
+    """A knob that prevents a guarantee from being satisfied."""
 
     knob: str
     left_open: str
-    """What may differ between two runs."""
+    """The results that may differ between two runs."""
 
     because: str
 
     @property
     def why(self) -> str:
-        """What may differ, and the reason."""
+        """The results that may differ, and the reason."""
         return f"{self.left_open}: {self.because}"
 
 
 class Guarantee(NamedTuple):
-    """What a profile asks for, and what of it is held."""
+    """The guarantee that a profile requests, and the strongest satisfied one."""
 
     asked: str
     held: str
-    """The strongest guarantee, up to the one asked for, whose needs are all met; or `none`."""
+    """The strongest satisfied guarantee, at most the requested one; or `none`."""
 
     lowered: tuple[Lowered, ...] = ()
-    """Why that is not the one asked for."""
+    """Why the requested guarantee is not satisfied, by knob."""
 
     def __str__(self) -> str:
-        """Return the guarantee by its name, with what it leaves open."""
+        """Return the name of the guarantee, and the results that may differ nevertheless."""
         if not self.lowered:
             return self.asked
-        left_open = dict.fromkeys(each.left_open for each in self.lowered)
+        left_open = dict.fromkeys(lowered.left_open for lowered in self.lowered)
         text = ", ".join(left_open)
         return f"{self.asked}, except {text if len(text) <= ROOM else f'{len(left_open)} things'}"
 
     @property
     def reasons(self) -> list[str]:
-        """What is left open, and why: once for each reason."""
+        """The results that may differ, grouped by reason."""
         by_reason: dict[str, list[str]] = {}
-        for each in self.lowered:
-            by_reason.setdefault(each.because, []).append(each.left_open)
+        for lowered in self.lowered:
+            by_reason.setdefault(lowered.because, []).append(lowered.left_open)
         return [
             f"{' and '.join(dict.fromkeys(left_open))}: {because}"
             for because, left_open in by_reason.items()
@@ -296,38 +297,39 @@ class Guarantee(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return the guarantee as plain JSON values."""
-        lowered = [{"knob": each.knob, "why": each.why} for each in self.lowered]
+        lowered = [{"knob": it.knob, "why": it.why} for it in self.lowered]
         return {"asked": self.asked, "held": self.held, "lowered": lowered}
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What a guarantee depends on in a process that the profile itself does not set."""
+    """Facts of a process that affect a guarantee, in addition to the knobs of the profile."""
 
-    kinds: frozenset[str] = frozenset()  # the kinds of device that are present
+    kinds: frozenset[str] = frozenset()  # the `KINDS` that are present
     readings: Mapping[str, Any] = field(default_factory=dict)
-    """Knobs that the profile leaves alone, with what they read."""
+    """Values of knobs that the profile does not set."""
 
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Knobs that the profile leaves alone and that do not exist here, with the reason."""
+    """Knobs that the profile does not set and that do not exist in this process -> the reason."""
 
-    seeded: bool = False  # whether a profile with a seed is in force, this one or another
+    seeded: bool = False  # whether a profile with a seed is active, this one or another
     calls: frozenset[str] = frozenset()
-    """The functions with which the program has given a seed itself."""
+    """The seeding functions that the program called itself."""
 
     absent: Mapping[str, str] = field(default_factory=dict)
-    """The hardware that is not here, with the reason in words."""
+    """Absent hardware -> the reason."""
 
 
 def process_facts(resolved: ResolvedProfile, closed: Mapping[str, str]) -> ProcessFacts:
-    """Read what the guarantee of `resolved` depends on beside the knobs that it names.
+    """Read the facts that affect the guarantee of `resolved`, in addition to its own knobs.
 
-    `closed` are the one-way doors that are closed. A variable that may have been set after its
-    door was closed proves nothing, and is left out.
+    `closed` are the events that have ended a phase (see `DOORS`). A variable that may have been
+    set after its phase ended may have no effect, so it is skipped.
     """
     kinds = present_kinds()
     asked = resolved.guarantee
-    needed = {need.knob for each in (asked, *WEAKER[asked]) for need in _needs(each, kinds)}
+    levels = (asked, *WEAKER[asked])
+    needed = {need.knob for guarantee in levels for need in _needs(guarantee, kinds)}
     readings, missing = {}, {}
     for name in sorted(needed.difference(knob.name for knob, _ in resolved.settings())):
         if name.startswith("seed."):
@@ -347,32 +349,37 @@ def process_facts(resolved: ResolvedProfile, closed: Mapping[str, str]) -> Proce
 def judge(
     asked: str, rows: Iterable[KnobRow], drift: Iterable[KnobChange], facts: ProcessFacts
 ) -> Guarantee:
-    """Return what is held of the guarantee `asked` where a profile has come to `rows`."""
+    """Judge the guarantee `asked` of a profile whose knobs have the outcomes `rows`."""
     outcomes = {row.knob: row for row in rows}
-    drifted = {each.knob: each for each in drift}
+    drifted = {change.knob: change for change in drift}
 
     def lacking(guarantee: str) -> tuple[Lowered, ...]:
-        found = {}
+        unmet = {}
         for need in _needs(guarantee, facts.kinds):
-            because = _lack(need, outcomes.get(need.knob), drifted.get(need.knob), facts)
+            because = _why_unmet(need, outcomes.get(need.knob), drifted.get(need.knob), facts)
             if because:
-                found[need.knob] = Lowered(need.knob, need.left_open, because)
-        return tuple(found.values())
+                unmet[need.knob] = Lowered(need.knob, need.left_open, because)
+        return tuple(unmet.values())
 
     lowered = lacking(asked)
     if not lowered:
         return Guarantee(asked, asked)
-    held = next((weaker for weaker in WEAKER[asked] if not lacking(weaker)), NONE)
-    return Guarantee(asked, held, lowered)
+    satisfied = next((weaker for weaker in WEAKER[asked] if not lacking(weaker)), NONE)
+    return Guarantee(asked, satisfied, lowered)
 
 
 def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
+    """Yield the needs of a guarantee that apply to the `KINDS` in this process."""
     for need in NEEDS:
         if need.met_by and guarantee in need.guarantees and kinds.issuperset(need.kinds):
             yield need
 
 
-def _lack(need: Need, row: KnobRow | None, drift: KnobChange | None, facts: ProcessFacts) -> str:
+def _why_unmet(
+    need: Need, row: KnobRow | None, drift: KnobChange | None, facts: ProcessFacts
+) -> str:
+    """Return why a need of a guarantee is not met; empty if it is."""
+
     def met(value: Any) -> bool:
         return value is not None and need.met_by is not None and need.met_by(value)
 
@@ -398,11 +405,11 @@ def _lack(need: Need, row: KnobRow | None, drift: KnobChange | None, facts: Proc
                 return f"{name} is in conflict: {row.why}"
             case _:
                 return f"{name} is {row.outcome}: {row.why}"
-    # The profile leaves the knob alone: what the process has by itself counts.
+    # The profile does not set the knob, so the value in the process counts.
     if need.calls:
-        given = facts.seeded or not facts.calls.isdisjoint(need.calls)
-        who = "neither the profile nor, since it is in force, the program"
-        return "" if given else f"{who} has given a seed"
+        is_seeded = facts.seeded or not facts.calls.isdisjoint(need.calls)
+        unseeded = "neither the profile nor the program, since the profile is active, set a seed"
+        return "" if is_seeded else unseeded
     if need.knob in facts.missing:
         return "" if need.if_there else f"{name}: {facts.missing[need.knob]}"
     now = facts.readings.get(need.knob)

@@ -1,7 +1,7 @@
-"""What this process has come to, found out without importing or initialising anything.
+"""The state of this process, read without importing or initialising anything.
 
-That is the one-way doors that are closed, the kinds of device that are present, the threads that
-use torch, who has started it and with which environment, and the profile that came with it.
+It covers the latches that are closed, the devices that are present, the threads that use torch,
+the launcher and the environment at the start, and the profile inherited from `torchrepro run`.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from torchrepro.profile.resolved import NOT_INHERITED, ResolvedProfile, flatten
 from torchrepro.seeding.streams import world
 
 PROFILE = "TORCHREPRO_PROFILE"
-"""Variable that carries the resolved profile and its origins to every process below `run`."""
+"""Variable that passes the resolved profile and its origins to every process below `run`."""
 
 REPEATED = "TORCHREPRO_REPEATED"
-"""Variable in which `torchrepro rerun` says which run is repeated below it: the original's profile
-and what asked for it, the folder of its manifest, and that of the new one."""
+"""Variable that describes the original run to all processes below `torchrepro rerun`: its
+profile, the names that requested it, the folder of its manifest, and the new folder."""
 
 
 try:
     FOLDER = os.getcwd()  # noqa: PTH109 - half the time of Path.cwd at every start
-except OSError:  # it is gone
+except OSError:  # the folder has been removed
     FOLDER = ""
-"""The folder in which the program was started, unless it left it before it used torchrepro."""
+"""The folder of the program when it first used torchrepro: usually its start folder."""
 
 
 TESTED_TORCH = "2.6", "2.15"
-"""The oldest and the newest release of torch with which the tests of torchrepro pass."""
+"""The oldest and the newest release of torch that pass the tests of torchrepro."""
 
 
 def untested_torch() -> str:
-    """Return a sentence where torch is newer than any release that was tested; else an empty one.
+    """Return a sentence if torch is newer than every tested release; otherwise an empty string.
 
-    The version is that of the imported torch, or of the installed one. Changes nothing.
+    Checks the imported torch, or the installed one if none is imported. Imports nothing.
     """
     version = getattr(sys.modules.get("torch"), "__version__", "") or installed_version("torch")
     release = str(version).split(".")[:2]
-    newest = [int(part) for part in TESTED_TORCH[1].split(".")]
-    if not all(part.isdecimal() for part in release) or [*map(int, release)] <= newest:
+    newest = [int(number) for number in TESTED_TORCH[1].split(".")]
+    if not all(number.isdecimal() for number in release) or [*map(int, release)] <= newest:
         return ""
     return f"torch {version} is newer than {TESTED_TORCH[1]}, the newest that was tested"
 
@@ -62,8 +62,8 @@ def _loaded(module: str) -> bool:
     return module in sys.modules
 
 
-def _initialised(part: str) -> bool:
-    module = getattr(sys.modules.get("torch"), part, None)
+def _initialised(submodule: str) -> bool:
+    module = getattr(sys.modules.get("torch"), submodule, None)
     check = getattr(module, "is_initialized", None)
     return bool(check and check())
 
@@ -78,17 +78,17 @@ DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
     "communicator": (lambda: _initialised("distributed"), "a communicator has been made"),
     "transformer_engine": (lambda: _loaded("transformer_engine"), "Transformer Engine is loaded"),
 }
-"""Every one-way door: whether it is closed, and how to say so."""
+"""The latches: each is an event that ends a phase -> a check for it, and its description."""
 
 
 def closed_doors() -> dict[str, str]:
-    """Return the doors that are closed in this process now, each with the words for it."""
-    return {door: words for door, (closed, words) in DOORS.items() if closed()}
+    """Return the latches that are closed in this process, each with its description."""
+    return {latch: words for latch, (is_closed, words) in DOORS.items() if is_closed()}
 
 
 NOT_HERE = "not on this machine"
 _NOT_BUILT = "this torch is not built for it"
-_WSL = "/dev/dxg"  # the driver of Linux in WSL 2, which does not say whose GPU it is
+_WSL = "/dev/dxg"  # the driver in WSL 2, for GPUs of every vendor
 
 _DRIVERS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("/dev/nvidia[0-9]*", "/dev/nvmap", _WSL),
@@ -96,9 +96,9 @@ _DRIVERS: Mapping[str, tuple[str, ...]] = {
     "npu": ("/dev/davinci[0-9]*",),
     "xpu": ("/dev/dri/renderD*", _WSL),
 }
-"""What torch is built for -> the files by which its driver shows; no device is asked.
+"""Build of torch -> device files of its driver; devices are never queried.
 
-The names are those of `torch.version`, but for that of `npu`, which is a package of its own.
+Builds have their names in `torch.version`, except `npu`, which is a separate package.
 """
 
 
@@ -108,13 +108,13 @@ def _has_driver(build: str) -> bool:
 
 def _is_built_for(build: str) -> bool:
     version = getattr(sys.modules.get("torch"), "version", None)
-    return version is None or bool(getattr(version, build, None))  # as far as torch is loaded
+    return version is None or bool(getattr(version, build, None))  # None: not loaded yet
 
 
 def _no_gpu() -> str:
     if _initialised("cuda"):
         return ""
-    with_driver = [build for build in ("cuda", "hip") if _has_driver(build)]  # both are `cuda`
+    with_driver = [build for build in ("cuda", "hip") if _has_driver(build)]  # torch.cuda is both
     if not with_driver:
         return NOT_HERE
     if not any(map(_is_built_for, with_driver)):
@@ -125,14 +125,14 @@ def _no_gpu() -> str:
 
 def _no_mps() -> str:
     mps = getattr(getattr(sys.modules.get("torch"), "backends", None), "mps", None)
-    here = sys.platform == "darwin" if mps is None else mps.is_available()
-    return "" if here else NOT_HERE
+    is_present = sys.platform == "darwin" if mps is None else mps.is_available()
+    return "" if is_present else NOT_HERE
 
 
 def _no_xpu() -> str:
     if _initialised("xpu"):
         return ""
-    # Every GPU has such a file, so a torch that is not built for this one says nothing of it.
+    # GPUs of other vendors have such a file, too, so a torch that is not built for XPU is ignored.
     return "" if _has_driver("xpu") and _is_built_for("xpu") else NOT_HERE
 
 
@@ -142,7 +142,7 @@ _ABSENCES: Mapping[str, Callable[[], str]] = {
     "mps": _no_mps,
     "xpu": _no_xpu,
 }
-"""Kind of device -> why this process has none, an empty string if it has. None is initialised."""
+"""Device type -> why it is absent, or an empty string. Initialises no device."""
 
 HARDWARE: Mapping[str, str] = {
     "CUDA": "cuda",
@@ -151,13 +151,13 @@ HARDWARE: Mapping[str, str] = {
     "MPS": "mps",
     "XPU": "xpu",
 }
-"""What a knob can be for, by its name in a message, and the kind of device that makes it here."""
+"""Hardware of knobs, by its name in messages -> the device type in `_ABSENCES` that it needs."""
 
 
 def absent_hardware() -> dict[str, str]:
-    """Return the `HARDWARE` that this process does not have, each with the reason in words."""
-    absences = {kind: absence() for kind, absence in _ABSENCES.items()}
-    return {name: absences[kind] for name, kind in HARDWARE.items() if absences[kind]}
+    """Return the `HARDWARE` that is absent in this process, each with the reason."""
+    reasons = {device: reason() for device, reason in _ABSENCES.items()}
+    return {name: reasons[device] for name, device in HARDWARE.items() if reasons[device]}
 
 
 def _onednn_present() -> bool:
@@ -169,7 +169,7 @@ def _onednn_present() -> bool:
 def _several_ranks() -> bool:
     try:
         return world().size > 1
-    except SeedingError:  # the variable with the number of this process holds none
+    except SeedingError:  # RANK holds no number
         return True
 
 
@@ -181,27 +181,30 @@ KINDS: Mapping[str, Callable[[], bool]] = {
     "several": _several_ranks,
     "transformer_engine": lambda: _loaded("transformer_engine"),
 }
-"""Kind of device, library or run on which a guarantee may depend -> whether it is present."""
+"""Device, library or type of run that a guarantee may depend on -> whether it is present."""
 
 
 def present_kinds() -> frozenset[str]:
     """Return the `KINDS` that are present."""
-    return frozenset(kind for kind, present in KINDS.items() if present())
+    return frozenset(name for name, is_present in KINDS.items() if is_present())
 
 
 def other_threads_in_torch() -> list[str]:
-    """Return the names of the other Python threads whose code uses torch at this moment."""
+    """Return the names of the other Python threads that are using torch at this moment."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
 
-    def uses_torch(innermost: FrameType) -> bool:  # and is not a thread of torch's own
+    def uses_torch(innermost: FrameType) -> bool:  # false for the internal threads of torch
         stack = [(package(frame), frame) for frame in frames(innermost)]
-        own = [each for of, each in stack if of != "torch" and of not in sys.stdlib_module_names]
-        in_torch = any(of == "torch" for of, _ in stack)
-        return bool(own) and (in_torch or any(it.f_globals.get("torch") is torch for it in own))
+        not_program = {"torch", *sys.stdlib_module_names}
+        program_frames = [frame for name, frame in stack if name not in not_program]
+        if not program_frames:
+            return False
+        in_torch = any(name == "torch" for name, _ in stack)
+        return in_torch or any(frame.f_globals.get("torch") is torch for frame in program_frames)
 
-    # Private by its name only: documented, and the one road to what a thread is doing.
+    # Despite its name it is documented, and nothing else shows the frames of another thread.
     running = sys._current_frames()  # noqa: SLF001 - see above
     return [
         thread.name
@@ -213,40 +216,40 @@ def other_threads_in_torch() -> list[str]:
 
 
 _MPI = ("OMPI_COMM_", "PMI_", "PMIX_RANK", "MV2_COMM_", "MPI_LOCAL")
-"""How the variables begin that an MPI gives to its processes.
+"""Prefixes of the variables that MPI sets in its processes.
 
-Images of containers set parameters (`OMPI_MCA_*`, `PMIX_MCA_*`) for whatever is started in them.
+Parameters (`OMPI_MCA_*`, `PMIX_MCA_*`) do not count: container images set them for all processes.
 """
 
 
 def is_interactive() -> bool:
-    """Whether somebody types this program line by line, in a shell or a notebook."""
+    """Return whether this is an interactive session, in a shell or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
 
 
 def launcher() -> str:
-    """Return what has started this process, perhaps as one of several, or an empty string."""
+    """Return the launcher that started this process, perhaps as one of several; empty if none."""
     variables = os.environ
     if "mpi4py.MPI" in sys.modules or any(name.startswith(_MPI) for name in variables):
         return "MPI"
-    # The shell of a Slurm job has a number too, without being a task of a step.
+    # The batch shell of a Slurm job has a SLURM_PROCID, too, but does not run a task of a step.
     several = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in variables
     if several or "SLURM_STEP_ID" in variables:
         return "Slurm"
     # joblib, submitit, Ray or torchrun
     ranked = "RANK" in variables and "WORLD_SIZE" in variables
     marks = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SUBMITIT_EXECUTOR"} & variables.keys()
-    words = ("loky", "submitit", "default_worker.py", "torch.distributed", "torchrun")
-    started_by = " ".join(interpreter_line(sys.orig_argv[1:])[1][:2])
-    launched = ranked or marks or any(word in started_by for word in words)
+    programs = ("loky", "submitit", "default_worker.py", "torch.distributed", "torchrun")
+    command = " ".join(interpreter_line(sys.orig_argv[1:])[1][:2])
+    launched = ranked or marks or any(program in command for program in programs)
     return "a launcher" if launched else ""
 
 
 def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the options of one letter that a Python is started with, and what it is to run.
+    """Return the one-letter options of a Python command line, and the program with its arguments.
 
-    `words` is its command line without the first word. What it is to run begins with ``-c``,
-    ``-m`` or the path of a script. See https://docs.python.org/3/using/cmdline.html.
+    `words` is the command line without its first word. The program begins with ``-c``, ``-m`` or
+    the path of a script. See https://docs.python.org/3/using/cmdline.html.
     """
     letters, position = "", 0
     while position < len(words) and words[position].startswith("-") and words[position] != "-":
@@ -257,8 +260,8 @@ def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
         if word.startswith("--"):
             position += word == "--check-hash-based-pycs"
             continue
-        for place, letter in enumerate(word[1:], start=2):
-            rest = [word[place:]] if word[place:] else []
+        for end, letter in enumerate(word[1:], start=2):
+            rest = [word[end:]] if word[end:] else []
             if letter in "cm":
                 return letters, [f"-{letter}", *rest, *words[position:]]
             letters += letter
@@ -270,15 +273,15 @@ def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 @cache
 def _starting_environment() -> Mapping[str, str]:
-    """Return the environment that this process was started with, where the system tells (Linux).
+    """Return the environment of this process at its start, as Linux reports it.
 
-    Elsewhere it is empty: then nobody can tell when a variable was set.
+    On other systems it is empty, so when a variable was set stays unknown.
     """
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:
         return {}
-    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if b"=" in entry)
+    pairs = (line.partition(b"=") for line in raw.split(b"\0") if b"=" in line)
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
@@ -298,7 +301,7 @@ def _parsed(text: str) -> ResolvedProfile:
     try:
         return ResolvedProfile.from_json(json.loads(text))
     except (ValueError, AttributeError, KeyError, TypeError):
-        raise ApplyError(f"{PROFILE} does not hold what `torchrepro run` writes there") from None
+        raise ApplyError(f"{PROFILE} is damaged: not as `torchrepro run` writes it") from None
 
 
 def _original() -> dict[str, Any] | None:
@@ -307,9 +310,9 @@ def _original() -> dict[str, Any] | None:
 
 
 def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfile | None:
-    """Return the profile of the run that is repeated here, if it was asked for in these words.
+    """Return the profile of the original run, if it was requested by this name and overrides.
 
-    None where nothing is repeated. The files of a profile may have changed since then, or be gone.
+    None unless this process repeats a run. Profile files may have changed or vanished since.
     """
     original = _original()
     if original is None or [str(name), *overrides] != original["asked"]:
@@ -318,10 +321,10 @@ def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfil
 
 
 def original_meaning(name: str) -> ResolvedProfile | None:
-    """Return the profile that `name` meant in the run that is repeated here, or None.
+    """Return the profile that `name` meant in the original run, or None if it had no meaning there.
 
-    Below `torchrepro run` every name that was accepted meant the profile of that run. Any other
-    name means what its files say.
+    Below `torchrepro run`, every accepted name meant the profile of that run. None also unless
+    this process repeats a run: then the files of a profile count.
     """
     original = _original()
     if original is None:
@@ -329,51 +332,51 @@ def original_meaning(name: str) -> ResolvedProfile | None:
     outer = inherited()
     if outer is not None:
         return outer if name in original["named"] else None
-    asked = original["asked"][:1] == [name]
-    return ResolvedProfile.from_json(original["profile"]) if asked else None
+    is_requested = original["asked"][:1] == [name]
+    return ResolvedProfile.from_json(original["profile"]) if is_requested else None
 
 
 def changed_files(name: str, now: str) -> str:
-    """Return a line on the profile `name`, whose files give something else `now`."""
-    what = now[:_DIGEST] if now.startswith("sha256:") else now
-    return f"the files of profile {name} have changed since ({what}): the run has it as it was then"
+    """Return a line on the profile `name`: its files changed; `now` is their digest or an error."""
+    state = now[:_DIGEST] if now.startswith("sha256:") else now
+    return f"the files of profile {name} have changed since ({state}): the run uses the old profile"
 
 
-_DIGEST = 19  # characters by which people tell digests apart
+_DIGEST = 19  # characters that are enough to distinguish two digests
 
 
 def other_than_original(resolved: ResolvedProfile) -> str:
-    """Return a line if the run that is repeated here had another profile than `resolved`."""
+    """Return a line if the original run had another profile than `resolved`."""
     original = _original()
-    its = ResolvedProfile.from_json(original["profile"]) if original else resolved
-    if its.digest == resolved.digest:
+    profile = ResolvedProfile.from_json(original["profile"]) if original else resolved
+    if profile.digest == resolved.digest:
         return ""
     return (
-        f"this run has another profile than the one that it repeats: {resolved.digest}, and the "
-        f"original {its.digest}"
+        f"this run has another profile than the run that it repeats: {resolved.digest} instead of "
+        f"{profile.digest}"
     )
 
 
 def manifest_folder(folder: Path) -> Path:
-    """Return where a manifest for `folder` goes: a repeated run leaves the original's alone."""
+    """Return the folder for a manifest; a rerun does not write into the original's folder."""
     original = _original()
     if original and same_file(folder, Path(original["folder"])):
         return Path(original["into"])
     return folder
 
 
-def same_file(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one file or folder, which is there."""
+def same_file(left: Path, right: Path) -> bool:
+    """Return whether two paths lead to the same existing file or folder."""
     try:
-        return one.samefile(other)
+        return left.samefile(right)
     except OSError:
         return False
 
 
 def other_than_started(resolved: ResolvedProfile) -> str:
-    """Return a line if `resolved` replaces values under which this process was started.
+    """Return a line if `resolved` replaces values of the profile that this process inherited.
 
-    Keys that it leaves out keep the value with which the process was started.
+    Keys that it does not set keep their inherited values.
     """
     outer = inherited()
     if outer is None or outer.digest == resolved.digest:
@@ -383,10 +386,10 @@ def other_than_started(resolved: ResolvedProfile) -> str:
         if theirs is not None and ours is not None:
             changes.append(f"{key} is {shown(theirs)} instead of {shown(ours)}")
         added += theirs is not None and ours is None
-    changes += [f"{added} keys more are set"] * bool(added)
+    changes += [f"{added} more keys are set"] * bool(added)
     return (
-        f"torchrepro.apply of {resolved.name} goes before `torchrepro run {outer.name}`, while it "
-        f"is in force: {some(changes)}"
+        f"torchrepro.apply of {resolved.name} overrides `torchrepro run {outer.name}` while it is "
+        f"active: {some(changes)}"
     ) * bool(changes)
 
 
@@ -400,9 +403,9 @@ def _differing(
 
 
 def outer_run(resolved: ResolvedProfile, asker: str) -> ResolvedProfile | None:
-    """Return the profile under which `torchrepro run` started this process, which must agree.
+    """Return the profile under which `torchrepro run` started this process; None if it did not.
 
-    Raises `ApplyError` if it is another than `resolved`, for which `asker` asks.
+    Raises `ApplyError` if it differs from `resolved`, which `asker` requests.
     """
     outer = inherited()
     if outer is None or outer.digest == resolved.digest:

@@ -1,7 +1,7 @@
-"""How it is said what happened to every knob that a profile names, and what is held.
+"""The report on an applied or planned profile: the outcome of each knob, and the guarantee.
 
-A report is one row per knob. People see one line and what needs attention, or the table of all
-knobs; JSON has every row.
+A report has one row per knob. Users see one line and the rows that need attention, or a table of
+all knobs; JSON has every row.
 """
 
 from __future__ import annotations
@@ -48,43 +48,45 @@ if TYPE_CHECKING:
     from torchrepro.seeding.nondeterministic_reads import SourceRead
 
 
-_WIDE = 98  # columns of a line that is easily read
+_WIDE = 98  # columns of the longest summary line
 
 
 @dataclass(frozen=True, slots=True)
 class Report(Displayed):
-    """The outcome of every knob that a profile names, in the order in which they were set."""
+    """The outcome of every knob of a profile, in the order of setting."""
 
     profile: str
     guarantee: Guarantee
-    """What the profile asks for, and what of it is held."""
+    """The guarantee that the profile requests, and the strongest satisfied one."""
 
     digest: str
     rows: tuple[KnobRow, ...]
     planned: bool = False
-    """Whether this is what would happen rather than what happened."""
+    """True for the report on a plan: nothing has been applied yet."""
 
     effects: tuple[PolicyEffect, ...] = ()
-    """What the policies among the knobs have done so far, op by op and module by module."""
+    """Effects of the policies so far, by op and module."""
 
     unseen: tuple[str, ...] = ()
-    """Custom ops and Triton kernels, which torch's deterministic flag cannot see."""
+    """Custom ops and Triton kernels: torch's deterministic flag does not cover them."""
 
     drift: tuple[KnobChange, ...] = ()
-    """Knobs that later code has changed, as they were last read: see `guard`."""
+    """Knobs that later code has changed, with their last values: see `guard`."""
 
     unseeded: tuple[SourceRead, ...] = ()
-    """Where the program has drawn numbers that no seed decides."""
+    """Nondeterministic reads of the program: random numbers from an unseeded source."""
 
     loading: tuple[str, ...] = ()
-    """What a reader has to know of how the program's data was loaded, in a line for each."""
+    """Remarks on the data loading of the program, one line each."""
 
     as_good: tuple[KnobChange, ...] = ()
-    """Knobs to which later code has given another value, equivalent to the profile's."""
+    """Knobs that later code has changed to an equivalent value."""
 
     switches: tuple[Writer, ...] = ()
-    """Determinism switches of frameworks that agree with the profile, as far as writes are watched:
-    by a `guard` that warns or stops."""
+    """Determinism switches of frameworks that agree with the profile.
+
+    Empty unless writes are observed, by a `guard` that warns or stops.
+    """
 
     def __iter__(self) -> Iterator[KnobRow]:
         return iter(self.rows)
@@ -97,9 +99,8 @@ class Report(Displayed):
         if knob in by_name:
             return by_name[knob]
         close = near(knob, by_name)
-        raise KeyError(
-            f"no knob {knob!r} in this report" + f"; did you mean {close!r}?" * bool(close)
-        )
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise KeyError(f"no knob {knob!r} in this report{hint}")
 
     def having(self, *outcomes: Outcome) -> tuple[KnobRow, ...]:
         """Return the rows with one of `outcomes`."""
@@ -107,30 +108,30 @@ class Report(Displayed):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many knobs had each outcome, most frequent first."""
+        """The number of knobs with each outcome, most frequent first."""
         return dict(Counter(str(row.outcome) for row in self.rows).most_common())
 
     @property
     def summary(self) -> str:
-        """One line: the profile, what of its guarantee is held, the number of knobs per outcome.
+        """One line: the profile, its guarantee, and the number of knobs with each outcome.
 
-        Knobs for hardware that is not here are not among those numbers. Of a guarantee that is
-        lowered, they are left out where the line would be long.
+        Knobs for absent hardware are not counted. If the guarantee is lowered and the line would
+        be long, the counts are omitted.
         """
-        here = Counter(str(row.outcome) for row in self.rows if not row.absent).most_common()
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in here) or "nothing to set"
+        present = Counter(str(row.outcome) for row in self.rows if not row.absent).most_common()
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in present) or "nothing to set"
         if self.drift:
             state = "has drifted"
             counts += f"; drifted: {some([drift.knob for drift in self.drift])}"
         else:
-            state = "would be in force" if self.planned else "is in force"
+            state = "would be active" if self.planned else "is active"
         if self.guarantee.lowered:
             line = f"{self.profile} {state}: {self.guarantee}"
             return f"{line}; {counts}" if len(line) + len(counts) < _WIDE else line
         return f"{self.profile} ({self.guarantee}) {state}: {counts}"
 
     def table(self) -> str:
-        """Return the report with every knob as a table, as ``--verbose`` shows it."""
+        """Return the whole report as text, with a table of all knobs, as ``--verbose`` shows it."""
         return as_text(*verbose_parts(self))
 
     def to_json(self) -> dict[str, Any]:
@@ -157,41 +158,41 @@ def make_report(
     facts: ProcessFacts,
     drift: tuple[KnobChange, ...] = (),
     as_good: tuple[KnobChange, ...] = (),
-    **more: Any,
+    **further: Any,
 ) -> Report:
-    """Return the report on `resolved` with these rows; `more` are further fields of it.
+    """Return the report on `resolved` with these rows; `further` are other fields of `Report`.
 
     The rows of knobs in `as_good` get the value in effect.
     """
     in_effect = {change.knob: change for change in as_good}
-    rows = tuple(
-        replace(row, after=change.now, why="; ".join(filter(None, (row.why, change.words))))
-        if (change := in_effect.get(row.knob))
-        else row
-        for row in rows
-    )
+    rows = tuple(_with_equivalent(row, in_effect.get(row.knob)) for row in rows)
     guarantee = judge(resolved.guarantee, rows, drift, facts)
-    here = tuple(_row_here(row, facts.absent) for row in rows)
-    more |= {"drift": drift, "as_good": as_good}
-    return Report(resolved.name, guarantee, resolved.digest, here, **more)
+    reported = tuple(_mark_absent_hardware(row, facts.absent) for row in rows)
+    further |= {"drift": drift, "as_good": as_good}
+    return Report(resolved.name, guarantee, resolved.digest, reported, **further)
 
 
-def _row_here(row: KnobRow, absent: Mapping[str, str]) -> KnobRow:
-    """Return `row` as it is to be reported in a process without the hardware in `absent`.
+def _with_equivalent(row: KnobRow, change: KnobChange | None) -> KnobRow:
+    if change is None:
+        return row
+    return replace(row, after=change.now, why="; ".join(filter(None, (row.why, change.words))))
 
-    An outcome that stops a strict profile stays: a conflict is one for every process below, too.
+
+def _mark_absent_hardware(row: KnobRow, absent: Mapping[str, str]) -> KnobRow:
+    """Return the row with `absent` and its outcome set, if the hardware of the knob is absent.
+
+    An outcome that stops a strict profile stays: a conflict affects child processes, too.
     """
     knob = knobs_by_name().get(row.knob)
-    words = absent.get(knob.hardware) if knob is not None else None
-    if knob is None or not words or row.outcome in STOPPING:
+    reason = absent.get(knob.hardware) if knob is not None else None
+    if knob is None or not reason or row.outcome in STOPPING:
         return row
-    further = row.why if row.outcome is not Outcome.UNSUPPORTED else ""
+    remark = row.why if row.outcome is not Outcome.UNSUPPORTED else ""
     if row.is_written:
         reaches_children = knob.scope is Scope.PROCESS_AND_CHILDREN
-        further = "set for the processes that this one starts" * reaches_children
-        further = further or "set and nothing reads it"
-    why = "; ".join(filter(None, (f"{knob.hardware}: {words}", further)))
-    return replace(row, outcome=Outcome.UNSUPPORTED, why=why, unverified=False, absent=words)
+        remark = "set for child processes" if reaches_children else "set and nothing reads it"
+    why = "; ".join(filter(None, (f"{knob.hardware}: {reason}", remark)))
+    return replace(row, outcome=Outcome.UNSUPPORTED, why=why, unverified=False, absent=reason)
 
 
 @parts.register(Report)
@@ -200,13 +201,13 @@ def _report_parts(report: Report) -> tuple[Part, ...]:
 
 
 def verbose_parts(report: Report) -> tuple[Part, ...]:
-    """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
+    """Return the whole report: summary, knobs, drift, and the effects of policies."""
     return *headline_parts(report), report.digest, *knob_parts(report), *_later_parts(report)
 
 
 def start_up_parts(report: Report) -> tuple[Part, ...]:
-    """Return the summary, and in a line each what else needs a reader's attention."""
-    in_summary = {each.knob for each in report.guarantee.lowered}
+    """Return the summary, and one line for each other knob that needs attention."""
+    in_summary = {lowered.knob for lowered in report.guarantee.lowered}
     rows = []
     for row in report:
         style, needs_attention = STANDINGS[row.standing]
@@ -218,15 +219,15 @@ def start_up_parts(report: Report) -> tuple[Part, ...]:
     return headline_parts(report, *rows)
 
 
-def headline_parts(report: Report, *more: tuple[Styled, str]) -> tuple[Part, ...]:
-    """Return the summary, and in a line each why less is held than asked for, and `more`."""
+def headline_parts(report: Report, *rows: tuple[Styled, str]) -> tuple[Part, ...]:
+    """Return the summary, a line for each reason that lowers the guarantee, and `rows`."""
     lowered = Styled("  lowered", STANDINGS["lowered"][0])
-    rows = [*((lowered, reason) for reason in report.guarantee.reasons), *more]
-    return (report.summary, Table((), tuple(rows), fold=1)) if rows else (report.summary,)
+    lines = (*((lowered, reason) for reason in report.guarantee.reasons), *rows)
+    return (report.summary, Table((), lines, fold=1)) if lines else (report.summary,)
 
 
 def knob_parts(report: Report) -> tuple[Part, ...]:
-    """Return the table of a report or of a plan, and what is for hardware that is not here."""
+    """Return the table of a report or a plan, and the lines on absent hardware."""
     rows = [
         (
             Styled(row.standing, STANDINGS[row.standing][0]),
@@ -242,7 +243,7 @@ def knob_parts(report: Report) -> tuple[Part, ...]:
 
 
 def absent_lines(report: Report) -> list[str]:
-    """Return a line for all the knobs that are for hardware which is not here."""
+    """Return one line per reason on the knobs whose hardware is absent."""
     by_reason: dict[str, list[str]] = {}
     for row in report:
         if row.absent:
@@ -251,29 +252,31 @@ def absent_lines(report: Report) -> list[str]:
 
 
 def for_hardware(names: Sequence[str]) -> str:
-    """Return how many settings are for which hardware; there is a name for each setting."""
-    *others, last = (name for name in HARDWARE if name in names)
-    listed = f"{', '.join(others)} and {last}" if others else last
+    """Return the number of settings and their hardware; `names` has an entry per setting."""
+    *leading, last = (name for name in HARDWARE if name in names)
+    listed = f"{', '.join(leading)} and {last}" if leading else last
     return f"{len(names)} setting{'s' * (len(names) > 1)} for {listed}"
 
 
 def agreement_lines(report: Report) -> list[str]:
     """Return a line for each change and each switch that agrees with the profile."""
-    named = {change.by for change in report.as_good}
     agreeing: list[tuple[str, KnobChange | Writer]] = [
-        *((f"{it.knob} is {shown(it.now)}: {it.words}", it) for it in report.as_good),
-        *((f"{it.by} agrees with the profile", it) for it in report.switches if it.by not in named),
+        (f"{change.knob} is {shown(change.now)}: {change.words}", change)
+        for change in report.as_good
     ]
+    named = {change.by for change in report.as_good}
+    switches = (switch for switch in report.switches if switch.by not in named)
+    agreeing += [(f"{switch.by} agrees with the profile", switch) for switch in switches]
     return [
-        f"unchanged: {words}" + (f" ({place})" if (place := it.called or it.where) else "")
-        for words, it in agreeing
+        f"unchanged: {words}" + (f" ({line})" if (line := write.called or write.where) else "")
+        for words, write in agreeing
     ]
 
 
 def random_number_lines(report: Report) -> list[str]:
-    """Return what a reader has to know of the random numbers of a run, in a line for each.
+    """Return the remarks on the random numbers of a run, one line each.
 
-    A function that drew without a seed has one line: where it did first, and what to do.
+    A function that drew without a seed has one line: its first such call, and what to do.
     """
     first: dict[str, SourceRead] = {}
     for read in report.unseeded:
@@ -285,12 +288,13 @@ def random_number_lines(report: Report) -> list[str]:
 def _later_parts(report: Report) -> tuple[Part, ...]:
     drift = []
     for written in by_write(report.drift):
-        for each in written:
-            called = f", called from {each.called}" if each.called else ""
-            place = f"{each.where}{called}" if each.where else "not seen"
-            place = place if each is written[0] else "the same line"
-            style = Styled("drifted", STANDINGS["drifted"][0])
-            drift.append((style, each.knob, _change(each.was, each.now), each.when, place))
+        for change in written:
+            caller = f", called from {change.called}" if change.called else ""
+            line = f"{change.where}{caller}" if change.where else "not observed"
+            line = line if change is written[0] else "the same line"
+            label = Styled("drifted", STANDINGS["drifted"][0])
+            values = _change(change.was, change.now)
+            drift.append((label, change.knob, values, change.when, line))
     columns = ("", "knob", "was -> is", "seen", "written at")
     return (
         *((table(columns, drift),) if drift else ()),
@@ -301,14 +305,20 @@ def _later_parts(report: Report) -> tuple[Part, ...]:
 
 
 def _effects_parts(report: Report) -> tuple[Part, ...]:
-    cannot_see = f"torch's deterministic flag cannot see: {some(report.unseen)}"
-    unseen = (cannot_see,) if report.unseen else ()
+    not_covered = f"torch's deterministic flag does not cover: {some(report.unseen)}"
+    unseen = (not_covered,) if report.unseen else ()
     if not report.effects:
         return unseen
     rows = [
-        (str(each.calls), each.policy, each.subject, each.what, each.where, moved)
-        for each in sorted(report.effects, key=lambda effect: -effect.calls)
-        for moved in [size(each.moved) if each.moved else ""]
+        (
+            str(effect.calls),
+            effect.policy,
+            effect.subject,
+            effect.what,
+            effect.where,
+            size(effect.moved) if effect.moved else "",
+        )
+        for effect in sorted(report.effects, key=lambda effect: -effect.calls)
     ]
     columns = ("calls", "policy", "op or module", "what", "where", "moved")
     return table(columns, rows, fold=4), *unseen
@@ -319,26 +329,26 @@ def _change(before: Any, after: Any) -> str:
     return new if before == after else f"{old} -> {new}"
 
 
-_announced: set[tuple[str, Guarantee]] = set()  # what this process has said, by digest
+_announced: set[tuple[str, Guarantee]] = set()  # digests and guarantees already announced
 
 
 def announce(report: Report) -> None:
-    """Say on standard error what was put in force: as much of it as the reader wants.
+    """Print on standard error which profile is active, in the detail that the user chose.
 
-    A profile is announced once in a process, unless less of its guarantee is held than before;
-    ranks but the first stay silent.
+    A process announces a profile once, and again if its guarantee was lowered since. Only the
+    first rank prints.
     """
-    known = (report.digest, report.guarantee)
-    if not _is_first_rank() or known in _announced:
+    announced = (report.digest, report.guarantee)
+    if not _is_first_rank() or announced in _announced:
         return
-    _announced.add(known)
-    first, *others = announcement(report) or ("",)
-    if first:
-        show_aside(f"torchrepro: {first}", *others)
+    _announced.add(announced)
+    headline, *details = announcement(report) or ("",)
+    if headline:
+        show_aside(f"torchrepro: {headline}", *details)
 
 
 def announcement(report: Report) -> tuple[Part, ...]:
-    """Return what is said of a profile that is put in force: as much as the reader wants."""
+    """Return the announcement of an applied profile, in the detail that the user chose."""
     if verbosity() is Verbosity.VERBOSE:
         return (*headline_parts(report), report.digest, *knob_parts(report))
     if verbosity() is Verbosity.QUIET and not report.guarantee.lowered:
@@ -347,9 +357,9 @@ def announcement(report: Report) -> tuple[Part, ...]:
 
 
 def announce_end(report: Report, announced: Report) -> None:
-    """Say on standard error what did not stay at the end of a run as it was announced, in one line.
+    """Print on standard error at the end of a run the changes since the announcement.
 
-    Whoever wants all of it also reads what has changed to something equivalent.
+    With ``--verbose``, changes to equivalent values are printed as well.
     """
     if not _is_first_rank():
         return
@@ -359,16 +369,16 @@ def announce_end(report: Report, announced: Report) -> None:
         if report.guarantee == announced.guarantee:
             note(f"at the end, {report.summary}")
         else:
-            first, *others = headline_parts(report)
-            show_aside(f"torchrepro: at the end, {first}", *others)
+            headline, *details = headline_parts(report)
+            show_aside(f"torchrepro: at the end, {headline}", *details)
 
 
 def announce_effects(report: Report) -> None:
-    """Say on standard error what the policies of a run have done, and of its random numbers."""
+    """Print on standard error the effects of policies and the remarks on random numbers."""
     if not _is_first_rank() or verbosity() is Verbosity.QUIET:
         return
     if report.effects:
-        title = f"torchrepro: {report.profile}, what its policies did:"
+        title = f"torchrepro: effects of the policies of {report.profile}:"
         show_aside(title, *_effects_parts(report))
     else:
         note(*_effects_parts(report))

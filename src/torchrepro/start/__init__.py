@@ -1,1 +1,1 @@
-"""How a process begins under a profile that another process has resolved."""
+"""Start processes under a profile that their parent process has resolved."""

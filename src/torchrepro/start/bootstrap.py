@@ -1,9 +1,9 @@
-"""Put the inherited profile in force in a process that `torchrepro run` started.
+"""Apply the inherited profile in a process that `torchrepro run` started.
 
-The environment was set before this process began. What is left is set as soon as the library
-that holds it has been imported. Until torch is, that takes no more than a seed, which `run` hands
-over as a plain number: a program which never imports torch loads nothing else of this package, so
-this module imports next to nothing itself.
+The environment variables were set before the process started. Every other knob is set as soon as
+its library has been imported. Before torch, only seeds are set, which `run` passes as a plain
+number: a program that never imports torch loads nothing else of this package. So this module
+imports very little itself.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.reporting.report import Report
 
-_MODULES = ("random", "numpy.random", "torch")  # with torch comes all but their two seeds
-_BEFORE_ALL = ""  # the knobs on which all seeds depend wait for no module
-_NOT_IN_FORCE = 3
-_BY_RANK = "by rank"  # the seed is this process's own to work out, from the whole profile
+_MODULES = ("random", "numpy.random", "torch")  # torch: all knobs except the seeds of the others
+_BEFORE_ALL = ""  # knobs that all seeds depend on need no module
+_NOT_APPLIED = 3
+_BY_RANK = "by rank"  # this process derives its seed from the whole profile and its rank
 _state: dict[str, Any] = {}
 _seeded_alone: list[str] = []
 
 
 def put_in_force_on_import() -> None:
-    """Wait for the imports of random, numpy.random, torch and Ray; changes `sys.meta_path`."""
+    """Apply the profile on import of random, numpy.random and torch; changes `sys.meta_path`.
+
+    Also watches Ray, to start its workers under the profile.
+    """
     put_off.append(_begin)
     _watch_sources_if_asked()
     AfterImport(_MODULES, _when_imported).watch_all()
@@ -43,17 +46,17 @@ def put_in_force_on_import() -> None:
 
 
 def put_in_force_in_worker() -> None:
-    """Put the profile that came with a worker of Ray in force there, and below it.
+    """Apply the inherited profile in a Ray worker and its child processes.
 
-    Ray calls this before the first task. The Python of a worker may have started without our
-    sitecustomize, as that of a cluster which ran before the program does.
+    Ray calls this before the first task. The worker may have started without our sitecustomize,
+    for example in a cluster that is older than the program.
     """
     if _begin in put_off or not os.environ.get("TORCHREPRO_PROFILE"):
         return
-    from pathlib import Path  # Ray has imported it
+    from pathlib import Path  # imported by Ray already
 
-    below = [str(Path(__file__).parent / "boot"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, below))
+    search_path = [str(Path(__file__).parent / "boot"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
     put_in_force_on_import()
 
 
@@ -69,15 +72,12 @@ def _inherited() -> ResolvedProfile:
 
     resolved = inherited()
     if resolved is None:
-        raise ApplyError("no profile came with this process")
+        raise ApplyError("this process has not inherited a profile")
     return resolved
 
 
 def record_on_import() -> None:
-    """Wait for the import of torch and record from then on, in a process without a profile.
-
-    Nothing else of the process changes.
-    """
+    """Start recording when torch is imported, in a process without a profile."""
 
     def begin(module: str) -> None:
         waiting.unwatch()
@@ -89,7 +89,7 @@ def record_on_import() -> None:
 
 
 def in_force_now() -> Applied | None:
-    """Import what is still waited for, and return the profile that is then wholly in force."""
+    """Import the modules that are still missing, and return the profile, now fully applied."""
     if _begin not in put_off:
         return None
     for module in _MODULES:
@@ -99,9 +99,9 @@ def in_force_now() -> Applied | None:
 
 
 def agreeing_run(resolved: ResolvedProfile, asker: str) -> Applied | None:
-    """Return what `torchrepro run` applied in this process, or None if it did not start it.
+    """Return the profile that `torchrepro run` applied in this process; None without `run`.
 
-    Raises `ApplyError` if that is another profile than `resolved`, for which `asker` asks.
+    Raises `ApplyError` if that profile differs from `resolved`, which `asker` requests.
     """
     from torchrepro.reporting.process_state import outer_run
 
@@ -114,7 +114,7 @@ def _when_imported(module: str) -> None:
     _state[module] = True
     number = os.environ.get("TORCHREPRO_SEED", _BY_RANK)
     if module != "torch" and number != _BY_RANK and "applied" not in _state:
-        # Until torch is there, a seed is all there is to do.
+        # Only the seed, to avoid loading the whole profile before torch.
         if number:
             sys.modules[module].seed(int(number))
             _seeded_alone.append(module)
@@ -135,7 +135,7 @@ def _when_imported(module: str) -> None:
 
         announced = _applied().report
         announce(announced)
-        atexit.register(_tell_of_the_end, announced, os.getpid())
+        atexit.register(_announce_end, announced, os.getpid())
 
 
 def _begin(module: str = _BEFORE_ALL) -> None:
@@ -175,9 +175,9 @@ def _record_if_asked() -> None:
         record_process(request, _end)
 
 
-def _tell_of_the_end(announced: Report, process: int) -> None:
+def _announce_end(announced: Report, process: int) -> None:
     if os.getpid() != process:
-        return  # a copy of the process, of whose end nobody asked
+        return  # a fork: only the original process announces its end
     from torchrepro.reporting.report import announce_effects, announce_end
 
     report = _applied().report
@@ -186,22 +186,22 @@ def _tell_of_the_end(announced: Report, process: int) -> None:
 
 
 def _applied() -> Applied:
-    """Return the profile in force; the first call begins it, with what was seeded up to now."""
+    """Return the active profile; the first call applies it, and keeps the seeds set so far."""
     from torchrepro.application.applier import begin
 
     if "applied" in _state:
-        found: Applied = _state["applied"]
-        return found
+        active: Applied = _state["applied"]
+        return active
     applied = begin(_inherited(), "the process was started by `torchrepro run`")
     _state["applied"] = applied
     applied.refuse = _refuse
     applied.carry_out(_steps_for(_BEFORE_ALL, applied))
     for module in _seeded_alone:
-        # A generator that has its seed is left where it has got to since.
+        # A generator that was seeded already keeps its state, as the program may have drawn since.
         steps = _steps_for(module, applied)
-        reached = [(step.knob.access, step.knob.access.save()) for step in steps]
+        saved = [(step.knob.access, step.knob.access.save()) for step in steps]
         applied.carry_out(steps)
-        for access, state in reached:
+        for access, state in saved:
             access.restore(state)
     return applied
 
@@ -211,17 +211,16 @@ def _steps_for(module: str, applied: Applied) -> list[Step]:
 
 
 def _refuse(error: TorchreproError) -> None:
-    """End a run whose profile turns out not to hold, after what the program has said so far."""
+    """End a run whose profile is violated, after flushing the output of the program."""
     from contextlib import suppress
 
-    with suppress(OSError, ValueError):  # nobody reads it any more
+    with suppress(OSError, ValueError):  # stdout is closed
         sys.stdout.flush()
     _end(error, error.exit_status)
 
 
-def _end(error: TorchreproError, status: int = _NOT_IN_FORCE) -> NoReturn:
-    # An exception could be caught by whoever imports the module; a run that is not under its
-    # profile must not go on.
+def _end(error: TorchreproError, status: int = _NOT_APPLIED) -> NoReturn:
+    # The importing code could catch an exception, and a run without its profile must not continue.
     from torchrepro.ground.console import say
 
     say(error)

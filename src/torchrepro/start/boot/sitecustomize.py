@@ -1,7 +1,7 @@
-"""Loaded by every Python that `torchrepro run` starts: hands over, then steps out of the way.
+"""Loaded by every Python that `torchrepro run` starts: applies the profile in this process.
 
-It has to be harmless in any Python of any age, with or without torchrepro, so it uses nothing but
-what all of them have, and then runs the sitecustomize that it stands in front of.
+It must be harmless in every Python, of any version, with or without torchrepro. So it uses only
+features that all of them have, and then runs the sitecustomize that it shadows.
 """
 
 import atexit
@@ -10,22 +10,22 @@ import sys
 
 
 def _step_aside():
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != folder]
 
 
 def _hand_over():
     try:  # noqa: SIM105 - see above
         os.rmdir(os.environ.pop("TORCHREPRO_UNTAKEN", ""))
     except OSError:
-        pass  # there is none, or a Python before this one has removed it
+        pass  # not set, or removed by an earlier Python
     asked = os.environ.get("TORCHREPRO_PROFILE") or os.environ.get("TORCHREPRO_RECORD")
     if asked and not _begin():
-        atexit.register(_tell_if_torch_was_imported)
+        atexit.register(_report_if_torch_was_imported)
 
 
 def _begin():
-    if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the command starts
+    if sys.version_info < (3, 11):  # noqa: UP036 - the command may start any Python
         return False
     try:
         from torchrepro.start.bootstrap import put_in_force_on_import, record_on_import
@@ -35,7 +35,7 @@ def _begin():
 
             begin(os.environ)
     except ImportError:
-        return False  # this Python has no torchrepro: it is left alone
+        return False  # this Python has no torchrepro
     if os.environ.get("TORCHREPRO_PROFILE"):
         put_in_force_on_import()
     else:
@@ -43,7 +43,7 @@ def _begin():
     return True
 
 
-def _tell_if_torch_was_imported():
+def _report_if_torch_was_imported():
     if "torch" in sys.modules and sys.stderr is not None:
         lacks = "under no profile" if os.environ.get("TORCHREPRO_PROFILE") else "not recorded"
         words = "imported torch and is " + lacks + ": no torchrepro can be imported by"
@@ -59,7 +59,7 @@ def _run_the_next():
         if getattr(error, "name", None) not in (None, "sitecustomize"):
             raise
     finally:
-        if this is not None:  # the import system looks for the module that it is loading
+        if this is not None:  # the import system needs the module that it is loading
             sys.modules.setdefault("sitecustomize", this)
 
 
@@ -68,7 +68,7 @@ try:
     _hand_over()
     _run_the_next()
 except KeyboardInterrupt:
-    # So early Python knows no better than a fatal error and exit status 1: end as ^C ends it later.
+    # This early, Python would end with a fatal error and status 1, instead of as usual after ^C.
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
