@@ -245,9 +245,9 @@ def test_another_batch_size_within_an_epoch_is_said(
     Run(tmp_path, "auto", saves=f"after {saves}", batch_size=batch_size).train()
 
     said = (
-        f"torchrepro: the loader over Noisy[{SAMPLES}]: it was saved with batch_size=3 and goes on "
-        "with batch_size=4, so its batches hold other samples than those of the uninterrupted run; "
-        "resume with batch_size=3 to go on exactly\n"
+        f"torchrepro: the loader over Noisy[{SAMPLES}] was saved with batch_size=3 and resumes "
+        "with batch_size=4, so its batches differ from the batches of the uninterrupted run; "
+        "resume with batch_size=3 to continue exactly\n"
     )
     assert capsys.readouterr().err == (said if is_said else "")
 

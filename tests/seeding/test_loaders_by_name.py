@@ -288,5 +288,5 @@ def test_epochs_reach_a_loader_that_is_not_seeded_through_its_sampler_alone() ->
         torchrepro.set_epoch(make(sampler=sampler), 3)
 
         assert sampler.epoch == 3
-        with pytest.raises(torchrepro.SeedingError, match="nothing in this loader knows epochs"):
+        with pytest.raises(torchrepro.SeedingError, match="no part of this loader counts epochs"):
             torchrepro.set_epoch(make(shuffle=True), 3)

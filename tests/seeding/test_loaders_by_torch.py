@@ -290,7 +290,7 @@ WITHOUT_NAME: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("loader", WITHOUT_NAME)
 def test_an_epoch_that_was_begun_or_is_of_an_author_cannot_be_named(loader: str) -> None:
     """`set_epoch` raises, and says of an author's loader that it has something of its own."""
-    words = r"nothing in this loader knows epochs" + r"[\s\S]*of its own" * ("author" in loader)
+    words = r"no part of this loader counts epochs" + r"[\s\S]*its own" * ("author" in loader)
     with run() as make:
         made = WITHOUT_NAME[loader](make)
         with pytest.raises(torchrepro.SeedingError, match=words):
@@ -353,7 +353,7 @@ def by_fork_rng(saved: torch.Tensor, dataset: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("puts_back", "drawing", "is_told"),
+    ("puts_back", "drawing", "is_reported"),
     [
         (at_the_step, True, True),
         (at_the_step, False, False),
@@ -363,15 +363,15 @@ def by_fork_rng(saved: torch.Tensor, dataset: Any) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_state_that_is_put_back_too_late_is_told(
+def test_a_state_that_is_restored_too_late_is_reported(
     puts_back: Callable[..., None],
     drawing: bool,
-    is_told: bool,
+    is_reported: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It is told where samples draw and the generator was put back within the epoch alone."""
+    """A line reports it if samples draw and the program restores the generator within an epoch."""
     saved = torch.get_rng_state()
     with torchrepro.apply("seed-only"):
         puts_back(saved, Noisy(draw=draws if drawing else tuple))
 
-    assert ("may not be those of the uninterrupted run" in capsys.readouterr().err) == is_told
+    assert ("may differ from the uninterrupted run" in capsys.readouterr().err) == is_reported

@@ -159,7 +159,7 @@ def test_every_public_function_runs_without_a_profile(
     alone, in_workers = found["dataloader_kwargs"][0]
     assert alone == in_workers, "what is loaded does not depend on workers"
     assert found["log_to"][0] == ["", "", ""]
-    for note in ("nothing is logged", "nothing seeds this loader"):
+    for note in ("nothing is logged", "this loader is not seeded"):
         assert said.count(note) == 1, said
     assert found["Checkpoint"][0] == [[1, 2, 3], [1, 2, 3]]
     assert not (tmp_path / "0" / "folder").exists()

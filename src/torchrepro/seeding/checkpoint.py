@@ -256,7 +256,9 @@ class Checkpoint:
                 "batch": 0 if self._epoch_is_done else self.batch,
                 "step": self.step,
                 "loop": self._loop,
-                "place": self._delivery.place() if within and self._delivery is not None else None,
+                "place": self._delivery.progress()
+                if within and self._delivery is not None
+                else None,
                 "root": self._root,
                 "begun": self._begun,
                 "resting": loader_positions.resting(),

@@ -262,7 +262,7 @@ def compare_at_first_step(saved: Sequence[Mapping[str, str]], where: str) -> Non
         found = [] if same else [f"the parameters of {name}"]
         if state not in [each["state"] for each in same or saved]:
             found.append(f"the state of {name}")
-        return [*found, *loader_positions.behind()]
+        return [*found, *loader_positions.loaders_behind()]
 
     _say_at_first_step(saved, where, others)
 
