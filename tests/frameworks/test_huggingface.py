@@ -148,7 +148,7 @@ def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(tmp_path, caps
     ]
 
 
-CHECKPOINT = "transformers: the checkpoint of step 3: not as saved at the first step: "
+CHECKPOINT = "transformers: the checkpoint of step 3: the run differs from it at the first step in "
 SAID: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "nothing": ({}, {}, ""),
     "the optimizer's file is lost": ({}, {}, CHECKPOINT + "the state of AdamW; "),

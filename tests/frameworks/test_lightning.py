@@ -277,6 +277,7 @@ def test_weights_that_a_program_loads_by_hand_are_said_to_be_no_resume(tmp_path,
         "fit saved",
         "fit by_hand data",
         "fit by_hand",
-        f"torchrepro: lightning: {tmp_path}/own.ckpt: not as saved at the first step: the state of "
-        "Adam, the generators, the loaders; so this run is not the uninterrupted one",
+        f"torchrepro: lightning: {tmp_path}/own.ckpt: the run differs from it at the first step "
+        "in the state of Adam, the generators, the loaders; so it differs from the uninterrupted "
+        "run",
     ]

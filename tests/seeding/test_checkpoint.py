@@ -283,8 +283,8 @@ def test_what_a_run_goes_on_without_is_said_at_its_first_step(
 
     lines = capsys.readouterr().err.splitlines()
     where = f"{tmp_path / 'step-000000003' / 'rank-0-of-1.pt'}"
-    end = "so this run is not the uninterrupted one"
-    expected = f"torchrepro: {where}: not as saved at the first step: {said}; {end}"
+    end = "so it differs from the uninterrupted run"
+    expected = f"torchrepro: {where}: the run differs from it at the first step in {said}; {end}"
     assert lines == ([expected] if said else [])
 
 

@@ -146,7 +146,7 @@ def test_other_parts_are_refused(tmp_path: Path, names: list[str]) -> None:
     """A checkpoint of other parts raises, naming them, and leaves the parts given as they were."""
     _save(tmp_path, 1.0)
     parts = {name: Part() for name in names}
-    with pytest.raises(torchrepro.SeedingError, match="holds other parts"):
+    with pytest.raises(torchrepro.SeedingError, match="has other parts"):
         torchrepro.Checkpoint(tmp_path, **parts)
 
     assert all(part.value == -1.0 for part in parts.values())
@@ -293,7 +293,7 @@ def test_a_rank_without_its_others_is_warned(tmp_path: Path, be: Callable[..., N
     """A process numbered 3 that finds only its own files warns that no step is complete."""
     be(3, 4)
     _begun(tmp_path, best=Part(1)).save()
-    with pytest.warns(UserWarning, match="holds no step that all 4 ranks have written"):
+    with pytest.warns(UserWarning, match="has no step that all 4 ranks have written"):
         checkpoint = torchrepro.Checkpoint(tmp_path, best=Part(2))
 
     assert checkpoint.step == 0

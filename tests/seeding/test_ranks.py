@@ -396,7 +396,7 @@ print(json.dumps(answers))
 """
 WORDS = [
     ("has no names", "mesh_dim_names"),
-    ("leaves this rank out",),
+    ("does not contain this rank",),
     ("ranks.dpp", "legal: dp, tp", "did you mean: dp"),
 ]
 

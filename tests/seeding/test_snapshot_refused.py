@@ -116,7 +116,9 @@ def test_another_seed_plan_is_refused(
     profile: dict[str, Any], then: str, now: str, refused: Callable[[Any], str]
 ) -> None:
     """A snapshot belongs to the seeds that were in force: one line names both, and what to do."""
-    sentence = "the state was saved under {0}, and this run has {1}; to go on exactly, run with {0}"
+    sentence = (
+        "the state was saved under {0}, and this run has {1}; to continue exactly, run with {0}"
+    )
     snapshot = _moved()
     with torchrepro.apply(profile):
         message = refused(snapshot)
@@ -143,11 +145,11 @@ def test_other_registered_generators_are_refused(refused: Callable[[Any], str]) 
     assert "registered/late" in message
     torchrepro.unregister_generator("late")
     torchrepro.unregister_generator("own")
-    assert "holds a generator not found here" in (message := refused(snapshot))
+    assert "has a generator that is unknown to this process" in (message := refused(snapshot))
     assert "registered/own" in message
     torchrepro.register_generator("own", np.random.RandomState(1))
-    assert "own was of kind numpy when" in (message := refused(snapshot))
-    assert "now is of kind numpy_legacy" in message
+    assert "own was of type numpy when" in (message := refused(snapshot))
+    assert "now is of type numpy_legacy" in message
 
 
 class Stubborn(random.Random):
