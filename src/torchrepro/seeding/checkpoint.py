@@ -127,7 +127,7 @@ class Checkpoint:
                 if self._waits_for("batches") and not self.batch:
                     self._restore_generators()
                 elif self._waits_for("batches") and self._begun is not None:
-                    loader_positions.put_states(None, self._begun)
+                    loader_positions.write_states(None, self._begun)
                 if self.folder is not None:
                     self._begun = loader_positions.encoded_states(
                         loader_positions.read_states(None)

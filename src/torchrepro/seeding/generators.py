@@ -38,7 +38,7 @@ class Given(NamedTuple):
 
 
 _given = Given()
-put_by_program: set[str] = set()
+unknown_states: set[str] = set()
 """Generators (`python`, `numpy`) that the program has set to a state of another process."""
 
 
@@ -46,7 +46,7 @@ def given_seeds() -> Given:
     return _given
 
 
-def put_given_seeds(given: Given) -> None:
+def set_given_seeds(given: Given) -> None:
     global _given  # noqa: PLW0603 - a fact about the process
     _given = given
 
@@ -307,13 +307,13 @@ def isolated_rng() -> Iterator[None]:
     registered generators; restores after an exception too. Also a decorator.
     `torch.random.fork_rng` covers torch only.
     """
-    before, given, put = States(all_slots().values()), given_seeds(), set(put_by_program)
+    before, given, put = States(all_slots().values()), given_seeds(), set(unknown_states)
     try:
         yield
     finally:
-        put_given_seeds(given)
-        put_by_program.clear()
-        put_by_program.update(put)
+        set_given_seeds(given)
+        unknown_states.clear()
+        unknown_states.update(put)
         before.put_back()
 
 
@@ -336,8 +336,8 @@ def seeded(
     rank = plan.coordinate(checked_policy(ranks))
     source = streams.stream(name, rank=rank, epoch=epoch, step=step)
     with isolated_rng(), ExitStack() as kept:
-        kept.callback(streams.put_program_seed, plan.program_seed)
-        streams.keep_program_seed()
+        kept.callback(streams.set_program_seed, plan.program_seed)
+        streams.remember_program_seed()
         seed_host(source)
         for module in devices_in_use().values():
             seed_device(module, int.from_bytes(source.bytes("torch", 8), "little"))

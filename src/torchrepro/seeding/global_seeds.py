@@ -23,7 +23,7 @@ from torchrepro.ground.imports import AfterImport
 from torchrepro.ground.messages import shown
 from torchrepro.knobs.knob import MissingState
 from torchrepro.seeding import generators, loader, streams
-from torchrepro.seeding.seeding_calls import SeedingCalls, moved_by_program
+from torchrepro.seeding.seeding_calls import SeedingCalls, generators_set_by_program
 from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, seed_of_rank
 
 
@@ -434,7 +434,7 @@ def seed_as_this_rank() -> None:
     """
     plan = streams.current_plan()
     if plan.ranks_differ and plan.coordinate() != plan.started_as:
-        _start(plan, moved_by_program())
+        _start(plan, generators_set_by_program())
 
 
 def _start(plan: SeedPlan, moved: Collection[str] = ()) -> None:

@@ -98,7 +98,7 @@ def sample_rng() -> np.random.Generator:
 def start_from(stream: Stream, given: Given | None = None) -> None:
     """Start the host's generators and `sample_rng` from `stream`, and the `given` seeds if any."""
     _thread.draw = _Draw(stream)
-    streams.keep_program_seed()
+    streams.remember_program_seed()
     if given is None:
         seed_host(stream)
     else:
@@ -136,7 +136,7 @@ class Position:
     def restore(self) -> None:
         self._states.put_back()
         _thread.draw = self._draw
-        streams.put_program_seed(self._program_seed)
+        streams.set_program_seed(self._program_seed)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -272,7 +272,7 @@ def reader_maker() -> Any:
     return maker
 
 
-def put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
+def replace_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
     """Have ``make(reads samples by index, original)`` make torch's readers; return the undo."""
     maker = reader_maker()
     original = maker.create_fetcher
@@ -303,7 +303,7 @@ def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | Non
         _fetch_by(reader, _fetch_requested)
         return reader
 
-    put_reader_maker(make)  # until the process ends
+    replace_reader_maker(make)  # until the process ends
     start_from(worker_stream(begun, worker), given)
 
 
@@ -341,7 +341,7 @@ def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Calla
             _fetch_by(reader, _fetch_of_items(loading))
         return reader
 
-    return put_reader_maker(make)
+    return replace_reader_maker(make)
 
 
 def _fetch_of_samples(
@@ -468,7 +468,7 @@ class Loading:
         if self.author_init is not None:
             self.author_init(worker)
 
-    def handed_on(self, request: SampleRequest) -> Any:
+    def passed_to_torch(self, request: SampleRequest) -> Any:
         """Return what the sampler yields to torch: the request, or its index if without workers."""
         if self.in_workers:
             return request
@@ -655,7 +655,7 @@ class _Requests:
         index, again = self._next()
         loading = self._loading
         stream = self._stream or loading.stream
-        return loading.handed_on(SampleRequest(stream, index, again, loading.given))
+        return loading.passed_to_torch(SampleRequest(stream, index, again, loading.given))
 
     def _next(self) -> tuple[Any, Mapping[bytes, int]]:
         """Return the next index, and how often the epoch has loaded its repeated samples before."""

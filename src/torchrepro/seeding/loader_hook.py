@@ -47,7 +47,7 @@ from torchrepro.seeding.loader_positions import (
     samplers_within,
     set_epoch_of_parts,
 )
-from torchrepro.seeding.seeding_calls import said_by_spawned
+from torchrepro.seeding.seeding_calls import notes_of_spawned
 from torchrepro.seeding.state import forget
 from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
 
@@ -55,7 +55,9 @@ KEY = "torchrepro_data"
 """Key in the state of a StatefulDataLoader: the stream and seeds that its samples draw from."""
 
 _passed_on: dict[str, Any] = {}  # policy -> value, applied first in a spawned worker
-_SAID = "seeding.seeding_calls:said"  # policy by which workers report each note once
+_PRINTED_NOTES = (
+    "seeding.seeding_calls:printed_notes"  # policy by which workers report each note once
+)
 _wrapped: dict[str, ExitStack] = {}  # module -> the undo
 _unsettled: list[bool] = []  # an entry for every change that `_settle` has not handled
 _starting = fork_safe_lock()  # torch's maker of readers is one for all threads
@@ -121,7 +123,7 @@ class SeedingPolicy:
         loaders.automatic = value == "auto"
         loader_positions.watch_own_resumes(begins=value == "auto")
         if value != "auto":
-            loader_positions.forget_places()
+            loader_positions.forget_resumptions()
             forget()
         _settle()
 
@@ -449,7 +451,7 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
         if (_passed_on or loaders.automatic) and loader.num_workers:
             context = loader.multiprocessing_context or import_module("multiprocessing")
             if context.get_start_method() != "fork":
-                policies = {**_passed_on, _SAID: said_by_spawned()}
+                policies = {**_passed_on, _PRINTED_NOTES: notes_of_spawned()}
                 first = _PreparedWorker(policies, loader.worker_init_fn)
                 until_begun.enter_context(_with(loader, worker_init_fn=first))
         begun = original(loader)

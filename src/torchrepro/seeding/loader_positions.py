@@ -58,7 +58,7 @@ class Resumption:
     iterations: int = 0  # how many have begun since
 
     def begin(self, loader: Any) -> None:
-        put_states(loader, self.progress["start"])
+        write_states(loader, self.progress["start"])
         named, saved = named_loading_of(loader), self.progress["named"]
         if named is not None and saved is not None:
             named.resume(saved["epoch"], saved["program_seed"])
@@ -234,10 +234,10 @@ class Delivery:
         batches_left = saved["batches"] - self.batches
         if self._first is None:
             if saved["first"] is not None:
-                put_states(self.loader, saved["first"])
+                write_states(self.loader, saved["first"])
             self._first = read_states(self.loader)
         elif needs_last_states and batches_left == 1 and saved["last"] is not None:
-            put_states(self.loader, saved["last"])
+            write_states(self.loader, saved["last"])
         if batches_left <= 0 and reads_items(self.loader):  # its sampler draws no order
             self._restore_once()
         if needs_last_states:
@@ -271,8 +271,10 @@ def _references(weak: Callable[[], Any]) -> int:
     return sys.getrefcount(weak())
 
 
-_held_once = [Counter[str]()]
-_BY_ONE = _references(ref(_held_once[0]))  # interpreters count references on their stack or not
+_referenced_once = [Counter[str]()]
+_BY_ONE = _references(
+    ref(_referenced_once[0])
+)  # interpreters count references on their stack or not
 
 
 def followed(iterator: Any) -> Delivery | None:
@@ -422,7 +424,7 @@ def _restore_resting(loader: Any) -> None:
     ended = next((epoch for epoch in _ended if epoch.progress["kind"] == signature), None)
     if saved is not None:
         _resting.remove(saved)
-        put_states(loader, saved["own"])
+        write_states(loader, saved["own"])
     if ended is not None:
         _ended.remove(ended)
     before = saved or (ended.progress if ended is not None else None)
@@ -486,7 +488,7 @@ def loaders_behind() -> list[str]:
     ]
 
 
-def kinds_in_use() -> set[str]:
+def signatures_in_use() -> set[str]:
     return {kind_of(delivery.loader) for delivery in _alive() if delivery.batches}
 
 
@@ -497,7 +499,7 @@ def take_up(loader: Any, progress: Mapping[str, Any], restore: Restore, skip: in
     _resumptions[loader] = Resumption(progress, restore, skip)
 
 
-def forget_places() -> None:
+def forget_resumptions() -> None:
     """Forget all epochs to be resumed: the undo of a profile, after which torch loads alone."""
     for waiting in (_awaited, _ended, _resting, _single_epoch, _resumptions):
         waiting.clear()
@@ -638,7 +640,7 @@ def read_states(loader: Any) -> Mapping[str, Any]:
     return _read({**host_slots(), **_loader_slots(loader)})
 
 
-def put_states(loader: Any, states: Mapping[str, Any]) -> None:
+def write_states(loader: Any, states: Mapping[str, Any]) -> None:
     slots = {**host_slots(), **_loader_slots(loader)}
     for name in states.keys() & slots.keys():
         slots[name].write(decoded(states[name]))

@@ -270,7 +270,7 @@ WITHOUT_SEED = re.compile(
 )
 
 EVERY_SOURCE = (*UNSEEDED, *GIVEN_SEEDS, *ENVIRONMENT)
-WITHOUT_COST = tuple(row for row in EVERY_SOURCE if row.what not in (ADDRESS, HASH))
+CHEAP_SOURCES = tuple(row for row in EVERY_SOURCE if row.what not in (ADDRESS, HASH))
 """Sources that libraries do not call all the time."""
 
 

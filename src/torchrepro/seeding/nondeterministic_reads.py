@@ -41,6 +41,7 @@ from torchrepro.ground.patching import patch
 from torchrepro.seeding.loader import in_loader
 from torchrepro.seeding.nondeterministic_calls import (
     ANY,
+    CHEAP_SOURCES,
     ENTROPY,
     EVERY_SOURCE,
     FILE_IF_THERE,
@@ -53,12 +54,17 @@ from torchrepro.seeding.nondeterministic_calls import (
     MADE_BY_NUMPY,
     OWN_GENERATOR,
     UNSEEDED,
-    WITHOUT_COST,
     WITHOUT_SEED,
     Source,
 )
-from torchrepro.seeding.observed_calls import Change, Listener, listen, put_by_name, stop_listening
-from torchrepro.seeding.seeding_calls import FUNCTIONS, OWN, SeedingCall, say_in_first_worker
+from torchrepro.seeding.observed_calls import (
+    Change,
+    Listener,
+    listen,
+    replace_imported_names,
+    stop_listening,
+)
+from torchrepro.seeding.seeding_calls import FUNCTIONS, OWN, SeedingCall, note_in_first_worker
 from torchrepro.seeding.streams import present_worker
 from torchrepro.seeding.unseeded_generators import UnseededGenerators
 
@@ -343,7 +349,7 @@ class Watch:
         for row, listener in draw_listeners.items():
             if row.module in sys.modules:  # a fork imports nothing; `_waiting` does the rest
                 listen(row.module, row.attribute, listener)
-        put_by_name(draw_listeners.values())
+        replace_imported_names(draw_listeners.values())
 
     def _listen_to(self, module: str) -> None:
         if module == "numpy.random" and any(row.what == ENTROPY for row in self._listeners):
@@ -574,7 +580,7 @@ def watch_unseeded() -> Watch:
     message = "drew without a seed, in workers: {0} ({0.instead})"
     return Watch(
         UNSEEDED,
-        lambda read: say_in_first_worker(f"{read.name} at {read.where}", message.format(read)),
+        lambda read: note_in_first_worker(f"{read.name} at {read.where}", message.format(read)),
     )
 
 
@@ -583,7 +589,7 @@ _of_process: list[Watch] = []
 
 def watch_from_the_start(folder: str, *, in_detail: bool) -> None:
     """Watch sources from now on, for a recording of this process in `folder` that begins later."""
-    _of_process.append(Watch(EVERY_SOURCE if in_detail else WITHOUT_COST, folder=folder))
+    _of_process.append(Watch(EVERY_SOURCE if in_detail else CHEAP_SOURCES, folder=folder))
 
 
 def watch_for_recording(folder: str, *, in_detail: bool) -> Watch:

@@ -88,7 +88,7 @@ def stop_listening(listener: Listener) -> None:
             observed.undo.close()
 
 
-def put_by_name(listeners: Iterable[Listener]) -> None:
+def replace_imported_names(listeners: Iterable[Listener]) -> None:
     """Replace functions that modules of the program have imported by name; there is no undo."""
     ours = set(listeners)
     observed = {

@@ -64,7 +64,7 @@ class SeedingCall:
 
 _calls: dict[tuple[str, str], SeedingCall] = {}
 # Module and digest of a state that the program has read -> the program's seed of the generator at
-# that time, and whether the generator was in `put_by_program`.
+# that time, and whether the generator was in `unknown_states`.
 _given_at: dict[tuple[str, int], tuple[bytes, bool]] = {}
 
 _SLOTS = 1 << 16
@@ -84,25 +84,25 @@ class _PrintedNotes:
         self.slots = slots
 
 
-said = _PrintedNotes()
+printed_notes = _PrintedNotes()
 
 
 @cache
-def said_by_spawned() -> Any:
+def notes_of_spawned() -> Any:
     """Return the bytes of spawned workers, which can only be passed to a process that starts."""
     from multiprocessing.sharedctypes import RawArray
 
     return RawArray("B", _SLOTS)
 
 
-def say_in_first_worker(key: str, text: str) -> None:
+def note_in_first_worker(key: str, text: str) -> None:
     """Print `text` in the first worker of a loader, unless a worker has printed `key` before.
 
     Workers cannot report to the main process, and most loaders start new workers in every epoch.
     """
     slot = zlib.crc32(key.encode()) % _SLOTS
-    if streams.present_worker() == 0 and not said.slots[slot]:
-        said.slots[slot] = 1
+    if streams.present_worker() == 0 and not printed_notes.slots[slot]:
+        printed_notes.slots[slot] = 1
         note(text)
 
 
@@ -120,21 +120,21 @@ class SeedingCalls:
     def write(self, value: Any) -> None:
         _calls.clear()
         _given_at.clear()
-        generators.put_by_program.clear()
-        generators.put_given_seeds(Given())
+        generators.unknown_states.clear()
+        generators.set_given_seeds(Given())
         note_calls_of_new_modules()
 
     def save(self) -> Any:
-        copies = dict(_calls), dict(_given_at), set(generators.put_by_program)
+        copies = dict(_calls), dict(_given_at), set(generators.unknown_states)
         return is_listening(_note), copies, generators.given_seeds()
 
     def restore(self, saved: Any) -> None:
         was_listening, copies, given = saved
-        records: tuple[Any, ...] = _calls, _given_at, generators.put_by_program
+        records: tuple[Any, ...] = _calls, _given_at, generators.unknown_states
         for record, before in zip(records, copies, strict=True):
             record.clear()
             record.update(before)
-        generators.put_given_seeds(given)
+        generators.set_given_seeds(given)
         if not was_listening:
             stop_listening(_note)
             stop_listening(_note_state)
@@ -170,7 +170,7 @@ def given_by_program() -> frozenset[str]:
 def _note(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
-    if function in streams.LEFT_TO_CHANCE:
+    if function in streams.SEEDED_AT_RANDOM:
         streams.note_not_given(sys.modules["torch"].initial_seed())
     # At its import, dynamo wraps the present `torch.manual_seed`, which may be our wrapper. So the
     # direct caller may be dynamo, and not the code that seeds.
@@ -188,7 +188,7 @@ def _note(
         call.value, call.times = seeds, call.times + 1
         if call.times == 1:
             text = f"seeded by the program itself, in workers: {call}"
-            say_in_first_worker(f"{function} at {line}", text)
+            note_in_first_worker(f"{function} at {line}", text)
     generator = _HOST.get(function.rpartition(".")[0])
     if generator is not None and not in_loader():  # a seed within a sample ends with the sample
         is_explicit = any(value is not None for value in (*args, *kwargs.values()))
@@ -214,17 +214,17 @@ def _note_state(
         while len(_given_at) >= _MANY:
             del _given_at[next(iter(_given_at))]
         seed = getattr(generators.given_seeds(), generator)
-        _given_at[key] = seed, generator in generators.put_by_program
+        _given_at[key] = seed, generator in generators.unknown_states
     elif key in _given_at:
         seed, is_unknown = _given_at[key]
         _set_given(generator, seed, is_unknown=is_unknown)
     elif _is_fresh(generator, state):
         _set_given(generator, _digest_of_seed(generator, state))
     else:
-        generators.put_by_program.add(generator)
+        generators.unknown_states.add(generator)
 
 
-def moved_by_program() -> set[str]:
+def generators_set_by_program() -> set[str]:
     """Return the generators that the program has seeded or restored since the profile's seed.
 
     Their names are `python`, `numpy`, `torch`, and the type of a device in use, such as `cuda`.
@@ -237,12 +237,12 @@ def moved_by_program() -> set[str]:
         else:  # its generators do not remember their seeds, but the calls are recorded
             functions = ("torch.manual_seed", "torch.random.manual_seed", f"torch.{device}.")
             given[device] = any(called.startswith(functions) for called in given_by_program())
-    return generators.put_by_program | {name for name, seeded in given.items() if seeded}
+    return generators.unknown_states | {name for name, seeded in given.items() if seeded}
 
 
 def _set_given(generator: str, seed: bytes, *, is_unknown: bool = False) -> None:
-    (generators.put_by_program.add if is_unknown else generators.put_by_program.discard)(generator)
-    generators.put_given_seeds(generators.given_seeds()._replace(**{generator: seed}))
+    (generators.unknown_states.add if is_unknown else generators.unknown_states.discard)(generator)
+    generators.set_given_seeds(generators.given_seeds()._replace(**{generator: seed}))
 
 
 def _digest_of_seed(generator: str, state: Any) -> bytes:

@@ -89,7 +89,7 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
                 raise SeedingError.about(f"a generator refused its state: {why}") from error
         raise
     saved = snapshot["given"]
-    generators.put_given_seeds(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
+    generators.set_given_seeds(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
 
 
 def save_rng_state(path: str | os.PathLike[str]) -> None:
@@ -287,7 +287,7 @@ def expect_weights(
     saved_loaders = {*loaders}
 
     def differences(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
-        if not same or not saved_loaders.intersection(loader_positions.kinds_in_use()):
+        if not same or not saved_loaders.intersection(loader_positions.signatures_in_use()):
             return []
         is_lost = state not in [optimizer["state"] for optimizer in same]
         return [f"the state of {name}"] * is_lost + ["the generators", "the loaders"]

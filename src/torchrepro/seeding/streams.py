@@ -367,18 +367,18 @@ def put_plan(plan: SeedPlan) -> None:
     _plan = plan
 
 
-def keep_program_seed() -> None:
+def remember_program_seed() -> None:
     """Remember the program's own seed, because torchrepro is about to seed torch."""
-    put_program_seed(_plan.own_seed())
+    set_program_seed(_plan.own_seed())
 
 
-def put_program_seed(seed: int | None) -> None:
+def set_program_seed(seed: int | None) -> None:
     """Remember `seed` as the program's own; None if torch's generator still has it."""
     if _plan.program_seed != seed:
         put_plan(replace(_plan, program_seed=seed))
 
 
-LEFT_TO_CHANCE = ("torch.seed", "torch.random.seed")
+SEEDED_AT_RANDOM = ("torch.seed", "torch.random.seed")
 """Functions that seed torch with a number that differs in every run."""
 
 _not_given: deque[int] = deque(maxlen=1000)
