@@ -24,7 +24,7 @@ MAY_REPEAT = ("thread", "the order of")
 """Words of what is left open to timing, which may give the same in each run of some machine."""
 
 HOWS = {"keyword", "function", "after_making", "after_import"}
-ENOUGH = 20  # rows of which the weekly job runs the programs
+ENOUGH = 20  # rows whose programs the weekly job runs
 
 
 def called_in(program):

@@ -39,10 +39,10 @@ LENGTH = 40  # more than the 32 that RandomSampler draws at a time
 by_way = pytest.mark.parametrize("way", ["auto", "named"])
 by_workers = pytest.mark.parametrize("workers", [0, 2])
 by_life = pytest.mark.parametrize(("workers", "live_on"), [(0, False), (2, False), (2, True)])
-"""No workers, those of one epoch, and those that live on."""
+"""No workers, new workers in each epoch, and persistent workers."""
 
 Make = Any
-"""What `run` yields: ``make(dataset, choice, name=..., kind=..., **options)`` gives a loader."""
+"""Yielded by `run`: ``make(dataset, choice, name=..., kind=..., **options)`` returns a loader."""
 
 
 def draws() -> tuple[float, ...]:
@@ -226,7 +226,7 @@ AUTHORS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "distributed": lambda _: {"sampler": DistributedSampler(_data(), 2, 0)},
 }
-"""The same for loaders whose author has decided where their order comes from."""
+"""The same for loaders whose program has chosen the source of their order."""
 
 DATASETS: dict[str, Callable[[Any], Any]] = {
     "a subset": lambda draw: Subset(Noisy(20, draw), range(5, 15)),
@@ -236,16 +236,16 @@ DATASETS: dict[str, Callable[[Any], Any]] = {
     "read in batches": lambda draw: Rows(20, draw),
     "a subset read in batches": lambda draw: Subset(Rows(20, draw), range(3, 20)),
 }
-"""Datasets that are shuffled, given what a sample draws."""
+"""Datasets that are shuffled, as functions of the draws of a sample."""
 
 NAMES: dict[str, list[Any]] = {
     "texts": ["a", "b", "c"],
     "tuples": [("a", 1), ("a", 2), ("b", (1, 2))],
     "numbers of numpy": list(np.arange(3)),
     "numbers of torch": list(torch.arange(3)),
-    "objects that say what they are": [Picture(1), Picture(2), Picture(3)],
+    "objects with their own repr": [Picture(1), Picture(2), Picture(3)],
 }
-"""What samples are named by, in order."""
+"""Indices of samples by their type, in order."""
 
 KINDS = [*SAMPLERS, *AUTHORS, *DATASETS, *NAMES]
 

@@ -61,7 +61,7 @@ class Items(IterableDataset[torch.Tensor]):
         )
 
 
-class Interrupted(Exception):  # noqa: N818 - it is no error, but what happens to the run
+class Interrupted(Exception):  # noqa: N818 - an event of the run, not an error
     """The run was ended from outside."""
 
 
@@ -143,7 +143,7 @@ def _first_optimizer() -> None:
 
 
 PROFILES: dict[str, Any] = {"explicit": {"seed": 5}, "auto": AUTO, "its author": AUTO, "none": {}}
-"""What seeds the loaders of a run -> its profile. The last is a program in plain Python."""
+"""Seeding of the loaders of a run -> its profile. `none` is a program without a profile."""
 
 folders = count()
 SEEDINGS = st.sampled_from(sorted(PROFILES))

@@ -36,7 +36,7 @@ threading.Thread(target=kill, daemon=True).start()
 sys.path.insert(0, os.path.dirname(example))
 runpy.run_path(example, run_name="__main__")
 """
-"""The example, killed by a thread of its own: wherever training is once a step is kept."""
+"""The example, killed by one of its threads at any point after a step is saved."""
 
 
 def words(kept: Path) -> list[str]:

@@ -208,7 +208,7 @@ def test_distinct_ranks_seed_their_libraries_differently(
 CUPY = """
 import types
 
-class RandomState:  # numpy's stands in for the one on a GPU
+class RandomState:  # numpy's replaces the one on a GPU
     def __init__(self, seed=None):
         import numpy
         self.numpy = numpy.random.RandomState(seed)

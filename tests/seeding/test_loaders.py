@@ -288,7 +288,7 @@ def _restored_plainly() -> Any:
 
 
 SCOPES: dict[str, Callable[[], Any]] = {
-    "states put back": _restored_plainly,
+    "restored states": _restored_plainly,
     "isolated_rng": torchrepro.isolated_rng,
     "seeded": lambda: torchrepro.seeded("init"),
     "a profile": lambda: torchrepro.apply({"seed": 6}),

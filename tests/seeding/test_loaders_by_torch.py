@@ -114,7 +114,7 @@ AS_WITHOUT: dict[str, Callable[[Any], Any]] = {
     "a pipe, on a worker": lambda make: make(IterableWrapper(range(20)).shuffle(), num_workers=1),
     "the seed of a worker": lambda make: make(Noisy(draw=_seed_of_worker), num_workers=2),
 }
-"""Loaders that load, and leave behind, what they do without a profile."""
+"""Loaders that load the same samples, and move generators, as without a profile."""
 
 
 @pytest.mark.parametrize("kind", AS_WITHOUT)

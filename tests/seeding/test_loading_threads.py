@@ -82,7 +82,7 @@ def test_a_loader_with_workers_is_seeded_in_any_thread() -> None:
 
 def test_a_loader_in_another_thread_warns_once() -> None:
     """One iteration outside the main thread gives one `UserWarning` with the reason."""
-    gc.collect()  # what other tests left behind warns as it goes
+    gc.collect()  # objects of other tests may warn when they are freed
     with torchrepro.apply(AUTO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         _in_threads(lambda: epoch(_shuffled()))

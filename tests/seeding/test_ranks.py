@@ -197,7 +197,7 @@ MOVES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "a state of the profile": (lambda: random.setstate(random.getstate()), set()),
     "torch's generator of the CPU": (lambda: torch.default_generator.manual_seed(3), {"torch"}),
 }
-"""What a program does before it knows its rank, and which generators it has moved by that."""
+"""Calls of a program before it knows its rank, and the generators that they have set."""
 
 
 @pytest.mark.parametrize("move", MOVES)

@@ -21,7 +21,7 @@ SCOPES: dict[str, Callable[[], Any]] = {
     "isolated": torchrepro.isolated_rng,
     "seeded": lambda: torchrepro.seeded("init"),
     "seeded for a step": lambda: torchrepro.seeded("init", epoch=2, step=7),
-    "seeded alike": lambda: torchrepro.seeded("init", ranks="same"),
+    "seeded with same ranks": lambda: torchrepro.seeded("init", ranks="same"),
 }
 every_scope = pytest.mark.parametrize("scope", SCOPES.values(), ids=SCOPES)
 
@@ -159,7 +159,7 @@ def test_a_generator_unregistered_inside_a_scope_is_restored(generators: State) 
 
 def test_registering_refuses_other_objects() -> None:
     """It takes a name and a generator of a known type; unregistering takes a known name."""
-    no_state = random.SystemRandom()  # the system's own, which nobody can restore
+    no_state = random.SystemRandom()  # the system's generator: it has no state to restore
     for value in (random, np.random, torch, "x", None, np.random.PCG64(1), no_state):
         with pytest.raises(torchrepro.SeedingError, match="not a generator that can be registered"):
             torchrepro.register_generator("bad", value)

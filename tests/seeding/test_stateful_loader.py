@@ -116,7 +116,7 @@ def test_a_loader_resumes_from_the_state_of_another_run(
 
     The next epoch comes from torch's generator, unless the loader has a name.
     """
-    # Without workers, items draw from the program's generators, which are no part of the state.
+    # Without workers, items draw from the program's generators, which the state does not contain.
     assume(options["num_workers"] or way == "named" or not items)
     dataset = Items(LENGTH, all_draws) if items else None
     with run(way) as make:

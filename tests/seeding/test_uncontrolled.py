@@ -81,7 +81,7 @@ READS = {
     "threading.Thread.start()": "threading.Thread(target=int).start()",
     "concurrent.futures.thread.ThreadPoolExecutor.submit()": "with Pool(1) as p: p.submit(int)",
 }
-"""What is noted -> a line of a program that reads it."""
+"""Recorded name -> a line of a program that reads it."""
 
 BEFORE = """
 import concurrent.futures, glob, os, pathlib, platform, random, secrets, socket, threading, time

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ABOUT_PROFILES = {"apply", "plan", "load", "compare", "verify"}
-"""Functions that are handed a profile or recordings: what is in force is nothing to them."""
+"""Functions that take a profile or recordings, and so do not depend on the active profile."""
 
 IMPLIED = {"unregister_generator", "unregister_replacement", "save_rng_state", "set_rng_state"}
 PROGRAM = """

@@ -90,7 +90,7 @@ PROGRAMS = {
     ),
     "timm": (TIMM, "_worker_init"),
 }
-"""That of transformers is in tests/frameworks/test_huggingface.py, with the same law."""
+"""tests/frameworks/test_huggingface.py has the same test for transformers."""
 
 
 @pytest.mark.slow

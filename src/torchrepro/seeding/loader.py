@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
 
 _NOTHING: Mapping[bytes, int] = {}
-_AGAIN = "torchrepro_again"  # key in a sampler's state: how often it has yielded each index
+_LOADS = "torchrepro_again"  # key in a sampler's state: how often it has yielded each index
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ class SampleRequest:
 
     stream: Stream | None  # None in the epoch that started the worker
     index: Any
-    again: Mapping[bytes, int]  # label of a repeated sample -> its earlier loads in this epoch
+    loads: Mapping[bytes, int]  # label of a repeated sample -> how often this epoch has loaded it
     given: Given | None  # the program's own seeds; None for a named loader
 
     # An iterator that the program defines may read the indices that go to the workers.
@@ -209,13 +209,12 @@ class SampleRequest:
             self.start_batch(stream)
             return collate(samples)
 
-        read = dataset
-        while isinstance(read, Subset) and type(read).__getitems__ is Subset.__getitems__:
-            read = read.dataset
-        reads_batches = bool(getattr(read, "__getitems__", None))
-        reader.dataset = (_SeededBatches if reads_batches else _SeededSamples)(
-            dataset, self, stream
-        )
+        base = dataset
+        while isinstance(base, Subset) and type(base).__getitems__ is Subset.__getitems__:
+            base = base.dataset
+        reads_batches = bool(getattr(base, "__getitems__", None))
+        seeded_dataset = _SeededBatches if reads_batches else _SeededSamples
+        reader.dataset = seeded_dataset(dataset, self, stream)
         reader.collate_fn = seeded_collate
         try:
             return fetch(self.index)
@@ -223,22 +222,22 @@ class SampleRequest:
             reader.dataset, reader.collate_fn = dataset, collate
 
     def start_batch(self, stream: Stream) -> None:
-        times = b",".join(b"%d" % self.again[name] for name in sorted(self.again))
+        times = b",".join(b"%d" % self.loads[name] for name in sorted(self.loads))
         start_from(stream.part(b"batch/" + times + b"/" + label(self.index)), self.given)
 
 
 class _SeededSamples:
-    __slots__ = ("_again", "_dataset", "_request", "_stream")
+    __slots__ = ("_dataset", "_loads", "_request", "_stream")
 
     def __init__(self, dataset: Any, request: SampleRequest, stream: Stream) -> None:
         self._dataset, self._request, self._stream = dataset, request, stream
-        self._again = dict(request.again)
+        self._loads = dict(request.loads)
 
     def __getitem__(self, index: Any) -> Any:
         name = label(index)
-        times = self._again.get(name, 0)
-        if name in self._again:
-            self._again[name] = times + 1
+        times = self._loads.get(name, 0)
+        if name in self._loads:
+            self._loads[name] = times + 1
         start_from(self._stream.part(b"sample/%d/" % times + name), self._request.given)
         note, _thread.note_first = _thread.note_first, None
         if note is None:
@@ -476,7 +475,7 @@ class Loading:
         return request.index
 
     def request_of(self, index: Any) -> SampleRequest:
-        """Return the request of an `index` that this process reads, from the sampler or not."""
+        """Return the request of `index`; a new one if the sampler did not yield it."""
         latest = self.latest
         if latest is not None and latest.index is index:
             return latest
@@ -570,9 +569,8 @@ class NamedLoading(Loading):
                 data.WeightedRandomSampler,
                 data.DistributedSampler,
             )
-            position = Position(
-                loader_slots if draws_only_first else [*host_slots().values(), *loader_slots]
-            )
+            later_slots = [] if draws_only_first else [*host_slots().values()]
+            position = Position([*later_slots, *loader_slots])
         while index is not end:
             yield index
             with position.resumed():
@@ -586,11 +584,8 @@ class NamedLoading(Loading):
         # if every rank had given the same one when the process group was made.
         if self.name in self.plan.streams:
             return None  # the profile gives this stream its own seed, to be varied independently
-        seed, agreed, ranks = (
-            streams.given_seed(),
-            streams.current_plan().agreed_seed,
-            streams.world().size,
-        )
+        seed, agreed = streams.given_seed(), streams.current_plan().agreed_seed
+        ranks = streams.world().size
         if ranks == 1:
             return seed
         if seed not in (None, agreed):
@@ -629,9 +624,9 @@ class SeededSampler:
     def __iter__(self) -> Iterator[Any]:
         inner, skipped = unskipped(self.sampler)
         indices = self.loading.indices(inner, self.generator)
-        return (_StatefulRequests if _has_state(indices) else _Requests)(
-            indices, self.loading, skipped, self.yields if _may_repeat(inner) else ""
-        )
+        requests = _StatefulRequests if _has_state(indices) else _Requests
+        repeats = self.yields if _may_repeat(inner) else ""
+        return requests(indices, self.loading, skipped, repeats)
 
 
 class _Requests:
@@ -643,7 +638,7 @@ class _Requests:
         self._indices, self._loading, self._repeats = indices, loading, repeats
         self._stream = loading.stream  # of this epoch: a named loader may begin another one
         self._to_skip = skipped + loading.start
-        self._so_far: Counter[bytes] = Counter()
+        self._loads: Counter[bytes] = Counter()  # label -> how often this epoch has loaded it
 
     def __iter__(self) -> _Requests:
         return self
@@ -652,24 +647,21 @@ class _Requests:
         while self._to_skip:
             self._to_skip -= 1
             self._next()
-        index, again = self._next()
+        index, loads = self._next()
         loading = self._loading
         stream = self._stream or loading.stream
-        return loading.passed_to_torch(SampleRequest(stream, index, again, loading.given))
+        return loading.passed_to_torch(SampleRequest(stream, index, loads, loading.given))
 
     def _next(self) -> tuple[Any, Mapping[bytes, int]]:
-        """Return the next index, and how often the epoch has loaded its repeated samples before."""
+        """Return the next index, and how often its repeated samples were loaded before."""
         index = next(self._indices)
         if not self._repeats:
             return index, _NOTHING
-        within = Counter(map(label, index) if self._repeats == "batches" else [label(index)])
-        again = {
-            name: self._so_far[name]
-            for name, times in within.items()
-            if times > 1 or name in self._so_far
-        }
-        self._so_far.update(within)
-        return index, again
+        now = Counter(map(label, index) if self._repeats == "batches" else [label(index)])
+        repeated = [name for name, times in now.items() if times > 1 or name in self._loads]
+        loads_before = {name: self._loads[name] for name in repeated}
+        self._loads.update(now)
+        return index, loads_before
 
 
 class _StatefulRequests(_Requests):
@@ -679,13 +671,13 @@ class _StatefulRequests(_Requests):
         state = self._indices.state_dict()  # type: ignore[attr-defined]
         if not self._repeats:
             return state
-        return {**state, _AGAIN: {name.decode(): n for name, n in self._so_far.items()}}
+        return {**state, _LOADS: {name.decode(): n for name, n in self._loads.items()}}
 
     def load_state_dict(self, state: Any) -> None:
         sampler_state = dict(state)
-        again = sampler_state.pop(_AGAIN, {})
+        loads = sampler_state.pop(_LOADS, {})
         self._indices.load_state_dict(sampler_state)  # type: ignore[attr-defined]
-        self._so_far = Counter({name.encode(): n for name, n in again.items()})
+        self._loads = Counter({name.encode(): n for name, n in loads.items()})
 
 
 def _has_state(part: Any) -> bool:

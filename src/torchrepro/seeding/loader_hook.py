@@ -241,6 +241,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
 
 
 def _settle() -> None:
+    """Install or remove the hooks, as policies and named loaders need them now."""
     _unsettled.append(True)
     if len(_unsettled) > 1:
         return  # called by the garbage collector within `_settle`: the outer call handles it
@@ -332,6 +333,8 @@ def _unbegun_iterator(loader: Any) -> Any:
 
 
 def _begin(original: Callable[[Any], Any], loader: Any, iterator: Any) -> Any:
+    """Begin the epoch of `iterator`, which `_unbegun_iterator` has made."""
+
     def begin(loader: Any) -> Any:
         if "_dataset" in vars(iterator):
             return original(loader)  # another epoch with the same workers
@@ -356,6 +359,7 @@ def _wrapped_next(original: Any, iterator: Any) -> Any:
 
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
+    """Return the iterator of `loader`, and start its iteration if torchdata has not yet."""
     delivery = loader_positions.delivery_of(loader)
     # torchdata has already begun the iteration if the program has called `state_dict` before the
     # first batch. It begins another one if the loaded state was saved at the end of an epoch.
@@ -433,6 +437,7 @@ _finder = AfterImport(LOADERS, _wrap)
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
+    """Start an iteration of `loader`, seeded if a policy or its name asks for it."""
     start = _Start(loader)
     with _starting, ExitStack() as until_begun:
         _being_started.append(start)

@@ -291,7 +291,7 @@ def begins_late() -> bool:
 
 
 def wait(iterator: Any, delivery: Delivery, start: Callable[[Any], Any]) -> None:
-    """Have `delivery` begin by ``start(iterator)`` as the first batch of a loader is asked for."""
+    """Have `delivery` begin with ``start(iterator)`` when the first batch of a loader is read."""
     _waiting[iterator] = delivery, start
 
 
@@ -433,7 +433,7 @@ def _restore_resting(loader: Any) -> None:
 
 
 def begin_late(restore: Restore, together: int) -> None:
-    """Call `restore`, and only then begin the next loaders, when a first batch is asked for.
+    """Call `restore`, and then begin the epochs of the next loaders, when a first batch is read.
 
     The first `together` of them begin at once. For frameworks that make the iterators earlier in
     a resumed run than in a new run.

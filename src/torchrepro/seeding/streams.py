@@ -87,7 +87,7 @@ class Stream:
         return generator.manual_seed(int.from_bytes(self.bytes("torch", 8), "little"))
 
     def part(self, label: bytes) -> Stream:
-        """Return a stream that derives from this one and `label`, independent of both."""
+        """Return the substream `label`, which shares no numbers with this stream."""
         return Stream(self.name, shake_256(self.key + b"part/" + label).digest(len(self.key)))
 
     def entropy(self, purpose: str) -> int:
