@@ -1,7 +1,7 @@
-"""Prints, as JSON, what a program can see of the iterators that it gets of loaders.
+"""Prints, as JSON, all that a program can observe of the iterators of loaders.
 
-`FACTS` maps a fact to a function that returns it as plain values. A fact that raises is the text of
-its error.
+`FACTS` maps a fact to a function that returns it as plain values. A fact that raises is the text
+of its error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stream(data.IterableDataset):
 
 
 class BackwardIter(Single):
-    """Reads each batch from its end."""
+    """An iterator that reverses each batch."""
 
     def __init__(self, loader):
         super().__init__(loader)
@@ -73,7 +73,7 @@ class Backward(data.DataLoader):
 
 
 class Wrapped:
-    """An iterator around torch's, as graph libraries have it."""
+    """A wrapper of torch's iterator, as graph libraries have it."""
 
     def __init__(self, iterator):
         self.iterator = iterator

@@ -1,8 +1,8 @@
-"""Makes objects of each kind, uses them, drops them, and prints which are alive, as JSON.
+"""Makes objects of each type, uses them, drops them, and prints which are alive, as JSON.
 
-First without a garbage collection, so that what is alive is held or part of a cycle; then after
-one. `KINDS` maps the name of a kind to a function that returns weak references to all that it made;
-words after the program choose some.
+Once without a garbage collection, so that living objects are referenced or part of a cycle; then
+after one. `KINDS` maps a name to a function that returns weak references to all its objects;
+further arguments of the program choose some names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sweep of 15 runs, of which each takes 100 MB; prints by how many MB the process has grown."""
+"""A sweep of 15 runs of 100 MB each; prints by how many MB the process has grown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `iter(DataLoader)` gives is torch's own iterator, by all that a program can see of it."""
+"""The iterator of a loader under a profile looks to a program like torch's own."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ PROGRAM = Path(__file__).with_name("iterator_facts_program.py")
 
 @pytest.fixture
 def facts(fork_python):
-    """Return what the program sees when it is started by these words."""
+    """Return the observations of the program that these arguments start."""
 
     def facts(*words):
         done = fork_python(*words, PROGRAM)
@@ -21,8 +21,8 @@ def facts(fork_python):
     return facts
 
 
-def test_a_program_sees_the_same_of_an_iterator_under_a_profile(facts):
-    """Class, identity, attributes, length, references, pickling, and what subclasses override."""
+def test_an_iterator_under_a_profile_looks_like_torchs_own(facts):
+    """Class, identity, attributes, length, references, pickling, and overrides of subclasses."""
     plain = facts()
     under = {
         name: facts("-m", "torchrepro", "run", name, "--", "python")

@@ -1,4 +1,4 @@
-"""An iterator whose epoch a resumed framework begins late is torch's own as well."""
+"""An iterator whose epoch begins late, in a resumed framework, is torch's own too."""
 
 import sys
 from weakref import ref
@@ -23,23 +23,23 @@ WAYS = {
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)
 def late(request):
-    """Return a loader, and its iterator, whose epoch begins with the first batch."""
+    """Return a loader, and its iterator, whose epoch begins at the first batch."""
     with torchrepro.apply("seed-only"):
         loader = DataLoader(range(4), batch_size=2, **request.param)
         loader_positions.begin_late(lambda: torch.manual_seed(7), together=1)
         yield loader, iter(loader)
 
 
-def test_its_class_is_torchs_before_it_begins(late):
-    """No worker is started for it until then."""
+def test_a_late_iterator_has_torchs_class_before_it_begins(late):
+    """No worker is started for it before its first batch."""
     loader, iterator = late
 
     assert type(iterator) is (OF_WORKERS if loader.num_workers else ALONE)
     assert not vars(iterator).get("_workers")
 
 
-def test_it_begins_once_its_first_batch_is_asked_for(late):
-    """After the generators are put back, so what was drawn before does not count."""
+def test_a_late_iterator_begins_at_its_first_batch(late):
+    """The generators are restored first, so earlier draws do not count."""
     _, iterator = late
     torch.rand(9)
     batch = next(iterator)
@@ -52,16 +52,16 @@ def test_it_begins_once_its_first_batch_is_asked_for(late):
     assert [each.tolist() for each in iterator] == [[2, 3]]
 
 
-def test_it_is_torchs_own_once_the_profile_is_undone(late):
-    """It begins at the undo, and is then read as without a profile."""
+def test_undo_begins_a_late_iterator(late):
+    """After that it is read as without a profile."""
     _, iterator = late
-    loader_positions.forget_places()
+    loader_positions.forget_resumptions()
 
     assert [each.tolist() for each in iterator] == [[0, 1], [2, 3]]
 
 
-def test_it_is_freed_without_having_begun(late, monkeypatch):
-    """As early as any, and no worker is missed at its end."""
+def test_a_late_iterator_is_freed_without_a_begin(late, monkeypatch):
+    """As early as torch's own, and it has no workers to end."""
     loader, _ = late
     problems = []
     monkeypatch.setattr(sys, "unraisablehook", problems.append)

@@ -1,4 +1,4 @@
-"""What a program drops is freed as early under a profile as in plain Python."""
+"""Objects that a program drops are freed as early under a profile as in plain torch."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ UNDER = {
 
 @pytest.fixture
 def alive(fork_python):
-    """Return what is alive, by kind: before a garbage collection, and after one."""
+    """Return the living objects by type: before a garbage collection, and after one."""
 
     def alive(words, *kinds):
         done = fork_python(*words, HERE / "lives_program.py", *kinds)
@@ -43,7 +43,7 @@ QUICK = (
 )
 
 
-def test_what_plain_torch_frees_at_once_is_freed_at_once(alive):
+def test_objects_that_plain_torch_frees_immediately_are_freed_immediately(alive):
     """Loaders, samplers, datasets, iterators, models, optimizers, schedulers and generators."""
     plain, under = alive((), *QUICK), alive((*UNDER["seed-only"], "--", "python"), *QUICK)
 
@@ -53,8 +53,8 @@ def test_what_plain_torch_frees_at_once_is_freed_at_once(alive):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", UNDER.values(), ids=UNDER)
-def test_every_kind_of_object_is_freed_when_plain_python_frees_it(words, alive):
-    """Those of frameworks too, under every profile, guarded and recorded."""
+def test_every_type_of_object_is_freed_as_in_plain_torch(words, alive):
+    """Objects of frameworks too, under every profile, guarded and recorded."""
     plain = alive(())
     under = alive((*words, "--", "python"))
 
@@ -65,8 +65,8 @@ def test_every_kind_of_object_is_freed_when_plain_python_frees_it(words, alive):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["accelerators", "datasets", "iterators", "trainers"])
-def test_a_sweep_takes_as_much_memory_as_without_a_profile(program, fork_python):
-    """Within 10 %: each of its runs gives back what it took, without a garbage collection."""
+def test_a_sweep_needs_the_same_memory_as_without_a_profile(program, fork_python):
+    """Within 10 %: each of its runs frees its memory without a garbage collection."""
     grown = {}
     for name, words in {"plain": (), "seed-only": (*UNDER["seed-only"], "--", "python")}.items():
         done = fork_python(*words, HERE / "sweep_program.py", program)

@@ -194,7 +194,7 @@ def test_another_batch_size_within_an_epoch_is_reported(batch_size, tmp_path, ca
                     break
 
     said = capsys.readouterr().err
-    assert said.count("with batch_size=4 and goes on with batch_size=5") == (batch_size == 5)
+    assert said.count("with batch_size=4 and resumes with batch_size=5") == (batch_size == 5)
 
 
 def test_a_checkpoint_is_readable_without_torchrepro(tmp_path):

@@ -97,7 +97,7 @@ def test_0_and_2_workers_give_the_same_weights(tmp_path):
     assert none == two
     assert said_of_none == ()
     (line,) = said_of_two
-    assert "are the same for any num_workers" in line
+    assert "do not depend on num_workers" in line
     assert line.endswith(" is seeded by torchrepro instead of by seed_worker of transformers")
 
 
@@ -148,7 +148,7 @@ def test_resuming_a_checkpoint_without_our_state_is_reported(tmp_path, capsys):
     ]
 
 
-CHECKPOINT = "transformers: the checkpoint of step 3: not as saved at the first step: "
+CHECKPOINT = "transformers: the checkpoint of step 3: the run differs from it at the first step in "
 SAID: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "nothing": ({}, {}, ""),
     "the optimizer's file is lost": ({}, {}, CHECKPOINT + "the state of AdamW; "),
@@ -156,12 +156,12 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "it does not skip data": (
         {},
         {"ignore_data_skip": True},
-        CHECKPOINT + "the place of the loader over Augmented[48] in its epoch; ",
+        CHECKPOINT + "the position of the loader over Augmented[48] in its epoch; ",
     ),
     "another seed": (
         {},
         {"seed": 7},
-        "the loader over Augmented[48]: it was saved with initial_seed=42 and goes on with "
+        "the loader over Augmented[48] was saved with initial_seed=42 and resumes with "
         "initial_seed=7, ",
     ),
 }

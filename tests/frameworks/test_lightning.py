@@ -272,11 +272,12 @@ def test_weights_that_a_program_loads_itself_are_reported_as_no_resume(tmp_path,
     assert done.returncode == 0, done.stderr
 
     lines = done.stderr.splitlines()
-    said = [line for line in lines if line.startswith("fit ") or "not as saved" in line]
+    said = [line for line in lines if line.startswith("fit ") or "the run differs from it" in line]
     assert said == [
         "fit saved",
         "fit by_hand data",
         "fit by_hand",
-        f"torchrepro: lightning: {tmp_path}/own.ckpt: not as saved at the first step: the state of "
-        "Adam, the generators, the loaders; so this run is not the uninterrupted one",
+        f"torchrepro: lightning: {tmp_path}/own.ckpt: the run differs from it at the first step "
+        "in the state of Adam, the generators, the loaders; so it differs from the uninterrupted "
+        "run",
     ]

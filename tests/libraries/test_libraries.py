@@ -1,6 +1,7 @@
-"""Each row of the table of libraries makes a program repeat that differs because of that library.
+"""Each row of the table of libraries fixes a program that differs because of that library.
 
-A comment in each of the `programs` names what the next line calls: ``# calls: polars.col``.
+A comment in each of the `programs` names the function that the next line calls:
+``# calls: polars.col``.
 """
 
 import ast
@@ -23,11 +24,11 @@ MAY_REPEAT = ("thread", "the order of")
 """Words of what is left open to timing, which may give the same in each run of some machine."""
 
 HOWS = {"keyword", "function", "after_making", "after_import"}
-ENOUGH = 20  # rows of which the weekly job runs the programs
+ENOUGH = 20  # rows whose programs the weekly job runs
 
 
 def called_in(program):
-    """Return the line of a program that calls a library, as ``file:line``, and what it calls."""
+    """Return the line of a program that calls a library, as ``file:line``, and the function."""
     lines = enumerate(program.read_text(encoding="utf-8").splitlines(), 1)
     [(number, called)] = [(n, line.removeprefix(CALLS)) for n, line in lines if CALLS in line]
     return f"{program}:{number + 1}", called
@@ -40,13 +41,13 @@ of_each_row = pytest.mark.parametrize("row", LIBRARIES, ids=lambda row: row.func
 
 @pytest.fixture
 def started_for_libraries(pytestconfig):
-    """Skip where the command did not ask for these tests, which take long and need libraries."""
+    """Skip unless the command asked for these tests, which are slow and need libraries."""
     if "libraries" not in pytestconfig.option.markexpr:
         pytest.skip("needs many libraries: pip install .[libraries], pytest -m libraries")
 
 
 def digest(program, package):
-    """Run a program and return the digest that it prints; skip where its library does not load."""
+    """Run a program and return the digest that it prints; skip if its library does not load."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     run = partial(subprocess.run, capture_output=True, text=True, env=env, check=False)
     done = run([sys.executable, "-W", "ignore", str(program)])
@@ -59,7 +60,7 @@ def digest(program, package):
 
 
 def edited(program, edit, folder):
-    """Return a copy of a program in a folder with one line changed as an edit says."""
+    """Return a copy of a program in a folder with one line changed by an edit."""
     lines = program.read_text(encoding="utf-8").splitlines(keepends=True)
     number = int(edit.where.rpartition(":")[2]) - 1
     assert lines[number].strip() == edit.before
@@ -72,7 +73,7 @@ def edited(program, edit, folder):
 
 @of_each_row
 def test_every_row_has_a_program_whose_line_it_can_edit(row, tmp_path):
-    """A row is complete and is found by what a program calls; its edit of that program compiles."""
+    """A row is complete and is found by the called function; its edit of the program compiles."""
     name = OF_ROW[row.function]
     where, called = FOUND[name]
 
@@ -85,13 +86,13 @@ def test_every_row_has_a_program_whose_line_it_can_edit(row, tmp_path):
     compile(copy.read_text(encoding="utf-8"), copy, "exec")
 
 
-def test_every_program_is_of_one_row():
-    """No two programs are of the same row, and each has one."""
+def test_every_program_tests_one_row():
+    """Each program tests another row."""
     assert len(LIBRARIES) == len(OF_ROW) == len(FOUND) >= 30
 
 
-def test_what_no_row_names_has_none():
-    """A function of a library without a row, and one of the same name elsewhere, have no row."""
+def test_functions_without_a_row_have_no_advice():
+    """A function of a library without a row, and one of the same name elsewhere."""
     assert library_row("numpy.random.rand") is None
     assert library_row("mypolars.DataFrame.group_by") is None
     assert library_row("polars") is None
@@ -122,7 +123,7 @@ def test_a_keyword_is_added_to_a_call_however_it_is_written(before, after, tmp_p
 
 
 def test_the_nearest_call_above_the_line_is_edited_first(tmp_path):
-    """What was made several times is edited where it was made last, then above, then below."""
+    """If an object is made several times, its last call above the line is edited first."""
     file = tmp_path / "program.py"
     made = "forest = RandomForestRegressor()\n"
     file.write_text(f"{made}{made}forest.fit(x, y)\n{made}", encoding="utf-8")
@@ -132,8 +133,8 @@ def test_the_nearest_call_above_the_line_is_edited_first(tmp_path):
     assert [edit.where for edit in edits] == [f"{file}:{line}" for line in (2, 1, 4)]
 
 
-def test_a_program_that_has_the_remedy_or_no_such_call_has_no_edit(tmp_path):
-    """A line that needs no change has no edit, and neither has a file that is gone."""
+def test_a_program_with_the_fix_or_without_the_call_has_no_edit(tmp_path):
+    """Nor has a program whose file was deleted."""
     file = tmp_path / "program.py"
     file.write_text("x.group_by('a', maintain_order=True)\n", encoding="utf-8")
     row = library_row("polars.DataFrame.group_by")
@@ -145,8 +146,8 @@ def test_a_program_that_has_the_remedy_or_no_such_call_has_no_edit(tmp_path):
 
 @pytest.mark.libraries
 @of_each_row
-def test_the_remedy_of_a_row_makes_its_program_repeat(row, tmp_path, started_for_libraries):
-    """A program that differs because of one library agrees bit for bit once its line is edited."""
+def test_the_fix_of_a_row_makes_its_program_reproducible(row, tmp_path, started_for_libraries):
+    """A program that differs because of one library is reproducible after the edit of its line."""
     if find_spec(row.package) is None:
         pytest.skip(f"{row.package} is not installed")
     name = OF_ROW[row.function]
@@ -165,8 +166,8 @@ def test_the_remedy_of_a_row_makes_its_program_repeat(row, tmp_path, started_for
 
 
 @pytest.mark.libraries
-def test_enough_libraries_are_installed_to_try_the_table(started_for_libraries):
-    """Where these tests were asked for, the libraries of at least 20 rows are there."""
+def test_enough_libraries_are_installed(started_for_libraries):
+    """A run of these tests needs the libraries of at least 20 rows."""
     missing = [row.function for row in LIBRARIES if find_spec(row.package) is None]
     print(f"{len(LIBRARIES)} rows, of {len(missing)} the library is missing: {', '.join(missing)}")
 

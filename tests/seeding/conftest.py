@@ -1,4 +1,4 @@
-"""Fixtures for tests of random numbers: a seed in force, fresh processes, clean registries."""
+"""Fixtures for tests of random numbers: a profile with a seed, fresh processes, registries."""
 
 import importlib
 import json
@@ -24,15 +24,15 @@ DRAWER = "import random\nrng = random.Random(99)\nseeds = []\n"
 
 
 @pytest.fixture(autouse=True)
-def _nobody_numbered_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take away the variables of a launcher under which the tests themselves may run."""
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of a launcher, under which the tests themselves may run."""
     for name in NUMBERING:
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def _registries() -> Iterator[None]:
-    """Forget after a test what it registered."""
+    """Unregister after a test what it has registered."""
     before = dict(global_seeds._registered)
     yield
     for name in list(registered):
@@ -43,7 +43,7 @@ def _registries() -> Iterator[None]:
 
 @pytest.fixture
 def be(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return the function that makes this process be one rank of several, as torchrun does."""
+    """Return a function that makes this process one rank of several, as torchrun does."""
 
     def be(rank: int, size: int = 2) -> None:
         monkeypatch.setenv("RANK", str(rank))
@@ -54,7 +54,7 @@ def be(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def full_disk() -> Callable[..., Any]:
-    """Return a context in which no file of this process grows, as on a disk that is full."""
+    """Return a context in which no file of this process can grow, as on a full disk."""
 
     @contextmanager
     def full_disk() -> Iterator[None]:
@@ -70,13 +70,13 @@ def full_disk() -> Callable[..., Any]:
 
 @pytest.fixture
 def seed_1234() -> Iterator[Any]:
-    """Put a profile with nothing but the seed 1234 in force."""
+    """Apply a profile with only the seed 1234."""
     with torchrepro.apply({"seed": 1234}) as applied:
         yield applied
 
 
 def read_generators() -> dict[str, Any]:
-    """Read every generator of this process, registered ones too, and the seed plan."""
+    """Read every generator of this process, including registered ones, and the seed plan."""
     kind, keys, *rest = np.random.get_state()
     own = {name: plain_state(kind.slot(it).read()) for name, (kind, it) in registered.items()}
     return {
@@ -96,7 +96,7 @@ def generators() -> Callable[[], dict[str, Any]]:
 
 @pytest.fixture
 def refused(generators: Callable[[], Any]) -> Callable[[Any], str]:
-    """Return a function that restores, is refused, finds nothing changed, and says the message."""
+    """Return a function that expects a refused restore without a change, and its message."""
 
     def refused(snapshot: Any) -> str:
         before = generators()
@@ -122,7 +122,7 @@ def forked_answer_of(fork_python: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """Return a function that writes a library with a generator of its own and gives its name."""
+    """Return a function that writes a library with its own generator and returns its name."""
     written: list[str] = []
     monkeypatch.syspath_prepend(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Generators of every kind, and draws by which a test moves them."""
+"""Generators of every type, and draws by which a test moves them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ own: dict[str, Any] = {}
 
 
 def register_own() -> None:
-    """Register one generator of each kind."""
+    """Register one generator of each type."""
     for name, make in OWN.items():
         own[name] = torchrepro.register_generator(name, make())
 

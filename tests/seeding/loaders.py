@@ -39,14 +39,14 @@ LENGTH = 40  # more than the 32 that RandomSampler draws at a time
 by_way = pytest.mark.parametrize("way", ["auto", "named"])
 by_workers = pytest.mark.parametrize("workers", [0, 2])
 by_life = pytest.mark.parametrize(("workers", "live_on"), [(0, False), (2, False), (2, True)])
-"""No workers, those of one epoch, and those that live on."""
+"""No workers, new workers in each epoch, and persistent workers."""
 
 Make = Any
-"""What `run` yields: ``make(dataset, choice, name=..., kind=..., **options)`` gives a loader."""
+"""Yielded by `run`: ``make(dataset, choice, name=..., kind=..., **options)`` returns a loader."""
 
 
 def draws() -> tuple[float, ...]:
-    """Draw from each global generator, as datasets do that know of no seeding."""
+    """Draw from each global generator, as datasets do that know nothing of seeding."""
     return random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()
 
 
@@ -63,7 +63,7 @@ def seed_plainly(seed: int = 3) -> None:
 
 
 class Noisy(Dataset[Any]):
-    """Sample `i` is `i` and what `draw` gives; sample `bad` raises."""
+    """Sample `i` is `i` and the result of `draw`; sample `bad` raises."""
 
     def __init__(
         self, length: int = 8, draw: Callable[[], Any] = draws, bad: int | None = None
@@ -81,16 +81,16 @@ class Noisy(Dataset[Any]):
 
 
 class Rows(Noisy):
-    """A dataset that reads a whole batch at once, as one of Hugging Face's does."""
+    """A dataset that reads a complete batch at once, as a dataset of Hugging Face does."""
 
     def __getitems__(self, indices: Any) -> Any:
         return [(index, self.draw()) for index in indices]
 
 
 class Items(IterableDataset[Any]):
-    """Items with what `draw` gives, in an order that is drawn; workers share them out.
+    """Items with the results of `draw`, in a drawn order; workers share them.
 
-    The item at place `bad` raises; -1 is the beginning.
+    The item at position `bad` raises; -1 is the beginning.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Items(IterableDataset[Any]):
 
 
 class Eager(Items):
-    """Items whose iterator draws when it is made, not when it is asked first."""
+    """Items whose iterator draws when it is made, and not at its first item."""
 
     def __iter__(self) -> Iterator[Any]:
         begun = self.draw()
@@ -124,7 +124,7 @@ class Eager(Items):
 
 @dataclass
 class Compared:
-    """A sampler that equals others, and so has no hash."""
+    """A sampler that defines equality, and so has no hash."""
 
     length: int = LENGTH
 
@@ -147,7 +147,7 @@ class Wandering:
 
 
 class WanderingBatches(Wandering):
-    """A batch sampler that draws the size of every batch and what is in it."""
+    """A batch sampler that draws the size and the indices of every batch."""
 
     batch_size: Any
 
@@ -170,7 +170,7 @@ class Failing(Wandering):
 
 
 class Around:
-    """A sampler that goes through the samples again and again, as training by steps does."""
+    """A sampler that repeats all samples without end, for training by steps."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(8):
@@ -179,7 +179,7 @@ class Around:
 
 @dataclass(frozen=True)
 class Picture:
-    """What names a sample, and says so."""
+    """An index of a sample with its own `repr`."""
 
     number: int
 
@@ -226,7 +226,7 @@ AUTHORS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "distributed": lambda _: {"sampler": DistributedSampler(_data(), 2, 0)},
 }
-"""The same for loaders whose author has decided where their order comes from."""
+"""The same for loaders whose program has chosen the source of their order."""
 
 DATASETS: dict[str, Callable[[Any], Any]] = {
     "a subset": lambda draw: Subset(Noisy(20, draw), range(5, 15)),
@@ -236,23 +236,23 @@ DATASETS: dict[str, Callable[[Any], Any]] = {
     "read in batches": lambda draw: Rows(20, draw),
     "a subset read in batches": lambda draw: Subset(Rows(20, draw), range(3, 20)),
 }
-"""Datasets that are shuffled, given what a sample draws."""
+"""Datasets that are shuffled, as functions of the draws of a sample."""
 
 NAMES: dict[str, list[Any]] = {
     "texts": ["a", "b", "c"],
     "tuples": [("a", 1), ("a", 2), ("b", (1, 2))],
     "numbers of numpy": list(np.arange(3)),
     "numbers of torch": list(torch.arange(3)),
-    "objects that say what they are": [Picture(1), Picture(2), Picture(3)],
+    "objects with their own repr": [Picture(1), Picture(2), Picture(3)],
 }
-"""What samples are named by, in order."""
+"""Indices of samples by their type, in order."""
 
 KINDS = [*SAMPLERS, *AUTHORS, *DATASETS, *NAMES]
 
 
 @contextmanager
 def run(way: str = "auto", **profile: Any) -> Iterator[Make]:
-    """Be a run of a program; yield what makes a loader in it, seeded as `way` says."""
+    """Be a run of a program; yield a function that makes its loaders, seeded as `way` says."""
 
     def make(
         dataset: Any = None,
@@ -292,17 +292,17 @@ def epoch(loader: Iterable[Any]) -> list[Any]:
 
 
 def order(samples: Iterable[Any]) -> list[Any]:
-    """Return which samples these are."""
+    """Return the indices of these samples."""
     return [sample[0] for sample in samples]
 
 
 def drawn(samples: Iterable[Any]) -> list[Any]:
-    """Return what was drawn for each of them."""
+    """Return the drawn numbers of these samples."""
     return [sample[1] for sample in samples]
 
 
 def some(loader: Any) -> Any:
-    """Load two batches, and leave the epoch there."""
+    """Load two batches, and stop within the epoch."""
     batches = iter(loader)
     return next(batches), next(batches)
 

@@ -1,4 +1,4 @@
-"""`Checkpoint`: an interrupted run goes on to what the uninterrupted one ends with.
+"""`Checkpoint`: a resumed run ends with the weights of the uninterrupted run.
 
 It iterates loaders, or counts the steps of a loop that draws its own batches.
 """
@@ -38,7 +38,7 @@ def augmented(index: int) -> torch.Tensor:
 
 
 class Noisy(Dataset[torch.Tensor]):
-    """Augmented samples, and a list of those that were loaded."""
+    """Augmented samples, and a list of the loaded ones."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
@@ -61,13 +61,13 @@ class Items(IterableDataset[torch.Tensor]):
         )
 
 
-class Interrupted(Exception):  # noqa: N818 - it is no error, but what happens to the run
+class Interrupted(Exception):  # noqa: N818 - an event of the run, not an error
     """The run was ended from outside."""
 
 
 @dataclass
 class Run:
-    """One process of a training run: what it is told, and what it has come to."""
+    """One process of a training run: its settings and its results."""
 
     folder: Path | None
     seeding: str = "explicit"
@@ -81,7 +81,7 @@ class Run:
     baseline: bool = False
 
     def train(self, stop: int | None = None) -> Any:
-        """Train to the end, or until step `stop` is saved; return all that it leaves."""
+        """Train to the end, or until step `stop` is saved; return the results."""
         seed_plainly(5)
         with torchrepro.apply(PROFILES[self.seeding]), suppress(Interrupted):
             self._train(stop)
@@ -138,12 +138,12 @@ class Run:
 
 @pytest.fixture(autouse=True, scope="module")
 def _first_optimizer() -> None:
-    """Make one before traces are looked for: torch's first one sets TORCHINDUCTOR_CACHE_DIR."""
+    """Make one before the tests read traces: torch's first one sets TORCHINDUCTOR_CACHE_DIR."""
     torch.optim.SGD([torch.zeros(1)])
 
 
 PROFILES: dict[str, Any] = {"explicit": {"seed": 5}, "auto": AUTO, "its author": AUTO, "none": {}}
-"""What seeds the loaders of a run -> its profile. The last is a program in plain Python."""
+"""Seeding of the loaders of a run -> its profile. `none` is a program without a profile."""
 
 folders = count()
 SEEDINGS = st.sampled_from(sorted(PROFILES))
@@ -165,12 +165,12 @@ def _is_exact(run: Run, *stops: int) -> bool:
     seeding=SEEDINGS,
     items=st.booleans(),
 )
-def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(
+def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_run(
     tmp_path: Path, stops: list[int], every: int, seeding: str, items: bool
 ) -> None:
     """Interrupted after any batches and resumed, a run ends with the same weights, bit for bit.
 
-    So does one that keeps checkpoints and is not interrupted.
+    A run that saves checkpoints and is not interrupted does too.
     """
     folder = tmp_path / str(next(folders))
 
@@ -182,10 +182,10 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(
 @given(
     stop=st.integers(1, STEPS - 1), every=st.integers(1, 3), seeding=SEEDINGS, items=st.booleans()
 )
-def test_workers_load_after_an_interruption_what_they_would_have_loaded(
+def test_a_resumed_run_with_workers_ends_with_the_same_weights(
     tmp_path: Path, stop: int, every: int, seeding: str, items: bool
 ) -> None:
-    """With two workers too, an interrupted run ends with the same weights."""
+    """Two workers load the same samples in the resumed run as in the uninterrupted run."""
     folder = tmp_path / str(next(folders))
 
     assert _is_exact(Run(folder, seeding, every, workers=2, items=items), stop)
@@ -195,10 +195,10 @@ def test_workers_load_after_an_interruption_what_they_would_have_loaded(
 @pytest.mark.parametrize("seeding", PROFILES)
 @pytest.mark.parametrize("stops", [(), (2,), (PER_EPOCH,), (PER_EPOCH + 1,)])
 @pytest.mark.parametrize("program", ["validates", "new_loaders", "baseline"])
-def test_other_loaders_of_a_program_change_nothing(
+def test_other_loaders_do_not_change_a_resumed_run(
     tmp_path: Path, seeding: str, stops: tuple[int, ...], program: str
 ) -> None:
-    """Exact with a validation after each epoch, a loader for each, and one before a new run."""
+    """Exact with a validation after each epoch, each with a new loader, and after other runs."""
     run = Run(tmp_path, seeding, **{program: True})
 
     assert _is_exact(run, *stops)
@@ -208,10 +208,10 @@ def test_other_loaders_of_a_program_change_nothing(
 
 @pytest.mark.parametrize("last", range(1, EPOCHS + 1))
 @pytest.mark.parametrize("saves", ["after an epoch", "after a batch"])
-def test_an_epoch_is_done_once_it_is_saved_after_its_loop(
+def test_a_save_after_the_loop_saves_the_epoch_as_done(
     tmp_path: Path, last: int, saves: str
 ) -> None:
-    """Saved there, a run goes on with the next; at its last batch, with what follows the loop."""
+    """Such a run resumes with the next epoch; saved at the last batch, it resumes there."""
     run = Run(tmp_path, "auto", saves=saves)
 
     assert _is_exact(run, last * PER_EPOCH)
@@ -227,7 +227,7 @@ def test_an_epoch_is_done_once_it_is_saved_after_its_loop(
         (PER_EPOCH, "an epoch", BATCH + 1, 0, False),
     ],
 )
-def test_another_batch_size_within_an_epoch_is_said(
+def test_a_changed_batch_size_within_an_epoch_is_reported(
     tmp_path: Path,
     be: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
@@ -237,7 +237,7 @@ def test_another_batch_size_within_an_epoch_is_said(
     rank: int,
     is_said: bool,
 ) -> None:
-    """A run that goes on within an epoch says once that its batches are of another size."""
+    """A run that resumes within an epoch reports once that its batch size differs."""
     for each in range(rank + 1):
         be(each, rank + 1)
         Run(tmp_path, "auto", saves=f"after {saves}").train(stop)
@@ -245,9 +245,9 @@ def test_another_batch_size_within_an_epoch_is_said(
     Run(tmp_path, "auto", saves=f"after {saves}", batch_size=batch_size).train()
 
     said = (
-        f"torchrepro: the loader over Noisy[{SAMPLES}]: it was saved with batch_size=3 and goes on "
-        "with batch_size=4, so its batches hold other samples than those of the uninterrupted run; "
-        "resume with batch_size=3 to go on exactly\n"
+        f"torchrepro: the loader over Noisy[{SAMPLES}] was saved with batch_size=3 and resumes "
+        "with batch_size=4, so its batches differ from the batches of the uninterrupted run; "
+        "resume with batch_size=3 to continue exactly\n"
     )
     assert capsys.readouterr().err == (said if is_said else "")
 
@@ -261,14 +261,14 @@ def test_another_batch_size_within_an_epoch_is_said(
         (["model"], 1, "the parameters of Adam, the state of Adam"),
     ],
 )
-def test_what_a_run_goes_on_without_is_said_at_its_first_step(
+def test_the_first_step_reports_what_differs_from_the_checkpoint(
     parts: list[str],
     shift: int,
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An optimizer that is no part, and weights that the program changes: in one line."""
+    """One line names an optimizer that was not added, and weights that the program has changed."""
     for added in (0, shift):
         made = {"model": (model := torch.nn.Linear(2, 2))}
         made["optimizer"] = optimizer = torch.optim.Adam(model.parameters())
@@ -283,8 +283,8 @@ def test_what_a_run_goes_on_without_is_said_at_its_first_step(
 
     lines = capsys.readouterr().err.splitlines()
     where = f"{tmp_path / 'step-000000003' / 'rank-0-of-1.pt'}"
-    end = "so this run is not the uninterrupted one"
-    expected = f"torchrepro: {where}: not as saved at the first step: {said}; {end}"
+    end = "so it differs from the uninterrupted run"
+    expected = f"torchrepro: {where}: the run differs from it at the first step in {said}; {end}"
     assert lines == ([expected] if said else [])
 
 
@@ -294,12 +294,12 @@ def test_what_a_run_goes_on_without_is_said_at_its_first_step(
     every=st.integers(1, 4),
     seeding=SEEDINGS.filter(lambda seeding: seeding != "none"),
 )
-def test_a_run_goes_on_after_the_last_step_that_was_saved(
+def test_a_run_resumes_after_the_last_saved_step(
     tmp_path: Path, stop: int, every: int, seeding: str
 ) -> None:
-    """The folder holds the two latest steps alone; from there on no sample is loaded again.
+    """The folder has the two latest steps only; after a resume no sample is loaded again.
 
-    A run that is done loads none at all.
+    A run that is done loads no sample.
     """
     run = Run(folder := tmp_path / str(next(folders)), seeding, every)
     run.train(stop)
@@ -328,8 +328,8 @@ def test_a_run_goes_on_after_the_last_step_that_was_saved(
         assert run.dataset.loaded == []
 
 
-def test_a_resumed_run_that_ends_early_is_said_to_be_shorter(tmp_path: Path) -> None:
-    """It is compared from the step that it goes on with, and its steps are those of the whole."""
+def test_a_resumed_run_that_ends_early_is_reported_as_shorter(tmp_path: Path) -> None:
+    """It is compared from its first step on, and steps are numbered as in the whole run."""
     with torchrepro.record(tmp_path / "whole"):
         Run(tmp_path / "a").train()
     run = Run(tmp_path / "b")
@@ -348,10 +348,10 @@ def test_a_resumed_run_that_ends_early_is_said_to_be_shorter(tmp_path: Path) -> 
     ("rtol", "batch_size", "parameters"),
     [(None, BATCH - 1, "unequal"), (0.1, BATCH, "the same, bit for bit")],
 )
-def test_a_comparison_that_lines_up_no_steps_says_that_one_run_was_resumed(
+def test_a_comparison_without_aligned_steps_reports_that_one_run_was_resumed(
     tmp_path: Path, rtol: float | None, batch_size: int, parameters: str
 ) -> None:
-    """By tolerance, and of another run's checkpoint, it says whether both end with one state."""
+    """By tolerance, and for a checkpoint of another run, it compares the final states."""
     with torchrepro.record(tmp_path / "whole", level="op"):
         Run(tmp_path / "a").train()
     run = Run(tmp_path / "b", batch_size=batch_size)
@@ -367,10 +367,10 @@ def test_a_comparison_that_lines_up_no_steps_says_that_one_run_was_resumed(
     assert any(each.startswith(ends) and parameters in each for each in verdict.notes)
 
 
-def test_a_run_that_begins_anew_has_nothing_of_the_one_before(
+def test_a_new_run_in_a_process_is_independent_of_the_run_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither is it called resumed, nor does what awaits the first step of a resumed one stay."""
+    """It is not recorded as resumed, and the first-step report of a resumed run is cancelled."""
     run = Run(tmp_path / "done")
     for stop in (2, None, None):
         run.train(stop)
@@ -382,8 +382,8 @@ def test_a_run_that_begins_anew_has_nothing_of_the_one_before(
     assert capsys.readouterr().err == ""
 
 
-def test_two_loaders_at_once_are_refused(tmp_path: Path) -> None:
-    """Which batches are done would not be known: `batches` says so, and takes the next loader."""
+def test_the_batches_of_two_loaders_at_once_are_refused(tmp_path: Path) -> None:
+    """Nothing could count the batches that are done; afterwards `batches` takes another loader."""
     checkpoint = torchrepro.Checkpoint(tmp_path)
     for _ in checkpoint.epochs(1):
         with pytest.raises(torchrepro.SeedingError, match="one loader at a time"):
@@ -393,7 +393,7 @@ def test_two_loaders_at_once_are_refused(tmp_path: Path) -> None:
 
 
 class Drawing(Dataset[float]):
-    """Samples with noise from a generator of the dataset's own, or of what it is made of."""
+    """Samples with noise from a generator of the dataset or of one of its attributes."""
 
     def __init__(self, within: bool) -> None:
         own = np.random.default_rng(4)
@@ -409,10 +409,10 @@ class Drawing(Dataset[float]):
 
 @pytest.mark.parametrize("profile", [{}, AUTO], ids=["plain", "auto"])
 @pytest.mark.parametrize("within", [False, True])
-def test_a_dataset_with_a_generator_of_its_own_goes_on_as_without_a_profile(
+def test_a_dataset_with_its_own_generator_loads_the_skipped_batches_again(
     tmp_path: Path, profile: Any, within: bool
 ) -> None:
-    """Batches that are done are loaded again where that moves a generator of the dataset."""
+    """Batches that are done are loaded again if that moves a generator of the dataset."""
 
     def train(folder: Path | None, stop: int) -> list[Any]:
         with torchrepro.apply(profile):
@@ -437,14 +437,14 @@ LOOP = 9
 
 
 def _batch(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return windows of `text` at random places, drawn as programs without loaders draw them."""
+    """Return windows of `text` at random positions, as programs without loaders draw them."""
     places = torch.randint(len(text) - 4, (3,))
     noise = random.random() + float(np.random.random())
     return torch.stack([text[p : p + 4] for p in places]) + noise, text[places + 4]
 
 
 def _train(folder: Path | None, every: int, stop: int | None, profile: Any) -> dict[str, Any]:
-    """Train to the end, or until step `stop` is done; return the weights that it leaves."""
+    """Train to the end, or until step `stop` is done; return the weights."""
     with ExitStack() as stack:
         if profile is not None:
             stack.enter_context(torchrepro.apply(profile))
@@ -472,10 +472,10 @@ def _train(folder: Path | None, every: int, stop: int | None, profile: Any) -> d
 @pytest.mark.parametrize("profile", [None, {"seed": 5}, "seed-only"], ids=str)
 @settings(max_examples=8, deadline=None)
 @given(stop=st.integers(1, LOOP), every=st.integers(1, 4))
-def test_an_interrupted_loop_of_steps_ends_with_the_weights_of_a_whole_one(
+def test_a_resumed_loop_of_steps_ends_with_the_weights_of_the_uninterrupted_one(
     profile: Any, stop: int, every: int
 ) -> None:
-    """Wherever the loop was interrupted, the run that goes on ends with the same bits."""
+    """Interrupted at any step, the resumed run ends with the same bits."""
     with torchrepro.isolated_rng(), TemporaryDirectory() as folder:
         whole = _train(None, 1, None, profile)
         _train(Path(folder), every, stop, profile)
@@ -484,8 +484,8 @@ def test_an_interrupted_loop_of_steps_ends_with_the_weights_of_a_whole_one(
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_loop_that_is_done_does_nothing_more(tmp_path: Path) -> None:
-    """A run that has come to its end takes no further step when it is started again."""
+def test_a_finished_loop_takes_no_further_step(tmp_path: Path) -> None:
+    """A run that has ended takes no step when it is started again."""
     checkpoint = torchrepro.Checkpoint(tmp_path)
     for _ in checkpoint.steps(3):
         checkpoint.save()
@@ -495,8 +495,8 @@ def test_a_loop_that_is_done_does_nothing_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epochs", [0, 2])
-def test_a_place_that_nobody_counts_is_not_saved(tmp_path: Path, epochs: int) -> None:
-    """Where neither batches nor steps runs, `save` says what to do, and writes nothing."""
+def test_a_save_outside_of_batches_and_steps_is_refused(tmp_path: Path, epochs: int) -> None:
+    """The error names the two loops, and no file is written."""
     checkpoint = torchrepro.Checkpoint(tmp_path)
     for _ in checkpoint.epochs(epochs):
         with pytest.raises(torchrepro.SeedingError, match=r"checkpoint\.steps\(N\)"):
@@ -510,7 +510,7 @@ def test_a_place_that_nobody_counts_is_not_saved(tmp_path: Path, epochs: int) ->
 
 
 def test_steps_within_epochs_are_refused(tmp_path: Path) -> None:
-    """Steps are those of the whole run: within an epoch they are refused, after one they run."""
+    """Steps count the whole run: they raise within an epoch, and run after one."""
     checkpoint = torchrepro.Checkpoint(tmp_path)
     for _ in checkpoint.epochs(2):
         with pytest.raises(torchrepro.SeedingError, match="within epochs"):
@@ -549,7 +549,7 @@ def _steps_then_batches(checkpoint: torchrepro.Checkpoint, count: int) -> None:
 def test_a_checkpoint_of_another_loop_is_refused(
     tmp_path: Path, then: Any, now: Any, other: str
 ) -> None:
-    """Steps are no batches: what one loop saved, the other refuses."""
+    """`steps` refuses a checkpoint of `batches`, and `batches` one of `steps`."""
     with torchrepro.apply("seed-only"):
         then(torchrepro.Checkpoint(tmp_path), 1)
     refused = pytest.raises(torchrepro.SeedingError, match=other) if other else nullcontext()

@@ -1,4 +1,4 @@
-"""The folder of a `Checkpoint`: what is in it, who wrote it, and what cannot be read."""
+"""The folder of a `Checkpoint`: its files, its writers, and unreadable files."""
 
 import io
 import random
@@ -56,12 +56,12 @@ def _file(folder: Path, step: int, rank: int = 0, size: int = 1) -> Path:
     return folder / f"step-{step:09d}" / f"rank-{rank}-of-{size}.pt"
 
 
-def test_an_empty_folder_a_new_one_and_none_begin_at_the_beginning(
+def test_a_run_without_a_checkpoint_starts_at_step_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing was saved, a run starts at step 0 with its parts untouched.
+    """With an empty, a new or no folder, a run starts at step 0 with its parts unchanged.
 
-    Without a folder no file is written, whatever is saved.
+    Without a folder, saves write no file.
     """
     monkeypatch.chdir(tmp_path)
     for folder in (tmp_path, tmp_path / "not" / "there", None):
@@ -78,10 +78,10 @@ STRAYS = [
 
 
 @pytest.mark.parametrize("stray", STRAYS)
-def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path, stray: str) -> None:
-    """Files that are no checkpoints are neither read nor deleted, nor taken for steps.
+def test_other_files_in_the_folder_are_ignored(tmp_path: Path, stray: str) -> None:
+    """Files that are not checkpoints are neither read, deleted nor counted as steps.
 
-    Nor is what is left of one that was never finished.
+    An unfinished checkpoint is ignored too.
     """
     _save(tmp_path, 1.0, 2.0)
     path = tmp_path / stray
@@ -127,8 +127,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_damaged_is_named(tmp_path: Path, damage: str) -> None:
-    """Where the latest file holds something else, the error names it, and nothing changes."""
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    """If the latest file is not a checkpoint, the error names it, and nothing changes."""
     _save(tmp_path, torch.zeros(5), torch.ones(5))
     path = _file(tmp_path, 2)
     assert path.read_bytes().count(ONES) == 1
@@ -142,18 +142,18 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("names", [[], ["other"], ["part", "other"]])
-def test_other_parts_are_refused(tmp_path: Path, names: list[str]) -> None:
-    """A checkpoint of other parts raises, naming them, and leaves the parts given as they were."""
+def test_a_checkpoint_of_other_parts_is_refused(tmp_path: Path, names: list[str]) -> None:
+    """The error names the parts of both, and the parts of the program stay unchanged."""
     _save(tmp_path, 1.0)
     parts = {name: Part() for name in names}
-    with pytest.raises(torchrepro.SeedingError, match="holds other parts"):
+    with pytest.raises(torchrepro.SeedingError, match="has other parts"):
         torchrepro.Checkpoint(tmp_path, **parts)
 
     assert all(part.value == -1.0 for part in parts.values())
 
 
 def test_a_checkpoint_under_another_seed_is_refused(tmp_path: Path) -> None:
-    """Resumed under another seed, a run stops with the two seeds before its first batch."""
+    """The resumed run raises an error with both seeds before its first batch."""
     _save(tmp_path, 1.0)
     with torchrepro.apply({"seed": 6}):
         checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
@@ -164,8 +164,8 @@ def test_a_checkpoint_under_another_seed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, True, 1.5, "2", None])
-def test_counts_are_whole_numbers(tmp_path: Path, bad: Any) -> None:
-    """What is no whole number of 0 or more counts neither epochs nor steps."""
+def test_counts_have_to_be_whole_numbers(tmp_path: Path, bad: Any) -> None:
+    """`epochs` and `steps` refuse every count that is not a whole number of 0 or more."""
     checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
     with pytest.raises(torchrepro.SeedingError):
         next(checkpoint.epochs(bad))
@@ -176,10 +176,8 @@ def test_counts_are_whole_numbers(tmp_path: Path, bad: Any) -> None:
 
 
 @pytest.mark.parametrize("folder", ["kept", None])
-def test_samplers_hear_the_epoch_with_a_folder_and_without(
-    tmp_path: Path, folder: str | None
-) -> None:
-    """`batches` tells a DistributedSampler each epoch, so that it shuffles anew."""
+def test_batches_sets_the_epoch_of_samplers(tmp_path: Path, folder: str | None) -> None:
+    """`batches` sets the epoch of a DistributedSampler, with and without a folder."""
     sampler = DistributedSampler(range(12), 2, 0)
     checkpoint = torchrepro.Checkpoint(folder and tmp_path / folder, part=Part())
     loader = _loader(sampler=sampler)
@@ -193,7 +191,7 @@ def test_samplers_hear_the_epoch_with_a_folder_and_without(
 
 
 def test_each_rank_reads_its_own_file(tmp_path: Path, be: Callable[..., None]) -> None:
-    """Every rank goes on from what it wrote itself."""
+    """Every rank resumes from the file that it has written."""
     for rank in (0, 1):
         be(rank, 2)
         _save(tmp_path, 1.0 + rank, 10.0 + rank)
@@ -206,7 +204,7 @@ def test_each_rank_reads_its_own_file(tmp_path: Path, be: Callable[..., None]) -
 def test_a_step_counts_once_all_ranks_have_written_it(
     tmp_path: Path, be: Callable[..., None], ahead: int
 ) -> None:
-    """However far one rank is ahead of one that was killed, all go on from the last in common."""
+    """If some ranks have saved later steps than others, all resume from the last common step."""
     for rank, values in ((1, [1.0]), (0, [1.0, *[2.0] * ahead])):
         be(rank, 2)
         _save(tmp_path, *values)
@@ -216,10 +214,10 @@ def test_a_step_counts_once_all_ranks_have_written_it(
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_another_number_of_processes_is_refused(
+def test_a_checkpoint_of_another_number_of_processes_is_refused(
     tmp_path: Path, size: int, be: Callable[..., None]
 ) -> None:
-    """What two processes wrote is not resumed by one or three: the error names both numbers."""
+    """One or three processes do not resume the files of two: the error names both numbers."""
     for rank in (0, 1):
         be(rank, 2)
         _save(tmp_path, 1.0)
@@ -228,10 +226,10 @@ def test_another_number_of_processes_is_refused(
         _value(tmp_path)
 
 
-def test_a_relative_folder_is_the_one_it_was_when_it_was_named(
+def test_a_relative_folder_is_resolved_when_the_checkpoint_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that goes to another directory saves where it has loaded from."""
+    """A program that changes its working directory saves into the folder that it has loaded."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     checkpoint = torchrepro.Checkpoint("run #1%3F", part=Part(5.0))
@@ -259,8 +257,8 @@ UNKEPT = {
 
 
 @pytest.mark.parametrize("value", UNKEPT.values(), ids=UNKEPT)
-def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, value: Any) -> None:
-    """A part whose state only pickle could keep is refused by name, and no file is written."""
+def test_a_state_that_needs_pickle_is_not_written(tmp_path: Path, value: Any) -> None:
+    """The error names the part whose state only pickle could save, and no file is written."""
     checkpoint = _begun(tmp_path, fine=Part(1.0), tracker=Part(value))
     for _ in range(2):
         with pytest.raises(torchrepro.SeedingError, match="tracker"):
@@ -270,8 +268,8 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, value: Any)
 
 
 @pytest.mark.parametrize("value", [0.5, "best", None, (1, [2]), {"a": torch.ones(2)}])
-def test_what_is_kept_comes_back(tmp_path: Path, value: Any) -> None:
-    """A state of plain values and tensors is written, and a new run finds it."""
+def test_a_saved_state_is_loaded_unchanged(tmp_path: Path, value: Any) -> None:
+    """A new run loads the same plain values and tensors that were saved."""
     _begun(tmp_path, best=Part(value)).save()
     best = Part("nothing yet")
     torchrepro.Checkpoint(tmp_path, best=best)
@@ -282,27 +280,27 @@ def test_what_is_kept_comes_back(tmp_path: Path, value: Any) -> None:
 @pytest.mark.parametrize("part", [None, 3, {"lr": 0.1}, object()])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_part_without_a_state_is_refused(tmp_path: Path, part: Any, kept: bool) -> None:
-    """A part that cannot be saved is refused where the checkpoint is made, folder or not."""
+    """The error comes when the checkpoint is made, with or without a folder."""
     with pytest.raises(torchrepro.SeedingError, match="broken"):
         torchrepro.Checkpoint(tmp_path if kept else None, fine=Part(1), broken=part)
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_without_its_others_is_warned(tmp_path: Path, be: Callable[..., None]) -> None:
-    """A process numbered 3 that finds only its own files warns that no step is complete."""
+def test_a_rank_that_finds_only_its_own_files_is_warned(
+    tmp_path: Path, be: Callable[..., None]
+) -> None:
+    """Rank 3 warns that no step is complete if it finds only its own files."""
     be(3, 4)
     _begun(tmp_path, best=Part(1)).save()
-    with pytest.warns(UserWarning, match="holds no step that all 4 ranks have written"):
+    with pytest.warns(UserWarning, match="has no step that all 4 ranks have written"):
         checkpoint = torchrepro.Checkpoint(tmp_path, best=Part(2))
 
     assert checkpoint.step == 0
 
 
-def test_what_cannot_be_written_leaves_no_step(
-    tmp_path: Path, full_disk: Callable[..., Any]
-) -> None:
-    """A write that fails raises `OSError`, leaves no empty step, and the run can save later."""
+def test_a_failed_write_leaves_no_step(tmp_path: Path, full_disk: Callable[..., Any]) -> None:
+    """A failed write raises `OSError`, leaves no empty step, and a later save works."""
     checkpoint = _begun(tmp_path, best=Part(1))
     with full_disk(), pytest.raises(OSError, match="too large"):
         checkpoint.save()

@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, a run ends with the weights of one left in peace."""
+"""Killed at any moment and started again, a run ends with the weights of an undisturbed run."""
 
 import os
 import signal
@@ -36,11 +36,11 @@ threading.Thread(target=kill, daemon=True).start()
 sys.path.insert(0, os.path.dirname(example))
 runpy.run_path(example, run_name="__main__")
 """
-"""The example, killed by a thread of its own: wherever training is once a step is kept."""
+"""The example, killed by one of its threads at any point after a step is saved."""
 
 
 def words(kept: Path) -> list[str]:
-    """Return what the example is told, which keeps its checkpoints in this folder."""
+    """Return the arguments of the example, which saves its checkpoints in this folder."""
     return [
         *("+repro=debug-strict", f"epochs={EPOCHS}", "batch_size=64", "checkpoint_every=1"),
         f"checkpoint={kept}",
@@ -48,9 +48,9 @@ def words(kept: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def peaceful(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the example prints when a user types it and nobody disturbs it."""
-    folder = tmp_path_factory.mktemp("peaceful")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The output of the example if it is not killed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
     done = typed(folder, *words(folder / "kept"))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -58,7 +58,7 @@ def peaceful(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(fork: Callable[..., int], tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
-    """Run a program on the words of the example in a fork; return its status, and what it said."""
+    """Run a program with the arguments of the example in a fork; return its status and output."""
 
     def run(*program: object) -> tuple[int, str, str]:
         streams = [tmp_path / name for name in ("in", "out", "err")]
@@ -73,16 +73,16 @@ def run(fork: Callable[..., int], tmp_path: Path) -> Callable[..., tuple[int, st
 
 
 @pytest.mark.parametrize(("whom", "steps"), [("itself", [1, EPOCH + 9]), ("a worker", [5])])
-def test_a_run_that_is_killed_and_started_again_ends_with_the_same_weights(
+def test_a_killed_and_restarted_run_ends_with_the_same_weights(
     run: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
-    peaceful: str,
+    undisturbed: str,
     whom: str,
     steps: list[int],
 ) -> None:
-    """SIGKILL after whatever steps, in whatever epochs, changes nothing of the end.
+    """SIGKILL after any steps in any epochs does not change the final weights.
 
-    That of a loader's worker stops the run with an error.
+    A killed worker of a loader stops the run with an error.
     """
     for step in steps:
         status, printed, errors = run("-c", KILLED, DIGITS, whom, step)
@@ -98,4 +98,4 @@ def test_a_run_that_is_killed_and_started_again_ends_with_the_same_weights(
             assert f"DataLoader worker (pid {killed}" in errors
     status, printed, errors = run(DIGITS)
     assert status == 0, errors
-    assert printed == peaceful
+    assert printed == undisturbed

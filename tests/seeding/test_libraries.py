@@ -1,6 +1,6 @@
-"""Other libraries that draw numbers: seeded once they are loaded, and never loaded for it.
+"""Other libraries that draw random numbers are seeded once the program has loaded them.
 
-Those that torchrepro seeds by itself, and what installed packages bring, come last.
+Libraries that torchrepro seeds itself, and seeders of installed packages, come last.
 """
 
 import importlib
@@ -28,7 +28,7 @@ def _seed(name: str) -> Callable[[int], None]:
 
 
 def _register(name: str, *, comes_back: bool = True) -> None:
-    """Register the library `name`, with or without a way back."""
+    """Register the library `name`, with or without functions to save and restore its state."""
 
     def save() -> Any:
         return sys.modules[name].rng.getstate()
@@ -41,7 +41,7 @@ def _register(name: str, *, comes_back: bool = True) -> None:
 
 
 def _number(module: ModuleType) -> float:
-    """The next number of `module`, without moving its generator."""
+    """Return the next number of `module`, without moving its generator."""
     state = module.rng.getstate()
     drawn: float = module.rng.random()
     module.rng.setstate(state)
@@ -52,8 +52,8 @@ def _from_seed(seed: int) -> float:
     return random.Random(seed).random()
 
 
-def test_a_loaded_library_is_seeded_and_comes_back(library: Callable[..., str]) -> None:
-    """A library that is there when the profile comes gets its seed, and its state back on undo."""
+def test_a_loaded_library_is_seeded_and_restored(library: Callable[..., str]) -> None:
+    """A library that is loaded before the profile is seeded, and the undo restores its state."""
     name = library()
     _register(name)
     module = importlib.import_module(name)
@@ -69,8 +69,10 @@ def test_a_loaded_library_is_seeded_and_comes_back(library: Callable[..., str]) 
     assert module.seeds == [5]
 
 
-def test_a_library_that_is_loaded_later_is_seeded_then(library: Callable[..., str]) -> None:
-    """A library is seeded at its import under the profile, once, and not loaded before."""
+def test_a_library_that_is_loaded_later_is_seeded_at_its_import(
+    library: Callable[..., str],
+) -> None:
+    """The profile seeds it once, and does not load it."""
     name = library()
     _register(name)
     finders = list(sys.meta_path)
@@ -88,7 +90,7 @@ def test_a_library_that_is_loaded_later_is_seeded_then(library: Callable[..., st
 
 
 def test_without_a_seed_no_library_is_seeded(library: Callable[..., str]) -> None:
-    """Before, after and under a profile without a seed a library is left alone."""
+    """Before, after and under a profile without a seed, libraries stay unchanged."""
     name = library()
     _register(name)
     with torchrepro.apply({"dropout": "keep"}):
@@ -102,10 +104,10 @@ def test_without_a_seed_no_library_is_seeded(library: Callable[..., str]) -> Non
     assert again.seeds == []
 
 
-def test_a_library_that_is_blocked_is_not_there(
+def test_a_blocked_library_is_not_seeded(
     library: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`sys.modules[name] = None`, which forbids an import, is no library to be seeded."""
+    """`sys.modules[name] = None` forbids an import, so there is no library to seed."""
     name = library()
     _register(name)
     monkeypatch.setitem(sys.modules, name, None)  # type: ignore[misc]
@@ -114,8 +116,8 @@ def test_a_library_that_is_blocked_is_not_there(
         assert applied.report["seed.libraries"].outcome == "applied"
 
 
-def test_registering_under_a_profile_seeds_at_once(library: Callable[..., str]) -> None:
-    """A library that registers itself while a seed is in force gets it, before or after loading."""
+def test_registering_under_a_profile_seeds_immediately(library: Callable[..., str]) -> None:
+    """A library registered under a profile with a seed gets the seed, before or after loading."""
     loaded, later = library("drawer_loaded"), library("drawer_later")
     module = importlib.import_module(loaded)
     with torchrepro.apply({"seed": 5}):
@@ -127,7 +129,7 @@ def test_registering_under_a_profile_seeds_at_once(library: Callable[..., str]) 
 
 
 def test_a_second_seeder_replaces_the_first(library: Callable[..., str]) -> None:
-    """The seeder registered last is the one that counts, and undo brings back the state before."""
+    """The last registered seeder counts, and undo restores the state before the first one."""
     name = library()
     _register(name, comes_back=False)
     _register(name)
@@ -140,8 +142,8 @@ def test_a_second_seeder_replaces_the_first(library: Callable[..., str]) -> None
     assert _number(module) == _from_seed(99)
 
 
-def test_a_library_without_a_way_back_keeps_its_seed(library: Callable[..., str]) -> None:
-    """Where nobody said how to restore a library, undo leaves it where it is."""
+def test_a_library_without_a_restore_function_keeps_its_seed(library: Callable[..., str]) -> None:
+    """Undo cannot restore a library that was registered without `save` and `restore`."""
     name = library()
     _register(name, comes_back=False)
     module = importlib.import_module(name)
@@ -153,7 +155,7 @@ def test_a_library_without_a_way_back_keeps_its_seed(library: Callable[..., str]
 
 
 def test_nested_profiles_seed_and_restore_in_turn(library: Callable[..., str]) -> None:
-    """The inner seed wins inside; afterwards a library is where the outer profile had it."""
+    """The inner seed counts inside; afterwards a library has its state of the outer profile."""
     early, late = library("drawer_early"), library("drawer_late")
     _register(early)
     _register(late)
@@ -170,10 +172,10 @@ def test_nested_profiles_seed_and_restore_in_turn(library: Callable[..., str]) -
     assert _number(first) == _number(second) == _from_seed(99)
 
 
-def test_a_seeder_that_fails_is_named_and_stops_a_strict_profile(
+def test_a_failing_seeder_is_named_and_stops_a_strict_profile(
     library: Callable[..., str],
 ) -> None:
-    """A seeder's error is the outcome of its knob; a strict profile is undone."""
+    """The error of a seeder is the outcome of its knob; a strict profile is undone."""
     name = library()
     importlib.import_module(name)
 
@@ -188,10 +190,10 @@ def test_a_seeder_that_fails_is_named_and_stops_a_strict_profile(
         torchrepro.apply({"seed": 5, "guarantee": "repeatable"})
 
 
-def test_distinct_ranks_give_their_libraries_seeds_of_their_own(
+def test_distinct_ranks_seed_their_libraries_differently(
     library: Callable[..., str], be: Callable[..., None]
 ) -> None:
-    """A library is one more global generator: under `ranks: distinct` each rank has its own."""
+    """Under `ranks: distinct` each rank gives libraries its own seed, as it does generators."""
     name = library()
     _register(name)
     module = importlib.import_module(name)
@@ -206,7 +208,7 @@ def test_distinct_ranks_give_their_libraries_seeds_of_their_own(
 CUPY = """
 import types
 
-class RandomState:  # numpy's stands in for the one on a GPU
+class RandomState:  # numpy's replaces the one on a GPU
     def __init__(self, seed=None):
         import numpy
         self.numpy = numpy.random.RandomState(seed)
@@ -226,10 +228,10 @@ def random_sample():
 TENSORFLOW = "given = []\nset_seed = given.append\n"
 
 
-def test_cupy_is_seeded_and_gets_its_own_state_back(library: Callable[..., str]) -> None:
-    """cupy's current random state is replaced and put back, the same object as before.
+def test_cupy_is_seeded_and_restored(library: Callable[..., str]) -> None:
+    """cupy's present random state is replaced, and undo restores the same object.
 
-    A stand-in with the four functions that are called, because cupy itself needs a GPU.
+    The test uses a fake module with four functions, because cupy itself needs a GPU.
     """
     library("cupy.__init__", "from cupy import random")
     library("cupy.random", CUPY)
@@ -249,7 +251,7 @@ def test_cupy_is_seeded_and_gets_its_own_state_back(library: Callable[..., str])
 def test_tensorflow_is_seeded(library: Callable[..., str]) -> None:
     """`tensorflow.random.set_seed` gets the seed when tensorflow is loaded.
 
-    A stand-in with that function, because tensorflow is not installed with the tests.
+    The test uses a fake module, because tensorflow is not installed with the tests.
     """
     library("tensorflow.__init__", "from tensorflow import random")
     library("tensorflow.random", TENSORFLOW)
@@ -288,9 +290,9 @@ def _drawn(gymnasium: Any, seed: int | None = None) -> list[float]:
 
 
 def test_gymnasium_draws_the_same_from_the_same_seed(gymnasium: Any) -> None:
-    """Environments and spaces without a seed draw what the profile's seed decides, each its own.
+    """Environments and spaces without an explicit seed draw from streams of the profile's seed.
 
-    The function that gives them their generators is the very same after the undo.
+    Undo restores the original function that makes their generators.
     """
     before = gymnasium.utils.seeding.np_random
     runs = []
@@ -308,8 +310,8 @@ def test_gymnasium_draws_the_same_from_the_same_seed(gymnasium: Any) -> None:
     assert _drawn(gymnasium) != _drawn(gymnasium)
 
 
-def test_what_the_program_seeds_in_gymnasium_is_left_alone(gymnasium: Any) -> None:
-    """`reset(seed=3)` draws what it always drew, and a seed that is none is refused as ever."""
+def test_explicit_seeds_of_gymnasium_are_kept(gymnasium: Any) -> None:
+    """`reset(seed=3)` draws the same as without a profile, and an invalid seed is refused."""
     expected = _drawn(gymnasium, 3)[:2]
     with torchrepro.apply({"seed": 5}):
         assert _drawn(gymnasium, 3)[:2] == expected
@@ -318,8 +320,8 @@ def test_what_the_program_seeds_in_gymnasium_is_left_alone(gymnasium: Any) -> No
             gymnasium.Dice().reset(seed=-1)
 
 
-def test_workers_of_a_vector_environment_draw_their_own_numbers(gymnasium: Any) -> None:
-    """Environments in processes of their own differ from each other, in every run alike."""
+def test_workers_of_a_vector_environment_draw_different_numbers(gymnasium: Any) -> None:
+    """Environments in several processes differ from each other, and repeat in every run."""
     runs = []
     for _ in range(2):
         with torchrepro.apply({"seed": 5}):
@@ -331,12 +333,12 @@ def test_workers_of_a_vector_environment_draw_their_own_numbers(gymnasium: Any) 
     assert runs[0][0] != runs[0][1]
 
 
-def test_an_installed_package_brings_a_seeder(
+def test_an_entry_point_registers_a_seeder(
     library: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An entry point of `torchrepro.seeders` seeds its library at import, and is not loaded before.
+    """An entry point of `torchrepro.seeders` seeds its library at import, and is loaded then.
 
-    The entry point's name is the library's module.
+    The name of the entry point is the library's module.
     """
     name = library("drawer_of_others")
     library("seeds_for_drawer", f"import {name}\ndef seed(number):\n    {name}.seeds += [number]\n")
@@ -368,8 +370,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD.values(), ids=BAD)
-def test_what_is_no_seeder_is_refused(arguments: tuple[Any, ...]) -> None:
-    """A seeder is a module's name and a function, and no way back without a state to go to."""
+def test_an_invalid_seeder_is_refused(arguments: tuple[Any, ...]) -> None:
+    """A seeder has a module's name, a function, and both or none of `save` and `restore`."""
     before = dict(global_seeds._registered)
 
     with pytest.raises(torchrepro.SeedingError, match="not a seeder"):
@@ -379,7 +381,7 @@ def test_what_is_no_seeder_is_refused(arguments: tuple[Any, ...]) -> None:
 
 
 def test_pytest_randomly_loads_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch is not loaded there is nothing to seed, and it stays away."""
+    """If torch is not loaded, pytest-randomly's reseed does not load it."""
     monkeypatch.delitem(sys.modules, "torch")
 
     global_seeds.reseed(5)

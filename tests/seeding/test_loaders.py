@@ -1,4 +1,4 @@
-"""Laws that hold for every loader, however it is seeded: by torch's protocol, or by its name."""
+"""Laws for all loaders, seeded by torch's protocol or by name."""
 
 import json
 import os
@@ -38,13 +38,13 @@ from .loaders import (
 
 
 def _own_states(loader: Any) -> list[Any]:
-    """Return where the generators stand that its author gave to a loader or its sampler."""
+    """Return the states of the generators that the program gave to a loader or its sampler."""
     own = (getattr(part, "generator", None) for part in (loader, loader.sampler))
     return [generator.get_state().tolist() for generator in own if generator is not None]
 
 
 def _three_epochs(way: str, kind: str, generators: Any, draw: Any, **options: Any) -> Any:
-    """Return three epochs, and where they leave the generators of the program and of its author."""
+    """Return three epochs, and the later states of the global generators and the loader's own."""
     with run(way) as make:
         loader = make(None, kind, draw=draw, **options)
         epochs = [epoch(loader) for _ in range(3)]
@@ -55,12 +55,12 @@ def _three_epochs(way: str, kind: str, generators: Any, draw: Any, **options: An
 @pytest.mark.sampled(4)
 @by_way
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_is_the_same_on_any_workers_in_any_batches(
+def test_an_epoch_does_not_depend_on_workers_or_batches(
     way: str, kind: str, generators: Callable[[], Any]
 ) -> None:
-    """Neither changes a sample, its order, or a generator; no number is drawn twice.
+    """Neither changes a sample, the order, or a generator; no number is drawn twice.
 
-    By torch's protocol, orders and generators are those of the loader in plain Python.
+    By torch's protocol, orders and generators equal those without torchrepro.
     """
     if way == "named" and kind in AUTHORS:
         pytest.skip("a loader with a name has its generator from there")
@@ -83,8 +83,8 @@ def _collate(samples: list[Any]) -> list[Any]:
 
 
 @by_way
-def test_what_is_drawn_to_collate_a_batch_depends_on_the_batch_alone(way: str) -> None:
-    """Batches draw the same numbers on any number of workers, and each batch and epoch others."""
+def test_draws_of_collate_fn_depend_on_the_batch_only(way: str) -> None:
+    """Batches draw the same numbers with any number of workers; each batch and epoch differs."""
     found = []
     for count in (0, 2):
         with run(way) as make:
@@ -96,8 +96,8 @@ def test_what_is_drawn_to_collate_a_batch_depends_on_the_batch_alone(way: str) -
 
 
 @by_way
-def test_one_number_names_one_sample_whatever_type_it_has(way: str) -> None:
-    """The sample 2 draws the same whether it is named by an int, numpy or torch."""
+def test_the_type_of_an_index_does_not_matter(way: str) -> None:
+    """Sample 2 draws the same numbers for an index of int, numpy or torch."""
     found = []
     for name in (2, np.int64(2), np.uint8(2), torch.tensor(2)):
         with run(way) as make:
@@ -107,7 +107,7 @@ def test_one_number_names_one_sample_whatever_type_it_has(way: str) -> None:
 
 
 class Anonymous:
-    """What names a sample, and is shown by its address."""
+    """An index whose `repr` shows its address."""
 
 
 @by_way
@@ -117,8 +117,10 @@ class Anonymous:
     [Anonymous(), ("a", Anonymous()), {"id": Anonymous()}],
     ids=["alone", "in a tuple", "in a dict"],
 )
-def test_what_is_shown_by_an_address_is_counted(way: str, name: Any, workers: int) -> None:
-    """Its text is another in every process: each draws by its turn, the same in two runs."""
+def test_indices_with_an_address_in_their_repr_are_counted(
+    way: str, name: Any, workers: int
+) -> None:
+    """The text differs between processes, so each draws by its position, the same in two runs."""
     found = []
     for _ in range(2):
         with run(way) as make:
@@ -130,8 +132,8 @@ def test_what_is_shown_by_an_address_is_counted(way: str, name: Any, workers: in
 
 @by_way
 @pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
-def test_batches_named_by_arrays_draw_for_all_that_is_in_them(way: str, kind: Any) -> None:
-    """Two long arrays that differ in one number are two batches, and draw other numbers."""
+def test_long_index_arrays_are_compared_completely(way: str, kind: Any) -> None:
+    """Two long arrays that differ in one number are two batches, and draw different numbers."""
     one, two = list(range(1500)), list(range(1500))
     two[700] = 3
     with run(way) as make:
@@ -144,8 +146,8 @@ def test_batches_named_by_arrays_draw_for_all_that_is_in_them(way: str, kind: An
 @pytest.mark.parametrize(
     "kind", [list, tuple, np.array, torch.tensor], ids=lambda kind: kind.__name__
 )
-def test_samples_that_come_again_draw_anew_in_batches_of_any_kind(way: str, kind: Any) -> None:
-    """Within a batch and in a later one a sample draws other numbers each time it comes."""
+def test_repeated_samples_draw_different_numbers(way: str, kind: Any) -> None:
+    """A sample draws different numbers each time, within one batch and in a later one."""
     with run(way) as make:
         found = epoch(make(Noisy(4), batch_sampler=[kind([1, 1, 2]), kind([2, 1, 1])]))
 
@@ -154,8 +156,8 @@ def test_samples_that_come_again_draw_anew_in_batches_of_any_kind(way: str, kind
 
 @by_way
 @pytest.mark.parametrize("kind", [Items, Eager])
-def test_workers_that_read_items_repeat_themselves(way: str, kind: Any) -> None:
-    """Two workers of an IterableDataset draw the same in every run, live on or not, never twice."""
+def test_workers_of_an_iterable_dataset_repeat_in_every_run(way: str, kind: Any) -> None:
+    """Two workers draw the same numbers in every run, persistent or not, and none twice."""
     found = []
     for live_on in (True, False):
         with run(way) as make:
@@ -167,7 +169,7 @@ def test_workers_that_read_items_repeat_themselves(way: str, kind: Any) -> None:
 
 
 class Counted(Items):
-    """Items that say how often their dataset has been begun in this process."""
+    """Items that count how often this process has begun their dataset."""
 
     begun = 0
 
@@ -178,7 +180,7 @@ class Counted(Items):
 
 @by_way
 @pytest.mark.parametrize("live_on", [True, False])
-def test_a_dataset_is_begun_once_for_each_epoch(way: str, live_on: bool) -> None:
+def test_an_iterable_dataset_is_begun_once_per_epoch(way: str, live_on: bool) -> None:
     """Seeding asks for an iterator of the dataset exactly as often as torch alone does."""
     found = []
     for each in ("plain", way):
@@ -214,10 +216,10 @@ USES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], dict[str, Any]
 @by_way
 @by_workers
 @pytest.mark.parametrize("use", USES)
-def test_an_iteration_moves_what_torch_moves_or_nothing(
+def test_an_iteration_moves_the_generators_as_torch_or_not_at_all(
     way: str, use: str, workers: int, generators: Callable[[], Any]
 ) -> None:
-    """However it ends, `auto` moves what the plain loader moves, a named loader nothing."""
+    """In all its endings, `auto` moves the generators as torch does, a named loader moves none."""
     act, dataset, options = USES[use]
     in_program = not workers and "items" in use  # there it draws on as without a profile
     with run("plain") as make:
@@ -243,8 +245,8 @@ def _twice() -> tuple[Any, ...]:
 @by_way
 @by_workers
 @pytest.mark.parametrize("dataset", [Noisy, Items])
-def test_the_ready_generator_goes_on_within_a_sample(way: str, workers: int, dataset: Any) -> None:
-    """Within one sample `sample_rng` is one generator that goes on, the same in two runs."""
+def test_sample_rng_is_one_generator_within_a_sample(way: str, workers: int, dataset: Any) -> None:
+    """Later calls within a sample continue its numbers, the same in two runs."""
     found = []
     for _ in range(2):
         with run(way) as make:
@@ -256,15 +258,15 @@ def test_the_ready_generator_goes_on_within_a_sample(way: str, workers: int, dat
 
 
 class Nested(Noisy):
-    """Sample `i` is `i` and what a loader of its own gives."""
+    """Sample `i` is `i` and the samples of an inner loader."""
 
     def __getitem__(self, index: int) -> Any:
         return index, epoch(DataLoader(Noisy(), 3, shuffle=True, collate_fn=list))
 
 
 @by_way
-def test_a_dataset_may_read_through_a_loader_of_its_own(way: str) -> None:
-    """What loaders within samples give depends on no worker, and shifts no later loader."""
+def test_a_dataset_may_use_an_inner_loader(way: str) -> None:
+    """Samples of inner loaders do not depend on workers, and do not change later loaders."""
     found = []
     for dataset, count in ((Nested, 0), (Nested, 2), (Noisy, 0)):
         with run(way) as make:
@@ -276,8 +278,8 @@ def test_a_dataset_may_read_through_a_loader_of_its_own(way: str) -> None:
 
 
 @contextmanager
-def _put_back() -> Any:
-    """Put the generators back after the block as plain programs do."""
+def _restored_plainly() -> Any:
+    """Restore the generators after the block as plain programs do."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(states[0])
@@ -286,7 +288,7 @@ def _put_back() -> Any:
 
 
 SCOPES: dict[str, Callable[[], Any]] = {
-    "states put back": _put_back,
+    "restored states": _restored_plainly,
     "isolated_rng": torchrepro.isolated_rng,
     "seeded": lambda: torchrepro.seeded("init"),
     "a profile": lambda: torchrepro.apply({"seed": 6}),
@@ -296,8 +298,8 @@ SCOPES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(("way", "workers"), [("auto", 0), ("auto", 2), ("named", 0)])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_seed_that_is_taken_back_leaves_no_trace(scope: str, way: str, workers: int) -> None:
-    """What is seeded within a scope that puts the generators back decides no later sample."""
+def test_a_restored_seed_does_not_change_later_samples(scope: str, way: str, workers: int) -> None:
+    """Seeds within a scope that restores the generators change no later sample."""
     for seeds in (True, False) if way == "named" else (True,):
         found = []
         for evaluates in (False, True):
@@ -321,8 +323,8 @@ def _kept(make: Any) -> list[Any]:
 
 @by_way
 @pytest.mark.parametrize("used", [True, False])
-def test_a_snapshot_brings_back_what_came_after_it(way: str, used: bool) -> None:
-    """In the same run and in another one, before its loaders are used or after, and in JSON."""
+def test_a_restored_snapshot_repeats_the_following_samples(way: str, used: bool) -> None:
+    """In the same run and in another one, before and after its loaders are used, through JSON."""
     with run(way) as make:
         one, two, three = _kept(make)
         _ = epoch(one), epoch(one), epoch(two)
@@ -345,7 +347,7 @@ def test_a_snapshot_brings_back_what_came_after_it(way: str, used: bool) -> None
 def test_forced_workers_load_the_same_in_the_main_process(
     way: str, live_on: bool, timeout: int
 ) -> None:
-    """With `num_workers: 0` samples are as in workers, loaded here; the loader's words stay."""
+    """`num_workers: 0` loads the same samples in this process; errors stay the same."""
     options = {"num_workers": 2, "persistent_workers": live_on, "timeout": timeout}
     found = []
     for forced in ({}, {"num_workers": 0}):
@@ -369,8 +371,8 @@ class _Refusing:
         raise torchrepro.SeedingError.about("these numbers cannot be drawn")
 
 
-def test_an_error_that_a_worker_raises_keeps_its_words() -> None:
-    """What torchrepro says in a worker is said in the main process, in the same words."""
+def test_an_error_in_a_worker_keeps_its_message() -> None:
+    """An error of torchrepro in a worker has the same message in the main process."""
     loader = DataLoader(_Refusing(), num_workers=1)
 
     with pytest.raises(torchrepro.SeedingError, match="these numbers cannot be drawn"):

@@ -1,4 +1,4 @@
-"""Loaders made with `dataloader_kwargs`: their epochs depend on (seed, name, epoch) alone."""
+"""Loaders made with `dataloader_kwargs`: their epochs depend on (seed, name, epoch) only."""
 
 import copy
 import random
@@ -63,10 +63,10 @@ IN_ONE_ORDER = ("in order", "around")
 @pytest.mark.parametrize(
     ("kind", "live_on"), [*zip([*SAMPLERS, *OTHERS], cycle([True, False]), strict=False)]
 )
-def test_an_epoch_depends_on_its_number_alone(kind: str, live_on: bool) -> None:
-    """Reached, named or begun with, beside other draws or on a worker, each is what it is.
+def test_a_named_epoch_depends_on_its_number_only(kind: str, live_on: bool) -> None:
+    """Other draws, workers, and how the program reached the epoch do not change it.
 
-    In the next epoch every sampler that draws gives another order.
+    Every sampler that draws gives another order in the next epoch.
     """
 
     def made(**options: Any) -> Any:
@@ -89,8 +89,8 @@ def test_an_epoch_depends_on_its_number_alone(kind: str, live_on: bool) -> None:
         assert order(chain(*epochs[0])) != order(chain(*epochs[1]))
 
 
-def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
-    """`get_worker_info().seed` is one number per epoch and worker, however that was reached."""
+def test_the_seed_of_a_worker_depends_on_the_epoch_only() -> None:
+    """`get_worker_info().seed` is one number per epoch and worker, on any way to the epoch."""
     with run("named") as make:
         running, direct = (make(Noisy(draw=_seed_of_worker), num_workers=2) for _ in range(2))
         reached = [epoch(running) for _ in range(3)]
@@ -108,8 +108,8 @@ def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
         *product(["shuffle", "wandering", "batches", "items", "items begun eagerly"], [1]),
     ],
 )
-def test_loaders_that_run_at_one_time_do_not_disturb_each_other(kind: str, workers: int) -> None:
-    """Two loaders, or two iterations of one, give interleaved what they give one by one."""
+def test_interleaved_iterations_do_not_change_each_other(kind: str, workers: int) -> None:
+    """Two loaders, or two iterations of one, load the same interleaved as one after the other."""
     own = {"items": Items(LENGTH), "items begun eagerly": Eager(LENGTH)}
 
     def loaders(make: Any) -> Any:
@@ -131,12 +131,10 @@ def test_loaders_that_run_at_one_time_do_not_disturb_each_other(kind: str, worke
 
 
 @pytest.mark.parametrize("dataset", [Noisy, Items])
-def test_samples_epochs_names_seeds_and_ranks_all_draw_other_numbers(
-    dataset: Any, be: Place
-) -> None:
-    """No generator gives one number twice among samples that differ in any coordinate.
+def test_every_coordinate_of_a_sample_changes_its_numbers(dataset: Any, be: Place) -> None:
+    """No generator draws one number twice among samples that differ in any coordinate.
 
-    The order is another for another seed, name or epoch, and the same on every rank.
+    The order differs for another seed, name or epoch, and is the same on every rank.
     """
     found, orders = [], set()
     for seed, rank, name, number in product((5, 6), (0, 1), ("train", "test"), (0, 1)):
@@ -153,10 +151,10 @@ def test_samples_epochs_names_seeds_and_ranks_all_draw_other_numbers(
 
 
 @pytest.mark.parametrize(("ranks", "agree"), [(None, False), ("distinct", False), ("same", True)])
-def test_ranks_agree_on_the_order_and_on_samples_only_where_wanted(
+def test_ranks_share_the_order_and_under_same_the_samples(
     ranks: str | None, agree: bool, be: Place
 ) -> None:
-    """Every rank has the order of the others, and their numbers exactly under `ranks: same`."""
+    """All ranks have one order; they draw the same numbers only under `ranks: same`."""
     found = []
     with run("named", **({"ranks": ranks} if ranks else {})) as make:
         for rank in range(2):
@@ -167,8 +165,8 @@ def test_ranks_agree_on_the_order_and_on_samples_only_where_wanted(
     assert (found[0] == found[1]) == agree
 
 
-def test_a_rank_that_is_known_late_counts_from_the_next_epoch(be: Place) -> None:
-    """A loader named before its rank was known draws as that rank from the next epoch on."""
+def test_a_late_rank_counts_from_the_next_epoch(be: Place) -> None:
+    """A loader that was made before the rank was known uses the rank from the next epoch on."""
     alone = [_named(epoch=0), _named(epoch=1)]
     with run("named") as make:
         loader = make()
@@ -190,8 +188,8 @@ def _leave_a_mark(worker: int) -> None:
 
 
 @pytest.mark.parametrize("live_on", [True, False])
-def test_an_init_function_of_the_user_runs_in_each_worker(live_on: bool) -> None:
-    """The `worker_init_fn` given to `dataloader_kwargs` runs in every worker with its number."""
+def test_the_users_worker_init_fn_runs_in_each_worker(live_on: bool) -> None:
+    """The `worker_init_fn` given to `dataloader_kwargs` gets the number of every worker."""
     with run("named"):
         named = torchrepro.dataloader_kwargs("train", worker_init_fn=_leave_a_mark)
         options = {"num_workers": 2, "persistent_workers": live_on, "collate_fn": list}
@@ -202,8 +200,8 @@ def test_an_init_function_of_the_user_runs_in_each_worker(live_on: bool) -> None
     assert all(worker == mark for worker, _, mark in found)
 
 
-def test_a_copy_of_a_loader_loads_what_the_original_loads() -> None:
-    """A deep copy is a loader of its own that goes on where the original is."""
+def test_a_copy_of_a_loader_loads_the_same() -> None:
+    """A deep copy is an independent loader that continues with the next epoch of the original."""
     with run("named") as make:
         loader = make(shuffle=True)
         epoch(loader)
@@ -220,10 +218,10 @@ def test_a_copy_of_a_loader_loads_what_the_original_loads() -> None:
     start=st.integers(0, 15),
     workers=st.sampled_from([0, 2]),
 )
-def test_batches_that_are_left_out_change_no_other(
+def test_skipped_batches_do_not_change_the_others(
     kind: str, number: int, start: int, workers: int
 ) -> None:
-    """`set_epoch(loader, e, start=n)` gives all but the first n batches, then whole epochs."""
+    """`set_epoch(loader, e, start=n)` skips the first n batches; later epochs are whole."""
     with run("named") as make:
         whole, cut = make(None, kind), make(None, kind, num_workers=workers)
         epochs = [list(whole) for _ in range(number + 2)]
@@ -233,8 +231,8 @@ def test_batches_that_are_left_out_change_no_other(
         assert list(cut) == epochs[number + 1]
 
 
-def test_batches_of_items_cannot_be_left_out() -> None:
-    """Items have no names, so none is left out unread: `set_epoch` raises and changes nothing."""
+def test_batches_of_an_iterable_dataset_cannot_be_skipped() -> None:
+    """Items have no indices, so `set_epoch` raises and changes nothing."""
     with run("named") as make:
         loader = make(Items())
         with pytest.raises(torchrepro.SeedingError, match="cannot be skipped"):
@@ -244,8 +242,8 @@ def test_batches_of_items_cannot_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, True, 1.5, "2"])
-def test_an_epoch_is_a_whole_number(bad: Any) -> None:
-    """What is no whole number of 0 or more is no epoch and no number of batches to leave out."""
+def test_an_epoch_has_to_be_a_whole_number(bad: Any) -> None:
+    """`set_epoch` refuses an epoch or start that is not a whole number of 0 or more."""
     with run("named") as make:
         loader = make()
         for attempt in (
@@ -261,15 +259,15 @@ def test_an_epoch_is_a_whole_number(bad: Any) -> None:
 
 @pytest.mark.parametrize("given", [[1], None, "loader", 3])
 @pytest.mark.parametrize("way", ["plain", "auto"])
-def test_what_is_no_loader_has_no_epoch(given: Any, way: str) -> None:
-    """`set_epoch` of something that is no loader raises `SeedingError`."""
+def test_set_epoch_refuses_objects_that_are_not_loaders(given: Any, way: str) -> None:
+    """It raises `SeedingError`."""
     with run(way), pytest.raises(torchrepro.SeedingError):
         torchrepro.set_epoch(given, 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_distributed_sampler_hears_the_epoch(rank: int) -> None:
-    """`set_epoch` reaches a DistributedSampler, inside a batch sampler too."""
+def test_set_epoch_reaches_a_distributed_sampler(rank: int) -> None:
+    """Also within a batch sampler."""
     plain, *samplers = (DistributedSampler(range(LENGTH), 2, rank) for _ in range(3))
     with run("named") as make:
         batches = BatchSampler(samplers[1], 4, drop_last=False)
@@ -281,12 +279,12 @@ def test_a_distributed_sampler_hears_the_epoch(rank: int) -> None:
             assert order(epoch(loader)) == list(plain)
 
 
-def test_epochs_reach_a_loader_that_is_not_seeded_through_its_sampler_alone() -> None:
-    """Where only a sampler knows epochs it hears them; where nothing does, `set_epoch` raises."""
+def test_set_epoch_of_an_unseeded_loader_reaches_its_sampler() -> None:
+    """If no part of the loader counts epochs, `set_epoch` raises."""
     sampler = DistributedSampler(range(8), 2, 0)
     with run("plain") as make:
         torchrepro.set_epoch(make(sampler=sampler), 3)
 
         assert sampler.epoch == 3
-        with pytest.raises(torchrepro.SeedingError, match="nothing in this loader knows epochs"):
+        with pytest.raises(torchrepro.SeedingError, match="no part of this loader counts epochs"):
             torchrepro.set_epoch(make(shuffle=True), 3)

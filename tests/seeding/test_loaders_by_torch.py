@@ -1,4 +1,4 @@
-"""`dataloader.seeding: auto` follows torch's own protocol, as its author's program would."""
+"""`dataloader.seeding: auto` follows torch's own protocol: orders stay those of plain torch."""
 
 import random
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from .loaders import (
 
 
 class Unhashable(DataLoader):
-    """A loader that equals others, and so has no hash."""
+    """A loader that defines equality, and so has no hash."""
 
     __hash__ = None  # what Python gives a class with __eq__
 
@@ -45,7 +45,7 @@ class Unhashable(DataLoader):
 
 
 class Batched(DataLoader):
-    """A loader that makes up its batches whenever it is asked for them."""
+    """A loader that makes its batches whenever it is asked for them."""
 
     @property
     def batch_sampler(self) -> Any:
@@ -53,7 +53,7 @@ class Batched(DataLoader):
 
     @batch_sampler.setter
     def batch_sampler(self, given: Any) -> None:
-        """Take no notice of torch's own."""
+        """Ignore the assignment of torch's own."""
 
 
 def _interleaved(loaders: list[Any]) -> list[Any]:
@@ -84,10 +84,10 @@ STEPS: dict[str, Callable[[Any, Any], Any]] = {
     kinds=st.tuples(*[st.sampled_from([*SAMPLERS, *AUTHORS])] * 2),
     program=st.lists(st.sampled_from([*STEPS]), max_size=6),
 )
-def test_a_program_has_the_orders_and_the_generators_of_plain_python(
+def test_orders_and_generators_are_those_of_plain_torch(
     kinds: tuple[str, str], program: list[str], generators: Callable[[], Any]
 ) -> None:
-    """Whatever a program does with two loaders, their orders are torch's own, and so are draws."""
+    """For any use of two loaders, the orders and the program's draws are those of plain torch."""
     found = []
     for way, draw in (("plain", tuple), ("auto", all_draws)):
         with run(way) as make:
@@ -114,12 +114,14 @@ AS_WITHOUT: dict[str, Callable[[Any], Any]] = {
     "a pipe, on a worker": lambda make: make(IterableWrapper(range(20)).shuffle(), num_workers=1),
     "the seed of a worker": lambda make: make(Noisy(draw=_seed_of_worker), num_workers=2),
 }
-"""Loaders that load, and leave behind, what they do without a profile."""
+"""Loaders that load the same samples, and move generators, as without a profile."""
 
 
 @pytest.mark.parametrize("kind", AS_WITHOUT)
-def test_what_is_not_ours_to_seed_is_left_alone(kind: str, generators: Callable[[], Any]) -> None:
-    """What torch or its author decides is what it is in plain Python, and so are the generators."""
+def test_loaders_that_the_program_seeds_are_left_alone(
+    kind: str, generators: Callable[[], Any]
+) -> None:
+    """Loaders that torch or the program seeds load as in plain torch, and move no generator."""
     found = []
     for way in ("plain", "auto"):
         with run(way) as make:
@@ -131,8 +133,8 @@ def test_what_is_not_ours_to_seed_is_left_alone(kind: str, generators: Callable[
 
 @by_workers
 @pytest.mark.parametrize("kind", AUTHORS)
-def test_a_loader_with_a_generator_of_its_author_draws_from_it(kind: str, workers: int) -> None:
-    """Its samples depend on that generator: the same beside other draws where it decides alone."""
+def test_a_loader_with_its_own_generator_draws_from_it(kind: str, workers: int) -> None:
+    """Its samples depend on that generator, and on no other draws."""
     found = []
     for seed in (1, 1, 2):
         with run() as make:
@@ -154,7 +156,7 @@ TORCH_SEEDS = st.integers(-(2**63), 2**64 - 1)
 
 
 def _states(seeds: tuple[Any, ...]) -> list[str]:
-    """Return the state of each generator once it was seeded; "" and b"" seed Python's alike."""
+    """Return the state of each generator after a seeding; "" and b"" seed Python's identically."""
     legacy = np.random.RandomState(seeds[1]).get_state(legacy=False)
     return [
         str(random.Random(seeds[0]).getstate()),
@@ -179,10 +181,10 @@ def _columns(seeds: tuple[Any, ...], dataset: Any, workers: int) -> list[list[An
     others=st.tuples(PYTHON_SEEDS, NUMPY_SEEDS, TORCH_SEEDS),
     workers=st.sampled_from([0, 0, 0, 1]),
 )
-def test_each_seed_of_the_program_changes_what_it_is_the_seed_of(
+def test_each_seed_of_the_program_changes_its_own_draws(
     seeds: tuple[Any, ...], others: tuple[Any, ...], workers: int
 ) -> None:
-    """`random.seed` and numpy's change what is drawn there; torch's order and all draws."""
+    """Seeds of `random` and numpy change their draws; torch's changes the order and all draws."""
     first = _columns(seeds, Noisy, 0)
     assert _columns(seeds, Noisy, workers) == first
 
@@ -195,8 +197,8 @@ def test_each_seed_of_the_program_changes_what_it_is_the_seed_of(
             assert same == [column not in changes for column in range(5)]
 
 
-def test_seeds_of_the_program_reach_items_in_workers() -> None:
-    """What workers read of an IterableDataset depends on each seed that the program gives."""
+def test_seeds_of_the_program_change_items_in_workers() -> None:
+    """Items of an IterableDataset in workers depend on each seed that the program gives."""
     given_seeds = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
     found = [str(_columns(seeds, Items, 2)[1:]) for seeds in given_seeds]
 
@@ -204,8 +206,8 @@ def test_seeds_of_the_program_reach_items_in_workers() -> None:
     assert len(set(found)) == 4
 
 
-def test_what_was_seeded_before_the_profile_counts_for_nothing() -> None:
-    """A program that leaves seeding to the profile has its orders and samples, in every run."""
+def test_seeds_before_the_profile_do_not_count() -> None:
+    """A program without seeds under the profile has the same orders and samples in every run."""
     found = []
     for seed in (1, 2):
         seed_plainly(seed)
@@ -220,8 +222,8 @@ def test_what_was_seeded_before_the_profile_counts_for_nothing() -> None:
 
 
 @by_life
-def test_torchs_generator_put_back_repeats_the_epoch(workers: int, live_on: bool) -> None:
-    """Whoever saves torch's generator before an epoch and puts it back has that epoch again."""
+def test_restoring_torchs_generator_repeats_the_epoch(workers: int, live_on: bool) -> None:
+    """A program that saves torch's generator before an epoch, and restores it, repeats it."""
     with run() as make:
         loader = make(shuffle=True, num_workers=workers, persistent_workers=live_on)
         states, epochs = [], []
@@ -241,8 +243,8 @@ def test_torchs_generator_put_back_repeats_the_epoch(workers: int, live_on: bool
 
 
 @pytest.mark.parametrize("batch_size", [np.array([1, 3]), [1, 3], torch.tensor([1.0, 3.0]), "3"])
-def test_a_batch_sampler_may_call_anything_its_batch_size(batch_size: Any) -> None:
-    """What a sampler of the program's own has under the name `batch_size` disturbs no epoch."""
+def test_a_batch_sampler_may_use_batch_size_for_anything(batch_size: Any) -> None:
+    """The attribute `batch_size` of a program's own sampler may have any value."""
     found = []
     for named in (True, False):
         sampler = WanderingBatches()
@@ -255,8 +257,8 @@ def test_a_batch_sampler_may_call_anything_its_batch_size(batch_size: Any) -> No
 
 
 @by_life
-def test_an_epoch_that_is_named_depends_on_its_number_alone(workers: int, live_on: bool) -> None:
-    """After `set_epoch` nothing but the epoch, the seed and the dataset decides what is loaded."""
+def test_an_epoch_of_set_epoch_depends_on_its_number_only(workers: int, live_on: bool) -> None:
+    """After `set_epoch` a batch depends only on the epoch, the seed and the dataset."""
     found = []
     for before, options in ((0, {}), (2, {"num_workers": workers, "persistent_workers": live_on})):
         with run() as make:
@@ -288,9 +290,9 @@ WITHOUT_NAME: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("loader", WITHOUT_NAME)
-def test_an_epoch_that_was_begun_or_is_of_an_author_cannot_be_named(loader: str) -> None:
-    """`set_epoch` raises, and says of an author's loader that it has something of its own."""
-    words = r"nothing in this loader knows epochs" + r"[\s\S]*of its own" * ("author" in loader)
+def test_set_epoch_refuses_begun_epochs_and_loaders_seeded_by_the_program(loader: str) -> None:
+    """The error for a loader that the program seeds names its own generator or function."""
+    words = r"no part of this loader counts epochs" + r"[\s\S]*its own" * ("author" in loader)
     with run() as make:
         made = WITHOUT_NAME[loader](make)
         with pytest.raises(torchrepro.SeedingError, match=words):
@@ -298,7 +300,7 @@ def test_an_epoch_that_was_begun_or_is_of_an_author_cannot_be_named(loader: str)
 
 
 class MadeUp:
-    """One without a dict of its own, which makes up every attribute that it is asked for."""
+    """An object without a dict that computes every attribute that is read."""
 
     __slots__ = ("held",)
 
@@ -309,8 +311,8 @@ class MadeUp:
         return self.held[name]
 
 
-def test_a_dataset_may_hold_anything() -> None:
-    """An epoch is loaded, and taken up after its first batch, whatever the dataset holds."""
+def test_a_dataset_may_have_any_attributes() -> None:
+    """An epoch is loaded, and resumed after its first batch, with any attributes."""
     many: Any = 0
     for _ in range(4):
         many = [many] * 100  # 10**8 parts, of which four are different
@@ -353,7 +355,7 @@ def by_fork_rng(saved: torch.Tensor, dataset: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("puts_back", "drawing", "is_told"),
+    ("puts_back", "drawing", "is_reported"),
     [
         (at_the_step, True, True),
         (at_the_step, False, False),
@@ -363,15 +365,15 @@ def by_fork_rng(saved: torch.Tensor, dataset: Any) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_state_that_is_put_back_too_late_is_told(
+def test_a_state_that_is_restored_too_late_is_reported(
     puts_back: Callable[..., None],
     drawing: bool,
-    is_told: bool,
+    is_reported: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It is told where samples draw and the generator was put back within the epoch alone."""
+    """A line reports it if samples draw and the program restores the generator within an epoch."""
     saved = torch.get_rng_state()
     with torchrepro.apply("seed-only"):
         puts_back(saved, Noisy(draw=draws if drawing else tuple))
 
-    assert ("may not be those of the uninterrupted run" in capsys.readouterr().err) == is_told
+    assert ("may differ from the uninterrupted run" in capsys.readouterr().err) == is_reported

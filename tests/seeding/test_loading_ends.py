@@ -1,4 +1,4 @@
-"""Where the seeding of loaders begins and ends: undone, switched off, nested, wrapped by others."""
+"""Begin and end of the seeding of loaders: undo, `none`, nested profiles, wrappers of others."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ ORIGINAL = DataLoader.__iter__
 
 @pytest.fixture(autouse=True)
 def _no_other_loaders() -> None:
-    """Let go of loaders that another test made: as long as one lives, `__iter__` is wrapped."""
+    """Free the loaders of other tests: while a named one lives, `__iter__` is wrapped."""
     gc.collect()
 
 
@@ -42,16 +42,16 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 def _plainly(loader: Any) -> Any:
-    """Load two epochs with seeds of one's own; return them, and where the generators are then."""
+    """Load two epochs with the program's seeds; return them and the later generator states."""
     seed_plainly()
     return [epoch(loader) for _ in range(2)], draws()
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_none_and_undo_give_the_behaviour_of_torch_alone(kind: str) -> None:
-    """With `none`, with no word on loaders and after undo, torch's own numbers are drawn.
+def test_none_and_undo_load_as_torch_alone(kind: str) -> None:
+    """With `none`, without an option for loaders, and after undo, torch's own numbers are drawn.
 
-    A loader that is used in two profiles is seeded anew under each.
+    A loader that is used under two profiles is seeded by each.
     """
     loader = LOADERS[kind]()
 
@@ -74,8 +74,8 @@ def test_none_and_undo_give_the_behaviour_of_torch_alone(kind: str) -> None:
     assert drawn(chain(*found[0][0])) != drawn(chain(*expected[0]))
 
 
-def test_workers_that_outlive_the_profile_draw_as_torch_has_them() -> None:
-    """After undo, such a loader shuffles by torch's generator, and repeats no number."""
+def test_persistent_workers_draw_as_in_torch_after_undo() -> None:
+    """Such a loader shuffles by torch's generator after undo, and repeats no number."""
     with torchrepro.apply(AUTO):
         loader = LOADERS["on workers that live on"]()
         found = epoch(loader)
@@ -88,8 +88,8 @@ def test_workers_that_outlive_the_profile_draw_as_torch_has_them() -> None:
     assert len(set(drawn(chain(found, *epochs)))) == 4 * 8
 
 
-def test_workers_that_began_before_the_profile_are_left_alone() -> None:
-    """A loader whose workers are there when a profile comes goes on as it would without one."""
+def test_workers_started_before_the_profile_are_left_alone() -> None:
+    """A loader with persistent workers from before the profile continues as without one."""
     epochs = []
     for profile in ({}, AUTO):
         seed_plainly()
@@ -101,8 +101,8 @@ def test_workers_that_began_before_the_profile_are_left_alone() -> None:
     assert epochs[0] == epochs[1]
 
 
-def test_forced_workers_alone_are_no_seeding() -> None:
-    """`num_workers: 0` without `auto` gives what the author's loader without workers gives."""
+def test_forced_workers_do_not_seed() -> None:
+    """`num_workers: 0` without `auto` loads as the program's loader does without workers."""
     expected = _plainly(LOADERS["in the main process"]())
     with torchrepro.apply({"dataloader": {"num_workers": 0}}):
         assert _plainly(LOADERS["on workers"]()) == expected
@@ -112,8 +112,8 @@ def test_forced_workers_alone_are_no_seeding() -> None:
 
 
 @pytest.mark.parametrize("inner", [{**NONE, "seed": 6}, {**AUTO, "seed": 6}, AUTO])
-def test_a_profile_within_leaves_the_epochs_of_the_one_around_it(inner: Any) -> None:
-    """After an inner profile with a seed, loaders of the outer one go on as if it had not been."""
+def test_an_inner_profile_does_not_change_epochs_of_the_outer_one(inner: Any) -> None:
+    """After an inner profile with a seed, loaders of the outer one continue unchanged."""
     found = []
     for nested in (None, inner):
         with run() as make:
@@ -128,8 +128,8 @@ def test_a_profile_within_leaves_the_epochs_of_the_one_around_it(inner: Any) -> 
     assert DataLoader.__iter__ is ORIGINAL
 
 
-def test_an_inner_profile_decides_while_it_is_in_force() -> None:
-    """Within an inner profile loaders are seeded as by it alone: by its seed, or not at all."""
+def test_the_inner_profile_seeds_loaders_while_it_is_active() -> None:
+    """Within an inner profile only its seed counts, or loaders are not seeded."""
     with torchrepro.apply({**AUTO, "seed": 6}):
         alone = epoch(_loader(shuffle=True))
     plain = _plainly(LOADERS["in the main process"]())
@@ -143,7 +143,7 @@ def test_an_inner_profile_decides_while_it_is_in_force() -> None:
                 assert _plainly(LOADERS["in the main process"]()) == plain
 
 
-def test_nothing_is_wrapped_once_the_last_loader_is_gone() -> None:
+def test_nothing_is_wrapped_without_named_loaders() -> None:
     """`DataLoader.__iter__` is torch's own again when no loader with a name is alive."""
     with run("named") as make:
         loaders = [make(name=name) for name in ("train", "test")]
@@ -156,10 +156,10 @@ def test_nothing_is_wrapped_once_the_last_loader_is_gone() -> None:
         assert DataLoader.__iter__ is ORIGINAL
 
 
-def test_a_loader_that_goes_away_in_the_middle_of_a_change_leaves_no_half(
+def test_a_loader_freed_while_hooks_are_installed_leaves_no_hook(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Collected while hooks come, the last named loader leaves none of them."""
+    """If the last named loader is collected within the installation, all hooks are removed."""
     before, watch = list(sys.meta_path), AfterImport.watch
     named: list[Any] = []
 
@@ -178,8 +178,8 @@ def test_a_loader_that_goes_away_in_the_middle_of_a_change_leaves_no_half(
     assert sys.meta_path == before
 
 
-def test_undo_works_where_somebody_cleared_the_finders() -> None:
-    """A program that takes other finders out of `sys.meta_path` hinders no undo."""
+def test_undo_works_after_the_program_cleared_the_finders() -> None:
+    """A program may remove other finders from `sys.meta_path`."""
     before: list[Any] = list(sys.meta_path)
     with torchrepro.apply(AUTO):
         sys.meta_path[:] = before
@@ -189,10 +189,10 @@ def test_undo_works_where_somebody_cleared_the_finders() -> None:
 
 
 @pytest.mark.parametrize("duplicated", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_an_iterator_is_duplicated_as_little_as_torch_has_it(
+def test_an_iterator_cannot_be_copied_as_in_torch(
     duplicated: Callable[[Any], Any],
 ) -> None:
-    """To copy or pickle it under a profile is the error that it is without one."""
+    """Copying or pickling an iterator raises the same error as without a profile."""
     found = []
     for profile in ({}, AUTO):
         with torchrepro.apply(profile), pytest.raises(NotImplementedError) as raised:
@@ -219,8 +219,10 @@ def patched() -> Iterator[Callable[[], Any]]:
     DataLoader.__iter__ = ORIGINAL
 
 
-def test_a_patch_that_outlives_a_profile_changes_no_epoch(patched: Callable[[], Any]) -> None:
-    """Undo leaves the patch of another; with it epochs are as ever, in a profile and beside it."""
+def test_a_foreign_patch_that_outlives_a_profile_changes_no_epoch(
+    patched: Callable[[], Any],
+) -> None:
+    """Undo keeps the patch of another tool; it changes no epoch, with and without a profile."""
     plain = _plainly(_loader(shuffle=True))
     found = []
     for turn in range(3):

@@ -1,4 +1,4 @@
-"""Workers that are started afresh (spawn, forkserver) load what none load."""
+"""Spawned workers (spawn, forkserver) load the same samples as a loader without workers."""
 
 import json
 import os
@@ -80,7 +80,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Return the function that runs the program in a context, once, and gives what it found."""
+    """Return the function that runs the program in a context, once, and returns its output."""
     script = tmp_path_factory.mktemp("spawn") / "program.py"
     script.write_text(PROGRAM, encoding="utf-8")
     results: dict[str, dict[str, Any]] = {}
@@ -103,13 +103,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_workers_started_afresh_load_what_none_load(
+def test_spawned_workers_load_the_same_as_no_workers(
     context: str, loaded: Callable[[str], Any]
 ) -> None:
-    """Order and samples of each epoch, and what it moves, are those of a loader without workers.
+    """Order, samples and moved generators of each epoch equal those of a loader without workers.
 
-    A worker knows the seed plan, its rank and its number, though no profile is in force in it.
-    After the undo a loader of the profile goes on with other orders.
+    A worker knows the seed plan, its rank and its number, though no profile is active in it.
+    After the undo a loader of the profile continues with other orders.
     """
     found, expected = loaded(context), loaded("none")["loaded"]
 

@@ -1,4 +1,4 @@
-"""Loaders and threads: who seeds what while several of them load."""
+"""Loaders and threads: which samples are seeded while several threads load."""
 
 import gc
 import sys
@@ -21,7 +21,7 @@ PATIENCE = 300
 
 
 class Gate(Dataset[int]):
-    """A dataset whose first sample waits until it is let go."""
+    """A dataset whose first sample waits until the test releases it."""
 
     def __init__(self) -> None:
         self.entered, self.let_go = threading.Event(), threading.Event()
@@ -56,7 +56,7 @@ def _shuffled(**options: Any) -> Any:
 
 @pytest.mark.parametrize("begun", [iter, lambda loader: loader], ids=["begun here", "begun there"])
 def test_a_loader_in_another_thread_loads_as_without_a_profile(begun: Any) -> None:
-    """Without workers, what is read outside the main thread is what it is if nothing is seeded."""
+    """Without workers, samples that are read outside the main thread are not seeded."""
     found = []
     for way in ("plain", "auto"):
         with run(way), warnings.catch_warnings():
@@ -69,7 +69,7 @@ def test_a_loader_in_another_thread_loads_as_without_a_profile(begun: Any) -> No
 
 
 def test_a_loader_with_workers_is_seeded_in_any_thread() -> None:
-    """Workers load what they load for the main thread, without a word."""
+    """Workers load the same samples as for the main thread, without a warning."""
     found = []
     for call in (lambda load: load(), lambda load: _in_threads(load)[0]):
         with run(), warnings.catch_warnings():
@@ -80,9 +80,9 @@ def test_a_loader_with_workers_is_seeded_in_any_thread() -> None:
     assert found[0] == found[1]
 
 
-def test_a_loader_in_another_thread_is_told_once() -> None:
-    """One iteration outside the main thread warns once, with a `UserWarning` that says why."""
-    gc.collect()  # what other tests left behind warns as it goes
+def test_a_loader_in_another_thread_warns_once() -> None:
+    """One iteration outside the main thread gives one `UserWarning` with the reason."""
+    gc.collect()  # objects of other tests may warn when they are freed
     with torchrepro.apply(AUTO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         _in_threads(lambda: epoch(_shuffled()))
@@ -92,8 +92,8 @@ def test_a_loader_in_another_thread_is_told_once() -> None:
     assert "num_workers=1" in str(warned[0].message)
 
 
-def test_a_loader_in_the_main_thread_is_not_told() -> None:
-    """Loaders of the main thread, and ones made with `dataloader_kwargs` anywhere, warn of none."""
+def test_a_loader_in_the_main_thread_does_not_warn() -> None:
+    """Nor do loaders made with `dataloader_kwargs`, in any thread."""
     with torchrepro.apply(AUTO), warnings.catch_warnings():
         warnings.simplefilter("error")
         epoch(_shuffled())
@@ -102,8 +102,8 @@ def test_a_loader_in_the_main_thread_is_not_told() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_the_main_thread_draws_never_comes_twice(switching: None, workers: int) -> None:
-    """However often another thread loads, the main thread draws no number a second time."""
+def test_the_main_thread_draws_no_number_twice(switching: None, workers: int) -> None:
+    """Loads in another thread do not set the generators of the main thread."""
     stop = threading.Event()
 
     def load() -> None:
@@ -121,10 +121,10 @@ def test_what_the_main_thread_draws_never_comes_twice(switching: None, workers: 
     assert len(set(drawn)) == len(drawn)
 
 
-def test_a_loader_keeps_its_order_while_another_thread_is_in_a_load() -> None:
-    """What the main thread loads does not depend on whether another thread is in a seeded load.
+def test_a_loader_keeps_its_order_while_another_thread_loads() -> None:
+    """A sample that another thread loads does not change the loads of the main thread.
 
-    Nor is that one's sample taken for one of the main thread.
+    Nor does the main thread take that sample for its own.
     """
     found = []
     for waiting in (False, True):
@@ -147,8 +147,8 @@ def test_a_loader_keeps_its_order_while_another_thread_is_in_a_load() -> None:
     assert found[0] == found[1]
 
 
-def test_loaders_that_start_at_once_leave_torch_as_it_was(switching: None) -> None:
-    """Threads that start loaders of `dataloader_kwargs` at once leave torch's readers in place."""
+def test_loaders_started_in_parallel_restore_torch(switching: None) -> None:
+    """Threads that start named loaders in parallel leave torch's own readers in place."""
     together = threading.Barrier(2)
 
     def load(name: str) -> set[bool]:

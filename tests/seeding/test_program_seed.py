@@ -1,4 +1,4 @@
-"""A program's own `--seed` reaches what its named loaders load, under a profile and without."""
+"""A program's own `--seed` changes the samples of named loaders, with and without a profile."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -45,7 +45,7 @@ def _first_epoch(seed: int = NO_SEED, **options: Any) -> list[Any]:
 def test_another_seed_of_the_program_loads_other_data(
     profile: Any, seeds: tuple[int, int], workers: int
 ) -> None:
-    """Order and numbers are the same for the same seed, on any number of workers, and only then."""
+    """Order and numbers depend on the program's seed, and not on the number of workers."""
     found = []
     for seed, count in ((seeds[0], 0), (seeds[0], workers), (seeds[1], 0)):
         with torchrepro.isolated_rng(), torchrepro.apply(profile):
@@ -60,8 +60,8 @@ def test_another_seed_of_the_program_loads_other_data(
     assert all(same_seed or not (a & b) for a, b in zip(numbers, others, strict=True))
 
 
-def test_the_profiles_own_seed_and_one_of_chance_change_nothing() -> None:
-    """Whoever gives no seed, the profile's, or one of chance, loads what the profile says."""
+def test_the_profiles_seed_and_a_random_seed_change_nothing() -> None:
+    """Without a seed, with a random one or with the profile's, samples are those of the profile."""
     with torchrepro.apply(AUTO):
         expected = _first_epoch()
     with torchrepro.apply(AUTO):
@@ -72,8 +72,8 @@ def test_the_profiles_own_seed_and_one_of_chance_change_nothing() -> None:
             assert _first_epoch() == expected
 
 
-def test_what_a_name_loads_is_what_it_has_always_been() -> None:
-    """Programs that leave seeding to the profile keep the order and the samples that they had."""
+def test_orders_and_samples_of_a_named_loader_are_fixed() -> None:
+    """Programs without own seeds keep their order and samples in every version."""
     with torchrepro.apply(AUTO):
         named = torchrepro.dataloader_kwargs("train")
         loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=12, shuffle=True, **named)
@@ -87,8 +87,8 @@ def test_what_a_name_loads_is_what_it_has_always_been() -> None:
         ]
 
 
-def test_a_loader_with_a_seed_of_its_own_is_not_reached() -> None:
-    """A stream that the profile pins stays as it is while a program's seed is swept."""
+def test_a_loader_whose_stream_has_its_own_seed_is_unchanged() -> None:
+    """A stream with a seed in the profile stays the same while a program's seed is swept."""
     found = []
     for seed in (NO_SEED, 1, 2):
         with torchrepro.apply({**AUTO, "streams": {"train": 3}}):
@@ -113,8 +113,8 @@ BETWEEN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("seed", [NO_SEED, 1])
-def test_what_happens_between_two_epochs_leaves_no_trace(between: str, seed: int) -> None:
-    """Draws, seeds that torch's own scope takes back, and those of other samples change nothing."""
+def test_draws_between_two_epochs_change_nothing(between: str, seed: int) -> None:
+    """Nor do seeds that torch's own scope restores, or seeds within other samples."""
     found = []
     for happens in (False, True):
         with torchrepro.apply(AUTO):
@@ -129,8 +129,8 @@ def test_what_happens_between_two_epochs_leaves_no_trace(between: str, seed: int
     assert found[0] == found[1]
 
 
-def test_a_seed_of_torchrepros_own_is_not_the_programs() -> None:
-    """A loader that is iterated where torchrepro has seeded torch depends on the program's seed."""
+def test_seeds_by_torchrepro_do_not_count_as_the_programs() -> None:
+    """A loader iterated where torchrepro has seeded torch still depends on the program's seed."""
     found = []
     for seed in (1, 1, 2):
         with torchrepro.apply(AUTO):
@@ -172,10 +172,10 @@ def _trained(folder: Path | None, way: str, reseed: Any, stop: int | None) -> li
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("reseed", RESEEDED)
 @by_way
-def test_a_resumed_run_loads_what_the_uninterrupted_one_loads(
+def test_a_resumed_run_loads_as_the_uninterrupted_run(
     way: str, reseed: str, tmp_path: Path
 ) -> None:
-    """Wherever it stopped, and whenever the program seeds torch, an epoch goes on as it began."""
+    """Interrupted anywhere, with program seeds at any time, an epoch continues unchanged."""
     whole = _trained(None, way, RESEEDED[reseed], None)
     for stop in (2, 4, 5, 7):
         folder = tmp_path / str(stop)
@@ -185,10 +185,8 @@ def test_a_resumed_run_loads_what_the_uninterrupted_one_loads(
 
 
 @pytest.mark.parametrize("world", [2, 1])
-def test_ranks_share_one_order_whatever_each_is_seeded_with(
-    world: int, be: Callable[..., None]
-) -> None:
-    """`manual_seed(seed + rank)` on several ranks leaves the order alone; the report says so."""
+def test_ranks_with_different_seeds_share_one_order(world: int, be: Callable[..., None]) -> None:
+    """`manual_seed(seed + rank)` does not change the order; the report has a note."""
     found, said = [], []
     for rank in (0, 1):
         be(rank % world, world)
@@ -201,8 +199,8 @@ def test_ranks_share_one_order_whatever_each_is_seeded_with(
         assert (f"do not depend on the program's own seed {3 + rank}" in text) == (world == 2)
 
 
-def test_ranks_with_seeds_of_their_own_have_given_none(be: Callable[..., None]) -> None:
-    """Under `ranks: distinct` a rank starts from another seed, which is the profile's as well."""
+def test_distinct_ranks_do_not_count_as_seeded_by_the_program(be: Callable[..., None]) -> None:
+    """Under `ranks: distinct` the seed of a rank is still the profile's."""
     be(3, 4)
     with torchrepro.apply({**AUTO, "ranks": "distinct"}) as applied:
         assert torch.initial_seed() == seed_of_rank(5, 3)

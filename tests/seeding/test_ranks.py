@@ -1,6 +1,6 @@
-"""Ranks, also of device meshes: which processes draw the same numbers, and which their own.
+"""Ranks, also of device meshes: which processes draw the same numbers, and which differ.
 
-The meshes are real ones of torch, over a process group that only pretends to communicate.
+The meshes are torch's own, over a process group that communicates with nothing.
 """
 
 import json
@@ -33,10 +33,10 @@ Place = Callable[..., None]
     ],
     ids=["torchrun", "Slurm", "torchrun on a node of Slurm"],
 )
-def test_a_launcher_numbers_this_process(
+def test_the_rank_comes_from_the_variables_of_a_launcher(
     variables: dict[str, int], seed_1234: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank and size, and with them a stream, are those of torchrun's or Slurm's variables."""
+    """Rank, size and streams follow the variables of torchrun or Slurm."""
     alone = torchrepro.stream("augment")
     assert world() == World(1, 0)
     for name, number in variables.items():
@@ -49,10 +49,10 @@ def test_a_launcher_numbers_this_process(
 
 @pytest.mark.parametrize("text", NO_NUMBERS)
 @pytest.mark.parametrize("variable", [name for pair in LAUNCHERS for name in pair])
-def test_a_variable_that_holds_no_number_is_refused(
+def test_a_variable_without_a_number_is_refused(
     variable: str, text: str, seed_1234: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message names the variable and what it holds, and no stream is given."""
+    """The message names the variable and its value, and no stream is returned."""
     for rank, size in LAUNCHERS:
         if variable in (rank, size):
             monkeypatch.setenv(rank, "0")
@@ -69,10 +69,10 @@ POLICY = st.sampled_from(["distinct", "same"])
 
 
 @given(data=st.data(), sizes=SIZES)
-def test_along_a_mesh_ranks_agree_exactly_where_the_policy_says(
+def test_ranks_of_a_mesh_agree_along_same_dimensions_only(
     data: st.DataObject, sizes: list[int]
 ) -> None:
-    """Two ranks have one number if they differ only along dimensions called the same."""
+    """Two ranks have one number if they differ only along dimensions with the policy `same`."""
     pool = ["dp", "pp", "ep", "tp", "sp", "cp"]
     order = data.draw(st.permutations(pool))
     names = tuple(order[: len(sizes)])
@@ -94,7 +94,7 @@ def test_along_a_mesh_ranks_agree_exactly_where_the_policy_says(
 
 
 def test_dimensions_without_a_mesh_are_refused(be: Place) -> None:
-    """A policy by dimension needs a mesh as soon as there is more than one rank."""
+    """A policy by dimension needs a mesh if there is more than one rank."""
     plan = SeedPlan(ranks={"dp": "same"})
 
     assert plan.coordinate() == 0
@@ -112,10 +112,10 @@ def _numbers_under(profile: dict[str, Any]) -> tuple[Any, ...]:
         return _global_numbers()
 
 
-def test_distinct_ranks_start_from_seeds_of_their_own(
+def test_distinct_ranks_start_from_different_seeds(
     be: Place, generators: Callable[[], Any]
 ) -> None:
-    """Under `ranks: distinct` rank 0 draws what a lone run draws, every other rank its own."""
+    """Under `ranks: distinct` rank 0 draws as a run without ranks, other ranks differently."""
     before = generators()
     plain, distinct = {"seed": 7}, {"seed": 7, "ranks": "distinct"}
     alone, drawn = _numbers_under(plain), []
@@ -144,10 +144,10 @@ with torchrepro.apply({"seed": 1, "ranks": "distinct"}):
 """
 
 
-def test_a_process_group_is_asked_before_any_variable(forked_answer_of: Callable[..., Any]) -> None:
-    """Once it is made its rank counts: streams and generators are of that rank.
+def test_a_process_group_overrides_the_variables(forked_answer_of: Callable[..., Any]) -> None:
+    """Once it is made, streams and generators are those of its rank.
 
-    One that the program has seeded goes on from there.
+    A generator that the program has seeded continues unchanged.
     """
     _, of_numpy, of_torch = _numbers_under({"seed": seed_of_rank(1, 5)})
 
@@ -197,14 +197,12 @@ MOVES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "a state of the profile": (lambda: random.setstate(random.getstate()), set()),
     "torch's generator of the CPU": (lambda: torch.default_generator.manual_seed(3), {"torch"}),
 }
-"""What a program does before it knows its rank, and which generators it has moved by that."""
+"""Calls of a program before it knows its rank, and the generators that they have set."""
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_rank_that_learns_its_number_late_starts_what_its_program_left_alone(
-    move: str, be: Place
-) -> None:
-    """What stands where the profile has put it starts from the rank's seed, and nothing else."""
+def test_a_late_rank_seeds_only_untouched_generators(move: str, be: Place) -> None:
+    """Generators that the program has not set since the profile start from the rank's seed."""
     moves, moved = MOVES[move]
     own = seed_of_rank(1, 5)
     random.seed(own), np.random.seed(own), torch.manual_seed(own)
@@ -219,10 +217,10 @@ def test_a_rank_that_learns_its_number_late_starts_what_its_program_left_alone(
 
 
 @pytest.mark.parametrize("ranks", [None, "distinct"])
-def test_initialisation_can_be_alike_while_augmentation_differs(
+def test_ranks_can_share_initial_weights_and_differ_in_augmentation(
     ranks: str | None, be: Place
 ) -> None:
-    """`seeded("init", ranks="same")` draws the same on every rank, a stream its own on each."""
+    """`seeded("init", ranks="same")` draws the same on every rank, a stream differs on each."""
     weights, augment, usual = [], [], []
     for rank in range(4):
         be(rank, 4)
@@ -237,8 +235,8 @@ def test_initialisation_can_be_alike_while_augmentation_differs(
     assert len(set(usual)) == len(set(augment)) == 4
 
 
-def test_under_same_every_rank_is_rank_0(be: Place) -> None:
-    """Under `ranks: same` streams agree too, unless a scope or an argument says otherwise."""
+def test_under_same_every_rank_draws_as_rank_0(be: Place) -> None:
+    """Streams agree under `ranks: same`, unless a scope or an argument sets another policy."""
     with torchrepro.apply({"seed": 7, "ranks": "same"}):
         first = torchrepro.stream("augment")
         be(3, 4)
@@ -252,7 +250,7 @@ def test_under_same_every_rank_is_rank_0(be: Place) -> None:
 def test_an_unknown_policy_is_refused(
     policy: Any, seed_1234: Any, generators: Callable[[], Any]
 ) -> None:
-    """The message names the policies, the one close to it if any, and nothing has changed."""
+    """The message names the policies and a near match, and nothing changes."""
     before = generators()
 
     with pytest.raises(torchrepro.SeedingError) as refused, torchrepro.seeded("init", policy):
@@ -323,12 +321,12 @@ POLICIES = [  # `ranks`, then along which dimensions global generators and strea
 ]
 
 
-def test_ranks_differ_along_the_dimensions_that_the_profile_says(
+def test_ranks_differ_along_the_distinct_dimensions_of_the_profile(
     forked_answer_of: Callable[..., Any],
 ) -> None:
-    """Data-parallel ranks differ pairwise and tensor-parallel ones agree, unless told otherwise.
+    """By default data-parallel ranks differ pairwise and tensor-parallel ranks agree.
 
-    Where ranks differ, the first along every dimension draws what a lone run draws.
+    The first rank along all distinct dimensions draws as a run without ranks.
     """
     alone = [*_numbers_under({"seed": 1234})]
     profiles = [{"seed": 1234} | ({"ranks": ranks} if ranks else {}) for ranks, *_ in POLICIES]
@@ -346,8 +344,8 @@ def test_ranks_differ_along_the_dimensions_that_the_profile_says(
             _groups(shape, turned, "tp")
 
 
-def test_a_mesh_goes_with_the_profile(forked_answer_of: Callable[..., Any]) -> None:
-    """Undo forgets the mesh and puts the generators back; an inner profile keeps the mesh."""
+def test_a_mesh_is_forgotten_with_the_profile(forked_answer_of: Callable[..., Any]) -> None:
+    """Undo forgets the mesh and restores the generators; an inner profile keeps the mesh."""
     program = """
 def work():
     with torchrepro.apply({"seed": 5, "ranks": "distinct"}):
@@ -396,13 +394,13 @@ print(json.dumps(answers))
 """
 WORDS = [
     ("has no names", "mesh_dim_names"),
-    ("leaves this rank out",),
+    ("does not contain this rank",),
     ("ranks.dpp", "legal: dp, tp", "did you mean: dp"),
 ]
 
 
-def test_a_mesh_that_says_too_little_is_refused(forked_answer_of: Callable[..., Any]) -> None:
-    """The message says what the mesh lacks, and nothing has changed."""
+def test_an_incomplete_mesh_is_refused(forked_answer_of: Callable[..., Any]) -> None:
+    """The message says what the mesh lacks, and nothing changes."""
     for (refused, unchanged), words in zip(forked_answer_of(START + BAD), WORDS, strict=True):
         assert [word for word in words if word not in refused] == []
         assert unchanged
@@ -410,8 +408,8 @@ def test_a_mesh_that_says_too_little_is_refused(forked_answer_of: Callable[..., 
 
 @pytest.mark.parametrize("given", [None, 3, [[0, 1]]])
 @pytest.mark.parametrize("profile", [{}, {"seed": 5}])
-def test_what_is_no_mesh_is_refused(given: Any, profile: Any) -> None:
-    """`use_mesh` of something that is no mesh raises `SeedingError`, under a profile or not."""
+def test_use_mesh_refuses_other_objects(given: Any, profile: Any) -> None:
+    """It raises `SeedingError`, with and without a profile."""
     refused = pytest.raises(torchrepro.SeedingError, match="not a device mesh")
     with torchrepro.apply(profile), refused:
         torchrepro.use_mesh(given)

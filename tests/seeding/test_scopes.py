@@ -1,4 +1,4 @@
-"""Scopes: whatever happens inside, every generator comes out as it went in."""
+"""Scopes: every generator has the same state before and after."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ SCOPES: dict[str, Callable[[], Any]] = {
     "isolated": torchrepro.isolated_rng,
     "seeded": lambda: torchrepro.seeded("init"),
     "seeded for a step": lambda: torchrepro.seeded("init", epoch=2, step=7),
-    "seeded alike": lambda: torchrepro.seeded("init", ranks="same"),
+    "seeded with same ranks": lambda: torchrepro.seeded("init", ranks="same"),
 }
 every_scope = pytest.mark.parametrize("scope", SCOPES.values(), ids=SCOPES)
 
 
 @pytest.fixture(autouse=True)
 def _own_generators(seed_1234: Any) -> Iterator[None]:
-    """Register one generator of each kind; a profile with a seed is in force."""
+    """Register one generator of each type; a profile with a seed is active."""
     register_own()
     yield
     own.clear()
@@ -42,7 +42,7 @@ def _own_generators(seed_1234: Any) -> Iterator[None]:
     inside=DRAWS,
     raised=st.none() | st.sampled_from([OSError, KeyboardInterrupt, SystemExit, StopIteration]),
 )
-def test_a_scope_leaves_every_generator_as_it_found_it(
+def test_a_scope_restores_every_generator(
     scope: Callable[[], Any],
     around: list[str],
     before: list[str],
@@ -50,7 +50,7 @@ def test_a_scope_leaves_every_generator_as_it_found_it(
     raised: type[BaseException] | None,
     generators: State,
 ) -> None:
-    """What is drawn and seeded inside changes nothing that comes after, within other scopes too.
+    """Draws and seeds inside change no later draw, also within other scopes.
 
     An exception passes through unchanged.
     """
@@ -82,7 +82,7 @@ def test_a_scope_leaves_every_generator_as_it_found_it(
 
 @every_scope
 def test_a_scope_is_a_decorator(scope: Callable[[], Any], generators: State) -> None:
-    """A decorated function is a scope at every call, passes its result on, and keeps its name."""
+    """A decorated function is a scope at every call, and keeps its result and name."""
 
     @scope()
     def noise(count: int) -> list[float]:
@@ -104,10 +104,10 @@ def test_a_scope_is_a_decorator(scope: Callable[[], Any], generators: State) -> 
     epoch=st.none() | st.integers(0, 99),
     step=st.none() | st.integers(0, 99),
 )
-def test_a_seeded_scope_draws_the_same_wherever_it_is(
+def test_a_seeded_scope_does_not_depend_on_earlier_draws(
     name: str, earlier: list[str], drawn: list[str], epoch: int | None, step: int | None
 ) -> None:
-    """What a seeded scope draws depends on its stream, not on what was drawn before it."""
+    """Its draws depend on its stream only."""
     scoped = [each for each in drawn if each in GLOBAL]
 
     def inside(again: str = name) -> list[str]:
@@ -124,7 +124,7 @@ def test_a_seeded_scope_draws_the_same_wherever_it_is(
 
 
 def test_a_seeded_scope_draws_from_its_stream() -> None:
-    """The scope gives the stream it draws from, and starts every library from 256 bits of it."""
+    """The scope returns its stream, and starts every library from 256 bits of it."""
     with torchrepro.seeded("init", epoch=3) as source:
         assert source == torchrepro.stream("init", epoch=3)
         assert random.getstate() == source.python().getstate()
@@ -134,16 +134,16 @@ def test_a_seeded_scope_draws_from_its_stream() -> None:
     assert len(numbers) == 3
 
 
-def test_a_registered_generator_is_left_alone_inside_a_seeded_scope() -> None:
-    """`seeded` starts the global generators alone: one's own go on, and come back afterwards."""
+def test_a_seeded_scope_does_not_seed_registered_generators() -> None:
+    """They continue inside, and are restored afterwards."""
     expected = random.Random(5).random()
     with torchrepro.seeded("init"):
         assert own["own python"].random() == expected
     assert own["own python"].random() == expected
 
 
-def test_a_generator_that_is_forgotten_inside_comes_back_too(generators: State) -> None:
-    """A scope restores the generators that were registered when it began."""
+def test_a_generator_unregistered_inside_a_scope_is_restored(generators: State) -> None:
+    """A scope restores the generators that were registered at its begin."""
     found = generators()
     with torchrepro.isolated_rng():
         forgotten = own["own torch"]
@@ -157,9 +157,9 @@ def test_a_generator_that_is_forgotten_inside_comes_back_too(generators: State) 
     assert found == generators()
 
 
-def test_what_is_no_generator_cannot_be_registered() -> None:
-    """Registering takes a name and a generator of a known kind, unregistering a known name."""
-    no_state = random.SystemRandom()  # the system's own, which nobody can restore
+def test_registering_refuses_other_objects() -> None:
+    """It takes a name and a generator of a known type; unregistering takes a known name."""
+    no_state = random.SystemRandom()  # the system's generator: it has no state to restore
     for value in (random, np.random, torch, "x", None, np.random.PCG64(1), no_state):
         with pytest.raises(torchrepro.SeedingError, match="not a generator that can be registered"):
             torchrepro.register_generator("bad", value)
@@ -171,7 +171,7 @@ def test_what_is_no_generator_cannot_be_registered() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"epoch": -1}, {"step": True}, {"name": ""}, {"epoch": 1.0}])
-def test_a_bad_argument_is_refused_before_anything_is_seeded(
+def test_a_bad_argument_is_refused_before_any_seeding(
     bad: dict[str, Any], generators: State
 ) -> None:
     """A seeded scope with a wrong argument does not begin."""
@@ -183,8 +183,8 @@ def test_a_bad_argument_is_refused_before_anything_is_seeded(
     assert found == generators()
 
 
-def test_a_stream_per_thread_draws_the_same() -> None:
-    """Streams can be asked for from many threads at once: each gives its own numbers."""
+def test_streams_work_in_many_threads() -> None:
+    """Each thread gets the same numbers from its stream as alone."""
 
     def drawn(step: int) -> Any:
         return torch.rand(4, generator=torchrepro.stream("t", step=step).torch()).tolist()

@@ -1,4 +1,4 @@
-"""Seeding calls of the program itself: honoured as ever, and recorded with their line."""
+"""Seeding calls of the program itself work as without a profile, and are recorded."""
 
 import contextlib
 import importlib
@@ -53,12 +53,10 @@ PRESENT = [place for place, function in _originals().items() if function is not 
 
 
 @pytest.mark.parametrize("place", PRESENT, ids=".".join)
-def test_a_call_does_what_it_always_did_and_is_recorded(
-    place: tuple[str, str], generators: State
-) -> None:
-    """It leaves the state that it leaves without a profile, and one record, whatever it calls.
+def test_a_seeding_call_works_and_is_recorded(place: tuple[str, str], generators: State) -> None:
+    """It sets the same state as without a profile, and makes one record, whatever it calls inside.
 
-    That has function, last value, file, line and how often.
+    The record has function, last value, file, line and count.
     """
     seeds = [(), ()] if place[0].startswith("torch") and place[1] == "seed" else [(5,), (77,)]
     for given in seeds:
@@ -77,8 +75,8 @@ def test_a_call_does_what_it_always_did_and_is_recorded(
     assert str(applied.seeding_calls[0]) == f"{function}({value}) at {HERE}:{line} (2 times)"
 
 
-def test_every_place_is_recorded_in_the_order_of_its_first_call(seed_1234: Any) -> None:
-    """Two lines are two records, and undo keeps them for whoever compares runs."""
+def test_every_line_is_recorded_in_the_order_of_its_first_call(seed_1234: Any) -> None:
+    """Two lines are two records, and undo keeps them for a comparison of runs."""
     for _ in range(2):
         random.seed("text"), (first := _line())
         torch.manual_seed(seed=5), (second := _line())
@@ -94,7 +92,7 @@ def test_every_place_is_recorded_in_the_order_of_its_first_call(seed_1234: Any) 
 
 
 def test_a_call_through_a_library_is_recorded_at_the_line_of_the_program(seed_1234: Any) -> None:
-    """Where a library makes the call, the line is the one of the program that called it."""
+    """If a library makes the call, the record has the line that called the library."""
     with contextlib.ExitStack() as stack:
         stack.callback(random.seed, 3)
         stack.close(), (line := _line())
@@ -102,12 +100,12 @@ def test_a_call_through_a_library_is_recorded_at_the_line_of_the_program(seed_12
     assert [call.where for call in seed_1234.seeding_calls] == [f"{HERE}:{line}"]
 
 
-def test_a_library_that_seeds_when_it_is_imported_is_recorded_at_the_import(
+def test_a_library_that_seeds_at_its_import_is_recorded_at_the_import(
     seed_1234: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line is the program's own import, not one of Python's import machinery.
+    """The line is the program's import, not a line of Python's import machinery.
 
-    A folder counts as that of installed packages here, as site-packages does.
+    The test treats a folder like site-packages, as the folder of installed packages.
     """
     (tmp_path / "seeds_at_import.py").write_text("import random\nrandom.seed(5)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -120,7 +118,7 @@ def test_a_library_that_seeds_when_it_is_imported_is_recorded_at_the_import(
     assert [call.where for call in seed_1234.seeding_calls] == [f"{HERE}:{line}"]
 
 
-def test_a_call_that_no_program_made_is_recorded_where_it_was_made(seed_1234: Any) -> None:
+def test_a_call_without_a_line_of_the_program_is_recorded_at_the_library(seed_1234: Any) -> None:
     """A thread that starts with a seeding function is recorded at the library's own line."""
     thread = threading.Thread(target=random.seed, args=(3,))
     thread.start()
@@ -130,8 +128,8 @@ def test_a_call_that_no_program_made_is_recorded_where_it_was_made(seed_1234: An
     assert call.where.startswith(f"{threading.__file__}:")
 
 
-def test_what_torchrepro_and_torch_do_themselves_is_not_recorded(seed_1234: Any) -> None:
-    """Scopes, profiles, loaders and torch's own functions leave no record."""
+def test_calls_of_torchrepro_and_torch_are_not_recorded(seed_1234: Any) -> None:
+    """Scopes, profiles, loaders and torch's own functions make no record."""
     with torchrepro.seeded("init"), torchrepro.isolated_rng():
         torchrepro.set_rng_state(torchrepro.rng_state())
         list(DataLoader(range(4), shuffle=True))
@@ -144,8 +142,8 @@ def test_what_torchrepro_and_torch_do_themselves_is_not_recorded(seed_1234: Any)
     assert seed_1234.seeding_calls == ()
 
 
-def test_a_call_that_was_refused_is_not_recorded(seed_1234: Any) -> None:
-    """A call that raised seeded nothing: the error is the library's own and leaves no record."""
+def test_a_call_that_raises_is_not_recorded(seed_1234: Any) -> None:
+    """The error is the library's own."""
     with pytest.raises(ValueError, match="Seed must be between 0"):
         np.random.seed(-1)
     with pytest.raises(TypeError):
@@ -154,8 +152,8 @@ def test_a_call_that_was_refused_is_not_recorded(seed_1234: Any) -> None:
     assert seed_1234.seeding_calls == ()
 
 
-def test_without_a_profile_nothing_is_recorded() -> None:
-    """Before, after and under a profile without a seed no call is recorded, by no name kept."""
+def test_without_a_seed_no_call_is_recorded() -> None:
+    """Before, after and under a profile without a seed, also through names kept from a profile."""
     random.seed(1)
     with torchrepro.apply({"dropout": "keep"}) as applied:
         random.seed(2)
@@ -169,8 +167,8 @@ def test_without_a_profile_nothing_is_recorded() -> None:
     assert seeding_calls() == applied.seeding_calls == ()
 
 
-def test_nested_profiles_have_records_of_their_own(seed_1234: Any) -> None:
-    """Calls under an inner profile with a seed are the inner one's; those before stay."""
+def test_nested_profiles_have_separate_records(seed_1234: Any) -> None:
+    """Calls under an inner profile with a seed belong to it; earlier records stay."""
     random.seed(1)
     before = seed_1234.seeding_calls
     with torchrepro.apply({"seed": 2}) as inner:
@@ -182,8 +180,8 @@ def test_nested_profiles_have_records_of_their_own(seed_1234: Any) -> None:
     assert [c.function for c in seed_1234.seeding_calls] == ["random.seed", "torch.manual_seed"]
 
 
-def test_a_program_that_seeds_without_end_is_recorded_up_to_a_limit(seed_1234: Any) -> None:
-    """Records of 1000 places are kept at most, the first ones, and those go on counting."""
+def test_at_most_1000_lines_are_recorded(seed_1234: Any) -> None:
+    """The first 1000 lines keep their records and counts."""
     program = compile("random.seed(1)\n" * 1500, "generated.py", "exec")
     for _ in range(2):
         exec(program, {"random": random, "__name__": "generated"})

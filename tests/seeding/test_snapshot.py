@@ -1,4 +1,4 @@
-"""Snapshots: what is restored is what was saved, through any container and in any process."""
+"""Snapshots restore the saved state, through any file format and in any process."""
 
 import io
 import json
@@ -55,14 +55,14 @@ def registered() -> None:
 @pytest.mark.parametrize("through", CONTAINERS.values(), ids=CONTAINERS)
 @settings(max_examples=20)
 @given(drawn=st.tuples(DRAWS, DRAWS, DRAWS))
-def test_restoring_is_the_identity(
+def test_a_restore_restores_the_saved_state(
     through: Callable[[Any, Path], Any],
     drawn: tuple[list[str], ...],
     generators: State,
     registered: None,
     tmp_path: Path,
 ) -> None:
-    """After a restore the state is the saved one, and the same numbers come, from any container."""
+    """The state and the following numbers are the same, through any file format."""
     before, between, after = drawn
     for name in before:
         draw(name)
@@ -82,7 +82,7 @@ def test_restoring_is_the_identity(
 
 
 def test_a_snapshot_is_plain_text(tmp_path: Path, registered: None, seed_1234: Any) -> None:
-    """A file is JSON of plain values that says where it comes from; nothing in it is a pickle."""
+    """A file is JSON of plain values with its format and rank; it has no pickle."""
     torchrepro.save_rng_state(tmp_path / "rng.json")
     content = (tmp_path / "rng.json").read_bytes()
     snapshot = json.loads(content)
@@ -110,10 +110,10 @@ SAVE = "draw()\ntorchrepro.save_rng_state(sys.argv[1])\nprint(json.dumps([draw()
 RESTORE = "torchrepro.set_rng_state(sys.argv[1])\nprint(json.dumps([draw(), draw()]))"
 
 
-def test_another_process_goes_on_where_the_file_was_saved(
+def test_another_process_continues_from_a_saved_file(
     tmp_path: Path, forked_answer_of: Callable[..., Any]
 ) -> None:
-    """A new process of the same rank draws from a file what the one that saved it drew next."""
+    """A new process of the same rank draws the same numbers as the process that saved it."""
     path, rank = tmp_path / "rng.json", {"RANK": "2", "WORLD_SIZE": "4"}
 
     drawn = forked_answer_of(FIRST + SAVE, path, **rank)
@@ -123,10 +123,8 @@ def test_another_process_goes_on_where_the_file_was_saved(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this machine")
-def test_a_process_that_has_not_used_its_gpu_yet_goes_on_too(
-    tmp_path: Path, fork_python: Callable[..., Any]
-) -> None:
-    """A framework restores before it moves its model: the GPU is started for its generator."""
+def test_a_restore_starts_an_unused_gpu(tmp_path: Path, fork_python: Callable[..., Any]) -> None:
+    """A framework restores before it moves its model, so the GPU is started for its generator."""
     path = tmp_path / "state.json"
     draw = "print(torch.rand(3, device='cuda').tolist(), torch.rand(3).tolist())"
     save = f"import torch, torchrepro; {draw}; torchrepro.save_rng_state({str(path)!r}); {draw}"
@@ -157,8 +155,8 @@ def test_a_snapshot_is_independent_of_the_defaults_of_torch(mode: str, generator
     assert generators() == saved
 
 
-def test_samples_go_on_under_the_seeds_that_the_program_had_given() -> None:
-    """What it gave to `random` and numpy afterwards is forgotten with the restore."""
+def test_a_restore_also_restores_the_programs_seeds() -> None:
+    """Later seeds of `random` and numpy are forgotten, so samples continue unchanged."""
     with torchrepro.apply(AUTO):
         random.seed(5), np.random.seed(5)
         loader, snapshot = DataLoader(Noisy(), collate_fn=list), torchrepro.rng_state()
@@ -183,7 +181,7 @@ NO_FILES = {  # content, word of the message
 
 
 def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    """A directory that is not there, or a file in its place, is an OSError and leaves nothing."""
+    """A missing directory, or a file in its place, raises OSError and leaves no file."""
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "nope/rng.json", tmp_path / "file/rng.json", tmp_path):
         with pytest.raises(OSError, match=r"."):
@@ -194,7 +192,7 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_older_file(tmp_path: Path, full_disk: Callable[..., Any]) -> None:
-    """A write that the system cuts short raises, keeps the file that was there, leaves no part."""
+    """A write that fails halfway raises, keeps the older file, and leaves no partial file."""
     path = tmp_path / "rng.json"
     torchrepro.save_rng_state(path)
     before = path.read_bytes()
@@ -206,8 +204,8 @@ def test_a_full_disk_keeps_the_older_file(tmp_path: Path, full_disk: Callable[..
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_threads_that_save_to_one_path_do_not_mix_their_contents(tmp_path: Path) -> None:
-    """While several threads write one file, who reads it finds what one of them wrote, whole."""
+def test_parallel_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
+    """While several threads write one file, a reader finds one complete snapshot."""
     path, contents = tmp_path / "file", [bytes([n]) * 300_000 for n in range(4)]
 
     def write(content: bytes) -> bool:
@@ -223,10 +221,10 @@ def test_threads_that_save_to_one_path_do_not_mix_their_contents(tmp_path: Path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9999])
-def test_a_file_that_is_cut_off_is_refused(
+def test_a_truncated_file_is_refused(
     share: float, refused: Callable[[Any], str], tmp_path: Path
 ) -> None:
-    """However much of the file is missing, the message says so and nothing has changed."""
+    """The message says that it is truncated, and nothing changes."""
     path = tmp_path / "rng.json"
     torchrepro.save_rng_state(path)
     random.random(), np.random.rand(), torch.rand(1)
@@ -237,10 +235,10 @@ def test_a_file_that_is_cut_off_is_refused(
 
 
 @pytest.mark.parametrize("content", NO_FILES.values(), ids=NO_FILES)
-def test_a_file_that_is_no_snapshot_is_refused(
+def test_a_file_with_other_content_is_refused(
     content: bytes, refused: Callable[[Any], str], tmp_path: Path
 ) -> None:
-    """Whatever else a file holds is refused, and no more than a line of it is shown."""
+    """The message shows at most one line of it."""
     path = tmp_path / "rng.json"
     path.write_bytes(content)
 

@@ -1,4 +1,4 @@
-"""Snapshots that do not fit: each is refused with its reason, and nothing changes."""
+"""Snapshots that do not fit this process: each is refused with its reason, and nothing changes."""
 
 import copy
 import json
@@ -44,8 +44,8 @@ def _moved() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("value", NO_SNAPSHOTS.values(), ids=NO_SNAPSHOTS)
-def test_a_value_that_is_no_snapshot_is_refused(value: Any, refused: Callable[[Any], str]) -> None:
-    """Whatever `rng_state` did not return is refused."""
+def test_other_values_than_snapshots_are_refused(value: Any, refused: Callable[[Any], str]) -> None:
+    """Only the return value of `rng_state`, or a path, is accepted."""
     assert "snapshot" in refused(value)
 
 
@@ -59,8 +59,8 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("top", [*state.PARTS, "checksum"])
-def test_any_value_that_was_changed_is_noticed(top: str, refused: Callable[[Any], str]) -> None:
-    """A snapshot in which any one value is another, or is gone, is refused."""
+def test_any_changed_value_is_detected(top: str, refused: Callable[[Any], str]) -> None:
+    """A snapshot with one changed or missing value is refused."""
     snapshot = json.loads(json.dumps(_moved()))
     places = list(_places({top: snapshot[top]}))
     for *path, last in (places[0], places[-1]):
@@ -74,8 +74,8 @@ def test_any_value_that_was_changed_is_noticed(top: str, refused: Callable[[Any]
         assert "damaged" in refused(damaged)
 
 
-def test_a_format_of_the_future_is_refused(refused: Callable[[Any], str]) -> None:
-    """A snapshot of a newer format is told from a damaged one."""
+def test_a_future_format_is_refused(refused: Callable[[Any], str]) -> None:
+    """The message differs from that of a damaged snapshot."""
     message = refused(_moved() | {"format": 2})
 
     assert "format = 2" in message
@@ -83,10 +83,10 @@ def test_a_format_of_the_future_is_refused(refused: Callable[[Any], str]) -> Non
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (3, 4)])
-def test_another_place_in_the_world_is_refused(
+def test_another_rank_or_world_size_is_refused(
     rank: int, size: int, refused: Callable[[Any], str], be: Callable[..., None]
 ) -> None:
-    """Neither another world size nor another rank takes a snapshot; the message names both."""
+    """The message names both ranks and sizes."""
     alone = _moved()
     be(rank, size)
     message = refused(alone)
@@ -115,8 +115,10 @@ def test_another_place_in_the_world_is_refused(
 def test_another_seed_plan_is_refused(
     profile: dict[str, Any], then: str, now: str, refused: Callable[[Any], str]
 ) -> None:
-    """A snapshot belongs to the seeds that were in force: one line names both, and what to do."""
-    sentence = "the state was saved under {0}, and this run has {1}; to go on exactly, run with {0}"
+    """A snapshot belongs to the active seeds: one line names both and the remedy."""
+    sentence = (
+        "the state was saved under {0}, and this run has {1}; to continue exactly, run with {0}"
+    )
     snapshot = _moved()
     with torchrepro.apply(profile):
         message = refused(snapshot)
@@ -127,7 +129,7 @@ def test_another_seed_plan_is_refused(
 
 
 def test_the_same_seed_plan_from_another_profile_is_accepted(generators: State) -> None:
-    """What counts is the seed plan in force, not the profile that said it."""
+    """Only the active seed plan counts, not the profile that set it."""
     snapshot = torchrepro.rng_state()
     with torchrepro.apply({"seed": 1, "dropout": "keep"}):
         torchrepro.set_rng_state(json.loads(json.dumps(snapshot)))
@@ -135,7 +137,7 @@ def test_the_same_seed_plan_from_another_profile_is_accepted(generators: State) 
 
 
 def test_other_registered_generators_are_refused(refused: Callable[[Any], str]) -> None:
-    """A generator too many, one too few and one of another kind are each refused by name."""
+    """An additional, a missing and a changed type of generator are each refused by name."""
     snapshot = _moved()
 
     torchrepro.register_generator("late", torch.Generator())
@@ -143,15 +145,15 @@ def test_other_registered_generators_are_refused(refused: Callable[[Any], str]) 
     assert "registered/late" in message
     torchrepro.unregister_generator("late")
     torchrepro.unregister_generator("own")
-    assert "holds a generator not found here" in (message := refused(snapshot))
+    assert "has a generator that is unknown to this process" in (message := refused(snapshot))
     assert "registered/own" in message
     torchrepro.register_generator("own", np.random.RandomState(1))
-    assert "own was of kind numpy when" in (message := refused(snapshot))
-    assert "now is of kind numpy_legacy" in message
+    assert "own was of type numpy when" in (message := refused(snapshot))
+    assert "now is of type numpy_legacy" in message
 
 
 class Stubborn(random.Random):
-    """Raises an error whenever it is given a state, the first times."""
+    """A generator that refuses its state the first times."""
 
     error: BaseException = RuntimeError("not with me")
     times = 0
@@ -165,18 +167,18 @@ class Stubborn(random.Random):
 
 @pytest.mark.parametrize("name", ["a", "own", "zz"])
 @pytest.mark.parametrize("times", [1, 100])
-def test_a_generator_that_refuses_its_state_takes_everything_back(
+def test_a_generator_that_refuses_its_state_undoes_the_restore(
     name: str, times: int, refused: Callable[[Any], str]
 ) -> None:
-    """First or last, the others come back, even where it takes not even its own state again."""
+    """All other generators are restored, even if it refuses its own earlier state too."""
     stubborn = torchrepro.register_generator(name, Stubborn(1))
     snapshot, stubborn.times = _moved(), times
 
     assert "a generator refused its state: not with me" in refused(snapshot)
 
 
-def test_an_interrupt_halfway_takes_everything_back(generators: State) -> None:
-    """Ctrl-C in the middle of a restore is passed on, and the state is as before."""
+def test_an_interrupt_undoes_the_restore(generators: State) -> None:
+    """Ctrl-C in the middle of a restore is passed on, and the state is the same as before."""
     stubborn = torchrepro.register_generator("stubborn", Stubborn(1))
     snapshot, before = _moved(), generators()
     stubborn.times, stubborn.error = 1, KeyboardInterrupt()
@@ -188,10 +190,10 @@ def test_an_interrupt_halfway_takes_everything_back(generators: State) -> None:
 
 
 @pytest.mark.parametrize("part", state.PARTS)
-def test_a_part_is_missed_even_where_the_checksum_fits(
+def test_a_missing_part_is_refused_even_with_a_valid_checksum(
     part: str, refused: Callable[[Any], str]
 ) -> None:
-    """A snapshot that somebody edited, checksum and all, is refused where a part is gone."""
+    """A snapshot may have been edited together with its checksum."""
     edited = _moved()
     del edited[part]
     edited["checksum"] = state._checksum(edited)

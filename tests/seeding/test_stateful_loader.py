@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader: seeded as torch's own loader, and resumed by its own state."""
+"""torchdata's StatefulDataLoader is seeded as torch's loader, and resumes from its own state."""
 
 import sys
 from collections.abc import Callable
@@ -43,10 +43,10 @@ def _stateful(make: Any, dataset: Any = None, draw: Any = all_draws, **options: 
 @by_workers
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_stateful_loader_has_the_order_and_the_generators_of_torchdata_alone(
+def test_a_stateful_loader_keeps_the_orders_of_plain_torchdata(
     workers: int, shuffle: bool, asks: bool, generators: Callable[[], Any]
 ) -> None:
-    """Under `auto`, epochs have torchdata's own orders, also from a state at an epoch's end."""
+    """Under `auto`, also from a state at the end of an epoch; generators move as in torchdata."""
     found = []
     for way in ("plain", "auto"):
         with run(way) as make:
@@ -63,10 +63,10 @@ def test_a_stateful_loader_has_the_order_and_the_generators_of_torchdata_alone(
 
 
 @by_workers
-def test_a_state_at_an_epochs_end_draws_what_the_next_epoch_draws(
+def test_a_state_at_an_epochs_end_moves_torchs_generator_as_an_uninterrupted_run(
     workers: int, generators: Callable[[], Any]
 ) -> None:
-    """A loader that goes on with the next epoch moves torch's generator as an uninterrupted one."""
+    """The loader resumes with the next epoch."""
     with run("auto") as make:
         loader = _stateful(make, num_workers=workers)
         epoch(loader)
@@ -81,10 +81,10 @@ def test_a_state_at_an_epochs_end_draws_what_the_next_epoch_draws(
 
 @by_way
 @by_life
-def test_a_stateful_loader_loads_what_a_plain_one_loads(
+def test_a_stateful_loader_loads_the_samples_of_a_plain_one(
     way: str, live_on: bool, workers: int
 ) -> None:
-    """In one order, its samples are those of torch's own loader, epoch by epoch."""
+    """With the same order, its samples equal those of torch's own loader in each epoch."""
     found = []
     with run(way) as make:
         plain = make(Noisy(LENGTH, all_draws), shuffle=way == "named")
@@ -109,14 +109,14 @@ def test_a_stateful_loader_loads_what_a_plain_one_loads(
         {"num_workers": st.sampled_from([0, 1]), "persistent_workers": st.booleans()}
     ),
 )
-def test_a_loader_goes_on_from_the_state_of_another_run(
+def test_a_loader_resumes_from_the_state_of_another_run(
     way: str, items: int, epochs: int, done: int, options: dict[str, Any]
 ) -> None:
-    """A state taken anywhere in an epoch gives another run the rest of it, and the next one.
+    """A state from any position in an epoch gives another run the remaining batches.
 
-    The next one comes from torch's generator, unless the loader has a name.
+    The next epoch comes from torch's generator, unless the loader has a name.
     """
-    # Without workers, items draw from the program's generators, which are no part of the state.
+    # Without workers, items draw from the program's generators, which the state does not contain.
     assume(options["num_workers"] or way == "named" or not items)
     dataset = Items(LENGTH, all_draws) if items else None
     with run(way) as make:
@@ -139,8 +139,8 @@ def test_a_loader_goes_on_from_the_state_of_another_run(
 
 
 @pytest.mark.parametrize(("way", "ended"), [("auto", False), ("named", False), ("named", True)])
-def test_a_state_holds_the_seeds_that_the_program_had_given(way: str, ended: bool) -> None:
-    """An epoch goes on as it began, whatever the program seeds after its beginning."""
+def test_a_state_contains_the_seeds_of_the_program(way: str, ended: bool) -> None:
+    """An epoch continues as it began, also if the program has given other seeds since."""
     with run(way) as make:
         seed_plainly(1)
         batches = iter(loader := _stateful(make))
@@ -157,7 +157,7 @@ def test_a_state_holds_the_seeds_that_the_program_had_given(way: str, ended: boo
 
 
 def test_a_loader_imported_after_the_profile_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not matter when torchdata is imported: its loader is seeded under `auto`."""
+    """Under `auto`, torchdata may be imported before or after the profile."""
     found = []
     for workers in (0, 2):
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchdata"]:

@@ -1,4 +1,4 @@
-"""Streams: what each gives is fixed for ever, no two share anything, wrong input is refused."""
+"""Streams: their numbers are fixed, any two are independent, and wrong arguments are refused."""
 
 import math
 import random
@@ -26,7 +26,7 @@ COORDINATES = st.tuples(
 
 
 def first_numbers(stream: Stream) -> tuple[float, ...]:
-    """The first number that each library draws from `stream`."""
+    """Return the first number that each library draws from `stream`."""
     drawn = torch.rand((), dtype=torch.float64, generator=stream.torch()).item()
     legacy = stream.numpy_legacy().random_sample()
     return stream.python().random(), stream.numpy().random(), legacy, drawn
@@ -34,8 +34,8 @@ def first_numbers(stream: Stream) -> tuple[float, ...]:
 
 @settings(max_examples=400)
 @given(one=COORDINATES, other=COORDINATES, place=st.integers(0, 5))
-def test_every_coordinate_matters(one: Any, other: Any, place: int) -> None:
-    """Streams that differ in any coordinate, however little, have other keys and seeds."""
+def test_every_coordinate_changes_the_stream(one: Any, other: Any, place: int) -> None:
+    """Streams that differ in any coordinate have different keys and seeds."""
     moved = (*one[:place], other[place], *one[place + 1 :])
     for different in (moved, other):
         assume(different != one)
@@ -44,7 +44,7 @@ def test_every_coordinate_matters(one: Any, other: Any, place: int) -> None:
 
 
 def _streams(count: int) -> Iterator[Stream]:
-    """Of neighbouring coordinates: steps, 10 epochs, 10 workers, 10 ranks and 4 names."""
+    """Return neighbouring streams: steps, 10 epochs, 10 workers, 10 ranks, 4 names."""
     names = ("init", "augment", "dropout", "split")
     places = product(range(count // 4000 + 1), range(10), range(10), range(10), names)
     for step, epoch, worker, rank, name in islice(places, count):
@@ -56,8 +56,8 @@ def _repeated(values: npt.NDArray[Any]) -> int:
 
 
 @pytest.mark.slow
-def test_seeds_collide_as_rarely_as_chance_has_it() -> None:
-    """10**6 seeds differ at 64 bits, and at 32 repeat within 4 sigma of what chance expects."""
+def test_seeds_collide_only_as_often_as_random_numbers() -> None:
+    """10**6 seeds differ at 64 bits, and at 32 bits repeat within 4 sigma of the expectation."""
     count = 10**6
     seeds = np.fromiter((stream.seed64 for stream in _streams(count)), np.uint64, count)
     # Expected number of values drawn before: count - distinct, whose variance is about its mean.
@@ -68,21 +68,21 @@ def test_seeds_collide_as_rarely_as_chance_has_it() -> None:
 
 
 def test_streams_begin_differently() -> None:
-    """3,000 streams differ in the first number drawn, whichever library draws."""
+    """3,000 streams differ in the first number of every library."""
     for numbers in zip(*map(first_numbers, _streams(3000)), strict=True):
         assert len(set(numbers)) == 3000
 
 
 @given(where=COORDINATES, kinds=st.lists(st.sampled_from(["stream", "order", "rank", "loader"])))
 def test_equal_coordinates_give_equal_streams(where: Any, kinds: list[str]) -> None:
-    """A stream depends on its coordinates and its kind, and on nothing else."""
+    """A stream depends only on its coordinates and its kind."""
     for kind in kinds:
         assert derive(*where, kind=kind) == derive(*where, kind=kind)
     assert len({derive(*where, kind=kind).key for kind in kinds}) == len(set(kinds))
 
 
-def test_names_that_look_alike_are_different_names() -> None:
-    """Case, spaces, accents, slashes and characters that no text file can hold all count."""
+def test_similar_names_are_different_names() -> None:
+    """Case, spaces, accents, slashes and unencodable characters all count."""
     alike = ["a", "A", " a", "a/", "a/None", "\u00e9", "e\u0301", "?", "\udc80", "\udc81", "\ufffd"]
 
     assert len({derive(name, 0).key for name in alike}) == len(alike)
@@ -90,7 +90,7 @@ def test_names_that_look_alike_are_different_names() -> None:
 
 @given(where=COORDINATES)
 def test_every_generator_starts_from_more_than_128_bits(where: Any) -> None:
-    """numpy's and Python's generators start from 256 bits, of which the first is not always 0."""
+    """numpy's and Python's generators start from 256 bits, whose first bit is not always 0."""
     stream = derive(*where)
     own = (stream.numpy().bit_generator, stream.numpy_legacy()._bit_generator)
     entropy = [generator.seed_seq.entropy for generator in own] + [stream.entropy("python")]
@@ -102,7 +102,7 @@ def test_every_generator_starts_from_more_than_128_bits(where: Any) -> None:
 
 @given(where=COORDINATES)
 def test_torch_starts_from_its_whole_state(where: Any) -> None:
-    """No `manual_seed` reaches the state of `.torch()`, whose 624 words are all derived."""
+    """`.torch()` derives all 624 words of the state, so no `manual_seed` reaches it."""
     stream = derive(*where)
     generator = stream.torch()
     state = generator.get_state().numpy().copy()
@@ -117,8 +117,8 @@ def test_torch_starts_from_its_whole_state(where: Any) -> None:
 
 
 @given(where=COORDINATES)
-def test_every_call_starts_from_the_beginning(where: Any) -> None:
-    """A stream is a value: drawing from what it gave moves neither it nor anything global."""
+def test_a_stream_has_no_state(where: Any) -> None:
+    """Draws from its generators move neither the stream nor any global generator."""
     stream = derive(*where)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
 
@@ -133,8 +133,8 @@ def test_every_call_starts_from_the_beginning(where: Any) -> None:
     name=NAMES.filter(lambda name: name != "split"),
 )
 @settings(max_examples=25)
-def test_a_seed_of_its_own_changes_one_stream_alone(seed: int, own: int, name: str) -> None:
-    """`streams: {split: 3}` moves the stream `split` to that root and no other stream."""
+def test_a_seed_for_one_stream_changes_only_that_stream(seed: int, own: int, name: str) -> None:
+    """`streams: {split: 3}` gives the stream `split` that root, and no other stream."""
     with torchrepro.apply({"seed": own}):
         elsewhere = torchrepro.stream("split")
     with torchrepro.apply({"seed": seed}):
@@ -177,12 +177,12 @@ KNOWN: list[tuple[int, str, dict[str, int], int, tuple[float, float, float, floa
 ]
 # fmt: on
 @pytest.mark.parametrize(("seed", "name", "where", "seed64", "numbers"), KNOWN)
-def test_a_stream_gives_what_it_has_always_given(
+def test_the_numbers_of_a_stream_are_fixed(
     seed: int, name: str, where: dict[str, int], seed64: int, numbers: tuple[float, ...]
 ) -> None:
     """Seed, name and coordinates fix every number, on any machine and in any version.
 
-    0 and 2**32-1 are seeds like any other, for a strict profile too.
+    0 and 2**32-1 are valid seeds, for a strict profile too.
     """
     with torchrepro.apply({"seed": seed, "guarantee": "repeatable"}):
         stream = torchrepro.stream(name, **where)
@@ -191,8 +191,8 @@ def test_a_stream_gives_what_it_has_always_given(
     assert numbers == first_numbers(stream)
 
 
-def test_the_seeds_of_ranks_are_what_they_have_always_been() -> None:
-    """What the global generators of a rank derive from is fixed too."""
+def test_the_seeds_of_ranks_are_fixed() -> None:
+    """Each rank always derives the same seed of its global generators."""
     ranks = [seed_of_rank(1234, rank) for rank in (0, 1, 2, 1023)]
 
     assert ranks == [1234, 1444415726, 691450759, 2642327485]
@@ -236,7 +236,7 @@ NO_NAMES = {"empty": "", "null": None, "a number": 3, "bytes": b"split", "a list
 def test_a_bad_coordinate_is_refused(
     argument: str, case: str, seed_1234: Any, generators: Callable[[], Any]
 ) -> None:
-    """The message names argument, value and what is legal; nothing has changed."""
+    """The message names argument, value and legal values; nothing changes."""
     value, words = BAD[case]
     before = generators()
 
@@ -251,8 +251,8 @@ def test_a_bad_coordinate_is_refused(
     assert before == generators()
 
 
-def test_a_refused_call_draws_nothing() -> None:
-    """A stream with a seed of its own counts as never drawn after a call that was refused."""
+def test_a_refused_call_does_not_count_as_a_draw() -> None:
+    """A stream with a seed in the profile still counts as unused after a refused call."""
     with torchrepro.apply({"seed": 1, "streams": {"augment": 3}}):
         with pytest.raises(torchrepro.SeedingError):
             torchrepro.stream("augment", rank=-1)
@@ -263,25 +263,23 @@ def test_a_refused_call_draws_nothing() -> None:
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 @pytest.mark.parametrize("case", GOOD)
-def test_whole_numbers_of_numpy_and_torch_are_taken(
-    argument: str, case: str, seed_1234: Any
-) -> None:
-    """An integer of numpy or torch names the same stream as the same int."""
+def test_integers_of_numpy_and_torch_are_accepted(argument: str, case: str, seed_1234: Any) -> None:
+    """They give the same stream as the equal int."""
     given = torchrepro.stream("augment", **{argument: GOOD[case]})
 
     assert given == torchrepro.stream("augment", **{argument: 7})
 
 
 @pytest.mark.parametrize("name", NO_NAMES.values(), ids=NO_NAMES)
-def test_what_is_no_name_is_refused(name: Any, seed_1234: Any) -> None:
-    """A stream has a name: any text that is not empty."""
+def test_an_invalid_name_is_refused(name: Any, seed_1234: Any) -> None:
+    """The name of a stream is a text that is not empty."""
     with pytest.raises(torchrepro.SeedingError, match=r"name = .*: not the name of a stream"):
         torchrepro.stream(name)
 
 
 @pytest.mark.parametrize("profile", [None, {}, {"dropout": "keep"}, {"streams": {"split": 3}}])
-def test_without_a_seed_a_stream_is_that_of_the_programs_own(profile: Any) -> None:
-    """Where no profile gives a seed, a stream is that of a profile with torch's seed."""
+def test_without_a_profile_streams_derive_from_the_programs_seed(profile: Any) -> None:
+    """They equal the streams of a profile with torch's seed."""
     with torchrepro.isolated_rng():
         torch.manual_seed(77)
         found = {torchrepro.stream("augment")}
@@ -299,8 +297,8 @@ def test_without_a_seed_a_stream_is_that_of_the_programs_own(profile: Any) -> No
 
 
 @pytest.mark.parametrize("device", ["nonsense", "meta", [], "cpu:7:8"])
-def test_a_device_that_is_not_there_is_refused(device: Any, seed_1234: Any) -> None:
-    """No generator for a device that this torch lacks, and the message names it."""
+def test_a_missing_device_is_refused(device: Any, seed_1234: Any) -> None:
+    """The message names the device that this torch does not have."""
     with pytest.raises(torchrepro.SeedingError) as refused:
         torchrepro.stream("augment").torch(device)
 
@@ -309,7 +307,7 @@ def test_a_device_that_is_not_there_is_refused(device: Any, seed_1234: Any) -> N
 
 
 class Workers(Dataset[list[int]]):
-    """Says who read a sample, and which seeds the streams have there."""
+    """Samples with the number of their worker and the seeds of its streams."""
 
     def __len__(self) -> int:
         return 8
@@ -320,8 +318,8 @@ class Workers(Dataset[list[int]]):
         return [info.id if info else -1, torchrepro.stream("augment").seed, given_0.seed]
 
 
-def test_the_worker_is_found_and_can_be_given(seed_1234: Any) -> None:
-    """In a data-loading worker a stream is that worker's; the main process is no worker."""
+def test_the_default_worker_is_the_present_one(seed_1234: Any) -> None:
+    """In a data-loading worker a stream is that worker's; the main process has no number."""
     loader = DataLoader(Workers(), num_workers=2, multiprocessing_context="fork", batch_size=None)
     expected = {worker: torchrepro.stream("augment", worker=worker).seed for worker in (0, 1)}
     first = expected[0]

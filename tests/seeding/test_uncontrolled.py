@@ -1,4 +1,4 @@
-"""What no seed controls is noted at the line of the program, and the functions stay themselves."""
+"""Sources of nondeterminism are recorded at the line of the program; functions stay the same."""
 
 import _thread
 import contextlib
@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.seeding.nondeterministic_calls import (
+    CHEAP_SOURCES,
     ENTROPY,
     ENVIRONMENT,
     EVERY_SOURCE,
@@ -34,7 +35,6 @@ from torchrepro.seeding.nondeterministic_calls import (
     GIVEN_SEEDS,
     IF_THERE,
     UNSEEDED,
-    WITHOUT_COST,
 )
 from torchrepro.seeding.nondeterministic_reads import SourceRead, Watch
 from torchrepro.seeding.observed_calls import _owner
@@ -81,7 +81,7 @@ READS = {
     "threading.Thread.start()": "threading.Thread(target=int).start()",
     "concurrent.futures.thread.ThreadPoolExecutor.submit()": "with Pool(1) as p: p.submit(int)",
 }
-"""What is noted -> a line of a program that reads it."""
+"""Recorded name -> a line of a program that reads it."""
 
 BEFORE = """
 import concurrent.futures, glob, os, pathlib, platform, random, secrets, socket, threading, time
@@ -144,8 +144,8 @@ def _functions() -> dict[tuple[str, str], Any]:
 
 
 @pytest.mark.parametrize("told", READS)
-def test_a_read_is_noted_at_the_line_of_the_program(told: str) -> None:
-    """Each source is noted by the name of what the program called, with line, seed and count."""
+def test_a_read_is_recorded_at_the_line_of_the_program(told: str) -> None:
+    """With the name of the called function, line, seed and count."""
     _run("", "before.py")
     program = f"for _ in range(3):\n    {READS[told]}\n"
     with _watched() as watch:
@@ -159,8 +159,8 @@ def test_a_read_is_noted_at_the_line_of_the_program(told: str) -> None:
     assert read.instead
 
 
-def test_every_row_is_read_by_a_program_above() -> None:
-    """No row of the table is without a program that reads it, but for devices and other clocks."""
+def test_every_row_is_tested() -> None:
+    """A program above reads each row of the table, except devices and some clocks."""
     lines = " ".join(READS.values())
     own = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps", "torch.random")
     rows = [row for row in EVERY_SOURCE if not row.module.startswith(own)]
@@ -173,8 +173,8 @@ def test_every_row_is_read_by_a_program_above() -> None:
     ] == []
 
 
-def test_a_clean_program_reads_nothing() -> None:
-    """Seeded draws, loaders with workers, temporary files, processes, logs, imports: no read."""
+def test_a_reproducible_program_has_no_reads() -> None:
+    """Seeded draws, loaders with workers, temporary files, processes, logs and imports."""
     with _watched((*UNSEEDED, *ENVIRONMENT)) as watch:
         _run(CLEAN, "clean.py")
 
@@ -211,8 +211,8 @@ class Sampler:
 
 
 @pytest.mark.parametrize("makes", GENERATORS.values(), ids=GENERATORS)
-def test_a_generator_that_a_library_makes_is_noted_at_the_line_that_called_it(makes: str) -> None:
-    """By the library's function; one without a seed only if it draws, and none of its import."""
+def test_a_librarys_generator_is_recorded_at_the_line_that_called_the_library(makes: str) -> None:
+    """Under the library's function; if unseeded only once it draws, and not during the import."""
     is_seeded = "time" in makes
     program = "lib['Sampler']()\nsampler = lib['Sampler']()\nsampler()\nlib['at_import'].random()"
     with _watched((*UNSEEDED, *GIVEN_SEEDS)) as watch:
@@ -227,8 +227,8 @@ def test_a_generator_that_a_library_makes_is_noted_at_the_line_that_called_it(ma
 
 
 @pytest.mark.parametrize("makes", GENERATORS.values(), ids=GENERATORS)
-def test_what_a_library_draws_for_purposes_of_its_own_is_not_noted(makes: str) -> None:
-    """A package that names files, waits or shows progress may draw what it likes."""
+def test_internal_draws_of_libraries_are_not_recorded(makes: str) -> None:
+    """A package may draw for names of files, waits or progress bars."""
     with _watched((*UNSEEDED, *GIVEN_SEEDS)) as watch:
         _names["lib"] = _library("tqdm", makes)
         _run("lib['Sampler']()()")
@@ -236,8 +236,8 @@ def test_what_a_library_draws_for_purposes_of_its_own_is_not_noted(makes: str) -
     assert watch.reads() == ()
 
 
-def test_generators_that_are_handed_on_are_neither_a_seed_nor_a_draw() -> None:
-    """A generator made of another one is as good as that one, and nothing is noted of it."""
+def test_a_generator_made_from_another_one_is_not_recorded() -> None:
+    """It is neither an explicit seed nor a draw without a seed."""
     own = np.random.PCG64(1)
     _names["own"] = own
     with _watched() as watch:
@@ -246,8 +246,8 @@ def test_generators_that_are_handed_on_are_neither_a_seed_nor_a_draw() -> None:
     assert watch.reads() == ()
 
 
-def test_long_seeds_that_differ_have_texts_that_differ() -> None:
-    """Whatever the length of a seed, equal seeds have equal texts and others have others."""
+def test_long_seeds_have_different_texts() -> None:
+    """Equal seeds of any length have equal texts, different seeds different ones."""
     seeds = [[1] * 50, [1] * 49 + [2], 2**300, 2**300 + 1, "a" * 100, "a" * 99 + "b"]
     texts = []
     for seed in (*seeds, *seeds):
@@ -261,10 +261,8 @@ def test_long_seeds_that_differ_have_texts_that_differ() -> None:
 
 
 @pytest.mark.parametrize("name", ["SeedSequence", "RandomState", "PCG64", "Philox"])
-def test_types_of_numpy_that_are_given_no_seed_are_noted_at_their_line(
-    tmp_path: Path, name: str
-) -> None:
-    """They cannot be replaced, and the text of the line says that they are given none."""
+def test_unseeded_types_of_numpy_are_recorded_at_their_line(tmp_path: Path, name: str) -> None:
+    """They cannot be replaced, so the text of the line shows that they get no seed."""
     program = tmp_path / "program.py"
     program.write_text(
         f"from numpy.random import {name}\nmade = {name}(), {name}(None)\n{name}(5)\n"
@@ -280,7 +278,7 @@ def test_types_of_numpy_that_are_given_no_seed_are_noted_at_their_line(
 
 @given(st.data())
 def test_undo_is_exact_in_any_order(data: st.DataObject) -> None:
-    """Whoever stops watching first, the last one that stops leaves the very functions."""
+    """After the last watch stops, the original functions are back, in any order of the stops."""
     before = _functions()
     some_rows = st.lists(st.sampled_from(EVERY_SOURCE), max_size=9)
     several = data.draw(st.lists(some_rows, min_size=1, max_size=4))
@@ -293,8 +291,8 @@ def test_undo_is_exact_in_any_order(data: st.DataObject) -> None:
     assert all(after[place] is before[place] for place in before)
 
 
-def test_functions_stay_what_they_are() -> None:
-    """Signature, name, pickling, sets, errors, and that a class does not make them methods."""
+def test_wrapped_functions_behave_as_the_originals() -> None:
+    """Signature, name, pickling, sets and errors are the same, and a class does not bind them."""
 
     def looks(function: Any) -> tuple[Any, ...]:
         with contextlib.suppress(ValueError):
@@ -325,10 +323,10 @@ def test_functions_stay_what_they_are() -> None:
             os.urandom()  # type: ignore[call-arg]
 
 
-def test_a_thread_that_begins_with_a_function_is_the_programs_own(
+def test_a_thread_that_runs_a_watched_function_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A call that no line of Python has made succeeds, and is noted nowhere."""
+    """A call without a line of Python succeeds, and is not recorded."""
     own = random.Random(1)
     raised: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
@@ -344,8 +342,8 @@ def test_a_thread_that_begins_with_a_function_is_the_programs_own(
     assert watch.reads() == ()
 
 
-def test_code_of_no_module_is_noted_by_the_name_of_the_function() -> None:
-    """Generated code whose globals have no name reads as any other does."""
+def test_code_without_a_module_is_recorded() -> None:
+    """Generated code whose globals have no name is recorded under the name of the function."""
     names = {"seed": 5}
     with _watched() as watch:
         names["call"] = random.seed  # type: ignore[assignment]
@@ -356,8 +354,8 @@ def test_code_of_no_module_is_noted_by_the_name_of_the_function() -> None:
     assert [(read.name, read.where) for read in watch.reads()] == [("random.seed", "program.py:1")]
 
 
-def test_whatever_a_listener_raises_the_call_succeeds() -> None:
-    """Arguments that raise where they are looked at reach the function, and nothing else."""
+def test_an_error_of_a_listener_does_not_fail_the_call() -> None:
+    """Arguments that raise when they are inspected reach the function unchanged."""
 
     class Odd:
         def __hash__(self) -> int:
@@ -372,8 +370,8 @@ def test_whatever_a_listener_raises_the_call_succeeds() -> None:
         assert hash((Odd(), 1)) == hash((Odd(), 1))
 
 
-def test_however_deep_a_tuple_is_its_hash_is_noted_by_what_it_holds() -> None:
-    """A text at any depth makes a hash that varies; numbers alone make none."""
+def test_the_hash_of_a_nested_tuple_is_recorded_if_it_contains_text() -> None:
+    """Text at any depth makes a hash vary; numbers do not."""
     for leaf, noted in ((1, 0), ("text", 1)):
         _names["deep"] = (leaf,)
         for _ in range(3000):
@@ -387,10 +385,10 @@ def test_however_deep_a_tuple_is_its_hash_is_noted_by_what_it_holds() -> None:
 STRICT = {"seed": 1, "guarantee": "repeatable"}
 
 
-def test_a_strict_report_names_the_first_line_that_drew_without_a_seed(
+def test_a_strict_report_names_the_first_unseeded_draw(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The report of a strict profile has each such function with its line, and what to do."""
+    """The report of a strict profile has each such function with its line and a fix."""
     before = _functions()
     with torchrepro.apply(STRICT) as applied:
         _run("import numpy\n" + 2 * "numpy.random.default_rng().random()\n")
@@ -411,8 +409,8 @@ def test_a_strict_report_names_the_first_line_that_drew_without_a_seed(
 
 
 @pytest.mark.parametrize("profile", [{"seed": 1}, {"dropout": "keep"}], ids=["seed", "none"])
-def test_a_profile_that_is_not_strict_watches_no_draw(profile: dict[str, Any]) -> None:
-    """Without the promise of the same bits the functions are the program's own."""
+def test_other_profiles_watch_no_draws(profile: dict[str, Any]) -> None:
+    """Without a guarantee of identical bits no function is wrapped."""
     own = np.random.default_rng, os.urandom, random.SystemRandom.random
     with torchrepro.apply(profile) as applied:
         assert own == (np.random.default_rng, os.urandom, random.SystemRandom.random)
@@ -421,8 +419,8 @@ def test_a_profile_that_is_not_strict_watches_no_draw(profile: dict[str, Any]) -
     assert applied.report.unseeded == ()
 
 
-def test_what_torchrepro_does_itself_is_not_noted(tmp_path: Path) -> None:
-    """Profiles, scopes, loaders and recordings draw and seed nothing on the program's account."""
+def test_draws_of_torchrepro_are_not_recorded(tmp_path: Path) -> None:
+    """Profiles, scopes, loaders and recordings do not count as draws or seeds of the program."""
     with _watched((*UNSEEDED, *GIVEN_SEEDS)) as watch:
         _names["folder"] = str(tmp_path / "out")
         _run(
@@ -439,8 +437,8 @@ def test_what_torchrepro_does_itself_is_not_noted(tmp_path: Path) -> None:
     assert watch.reads() == ()
 
 
-def test_a_program_that_reads_without_end_is_noted_up_to_a_limit() -> None:
-    """A thousand places are kept at most, the first ones, and those go on counting."""
+def test_at_most_1000_lines_with_reads_are_recorded() -> None:
+    """The first 1000 lines keep their records and counts."""
     with _watched() as watch:
         for _ in range(2):
             exec(compile("os.getpid()\n" * 1500, "long.py", "exec"), {"os": os, "__name__": "p"})
@@ -510,12 +508,12 @@ def in_workers(function):
 
 
 def _children(call: str, folder: Path) -> tuple[SourceRead, ...]:
-    """What a watch has noted once children of a program have run, which lies in `folder`."""
+    """Return the reads of a watch after children of a program have run in `folder`."""
     place = folder / "children.py"
     place.write_text(CHILDREN, encoding="utf-8")
     module = sys.modules["children"] = ModuleType("children")
     module.__file__ = str(place)
-    with _watched(WITHOUT_COST, folder) as watch:
+    with _watched(CHEAP_SOURCES, folder) as watch:
         exec(compile(CHILDREN, str(place), "exec"), vars(module))
         exec(compile(call, str(place), "exec"), vars(module))
         found = watch.reads()
@@ -538,11 +536,11 @@ def _children(call: str, folder: Path) -> tuple[SourceRead, ...]:
         "draws(1)": [],
     }.items(),
 )
-def test_draws_of_forked_children_are_noted_where_chance_decides_them(
+def test_draws_of_forked_children_are_recorded_if_they_vary(
     call: str, said: list[str], tmp_path: Path
 ) -> None:
-    """Python's own in any child; numpy's and torch's where a pool hands out tasks. None that a task
-    has seeded, none in a loader's workers, and none in the process itself.
+    """Python's in any child, numpy's and torch's if a pool hands out tasks; none that a task
+    has seeded, none in workers of a loader, and none in the main process.
     """
     reads = _children(call, tmp_path)
 
@@ -556,17 +554,17 @@ def test_draws_of_forked_children_are_noted_where_chance_decides_them(
     assert found == {(name, f"{tmp_path}/children.py:{line}") for name, _, line in marked}
 
 
-def test_a_fork_imports_nothing_and_hears_what_its_child_imports() -> None:
-    """Numpy's random numbers are imported when they are first used, and are listened to then.
+def test_a_module_that_a_child_imports_is_observed() -> None:
+    """A fork imports nothing: numpy's random module is imported and observed at its first use.
 
-    Its types draw from the system first, also where they are given a seed: that is noted nowhere.
+    Its types draw from the system first, even with an explicit seed; that is not recorded.
     """
     code = """
 import os, random, sys, tempfile
-from torchrepro.seeding.nondeterministic_reads import WITHOUT_COST, Watch
+from torchrepro.seeding.nondeterministic_reads import CHEAP_SOURCES, Watch
 for name in [name for name in sys.modules if name.partition(".")[0] in ("numpy", "secrets")]:
     del sys.modules[name]
-watch = Watch(WITHOUT_COST, folder=tempfile.mkdtemp())
+watch = Watch(CHEAP_SOURCES, folder=tempfile.mkdtemp())
 program = \"\"\"
 import numpy
 before = set(sys.modules)
@@ -586,8 +584,8 @@ print(watch.reads())
     assert done.stdout == "[] _BuiltIn\n()\n"
 
 
-def test_what_forked_children_read_and_seed_is_noted(tmp_path: Path) -> None:
-    """Workers that seed from their process are known by the line, and their seeds as one text."""
+def test_reads_and_seeds_of_forked_children_are_recorded(tmp_path: Path) -> None:
+    """Workers that seed from their process have one line, and one text for all seeds."""
     reads = _children("in_workers(seeds_of_its_own)", tmp_path)
     line = CHILDREN.splitlines().index(next(x for x in CHILDREN.splitlines() if "getpid" in x)) + 1
 
@@ -599,10 +597,10 @@ def test_what_forked_children_read_and_seed_is_noted(tmp_path: Path) -> None:
     assert several == {read.name: read.value for read in _children("by_executor(seeded)", tmp_path)}
 
 
-def test_a_note_that_a_killed_child_has_cut_is_passed_over(tmp_path: Path) -> None:
-    """It neither counts nor raises, and those before it count."""
+def test_an_incomplete_note_of_a_killed_child_is_skipped(tmp_path: Path) -> None:
+    """It raises nothing, and earlier notes count."""
     told = tmp_path / f"told-{os.getpid()}.jsonl"
-    with _watched(WITHOUT_COST, tmp_path) as watch:
+    with _watched(CHEAP_SOURCES, tmp_path) as watch:
         good = SourceRead("time.time", "the clock", "a.py:1", 1, 0, 0, None, "", in_sample=False)
         text = json.dumps({"kind": "read", **good.to_json()})
         told.write_text(f"{text}\n{text[:30]}")
@@ -631,12 +629,12 @@ open(0, closefd=False).fileno()
 """
 
 
-def test_files_are_noted_by_the_lines_that_ask_for_read_and_write_them(tmp_path: Path) -> None:
-    """Also what a library opens for the program; a file that was there before is a read."""
+def test_files_are_recorded_with_the_lines_that_use_them(tmp_path: Path) -> None:
+    """Also files that a library opens for the program; an earlier file counts as a read."""
     np.save("cache.npy", np.ones(1))
     time.sleep(0.05)
     folder = tmp_path / "out"
-    with _watched(WITHOUT_COST, folder) as watch:
+    with _watched(CHEAP_SOURCES, folder) as watch:
         exec(compile(FILES_USED, str(tmp_path / "p.py"), "exec"), {"__name__": "p"})
         reads = watch.reads()
     assert watch.files is not None

@@ -1,4 +1,4 @@
-"""A generator counts as read without a seed once it has drawn, and not when it is made."""
+"""An unseeded generator counts as a read once it has drawn, and not when it is made."""
 
 import copy
 import gc
@@ -84,13 +84,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.data())
-def test_a_generator_is_noted_exactly_if_it_drew_before_it_was_seeded(
+def test_a_generator_is_recorded_exactly_if_it_draws_before_it_is_seeded(
     folder: Path, data: st.DataObject
 ) -> None:
-    """Seeded, given a state, copied or unpickled first: no note; a draw before that: its line.
+    """Seeded, restored, copied or unpickled first: no record; a draw before that: its line.
 
-    Of numpy's generators a state that is set is seen by comparing, so the reads are looked at
-    before. Copies of generators that have no seed are not followed.
+    For numpy's generators the reads are checked before a state is set, because states are
+    compared. Copies of unseeded generators are not followed.
     """
     made = data.draw(st.sampled_from(list(MADE)))
     seeded = data.draw(st.booleans())
@@ -110,24 +110,24 @@ def test_a_generator_is_noted_exactly_if_it_drew_before_it_was_seeded(
     assert [(read.name, read.where, read.times) for read in reads] == noted
 
 
-def test_a_numpy_generator_that_has_drawn_much_is_still_noted(folder: Path) -> None:
-    """A million numbers lead away from the first state, and are known to come from it."""
+def test_a_numpy_generator_is_recorded_after_many_draws(folder: Path) -> None:
+    """A million numbers later its state is still recognized as following from the first."""
     with _watched() as watch:
         _run(["g = np.random.RandomState()", "g.rand(1_000_000)"], folder, watch)
 
         assert [read.where for read in watch.reads()] == [f"{folder}/program.py:1"]
 
 
-def test_the_draws_of_spawned_streams_count_as_those_of_their_generator(folder: Path) -> None:
-    """`spawn` of a generator without a seed gives generators that have none either."""
+def test_draws_of_spawned_generators_count_for_their_parent(folder: Path) -> None:
+    """`spawn` of an unseeded generator makes unseeded generators."""
     with _watched() as watch:
         _run(["g = np.random.default_rng().spawn(1)[0]", "g.random()"], folder, watch)
 
         assert [read.where for read in watch.reads()] == [f"{folder}/program.py:1"]
 
 
-def test_generators_without_a_seed_count_where_they_were_made(folder: Path) -> None:
-    """The note of a line counts its generators that drew, in the order in which they were made."""
+def test_unseeded_generators_are_counted_at_the_line_that_made_them(folder: Path) -> None:
+    """The count of a line is its generators that drew, in the order in which they were made."""
     lines = [
         "made = [random.Random() for _ in range(9)]",
         "first, second = np.random.default_rng(), random.Random()",
@@ -147,8 +147,8 @@ def test_generators_without_a_seed_count_where_they_were_made(folder: Path) -> N
 
 
 @pytest.mark.parametrize("made", [line for lines in MADE.values() for line in lines])
-def test_a_watched_generator_lives_no_longer_and_draws_the_same(folder: Path, made: str) -> None:
-    """Nothing keeps a `random.Random`; no comparison of states moves a generator."""
+def test_watching_changes_neither_lifetime_nor_numbers(folder: Path, made: str) -> None:
+    """A watch keeps no `random.Random` alive, and comparing states moves no generator."""
     with _watched() as watch:
         names = _run([f"g = {made}", "twin = copy.deepcopy(g)", "look()"], folder, watch)
         generator, twin = names.pop("g"), names.pop("twin")
@@ -163,8 +163,8 @@ def test_a_watched_generator_lives_no_longer_and_draws_the_same(folder: Path, ma
             assert alive() is None
 
 
-def test_what_is_listened_to_is_itself_again(folder: Path) -> None:
-    """A watch that saw generators without a seed leaves the very functions and types."""
+def test_functions_and_types_are_restored_after_a_watch(folder: Path) -> None:
+    """Also after it has seen unseeded generators."""
 
     twister, sending = attrgetter("random.mtrand._MT19937"), attrgetter("_send_bytes")
 
@@ -216,7 +216,7 @@ os.waitpid(child, 0)
 def test_a_draw_of_a_forked_child_counts_in_its_parent(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A worker that draws says so; the report names what its parent made and a child drew from."""
+    """The child reports it; the report names the line of the parent that made the generator."""
     program = folder / "children.py"
     program.write_text(IN_CHILDREN)
     with torchrepro.apply({"seed": 1, "guarantee": "repeatable"}) as applied:
@@ -231,8 +231,8 @@ def test_a_draw_of_a_forked_child_counts_in_its_parent(
 
 
 @pytest.mark.slow
-def test_a_generator_that_outlives_the_profile_ends_quietly(folder: Path) -> None:
-    """One that is freed as Python takes its modules apart causes no message."""
+def test_a_generator_freed_at_exit_prints_nothing(folder: Path) -> None:
+    """Python clears modules before it frees the generator."""
     program = folder / "outlives.py"
     program.write_text(
         "import builtins, ctypes, random, sys, torchrepro\n"
@@ -248,8 +248,8 @@ def test_a_generator_that_outlives_the_profile_ends_quietly(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_a_generator_that_dies_is_noted_exactly_if_it_drew(folder: Path, draws: bool) -> None:
-    """Also one that the collector finds, and one of a class of the program's own."""
+def test_a_freed_generator_is_recorded_exactly_if_it_drew(folder: Path, draws: bool) -> None:
+    """Also one that the garbage collector frees, and one of a class of the program."""
     lines = [
         "class Own(random.Random): pass",
         "for made in (random.Random(), Own()):",
@@ -265,10 +265,10 @@ def test_a_generator_that_dies_is_noted_exactly_if_it_drew(folder: Path, draws: 
         assert [read.times for read in watch.reads()] == ([2, 1] if draws else [])
 
 
-def test_a_numpy_that_makes_its_states_otherwise_is_watched_by_what_it_makes(
+def test_without_numpys_private_name_a_random_state_counts_when_it_is_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the private name, a `RandomState` counts as it is made, and no profile fails."""
+    """No profile fails."""
     legacy = attrgetter("random.mtrand")(np)
     twister = legacy._MT19937
     with monkeypatch.context() as without:

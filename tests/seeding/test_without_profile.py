@@ -1,4 +1,4 @@
-"""What the public functions do in a program that runs without a profile."""
+"""The public functions of seeding in a program without a profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ABOUT_PROFILES = {"apply", "plan", "load", "compare", "verify"}
-"""Functions that are handed a profile or recordings: what is in force is nothing to them."""
+"""Functions that take a profile or recordings, and so do not depend on the active profile."""
 
 IMPLIED = {"unregister_generator", "unregister_replacement", "save_rng_state", "set_rng_state"}
 PROGRAM = """
@@ -123,10 +123,10 @@ print(json.dumps(found))
 """
 
 
-def _found(
+def _outputs(
     fork: Callable[..., int], environment: dict[str, str], folder: Path, seed: int | None
 ) -> tuple[dict[str, list], str]:
-    """Run the program with this seed; return what each call gave, and what was said."""
+    """Run the program with this seed; return the result of each call, and stderr."""
     folder.mkdir()
     (folder / "plain.py").write_text(PROGRAM, encoding="utf-8")
     out, err = folder / "out", folder / "err"
@@ -141,9 +141,9 @@ def _found(
 def test_every_public_function_runs_without_a_profile(
     fork: Callable[..., int], clean_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """Nothing raises and no generator moves; what is drawn follows from the program's own seed."""
+    """Nothing raises, no generator moves, and draws follow from the program's own seed."""
     runs = [
-        _found(fork, clean_environment, tmp_path / str(number), seed)
+        _outputs(fork, clean_environment, tmp_path / str(number), seed)
         for number, seed in enumerate((5, 5, 6, None, None))
     ]
     found, said = runs[0]
@@ -159,7 +159,7 @@ def test_every_public_function_runs_without_a_profile(
     alone, in_workers = found["dataloader_kwargs"][0]
     assert alone == in_workers, "what is loaded does not depend on workers"
     assert found["log_to"][0] == ["", "", ""]
-    for note in ("nothing is logged", "nothing seeds this loader"):
+    for note in ("nothing is logged", "this loader is not seeded"):
         assert said.count(note) == 1, said
     assert found["Checkpoint"][0] == [[1, 2, 3], [1, 2, 3]]
     assert not (tmp_path / "0" / "folder").exists()

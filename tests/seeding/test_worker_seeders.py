@@ -1,4 +1,4 @@
-"""A framework's own seeding of workers is taken over; a program's own is left alone, and said."""
+"""A framework's seeding of workers is replaced; a program's own is kept, with a note."""
 
 import sys
 from collections.abc import Callable
@@ -90,7 +90,7 @@ PROGRAMS = {
     ),
     "timm": (TIMM, "_worker_init"),
 }
-"""That of transformers is in tests/frameworks/test_huggingface.py, with the same law."""
+"""tests/frameworks/test_huggingface.py has the same test for transformers."""
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ PROGRAMS = {
 def test_0_and_2_workers_give_the_same_weights(
     framework: str, forked_answer_of: Callable[..., Any]
 ) -> None:
-    """With the framework's own seeding of workers on; the report says it in one line."""
+    """With the framework's own seeding of workers; the report has one line on it."""
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     program, function = PROGRAMS[framework]
@@ -108,7 +108,7 @@ def test_0_and_2_workers_give_the_same_weights(
     assert none[0] == two[0]
     assert none[1] == []
     (line,) = two[1]
-    assert "are the same for any num_workers" in line
+    assert "do not depend on num_workers" in line
     assert function in line
 
 
@@ -127,7 +127,7 @@ def _likeness(name: str) -> Callable[..., None]:
 
 @pytest.fixture
 def framework(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a module of a framework's name in place that has its function, and return its row."""
+    """Install a module with a framework's name and function, and return its row."""
     row = WORKER_SEEDERS[-1]
     module = ModuleType(row.module)
     vars(module)[row.function] = _likeness(row.function)
@@ -144,10 +144,10 @@ def _report(dataset: Any, init: Any) -> tuple[list[Any], str]:
         return epochs, "".join(applied.report.loading)
 
 
-def test_a_function_is_known_by_its_identity(framework: Any) -> None:
-    """The framework's own is taken over, through `partial` too; a likeness of it is left alone.
+def test_seeders_are_compared_by_identity(framework: Any) -> None:
+    """The framework's function is replaced, also within `partial`; a similar function is kept.
 
-    What that means is said with the line that iterates the loader, once, however many epochs.
+    A note has the line that iterates the loader, once for all epochs.
     """
     own = getattr(sys.modules[framework.module], framework.function)
     plain, _ = _report(Noisy(), None)
@@ -161,13 +161,15 @@ def test_a_function_is_known_by_its_identity(framework: Any) -> None:
         epochs, said = _report(Noisy(), init)
         assert worker_seeder(init) is None
         assert epochs != plain
-        assert said.startswith("numbers in data loading depend on num_workers: loader at ")
+        assert said.startswith(
+            "random numbers in data loading depend on num_workers: the loader at "
+        )
         assert f"{Path(__file__)}:" in said
-        assert said.endswith(" has a worker_init_fn of its own")
+        assert said.endswith(" has its own worker_init_fn")
 
 
-def test_no_more_is_claimed_than_is_true(framework: Any) -> None:
-    """Items of an IterableDataset depend on the number of workers, whoever seeds them."""
+def test_the_note_of_an_iterable_dataset_names_its_dependence_on_workers(framework: Any) -> None:
+    """Its items depend on the number of workers with any seeder."""
     _, said = _report(Items(), getattr(sys.modules[framework.module], framework.function))
 
     assert "depend on num_workers" in said

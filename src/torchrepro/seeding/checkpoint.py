@@ -1,4 +1,4 @@
-"""Checkpoints from which a training run goes on in the middle of an epoch, bit for bit."""
+"""Checkpoints that resume a training run in the middle of an epoch, bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoint:
-    """The state of a training run in a folder, from which it goes on where it was interrupted.
+    """The state of a training run in a folder, to resume it exactly where it was interrupted.
 
     ::
 
@@ -60,21 +60,21 @@ class Checkpoint:
             ...
             checkpoint.save(every=100)
 
-    Every named part has `state_dict` and `load_state_dict`. Each rank writes a file of its own;
-    a step counts once all ranks have written it. Files are read without pickle
-    (``torch.load(weights_only=True)``). If the folder holds a checkpoint, the parts are loaded
-    here and the generators at the first batch. Without a folder nothing is kept. Raises
-    `SeedingError` for a damaged checkpoint, one of another world size, or one of other parts;
-    `steps` and `batches` raise it for a checkpoint that the other loop has saved.
+    Every named part has `state_dict` and `load_state_dict`. Each rank writes its own file; a step
+    counts once all ranks have written it. Files are read without pickle
+    (``torch.load(weights_only=True)``). If the folder has a checkpoint, this loads the parts; the
+    generators are restored at the first batch. Without a folder, nothing is saved. Raises
+    `SeedingError` if the checkpoint is damaged, or has another world size or other parts; `steps`
+    and `batches` raise it for a checkpoint that the other loop has saved.
 
-    An interrupted epoch begins from the generators as they stood when it began: the global ones,
-    and those of its loader and samplers. Its batches that are done are passed over, and all
-    generators are put where they stood at the save. So it needs no profile, and a loader may have a
-    generator, sampler or `worker_init_fn` of its own.
+    To resume within an epoch, it restores the generators as they were when the epoch began (the
+    global generators, and the generators of the loader and its samplers), skips the batches that
+    are done, and restores all generators as they were at the save. So it needs no profile, and a
+    loader may have its own generator, sampler or `worker_init_fn`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, **parts: Any) -> None:
-        # The program may go to another directory before it saves.
+        # The program may change its working directory before it saves.
         self.folder = None if folder is None else Path(folder).absolute()
         self.parts = parts
         self.epoch = 0
@@ -82,16 +82,16 @@ class Checkpoint:
         self.step = 0  # batches, or steps of `steps`, that are done since the run began
         self._epoch_is_done = False
         self._within_epochs = False
-        self._counted = False  # whether `batch` or `step` says how far the program has come
+        self._counted = False  # whether `batch` or `step` counts the progress of the program
         self._counts_batches = False
-        self._loop = ""  # the last that counted, before the first one that of the checkpoint
+        self._loop = ""  # "steps" or "batches": the latest loop, at first the checkpoint's
         self._first_save = True
         self._delivery: Delivery | None = None
-        # Of the interrupted epoch, until a loader takes it up.
-        self._place: dict[str, Any] | None = None
-        # Where the generators of the host stood as `epochs` began the present epoch.
+        # Progress in the interrupted epoch, until a loader resumes it.
+        self._progress: dict[str, Any] | None = None
+        # States of the host's generators when `epochs` began the present epoch.
         self._begun: dict[str, Any] | None = None
-        # Of the loader that has a name: the program's own seed where no profile gives one.
+        # Root seed of a loader with a name: without a profile, the program's own seed.
         self._root: int | None = None
         self._rng: dict[str, Any] | None = None
         self._compare: Callable[[], None] = forget
@@ -103,7 +103,7 @@ class Checkpoint:
                     found=shown(part),
                     legal="a module, an optimizer, a scheduler, a scaler",
                 )
-        self._optimizers: WeakSet[Any] = WeakSet()  # that have made a step, parts or not
+        self._optimizers: WeakSet[Any] = WeakSet()  # all that have made a step
         step = None if self.folder is None else _latest(self.folder)
         if self.folder is not None:
             from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -112,7 +112,7 @@ class Checkpoint:
             hook = register_optimizer_step_post_hook(lambda made, *_: stepped.add(made))
             finalize(self, hook.remove)
         loader_positions.await_resting(())
-        forget()  # a run before this one, in the same process, may have had no step left
+        forget()  # an earlier run in this process may have ended before its first step
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
         run_begins(resumed=step is not None)
@@ -123,11 +123,11 @@ class Checkpoint:
         try:
             while self.epoch < nonnegative_int("count", count):
                 self._counted = False
-                # The generators stand where they stood as the uninterrupted run began the epoch.
+                # An epoch begins with the generators' states in the uninterrupted run.
                 if self._waits_for("batches") and not self.batch:
                     self._restore_generators()
                 elif self._waits_for("batches") and self._begun is not None:
-                    loader_positions.put_states(None, self._begun)
+                    loader_positions.write_states(None, self._begun)
                 if self.folder is not None:
                     self._begun = loader_positions.encoded_states(
                         loader_positions.read_states(None)
@@ -141,20 +141,20 @@ class Checkpoint:
     def steps(self, count: int) -> Iterator[int]:
         """Yield the numbers, from 0, of the steps that are left of `count`: a loop without loaders.
 
-        What the program draws within a step comes from the generators as they were saved: draw the
-        batch in the step that trains on it. A loader that the step reads starts from its first
-        batch: use `epochs` and `batches` for that. Raises `SeedingError` within `epochs`.
+        The generators are restored before the first step, so draw each batch in the step that
+        trains on it. A loader that a step reads starts from its first batch: use `epochs` and
+        `batches` for loaders. Raises `SeedingError` within `epochs`.
         """
         if self._within_epochs:
             raise SeedingError.about(
-                "steps runs within epochs, and so does not know which epoch it counts",
+                "steps runs within epochs, and so cannot know which epoch it counts",
                 todo="count the steps of the run: for step in checkpoint.steps(N)",
             )
         self._counted = True
         if self._waits_for("batches"):
             if self.step < nonnegative_int("count", count):
                 raise self._of_another_loop("steps")
-            return  # done before the batches began, whose place the checkpoint holds
+            return  # the checkpoint was saved in the batches that follow these steps
         self._loop = "steps"
         self._restore_generators()
         while self.step < nonnegative_int("count", count):
@@ -164,12 +164,11 @@ class Checkpoint:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of the present epoch that are not done yet.
 
-        Tells the loader and its samplers which epoch it is. Under `dataloader.seeding: auto`, and
-        for a loader made with `dataloader_kwargs`, batches that are done are not loaded again,
-        except from an `IterableDataset`, which names no samples, and from a dataset with a
-        generator of its own. They count into `batch`, by which a program that takes only some
-        batches of an epoch knows when to stop. Raises `SeedingError` while the batches of another
-        loader are counted.
+        Sets the epoch of the loader and its samplers. Under `dataloader.seeding: auto`, and for a
+        loader made with `dataloader_kwargs`, batches that are done are not loaded again, except
+        from an `IterableDataset`, which has no sample indices, and from a dataset with its own
+        generator. `batch` includes them, so a program that uses only some batches of an epoch can
+        stop at the same batch. Raises `SeedingError` within the batches of another loader.
         """
         if self._counts_batches:
             raise SeedingError.about(
@@ -186,10 +185,10 @@ class Checkpoint:
             self._root = named.root
             named.go_to(self.epoch)
         set_epoch_of_parts(loader, self.epoch)
-        place, self._place = self._place, None
+        progress, self._progress = self._progress, None
         resumption = None
-        if self.batch and place is not None:  # the present epoch is the interrupted one
-            resumption = Resumption(place, self._restore_generators, self.batch)
+        if self.batch and progress is not None:  # the present epoch is the interrupted one
+            resumption = Resumption(progress, self._restore_generators, self.batch)
         else:
             self._restore_generators()
         delivery = self._delivery = Delivery(loader, resumption)
@@ -206,14 +205,14 @@ class Checkpoint:
         self._epoch_is_done = True
 
     def _waits_for(self, loop: str) -> bool:
-        """Whether only `loop` can take up the checkpoint, which nothing has taken up yet."""
+        """Return whether the checkpoint was saved in `loop`, and no loop has resumed it yet."""
         return self._rng is not None and self._loop == loop
 
     def _of_another_loop(self, loop: str) -> SeedingError:
         return SeedingError.about(
             f"the checkpoint was saved in a loop of {self._loop}, and this is one of {loop}",
             str(self.folder),
-            todo="loop as the program did then, or name another folder to begin anew",
+            todo="use the loop that saved it, or another folder to start from scratch",
         )
 
     def _restore_generators(self) -> None:
@@ -225,24 +224,25 @@ class Checkpoint:
     def save(self, every: int = 1) -> None:
         """Write a checkpoint, if the number of batches or steps done is a multiple of `every`.
 
-        Gradients are not kept: call it after a step of the optimizer. Called after all batches of
-        an epoch it counts the epoch as done: there it comes last, after a scheduler's step, say.
-        Raises `SeedingError` where neither `batches` nor `steps` runs, since nothing then says how
-        far the program has come, and for a part whose state only pickle could keep; `OSError` where
+        Gradients are not saved: call it after a step of the optimizer. A call after all batches of
+        an epoch saves the epoch as done: make it the last call of the epoch, for instance after the
+        scheduler's step. Raises `SeedingError` outside of `batches` and `steps`, because nothing
+        then counts the progress, and for a part whose state only pickle could save; `OSError` if
         the file cannot be written.
         """
         import torch
 
         if not self._counted:
             raise SeedingError.about(
-                "neither batches nor steps runs, so the checkpoint would not say how far the "
-                "program has come",
+                "neither batches nor steps runs, so nothing counts the progress to be saved",
                 todo="loop with `for batch in checkpoint.batches(loader)`, or without a loader "
                 "with `for step in checkpoint.steps(N)`",
             )
         if self.folder is None or self.step % max(nonnegative_int("every", every), 1):
             return
-        within = self.batch and not self._epoch_is_done
+        progress = None
+        if self.batch and not self._epoch_is_done and self._delivery is not None:
+            progress = self._delivery.progress()
         states = {name: part.state_dict() for name, part in self.parts.items()}
         if self._first_save:
             for name, state in states.items():
@@ -256,7 +256,7 @@ class Checkpoint:
                 "batch": 0 if self._epoch_is_done else self.batch,
                 "step": self.step,
                 "loop": self._loop,
-                "place": self._delivery.place() if within and self._delivery is not None else None,
+                "place": progress,
                 "root": self._root,
                 "begun": self._begun,
                 "resting": loader_positions.resting(),
@@ -272,7 +272,7 @@ class Checkpoint:
             write_atomically(path, content.getvalue())
         except OSError:
             with suppress(OSError):
-                path.parent.rmdir()  # what cannot be written leaves no empty step
+                path.parent.rmdir()  # only if empty: a failed write leaves no folder of a step
             raise
         if world().rank == 0:
             steps, complete = _steps(self.folder)
@@ -287,12 +287,12 @@ class Checkpoint:
             raise SeedingError.about(
                 f"not a complete checkpoint: {_reason(error)}",
                 str(path),
-                todo="delete its folder, to go on from the step before",
+                todo="delete its folder, to resume from the step before",
             ) from error
         parts = saved["parts"]
         if parts.keys() != self.parts.keys():
             raise SeedingError.about(
-                "the checkpoint holds other parts",
+                "the checkpoint has other parts",
                 str(path),
                 found=some(parts),
                 legal=some(self.parts),
@@ -300,12 +300,12 @@ class Checkpoint:
         for name, part in self.parts.items():
             part.load_state_dict(parts[name])
         self.epoch, self.batch, self.step = saved["epoch"], saved["batch"], saved["step"]
-        self._loop, self._place, self._begun = saved["loop"], saved["place"], saved["begun"]
+        self._loop, self._progress, self._begun = saved["loop"], saved["place"], saved["begun"]
         self._root, self._rng = saved["root"], saved["rng"]
         loader_positions.await_resting(saved["resting"])
-        # A run that is done makes no step: the next one in this process is another run's.
+        # Not started here: if this run is already done, the next step belongs to another run.
         self._compare = partial(compare_at_first_step, saved["optimizers"], str(path))
-        set_epochs(saved["rng"]["loaders"])  # a loader has to know which epoch comes next
+        set_epochs(saved["rng"]["loaders"])  # a loader needs its next epoch before its first batch
 
 
 def _check_state(name: str, state: Any) -> None:
@@ -326,7 +326,7 @@ def _check_state(name: str, state: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    # One line of what it says, without the colours that torch puts in.
+    """Return the most useful line of the message of `error`, without torch's colour codes."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
     telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
     return f"{type(error).__name__}: {(telling or lines or [''])[0]}"
@@ -346,32 +346,33 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _file(folder: Path, step: int) -> Path:
-    here = world()
-    return folder / f"step-{step:09d}" / f"rank-{here.rank}-of-{here.size}.pt"
+    rank, size = world().rank, world().size
+    return folder / f"step-{step:09d}" / f"rank-{rank}-of-{size}.pt"
 
 
 def _steps(folder: Path) -> tuple[list[int], list[int]]:
+    """Return all steps in `folder`, and the steps that all ranks have written, latest first."""
     names = (entry.name for entry in folder.glob("step-*"))
     steps = sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
     files = [f"rank-{rank}-of-{world().size}.pt" for rank in range(world().size)]
-    places = {step: _file(folder, step).parent for step in steps}
-    return steps, [step for step in steps if all((places[step] / f).exists() for f in files)]
+    folders = {step: _file(folder, step).parent for step in steps}
+    return steps, [step for step in steps if all((folders[step] / f).exists() for f in files)]
 
 
 def _latest(folder: Path) -> int | None:
-    here, (_, complete) = world(), _steps(folder)
+    group, (_, complete) = world(), _steps(folder)
     sizes = {path.stem.partition("-of-")[2] for path in folder.glob("step-*/rank-*-of-*.pt")}
-    if not complete and sizes and str(here.size) not in sizes:
+    if not complete and sizes and str(group.size) not in sizes:
         raise SeedingError.about(
             "the checkpoints were written by another number of processes",
             str(folder),
             found=some(sorted(sizes)),
-            legal=str(here.size),
+            legal=str(group.size),
         )
     if not complete and sizes:
         warnings.warn(
-            f"{folder} holds no step that all {here.size} ranks have written (this is rank "
-            f"{here.rank}): starting from the beginning",
+            f"{folder} has no step that all {group.size} ranks have written (this is rank "
+            f"{group.rank}): starting from the beginning",
             stacklevel=3,
         )
     return complete[0] if complete else None

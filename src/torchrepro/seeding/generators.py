@@ -28,9 +28,9 @@ _seed_python, _read_python, _put_python = random.seed, random.getstate, random.s
 
 
 class Given(NamedTuple):
-    """The seeds that the program itself has given to `random` and numpy, which samples depend on.
+    """The program's explicit seeds of `random` and numpy, which samples depend on.
 
-    Torch's reaches them by the base seed. A seed that was not given is empty.
+    Samples depend on the seed of torch by its base seed. A seed is empty if there is none.
     """
 
     python: bytes = b""
@@ -38,15 +38,15 @@ class Given(NamedTuple):
 
 
 _given = Given()
-put_by_program: set[str] = set()
-"""Which of `random` and numpy the program has put into a state that this process never had."""
+unknown_states: set[str] = set()
+"""Generators (`python`, `numpy`) that the program has set to a state of another process."""
 
 
 def given_seeds() -> Given:
     return _given
 
 
-def put_given_seeds(given: Given) -> None:
+def set_given_seeds(given: Given) -> None:
     global _given  # noqa: PLW0603 - a fact about the process
     _given = given
 
@@ -65,7 +65,7 @@ class Slot(NamedTuple):
 
 
 class GeneratorKind(NamedTuple):
-    """A kind of generator: its class, which is never imported for it, and how its state is read."""
+    """A type of generator: its class, which torchrepro does not import, and access to its state."""
 
     name: str
     module: str
@@ -74,31 +74,30 @@ class GeneratorKind(NamedTuple):
 
 
 KINDS = (
-    GeneratorKind("python", "random", "Random", lambda own: Slot(own.getstate, own.setstate)),
+    GeneratorKind("python", "random", "Random", lambda rng: Slot(rng.getstate, rng.setstate)),
     GeneratorKind(
-        *("numpy", "numpy.random", "Generator"),  # it keeps its state in another object
-        lambda own: Slot(
-            lambda: own.bit_generator.state, partial(setattr, own.bit_generator, "state")
+        *("numpy", "numpy.random", "Generator"),  # its bit generator has the state
+        lambda rng: Slot(
+            lambda: rng.bit_generator.state, partial(setattr, rng.bit_generator, "state")
         ),
     ),
     GeneratorKind(
         *("numpy_legacy", "numpy.random", "RandomState"),
-        lambda own: Slot(partial(own.get_state, legacy=False), own.set_state),
+        lambda rng: Slot(partial(rng.get_state, legacy=False), rng.set_state),
     ),
-    GeneratorKind("torch", "torch", "Generator", lambda own: Slot(own.get_state, own.set_state)),
+    GeneratorKind("torch", "torch", "Generator", lambda rng: Slot(rng.get_state, rng.set_state)),
 )
-"""Every kind of generator that can be registered."""
+"""The types of generators that can be registered."""
 
-registered: dict[
-    str, tuple[GeneratorKind, Any]
-] = {}  # every registered generator with its kind, by name
+registered: dict[str, tuple[GeneratorKind, Any]] = {}  # name -> type, generator
 
 
 def generator_kind(value: Any) -> GeneratorKind | None:
-    for kind in KINDS:
-        its_class: Any = getattr(sys.modules.get(kind.module), kind.type, None)
-        if its_class is not None and isinstance(value, its_class):
-            return kind
+    for generator_type in KINDS:
+        module = sys.modules.get(generator_type.module)
+        python_class: Any = getattr(module, generator_type.type, None)
+        if python_class is not None and isinstance(value, python_class):
+            return generator_type
     return None
 
 
@@ -111,11 +110,11 @@ def register_generator(name: str, generator: Generator) -> Generator:
     """
     if not isinstance(name, str) or not name:
         raise SeedingError.about("not a name for a generator", found=shown(name), legal="any text")
-    kind = generator_kind(generator)
-    with suppress(NotImplementedError):  # `random.SystemRandom` only looks as if it had a state
-        if kind is not None:
-            kind.slot(generator).read()
-            registered[name] = kind, generator
+    generator_type = generator_kind(generator)
+    with suppress(NotImplementedError):  # `random.SystemRandom` has the methods, but no state
+        if generator_type is not None:
+            generator_type.slot(generator).read()
+            registered[name] = generator_type, generator
             return generator
     raise SeedingError.about(
         "not a generator that can be registered",
@@ -126,7 +125,7 @@ def register_generator(name: str, generator: Generator) -> Generator:
 
 
 def unregister_generator(name: str) -> None:
-    """Forget the generator registered under `name`; raises `SeedingError` if there is none."""
+    """Forget the generator registered under `name`; raises `SeedingError` for an unknown name."""
     if name not in registered:
         raise SeedingError.about(
             "no generator is registered under this name",
@@ -143,7 +142,7 @@ def built_for() -> set[str]:
         "cuda": torch.version.cuda is not None or torch.version.hip is not None,
         "mps": torch.backends.mps.is_built(),
         "xpu": bool(getattr(torch.version, "xpu", None)),
-        "npu": hasattr(torch, "npu"),  # torch_npu, or another back end of that name, put it there
+        "npu": hasattr(torch, "npu"),  # torch_npu, or another back end of that name, adds it
     }
     return {device for device, built in answers.items() if built}
 
@@ -162,17 +161,18 @@ def devices_in_use() -> dict[str, Any]:
     return {name: module for name, module in modules.items() if module and initialised(module)}
 
 
-def start_device(kind: str) -> None:
-    """Put the devices of a kind in use, since their generators exist only then."""
-    module: Any = getattr(sys.modules.get("torch"), kind, None)
+def start_device(device: str) -> None:
+    """Initialize the devices of a type, such as `cuda`: their generators exist only then."""
+    module: Any = getattr(sys.modules.get("torch"), device, None)
     if getattr(module, "is_available", bool)() and hasattr(module, "init"):
-        with suppress(RuntimeError):  # a forked process cannot; that none is in use is said then
+        with suppress(RuntimeError):  # in a forked process; the caller reports the missing devices
             module.init()
 
 
 def device_seeds(module: Any) -> set[int]:
-    """Return the seeds of the generators of every device; none where they do not remember them."""
-    return {int(own.initial_seed()) for own in getattr(module, "default_generators", ())}
+    """Return the seeds of the generators of all devices, if the generators remember their seeds."""
+    generators = getattr(module, "default_generators", ())
+    return {int(generator.initial_seed()) for generator in generators}
 
 
 def device_states(module: Any) -> list[Any]:
@@ -189,7 +189,7 @@ def set_device_states(module: Any, saved: list[Any]) -> None:
 
 
 def seed_device(module: Any, seed: int) -> None:
-    """Seed the generator of every device; one that is not in use yet is seeded at its first use."""
+    """Seed the generator of every device; torch seeds an unused device at its first use."""
     getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
@@ -211,8 +211,8 @@ def all_slots() -> dict[str, Slot]:
     slots = host_slots()
     for name, module in devices_in_use().items():
         slots[name] = Slot(partial(device_states, module), partial(set_device_states, module))
-    for name, (kind, own) in registered.items():
-        slots[f"registered/{name}"] = kind.slot(own)
+    for name, (generator_type, generator) in registered.items():
+        slots[f"registered/{name}"] = generator_type.slot(generator)
     return slots
 
 
@@ -224,10 +224,10 @@ class States:
         return all(plain_state(slot.read()) == plain_state(state) for slot, state in self._states)
 
     def put_back(self) -> None:
-        """Make these the states again, of every generator even if one of them raises."""
-        with ExitStack() as every_one:
+        """Restore these states, also of the remaining generators if one of them raises."""
+        with ExitStack() as restores:
             for slot, state in self._states:
-                every_one.callback(slot.write, state)
+                restores.callback(slot.write, state)
 
 
 def plain_state(state: Any) -> Any:
@@ -264,9 +264,9 @@ def decoded(value: Any) -> Any:
     if "array" in value:
         flat = np.frombuffer(b64decode(value["array"]), value["dtype"])
         return flat.reshape(value["shape"]).copy()
-    for kind in (tuple, list):
-        if kind.__name__ in value:
-            return kind(decoded(part) for part in value[kind.__name__])
+    for container in (tuple, list):
+        if container.__name__ in value:
+            return container(decoded(part) for part in value[container.__name__])
     return {key: decoded(part) for key, part in value["dict"].items()}
 
 
@@ -280,40 +280,40 @@ def seed_host(source: Stream) -> None:
     streams.start_cpu_generator(torch.default_generator, source)
 
 
-# numpy's own function, calls of which are not recorded as the program's.
+# numpy's original function: a call of the observed one would be recorded as the program's.
 _numpy_seed: Callable[[], Any] = cache(lambda: unwrap(import_module("numpy.random").seed))
 
 
 def seed_sample(source: Stream, python: bytes, numpy: bytes) -> None:
-    """Start the three generators from `source`; Python's and numpy's from a given seed as well.
+    """Start the three generators from `source`, and Python's and numpy's also from given seeds.
 
     Quicker than `seed_host`: Python's starts from 256 bits, torch's from 64, numpy's from 32.
     """
     import torch
 
     key = source.key
-    own = source.bytes("python/" + python.hex(), 32) if python else key[:32]
-    word = source.bytes("numpy/" + numpy.hex(), 4) if numpy else key[32:36]
-    _seed_python(int.from_bytes(own, "little"))
-    _numpy_seed()(int.from_bytes(word, "little"))
+    for_python = source.bytes("python/" + python.hex(), 32) if python else key[:32]
+    for_numpy = source.bytes("numpy/" + numpy.hex(), 4) if numpy else key[32:36]
+    _seed_python(int.from_bytes(for_python, "little"))
+    _numpy_seed()(int.from_bytes(for_numpy, "little"))
     torch.default_generator.manual_seed(int.from_bytes(key[36:44], "little"))
 
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
-    """Let the block draw what it likes: afterwards every generator is as it was before.
+    """Restore the state of every generator after the block, so that its draws change nothing.
 
     Covers Python's, numpy's legacy and torch's CPU generator, every accelerator in use, and the
-    registered ones; restores after an exception too. Also a decorator. `torch.random.fork_rng`
-    covers torch alone.
+    registered generators; restores after an exception too. Also a decorator.
+    `torch.random.fork_rng` covers torch only.
     """
-    before, given, put = States(all_slots().values()), given_seeds(), set(put_by_program)
+    before, given, put = States(all_slots().values()), given_seeds(), set(unknown_states)
     try:
         yield
     finally:
-        put_given_seeds(given)
-        put_by_program.clear()
-        put_by_program.update(put)
+        set_given_seeds(given)
+        unknown_states.clear()
+        unknown_states.update(put)
         before.put_back()
 
 
@@ -326,18 +326,18 @@ def seeded(
 ) -> Iterator[Stream]:
     """Draw from the stream `name` within the block, through the global generators.
 
-    `ranks` (`distinct`, `same`, or one of them per mesh dimension) wins over the profile:
-    ``seeded("init", ranks="same")`` initialises a model alike on every rank. Afterwards every
-    generator is as it was before, after an exception too. Where no profile with a seed is in
-    force, the stream derives from the program's own seed, as `stream` says. Raises `SeedingError`
+    `ranks` (`distinct`, `same`, or one of them per mesh dimension) overrides the profile:
+    ``seeded("init", ranks="same")`` gives a model the same initial weights on every rank. Every
+    generator is restored after the block, after an exception too. If no profile with a seed is
+    active, the stream derives from the program's own seed (see `stream`). Raises `SeedingError`
     for an unknown policy.
     """
     plan = streams.current_plan()
     rank = plan.coordinate(checked_policy(ranks))
     source = streams.stream(name, rank=rank, epoch=epoch, step=step)
     with isolated_rng(), ExitStack() as kept:
-        kept.callback(streams.put_program_seed, plan.program_seed)
-        streams.keep_program_seed()
+        kept.callback(streams.set_program_seed, plan.program_seed)
+        streams.remember_program_seed()
         seed_host(source)
         for module in devices_in_use().values():
             seed_device(module, int.from_bytes(source.bytes("torch", 8), "little"))

@@ -1,8 +1,8 @@
-"""The knobs of the seed: how each global generator is seeded, and how its state is brought back.
+"""The knobs of the seed: they seed each global generator, and restore its state at the undo.
 
-`read` returns the seed of a generator where the generator knows it. Undo restores the full state,
-so the numbers drawn after it are those that would have come anyway. Other libraries that draw
-numbers are seeded when they are loaded, and never imported for it.
+`read` returns the seed of a generator if the generator remembers it. Undo restores the full state,
+so later draws are the same as without the profile. Other libraries that draw random numbers are
+seeded when the program imports them; torchrepro does not import them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torchrepro.ground.imports import AfterImport
 from torchrepro.ground.messages import shown
 from torchrepro.knobs.knob import MissingState
 from torchrepro.seeding import generators, loader, streams
-from torchrepro.seeding.seeding_calls import SeedingCalls, moved_by_program
+from torchrepro.seeding.seeding_calls import SeedingCalls, generators_set_by_program
 from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, seed_of_rank
 
 
 @dataclass(frozen=True, slots=True)
 class PlanField:
-    """One field of the seed plan as a knob; undo brings the whole plan back."""
+    """One field of the seed plan as a knob; undo restores the whole plan."""
 
     name: str
-    unset: Any = None  # the value that an unset field stands for
+    unset: Any = None  # the default of an unset field
 
     def read(self) -> Any:
         value = getattr(streams.current_plan(), self.name)
@@ -44,8 +44,8 @@ class PlanField:
 
     def write(self, value: Any) -> None:
         streams.drawn.clear()
-        its: dict[str, Any] = {self.name: dict(value) if isinstance(value, Mapping) else value}
-        streams.put_plan(replace(streams.current_plan(), **its))
+        change: dict[str, Any] = {self.name: dict(value) if isinstance(value, Mapping) else value}
+        streams.put_plan(replace(streams.current_plan(), **change))
 
     def save(self) -> Any:
         return streams.current_plan()
@@ -56,7 +56,7 @@ class PlanField:
 
 @dataclass(frozen=True, slots=True)
 class RootSeed(PlanField):
-    """The root of every stream; with it comes the rank from whose seed this process starts."""
+    """The root of every stream; a write also sets the rank whose seed the generators start from."""
 
     name: str = "seed"
 
@@ -115,9 +115,8 @@ class TorchSeed:
 class AcceleratorSeed:
     """Every device of one accelerator, through its module ``torch.<device>``.
 
-    Before the first use of a device torch queues the seed and hands it over at device init. An
-    undo that comes earlier takes the queue back. One that comes later gives the devices the seed
-    with which an untouched process starts.
+    Before the first use of a device, torch queues the seed until device init. An undo before device
+    init restores the queue. A later undo gives the devices torch's default seed.
     """
 
     device: str
@@ -151,7 +150,7 @@ class AcceleratorSeed:
         if not isinstance(saved, SeedQueue):
             generators.set_device_states(module, saved)
         elif generators.initialised(module) or not saved.put_back(module):
-            # A fresh generator's seed is the one torch starts every device with.
+            # torch starts every device with the seed of a fresh generator.
             self.write(_torch().Generator().initial_seed())
 
     def holds(self, value: int) -> bool:
@@ -162,8 +161,9 @@ class AcceleratorSeed:
 class SeedQueue(NamedTuple):
     """A copy of the calls and seeds that wait for device init.
 
-    Private (``_queued_calls``, ``_lazy_seed_tracker``), because torch offers no public way to take
-    a queued seed back. Where they are gone, `put_back` says so and undo re-seeds instead.
+    They are private (``_queued_calls``, ``_lazy_seed_tracker``): torch has no public function that
+    removes a queued seed. If torch no longer has them, `put_back` returns False, and undo seeds the
+    devices instead.
     """
 
     calls: list[Any]
@@ -186,9 +186,9 @@ class SeedQueue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SeedByRank:
-    """A generator that starts from this rank's own seed where ranks draw differently."""
+    """A generator that starts from this rank's own seed if ranks draw differently."""
 
-    generator: Any  # the access to it, whatever the rank
+    generator: Any  # access to the generator, which takes the rank's seed
 
     def write(self, value: int) -> None:
         self.generator.write(streams.current_plan().started_from(value))
@@ -216,16 +216,16 @@ class Seeder(NamedTuple):
 
 
 def _random(module: str) -> Any:
-    return sys.modules[module].random  # only once it is used is the module there
+    return sys.modules[module].random  # read at the call, when the module is loaded
 
 
 def _seed_gymnasium(root: int) -> None:
-    """Have environments and spaces that get no seed start from streams of `root`, in turn.
+    """Seed the environments and spaces that get no explicit seed from streams of `root`, in turn.
 
-    They ask `gymnasium.utils.seeding.np_random`, which is public, for a generator. Without a seed
-    it would take one from the operating system; what the program seeds is left alone. Workers of
-    a vector environment are told apart by the names of their processes. Generators that were made
-    before are not reached, nor is code that has imported the function by its name before.
+    They call `gymnasium.utils.seeding.np_random`, which is public, to make a generator. Without a
+    seed it would draw one from the operating system. Explicit seeds stay. In workers of a vector
+    environment the stream depends on the name of the process. Earlier generators stay unseeded, and
+    so does code that has already imported the function by name.
     https://gymnasium.farama.org/api/utils/#seeding
     """
     seeding = sys.modules[_GYMNASIUM]
@@ -245,7 +245,7 @@ def _seed_gymnasium(root: int) -> None:
 SEEDERS = (
     Seeder(
         "cupy",
-        # A new state rather than a new seed of the old one: so that the old one can come back.
+        # A new state object, not a new seed of the present one: undo restores the present object.
         lambda seed: _random("cupy").set_random_state(_random("cupy").RandomState(seed)),
         lambda: _random("cupy").get_random_state(),
         lambda state: _random("cupy").set_random_state(state),
@@ -258,7 +258,7 @@ SEEDERS = (
         lambda function: setattr(sys.modules[_GYMNASIUM], "np_random", function),
     ),
 )
-"""The libraries known without anybody registering them."""
+"""The libraries that need no `register_seeder`."""
 
 _registered: dict[str, Seeder] = {seeder.module: seeder for seeder in SEEDERS}
 
@@ -271,13 +271,14 @@ def register_seeder(
 ) -> None:
     """Have profiles seed the library `module` through ``seed(number)`` once it is loaded.
 
-    Under a profile with a seed that happens now if `module` is loaded, else when it is imported;
-    torchrepro never imports it. With `save` and `restore` its state comes back with the undo. A
-    second call for the same module replaces the first. Raises `SeedingError` for a name that
-    is none, and for functions that cannot be called.
+    Under a profile with a seed, it is seeded now if `module` is loaded, else when it is imported;
+    torchrepro never imports it. With `save` and `restore`, undo restores its state. A second call
+    for the same module replaces the first. Raises `SeedingError` if `module` is not a name, or if
+    one of the functions is not callable.
     """
-    way_back = (save is None and restore is None) or (callable(save) and callable(restore))
-    if not isinstance(module, str) or not module or not callable(seed) or not way_back:
+    is_undoable = callable(save) and callable(restore)
+    has_valid_undo = is_undoable or (save is None and restore is None)
+    if not isinstance(module, str) or not module or not callable(seed) or not has_valid_undo:
         raise SeedingError.about(
             "not a seeder",
             found=f"register_seeder({shown(module)}, {shown(seed)})",
@@ -294,8 +295,8 @@ def register_seeder(
 class LibrarySeeds:
     def __init__(self) -> None:
         self.seed: int | None = None
-        self.seeded: dict[str, Any] = {}  # library -> its own state before
-        self._waiting = AfterImport((), self._seed_when_loaded)  # for those not loaded yet
+        self.seeded: dict[str, Any] = {}  # library -> its state before it was seeded
+        self._waiting = AfterImport((), self._seed_when_loaded)  # for libraries not loaded yet
 
     def read(self) -> Any:
         return self.seed
@@ -327,7 +328,7 @@ class LibrarySeeds:
 
     def seed_library(self, module: str) -> None:
         seeder = _seeders()[module]
-        if self.seeded.get(module) is None:  # the state that an earlier seeder saved is kept
+        if self.seeded.get(module) is None:  # else an earlier seeder has saved its state
             self.seeded[module] = seeder.save() if seeder.save is not None else None
         seeder.seed(self.seed)
 
@@ -335,7 +336,7 @@ class LibrarySeeds:
         try:
             if self.seed is not None:
                 self.seed_library(module)
-        except Exception as error:  # noqa: BLE001 - whatever a seeder raises must not fail the import
+        except Exception as error:  # noqa: BLE001 - an error of a seeder must not fail the import
             why = f"{type(error).__name__}: {error}"
             say(f"the seeder of {module} failed, so it is not seeded: {why}")
 
@@ -349,10 +350,10 @@ def _seeders() -> dict[str, Seeder]:
 
 @cache
 def _installed() -> dict[str, Seeder]:
-    # Searched once: that takes milliseconds.
+    # Cached, because the search takes milliseconds.
     from importlib.metadata import entry_points  # takes 20 ms, and only a seed needs it
 
-    # To load an entry point may import the library, so that waits until there is a seed to give.
+    # Loading an entry point may import the library, so it waits until the library is seeded.
     return {
         entry.name: Seeder(entry.name, partial(lambda entry, seed: entry.load()(seed), entry))
         for entry in entry_points(group=GROUP)
@@ -397,19 +398,19 @@ xpu_seed = SeedByRank(AcceleratorSeed("xpu"))
 
 
 def use_mesh(mesh: Any) -> Mesh:
-    """Tell the streams of this process where it stands in `mesh`, a torch `DeviceMesh`.
+    """Use the coordinates of this process in `mesh`, a torch `DeviceMesh`, for its streams.
 
     From then on ranks differ along the dimensions that the profile's `ranks` calls distinct.
-    Dimensions it does not name differ unless they share one sample (`tp`, `sp`, `cp`). Where the
-    profile makes ranks distinct, the global generators start anew from this rank's seed. Undone
-    with the profile. Raises `SeedingError` for a mesh without names, one that leaves this rank
-    out, or one that lacks a dimension which the profile names.
+    Dimensions without a policy differ unless they share one sample (`tp`, `sp`, `cp`). If the
+    profile makes ranks distinct, the global generators are seeded again, with this rank's seed.
+    Undone with the profile. Raises `SeedingError` if the mesh has no names, does not contain this
+    rank, or lacks a dimension that the profile names.
     """
     if not hasattr(mesh, "mesh_dim_names"):
         raise SeedingError.about("not a device mesh", found=shown(mesh), legal="a torch DeviceMesh")
     names, position = mesh.mesh_dim_names, mesh.get_coordinate()
     if not names or position is None:
-        problem = "leaves this rank out" if names else "has no names for its dimensions"
+        problem = "does not contain this rank" if names else "has no names for its dimensions"
         raise SeedingError.about(
             f"the mesh {problem}",
             found=shown(mesh),
@@ -418,34 +419,35 @@ def use_mesh(mesh: Any) -> Mesh:
     plan = streams.current_plan()
     streams.check_dimensions(plan.ranks, names)
     sizes = tuple(mesh.size(dimension) for dimension in range(mesh.ndim))
-    plan = replace(plan, mesh=(place := Mesh(tuple(names), sizes, tuple(position))))
+    mesh_of_plan = Mesh(tuple(names), sizes, tuple(position))
+    plan = replace(plan, mesh=mesh_of_plan)
     streams.put_plan(plan)
     _start(plan)
-    return place
+    return mesh_of_plan
 
 
 def seed_as_this_rank() -> None:
     """Start the global generators from this rank's seed, if they started from another rank's.
 
-    A process that only learns its rank when the process group is made started as rank 0. What the
-    program itself has seeded, or put back, since stays as it is.
+    A process may learn its rank only from the process group, and has started as rank 0 then. A
+    generator that the program has seeded or restored since keeps its state.
     """
     plan = streams.current_plan()
     if plan.ranks_differ and plan.coordinate() != plan.started_as:
-        _start(plan, moved_by_program())
+        _start(plan, generators_set_by_program())
 
 
-def _start(plan: SeedPlan, own: Collection[str] = ()) -> None:
+def _start(plan: SeedPlan, moved: Collection[str] = ()) -> None:
     if plan.seed is None or not plan.ranks_differ:
         return
     rank = plan.coordinate()
     streams.put_plan(replace(plan, started_as=rank))
     seed = seed_of_rank(plan.seed, rank)
     for name, generator in (("python", _PYTHON), ("numpy", _NUMPY), ("torch", TorchSeed())):
-        if name not in own:
+        if name not in moved:
             generator.write(seed)
     for name, module in generators.devices_in_use().items():
-        if name not in own:
+        if name not in moved:
             generators.seed_device(module, seed)
     if _libraries.seed is not None:
         _libraries.seed = seed

@@ -1,14 +1,15 @@
-"""What a DataLoader's samples draw from, how its sampler asks for them, and how they are read.
+"""The seeding of a DataLoader: streams of samples, requests of a sampler, readers of datasets.
 
 Under `dataloader.seeding: auto` a loader follows torch's own protocol. Its sampler draws the order
-as ever, from the loader's generator or the global one. torch draws one base seed per iteration from
-the same place (https://docs.pytorch.org/docs/stable/data.html#randomness-in-multi-process-data-loading).
-A sample draws from that base seed, its index, and the seeds that the program gave to `random` and
-numpy. A loader made with `dataloader_kwargs` has a name instead: its order and samples depend on
-(seed, name, epoch), and on nothing that anybody draws.
+from the loader's generator or the global one, as without torchrepro. torch draws one base seed per
+iteration from the same generator
+(https://docs.pytorch.org/docs/stable/data.html#randomness-in-multi-process-data-loading).
+What a sample draws depends on that base seed, its index, and the program's seeds of `random`
+and numpy. A loader made with `dataloader_kwargs` has a name instead: its order and samples depend
+on (seed, name, epoch) only, and not on what the program draws from any generator.
 
-So what is loaded draws numbers by what it is: not by which process loads it, nor by what was loaded
-before. An `IterableDataset` names no samples: a worker draws on from one stream per epoch.
+So a sample draws equal numbers in whichever process it is loaded, and after any other samples. An
+`IterableDataset` has no sample indices: each worker draws from one stream per epoch.
 """
 
 from __future__ import annotations
@@ -44,44 +45,44 @@ if TYPE_CHECKING:
     import torch
 
 _NOTHING: Mapping[bytes, int] = {}
-_AGAIN = "torchrepro_again"  # key in a sampler's state: how often it has yielded each index
+_LOADS = "torchrepro_again"  # key in a sampler's state: how often it has yielded each index
 
 
 @dataclass(slots=True)
 class _Draw:
-    stream: Stream  # from which the host's generators were started
+    stream: Stream  # the host's generators were started from it
     generator: np.random.Generator | None = None  # what `sample_rng` returns
 
 
-class _Present(threading.local):
+class _ThreadState(threading.local):
     draw: _Draw | None = None  # None outside of loading
     note_first: Callable[[bool], None] | None = None  # called once: does the next sample draw?
-    unseeded: tuple[Any, np.random.Generator] | None = None  # where nothing seeds what is loaded
+    unseeded: tuple[Any, np.random.Generator] | None = None  # `sample_rng` of an unseeded loader
 
 
-_here = _Present()
+_thread = _ThreadState()
 
 
 def in_loader() -> bool:
-    return _here.draw is not None
+    return _thread.draw is not None
 
 
 def sample_rng() -> np.random.Generator:
     """Return the numpy `Generator` of the sample that is being loaded, ready to draw from.
 
-    Within one sample it goes on where the last call left it. Within `collate_fn` it is that of
-    the batch. Where no profile with a seed is in force and no seeded DataLoader loads the sample,
-    it is one generator for this process and thread, which goes on from sample to sample and derives
-    from the program's own seed, as `stream` says. Raises `SeedingError` under a profile where no
-    sample is being loaded by a seeded DataLoader.
+    All calls within one sample return the same generator. Within `collate_fn` it is the batch's
+    generator. If no profile with a seed is active and no seeded DataLoader loads the sample, this
+    process and thread has one generator for all samples, which derives from the program's own seed
+    (see `stream`). Raises `SeedingError` if a profile with a seed is active, but no seeded
+    DataLoader is loading a sample.
     """
-    draw = _here.draw
+    draw = _thread.draw
     if draw is None and streams.current_plan().seed is None:
         source = streams.stream("sample_rng")  # the program's own seed may have changed
         key = (os.getpid(), source.key)
-        if _here.unseeded is None or _here.unseeded[0] != key:
-            _here.unseeded = (key, source.numpy())
-        return _here.unseeded[1]
+        if _thread.unseeded is None or _thread.unseeded[0] != key:
+            _thread.unseeded = (key, source.numpy())
+        return _thread.unseeded[1]
     if draw is None:
         raise SeedingError.about(
             "no sample is being loaded by a seeded DataLoader",
@@ -96,8 +97,8 @@ def sample_rng() -> np.random.Generator:
 
 def start_from(stream: Stream, given: Given | None = None) -> None:
     """Start the host's generators and `sample_rng` from `stream`, and the `given` seeds if any."""
-    _here.draw = _Draw(stream)
-    streams.keep_program_seed()
+    _thread.draw = _Draw(stream)
+    streams.remember_program_seed()
     if given is None:
         seed_host(stream)
     else:
@@ -122,71 +123,73 @@ def worker_stream(stream: Stream, worker: int) -> Stream:
 
 
 class Position:
-    """A place in some generators and in `sample_rng`, from where `resumed` blocks draw on."""
+    """The states of some generators and of `sample_rng`, which `resumed` blocks continue from."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self._note()
 
     def _note(self) -> None:
-        self._states, self._draw = States(self._slots), _here.draw
+        self._states, self._draw = States(self._slots), _thread.draw
         self._program_seed = streams.current_plan().program_seed
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         self._states.put_back()
-        _here.draw = self._draw
-        streams.put_program_seed(self._program_seed)
+        _thread.draw = self._draw
+        streams.set_program_seed(self._program_seed)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
         outside = Position(self._slots)
-        self.put_back()
+        self.restore()
         try:
             yield
         finally:
             self._note()
-            outside.put_back()
+            outside.restore()
 
 
 @contextmanager
 def isolated_draws(slots: Iterable[Slot] = ()) -> Iterator[None]:
-    """Leave the host's generators, `sample_rng` and `slots` where they are, whatever is drawn."""
+    """Restore the states of the host's generators, `sample_rng` and `slots` after the block."""
     outside = Position([*host_slots().values(), *slots])
     try:
         yield
     finally:
-        outside.put_back()
+        outside.restore()
 
 
-def label(index: Any) -> bytes:  # the same in every process
+def label(index: Any) -> bytes:
+    """Return a text of `index` that is the same in every process."""
     if type(index) is int:
         return b"%d" % index
     if isinstance(index, list | tuple):
         return b"(" + b",".join(map(label, index)) + b")"
-    if hasattr(index, "tolist"):  # an array or a tensor, whose text leaves out its middle
+    if hasattr(index, "tolist"):  # `repr` abbreviates a long array or tensor
         return label(index.tolist())
     try:
         return b"%d" % as_index(index)
     except TypeError:
         text = repr(index)
-    if " at 0x" in text:  # an address, which is another in every process
-        return f"a {type(index).__qualname__}".encode()  # and each counts as one that comes again
+    if " at 0x" in text:  # an address differs between processes
+        # All indices of the type count as repetitions of one index.
+        return f"a {type(index).__qualname__}".encode()
     return text.encode()
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What a sampler asks for; every sample of it draws from a part of a stream of its own.
+    """An index, or the indices of a batch, that a sampler yields; each sample has its own stream.
 
-    `collate_fn`, and a dataset that reads complete batches, draw from the batch's part.
+    `collate_fn`, and a dataset that reads complete batches, draw from the batch's stream.
     """
 
-    stream: Stream | None  # none for that of the epoch with which the worker was started
+    stream: Stream | None  # None in the epoch that started the worker
     index: Any
-    again: Mapping[bytes, int]  # how often the epoch has had a sample of the batch before, by label
-    given: Given | None  # the program's own seeds; None for those of a named loader
+    loads: Mapping[bytes, int]  # label of a repeated sample -> how often this epoch has loaded it
+    given: Given | None  # the program's own seeds; None for a named loader
 
-    # A program's iterator may look at what it hands to workers.
+    # An iterator that the program defines may read the indices that go to the workers.
     def __len__(self) -> int:
         return len(self.index)
 
@@ -206,13 +209,12 @@ class SampleRequest:
             self.start_batch(stream)
             return collate(samples)
 
-        read = dataset
-        while isinstance(read, Subset) and type(read).__getitems__ is Subset.__getitems__:
-            read = read.dataset
-        reads_batches = bool(getattr(read, "__getitems__", None))
-        reader.dataset = (_SeededBatches if reads_batches else _SeededSamples)(
-            dataset, self, stream
-        )
+        base = dataset
+        while isinstance(base, Subset) and type(base).__getitems__ is Subset.__getitems__:
+            base = base.dataset
+        reads_batches = bool(getattr(base, "__getitems__", None))
+        seeded_dataset = _SeededBatches if reads_batches else _SeededSamples
+        reader.dataset = seeded_dataset(dataset, self, stream)
         reader.collate_fn = seeded_collate
         try:
             return fetch(self.index)
@@ -220,24 +222,24 @@ class SampleRequest:
             reader.dataset, reader.collate_fn = dataset, collate
 
     def start_batch(self, stream: Stream) -> None:
-        times = b",".join(b"%d" % self.again[name] for name in sorted(self.again))
+        times = b",".join(b"%d" % self.loads[name] for name in sorted(self.loads))
         start_from(stream.part(b"batch/" + times + b"/" + label(self.index)), self.given)
 
 
 class _SeededSamples:
-    __slots__ = ("_again", "_dataset", "_request", "_stream")
+    __slots__ = ("_dataset", "_loads", "_request", "_stream")
 
     def __init__(self, dataset: Any, request: SampleRequest, stream: Stream) -> None:
         self._dataset, self._request, self._stream = dataset, request, stream
-        self._again = dict(request.again)
+        self._loads = dict(request.loads)
 
     def __getitem__(self, index: Any) -> Any:
         name = label(index)
-        times = self._again.get(name, 0)
-        if name in self._again:
-            self._again[name] = times + 1
+        times = self._loads.get(name, 0)
+        if name in self._loads:
+            self._loads[name] = times + 1
         start_from(self._stream.part(b"sample/%d/" % times + name), self._request.given)
-        note, _here.note_first = _here.note_first, None
+        note, _thread.note_first = _thread.note_first, None
         if note is None:
             return self._dataset[index]
         before = States(host_slots().values())
@@ -255,8 +257,8 @@ class _SeededBatches(_SeededSamples):
 def reader_maker() -> Any:
     """Return the class of torch whose `create_fetcher` makes the readers of datasets.
 
-    Private (``torch.utils.data._DatasetKind``), because torch has no public place between a sampler
-    and a dataset. Where it is gone, seeding a loader raises `SeedingError`.
+    It is private (``torch.utils.data._DatasetKind``), because torch has no public hook between a
+    sampler and a dataset. If torch no longer has it, seeding a loader raises `SeedingError`.
     """
     from torch.utils import data
 
@@ -269,39 +271,43 @@ def reader_maker() -> Any:
     return maker
 
 
-def put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
+def replace_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
     """Have ``make(reads samples by index, original)`` make torch's readers; return the undo."""
     maker = reader_maker()
     original = maker.create_fetcher
     maker.create_fetcher = staticmethod(
-        lambda kind, *rest: make(kind == maker.Map, partial(original, kind, *rest))
+        lambda dataset_kind, *rest: make(
+            dataset_kind == maker.Map, partial(original, dataset_kind, *rest)
+        )
     )
     return lambda: setattr(maker, "create_fetcher", staticmethod(original))
 
 
 def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | None) -> None:
-    """Have this process, data-loading worker number `worker`, seed whatever it reads.
+    """Have this process, data-loading worker number `worker`, seed all samples that it reads.
 
-    `begun` is the epoch's stream; None for that of the epoch with which the worker was started.
+    `begun` is the epoch's stream, or None in the epoch that started the worker.
     """
     begun = begun or _stream_of_worker()
-    # Only the first reader is made right after the worker was started. A worker that lives on makes
-    # another for every epoch.
-    streams_begun = [begun]
+    # Only the first reader is made right after the worker was started. A persistent worker makes
+    # another one for every epoch.
+    first_stream: Stream | None = begun
 
     def make(by_index: bool, original: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
+        nonlocal first_stream
         if not by_index:
-            return _ItemReader(original, worker, streams_begun.pop() if streams_begun else None)
+            stream, first_stream = first_stream, None
+            return _ItemReader(original, worker, stream)
         reader = original()
         _fetch_by(reader, _fetch_requested)
         return reader
 
-    put_reader_maker(make)  # for as long as the process lives
+    replace_reader_maker(make)  # until the process ends
     start_from(worker_stream(begun, worker), given)
 
 
 def _fetch_by(reader: Any, fetch: Callable[[Any, Any], Any]) -> None:
-    """Have `reader` call ``fetch(reader, index)``, and be freed as early as one of torch's is."""
+    """Have `reader` call ``fetch(reader, index)``, without a cycle that would delay its freeing."""
     reader_of = ref(reader)
     reader.fetch = lambda index: fetch(reader_of(), index)
 
@@ -316,9 +322,9 @@ def _fetch_requested(reader: Any, request: Any) -> Any:
 
 
 def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Callable[[], None]:
-    """Have this process seed what it reads by `loading`, without workers; return the undo.
+    """Have this process seed the samples that it reads without workers; return the undo.
 
-    `note` is called with whether the first sample draws.
+    `note`, if any, is called once, with whether the first sample drew from a generator.
     """
     named = loading if isinstance(loading, NamedLoading) else None
 
@@ -334,29 +340,28 @@ def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Calla
             _fetch_by(reader, _fetch_of_items(loading))
         return reader
 
-    return put_reader_maker(make)
+    return replace_reader_maker(make)
 
 
 def _fetch_of_samples(
     loading: Loading, note: Callable[[bool], None] | None
 ) -> Callable[[Any, Any], Any]:
-    # A thread beside the main one reads as without a profile, unless the loader has a name: samples
-    # are seeded through the global generators, from which the main thread draws meanwhile.
+    # Seeding a sample sets the global generators, and the main thread may be drawing from them. So
+    # a loader without a name seeds no samples in other threads.
     in_any_thread = isinstance(loading, NamedLoading)
     is_first, is_warned = True, False
 
     def fetch(reader: Any, index: Any) -> Any:
         nonlocal is_first, is_warned
         if in_any_thread or threading.current_thread() is threading.main_thread():
-            _here.note_first, is_first = note if is_first else None, False
+            _thread.note_first, is_first = note if is_first else None, False
             with isolated_draws():
                 return _fetch_requested(reader, loading.request_of(index))
         if not is_warned:
             is_warned = True
             warnings.warn(
                 "a DataLoader without workers is read outside of the main thread: "
-                "dataloader.seeding leaves its samples as their author made them; give it "
-                "num_workers=1",
+                "dataloader.seeding does not seed its samples; give it num_workers=1",
                 stacklevel=3,
             )
         return _fetch_as_torch(reader, index)
@@ -365,26 +370,26 @@ def _fetch_of_samples(
 
 
 def _fetch_of_items(loading: Loading) -> Callable[[Any, Any], Any]:
-    # An `IterableDataset` draws from the program's own generators; `sample_rng` has a stream once
-    # torch has drawn the base seed.
+    # An `IterableDataset` draws from the program's own generators. `sample_rng` derives from the
+    # base seed, once torch has drawn it.
     draw: _Draw | None = None
 
     def fetch(reader: Any, index: Any) -> Any:
         nonlocal draw
         if draw is None and loading.stream is not None:
             draw = _Draw(worker_stream(loading.stream, 0))
-        before, _here.draw = _here.draw, draw
+        before, _thread.draw = _thread.draw, draw
         try:
             return _fetch_as_torch(reader, index)
         finally:
-            _here.draw = before
+            _thread.draw = before
 
     return fetch
 
 
 def _fetch_of_named_items() -> Callable[[Any, Any], Any]:
-    # It reads as the only worker of a loader, from where the generators stand now, and leaves the
-    # program's own where they are.
+    # The dataset continues from the present states of the generators, as in a loader with one
+    # worker, and the program's own states are restored after each batch.
     position = Position([*host_slots().values()])
 
     def fetch(reader: Any, index: Any) -> Any:
@@ -397,8 +402,8 @@ def _fetch_of_named_items() -> Callable[[Any, Any], Any]:
 class _ItemReader:
     """The reader of an `IterableDataset` that `make` returns, drawing from one stream per epoch.
 
-    `begun` is the stream that the generators have just been started from. Where it is None, the
-    reader is made with the first request, which says what the epoch is.
+    `begun` is the stream that the generators have just been started from. Without it, the reader is
+    made at the first request, which names the epoch.
     """
 
     def __init__(self, make: Callable[[], Any], worker: int, begun: Stream | None) -> None:
@@ -411,10 +416,10 @@ class _ItemReader:
             return self._made().fetch(request)
         stream = request.stream or _stream_of_worker()
         if self._begun != stream:
-            late = self._reader is not None
+            is_made_early = self._reader is not None  # an attribute was read before the epoch
             vars(self)["_begun"] = stream
             start_from(worker_stream(stream, self._worker), request.given)
-            if late:  # somebody asked it for something before the epoch was known
+            if is_made_early:
                 self._reader.dataset_iter = iter(self._reader.dataset)
         return self._made().fetch(request.index)
 
@@ -431,11 +436,11 @@ class _ItemReader:
 
 
 class Loading:
-    """What the samples of one iteration draw from by torch's protocol; its `worker_init_fn`.
+    """The seeding of one iteration by torch's protocol; also the `worker_init_fn` of the loader.
 
-    They are parts of `stream`, which is None until torch has drawn its base seed: a worker knows it
-    by the seed with which torch started it. They depend on the seeds that were `given` by the
-    program as well. The first `start` batches of the epoch are left out.
+    Samples draw from parts of `stream`, and from the seeds that the program has `given`. `stream`
+    stays None until torch draws its base seed; a worker computes it from its own seed. The first
+    `start` batches of the epoch are skipped.
     """
 
     stream: Stream | None = None
@@ -444,7 +449,7 @@ class Loading:
     author_init: Callable[[int], Any] | None = None
     draws_base_seed = False
     in_workers = False
-    latest: SampleRequest | None = None  # what this process is to read next
+    latest: SampleRequest | None = None  # for the next read in this process
 
     def __init__(self) -> None:
         plan = streams.current_plan()
@@ -462,22 +467,22 @@ class Loading:
         if self.author_init is not None:
             self.author_init(worker)
 
-    def handed_on(self, request: SampleRequest) -> Any:
-        """Return what torch gets of a request: the index alone, where this process reads it."""
+    def passed_to_torch(self, request: SampleRequest) -> Any:
+        """Return what the sampler yields to torch: the request, or its index if without workers."""
         if self.in_workers:
             return request
         self.latest = request
         return request.index
 
     def request_of(self, index: Any) -> SampleRequest:
-        """Return the request of an `index` that this process reads, from the sampler or not."""
+        """Return the request of `index`; a new one if the sampler did not yield it."""
         latest = self.latest
         if latest is not None and latest.index is index:
             return latest
         return SampleRequest(self.stream, index, _NOTHING, self.given)
 
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
-        # And draws the base seed where torch does not.
+        """Return the iterator of `sampler`; draw the base seed first if torch does not."""
         indices: Iterator[Any] = iter(sampler)
         if self.draws_base_seed:
             import torch
@@ -489,14 +494,14 @@ class Loading:
 
 
 class NamedLoading(Loading):
-    """The seeding of a loader that has a name, whose epochs can be named as well.
+    """The seeding of a loader that has a name.
 
-    Every iteration is the next epoch, unless `set_epoch` names one. The order of an epoch depends
-    on (seed, name, epoch), a sample's numbers on (seed, name, rank, epoch, index). What the program
-    itself had seeded torch with when the epoch began is part of the seed.
+    Every iteration is the next epoch, unless `set_epoch` chooses one. The order of an epoch depends
+    on (seed, name, epoch), a sample's numbers on (seed, name, rank, epoch, index). The seed that
+    the program itself had given to torch when the epoch began is part of the seed.
     """
 
-    stream: Stream  # known as an epoch begins
+    stream: Stream  # never None: it does not depend on a base seed
 
     def __init__(
         self, name: str, epoch: int = 0, author_init: Callable[[int], Any] | None = None
@@ -506,22 +511,23 @@ class NamedLoading(Loading):
         self.root = streams.current_plan().root(name)
         streams.drawn.add(name)
         self.next_epoch, self.next_start = nonnegative_int("epoch", epoch), 0
-        self.program_seed = self._program_seed_now()  # as the present epoch began
-        self._resumed_seed: list[int | None] = []
+        self.program_seed = self._program_seed_now()  # at the begin of the present epoch
+        self._is_resumed = False
+        self._resumed_seed: int | None = None
         self._enter(self.next_epoch)
 
     def __repr__(self) -> str:
         return f"<torchrepro loading {self.name} seed={self.root} next epoch={self.next_epoch}>"
 
     def begin(self) -> None:
-        """Start the next epoch, as the rank that this process has by now."""
+        """Start the next epoch; the process may have learned its rank since the last one."""
         now = streams.current_plan()
         if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
-            own = self.plan.program_seed if now.seed is None else now.own_seed()
-            self.plan = replace(now, rank=now.coordinate(), program_seed=own)
+            program_seed = self.plan.program_seed if now.seed is None else now.own_seed()
+            self.plan = replace(now, rank=now.coordinate(), program_seed=program_seed)
             self.program_seed = self._program_seed_now()
-        if self._resumed_seed:
-            self.program_seed = self._resumed_seed.pop()
+        if self._is_resumed:
+            self.program_seed, self._is_resumed = self._resumed_seed, False
         self._enter(self.next_epoch)
         self.next_epoch += 1
         self.start, self.next_start = self.next_start, 0
@@ -530,62 +536,62 @@ class NamedLoading(Loading):
         self.next_epoch, self.next_start = epoch, start
 
     def resume(self, epoch: int, program_seed: int | None) -> None:
-        """Have the next iteration be an epoch that began with this seed and was interrupted."""
+        """Make the next iteration resume an interrupted epoch, which began with this seed."""
         self.go_to(epoch)
-        self._resumed_seed = [program_seed]
+        self._is_resumed, self._resumed_seed = True, program_seed
 
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
-        return self._from_own_place(sampler, generator, self.order)  # of the epoch that begins here
+        # `self.order` may belong to a later epoch when the first index is drawn.
+        return self._isolated_indices(sampler, generator, self.order)
 
     @staticmethod
-    def _from_own_place(
+    def _isolated_indices(
         sampler: Any, generator: torch.Generator | None, order: Stream
     ) -> Iterator[Any]:
+        """Yield the indices of `sampler`, drawn from `order`, not the program's generators."""
         from torch.utils import data
 
-        kind = generator_kind(generator)
-        own = [] if kind is None else [kind.slot(generator)]
+        generator_type = generator_kind(generator)
+        loader_slots = [] if generator_type is None else [generator_type.slot(generator)]
         end = object()
-        with isolated_draws(own):
+        with isolated_draws(loader_slots):
             start_from(order)
             if generator is not None:
                 generator.set_state(order.torch().get_state())
             indices = iter(sampler)
             index = next(indices, end)
-            # These of torch's use the global generators before their first index alone. Any other
-            # sampler may draw whenever it likes, which costs a change of all of them per batch.
-            draws_at_first = type(_sampler_of_indices(sampler)) in (
+            # These samplers of torch use the global generators only before their first index. Any
+            # other sampler may draw at any index, so all states are exchanged for every batch.
+            draws_only_first = type(_sampler_of_indices(sampler)) in (
                 data.SequentialSampler,
                 data.RandomSampler,
                 data.SubsetRandomSampler,
                 data.WeightedRandomSampler,
                 data.DistributedSampler,
             )
-            position = Position(own if draws_at_first else [*host_slots().values(), *own])
+            later_slots = [] if draws_only_first else [*host_slots().values()]
+            position = Position([*later_slots, *loader_slots])
         while index is not end:
             yield index
             with position.resumed():
                 index = next(indices, end)
 
     def _program_seed_now(self) -> int | None:
-        # The seed that a program gives to torch itself, as in ``torch.manual_seed(args.seed)``,
-        # joins that of a profile: otherwise a sweep over ``--seed`` would load the same samples in
-        # the same order in every run. Ranks that share one order must not draw it from different
-        # seeds, or some samples are loaded twice and others never: with several ranks, a seed joins
-        # only if every rank had given the same one when the process group was made.
+        # A program's own seed of torch, as in ``torch.manual_seed(args.seed)``, is combined with
+        # the profile's seed: otherwise a sweep over ``--seed`` would load the same samples in the
+        # same order in every run. Ranks that share one order must not draw it from different seeds,
+        # or some samples are loaded twice and others never: with several ranks, a seed counts only
+        # if every rank had given the same one when the process group was made.
         if self.name in self.plan.streams:
-            return None  # it has a seed of its own, to be varied alone
-        seed, agreed, ranks = (
-            streams.given_seed(),
-            streams.current_plan().agreed_seed,
-            streams.world().size,
-        )
+            return None  # the profile gives this stream its own seed, to be varied independently
+        seed, agreed = streams.given_seed(), streams.current_plan().agreed_seed
+        ranks = streams.world().size
         if ranks == 1:
             return seed
         if seed not in (None, agreed):
             loaders.register.notes["seed of ranks"] = (
                 f"named loaders do not depend on the program's own seed {seed}: with {ranks} ranks "
-                "only one that all of them give before init_process_group counts; vary the "
+                "a seed counts only if all of them give it before init_process_group; vary the "
                 "profile's seed instead"
             )
         return agreed
@@ -595,13 +601,13 @@ class NamedLoading(Loading):
         order = derive(self.name, self.root, epoch=epoch, kind="order")  # same on every rank
         stream = derive(self.name, self.root, self.plan.rank or 0, epoch=epoch, kind="loader")
         if self.program_seed is not None:
-            own = b"program/%d" % self.program_seed
-            order, stream = order.part(own), stream.part(own)
+            program = b"program/%d" % self.program_seed
+            order, stream = order.part(program), stream.part(program)
         self.order, self.stream = order, stream
 
 
 class SeededSampler:
-    """Replaces the sampler of a loader as an epoch begins: makes requests of what it yields."""
+    """Replaces the sampler of a loader as an epoch begins: turns its indices into requests."""
 
     def __init__(
         self, sampler: Any, loading: Loading, generator: torch.Generator | None, yields: str
@@ -609,7 +615,7 @@ class SeededSampler:
         self.sampler, self.loading, self.generator = sampler, loading, generator
         self.yields = yields  # indices of `samples` or of `batches`
         if _has_state(sampler) and not isinstance(loading, NamedLoading):
-            # One of torchdata's keeps its place itself.
+            # A sampler of torchdata saves its own position.
             self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
 
     def __len__(self) -> int:
@@ -618,63 +624,60 @@ class SeededSampler:
     def __iter__(self) -> Iterator[Any]:
         inner, skipped = unskipped(self.sampler)
         indices = self.loading.indices(inner, self.generator)
-        return (_StatefulRequests if _has_state(indices) else _Requests)(
-            indices, self.loading, skipped, self.yields if _may_repeat(inner) else ""
-        )
+        requests = _StatefulRequests if _has_state(indices) else _Requests
+        repeats = self.yields if _may_repeat(inner) else ""
+        return requests(indices, self.loading, skipped, repeats)
 
 
 class _Requests:
-    """The requests of one epoch, which count samples that may come again: those draw anew."""
+    """The requests of one epoch. Loads of a repeated sample are counted, so that each differs."""
 
     def __init__(
         self, indices: Iterator[Any], loading: Loading, skipped: int, repeats: str
     ) -> None:
         self._indices, self._loading, self._repeats = indices, loading, repeats
-        self._stream = loading.stream  # of this epoch, whichever a named loader goes to later
-        self._left_out = skipped + loading.start
-        self._so_far: Counter[bytes] = Counter()
+        self._stream = loading.stream  # of this epoch: a named loader may begin another one
+        self._to_skip = skipped + loading.start
+        self._loads: Counter[bytes] = Counter()  # label -> how often this epoch has loaded it
 
     def __iter__(self) -> _Requests:
         return self
 
     def __next__(self) -> Any:
-        while self._left_out:
-            self._left_out -= 1
+        while self._to_skip:
+            self._to_skip -= 1
             self._next()
-        index, again = self._next()
+        index, loads = self._next()
         loading = self._loading
         stream = self._stream or loading.stream
-        return loading.handed_on(SampleRequest(stream, index, again, loading.given))
+        return loading.passed_to_torch(SampleRequest(stream, index, loads, loading.given))
 
     def _next(self) -> tuple[Any, Mapping[bytes, int]]:
-        # With each index, how often the epoch has had those of its samples that come again.
+        """Return the next index, and how often its repeated samples were loaded before."""
         index = next(self._indices)
         if not self._repeats:
             return index, _NOTHING
-        within = Counter(map(label, index) if self._repeats == "batches" else [label(index)])
-        again = {
-            name: self._so_far[name]
-            for name, times in within.items()
-            if times > 1 or name in self._so_far
-        }
-        self._so_far.update(within)
-        return index, again
+        now = Counter(map(label, index) if self._repeats == "batches" else [label(index)])
+        repeated = [name for name, times in now.items() if times > 1 or name in self._loads]
+        loads_before = {name: self._loads[name] for name in repeated}
+        self._loads.update(now)
+        return index, loads_before
 
 
 class _StatefulRequests(_Requests):
-    # Over an iterator that keeps its place itself, as torchdata's do.
+    """Requests from an iterator that saves its own position, as torchdata's samplers make them."""
 
     def state_dict(self) -> Any:
         state = self._indices.state_dict()  # type: ignore[attr-defined]
         if not self._repeats:
             return state
-        return {**state, _AGAIN: {name.decode(): n for name, n in self._so_far.items()}}
+        return {**state, _LOADS: {name.decode(): n for name, n in self._loads.items()}}
 
     def load_state_dict(self, state: Any) -> None:
-        own = dict(state)
-        again = own.pop(_AGAIN, {})
-        self._indices.load_state_dict(own)  # type: ignore[attr-defined]
-        self._so_far = Counter({name.encode(): n for name, n in again.items()})
+        sampler_state = dict(state)
+        loads = sampler_state.pop(_LOADS, {})
+        self._indices.load_state_dict(sampler_state)  # type: ignore[attr-defined]
+        self._loads = Counter({name.encode(): n for name, n in loads.items()})
 
 
 def _has_state(part: Any) -> bool:
@@ -682,9 +685,9 @@ def _has_state(part: Any) -> bool:
 
 
 def unskipped(sampler: Any) -> tuple[Any, int]:
-    """Return the sampler of which accelerate's leaves out the first batches, and how many.
+    """Return the sampler within accelerate's `SkipBatchSampler`, and how many batches that skips.
 
-    A sample that an epoch has had in a batch left out comes again, and has to draw as such.
+    Samples of skipped batches have to be counted: if one is repeated, it has to draw differently.
     """
     if type(sampler).__name__ == "SkipBatchSampler":
         return sampler.batch_sampler, sampler.skip_batches
@@ -703,27 +706,28 @@ def _may_repeat(sampler: Any) -> bool:
     sampler = _sampler_of_indices(sampler)
     if type(sampler) is data.RandomSampler:
         return bool(sampler.replacement or sampler.num_samples > len(sampler.data_source))
-    if type(sampler).__name__ == "_InfiniteConstantSampler":  # an IterableDataset names no samples
+    if type(sampler).__name__ == "_InfiniteConstantSampler":  # of an IterableDataset
         return False
     return type(sampler) not in (data.SequentialSampler, data.DistributedSampler)
 
 
 @dataclass(slots=True, eq=False)
 class Register:
-    # Those that were not made with `dataloader_kwargs`, each with what seeds it.
+    # Loader -> its seeding, for loaders made without `dataloader_kwargs`.
     loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
-    # Names of loaders in a snapshot that are still to be made, each with its next epoch.
+    # Name -> next epoch, for loaders of a snapshot that the program has not made yet.
     named: dict[str, int] = field(default_factory=dict)
-    # What a reader has to know of the loading of data, by what it is about.
+    # Subject -> a note on the loading of data, for the report.
     notes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Loaders:
-    automatic: bool = False  # whether those that were not made with `dataloader_kwargs` are seeded
-    # Those of the seed in force: an empty one with a new seed, the old one with its undo.
+    automatic: bool = False  # whether loaders made without `dataloader_kwargs` are seeded
+    forced_workers: int | None = None  # how many every loader has, if a profile sets it
+    # Belongs to the active seed: a new seed starts an empty one, its undo restores the old one.
     register: Register = field(default_factory=Register)
-    # The seeding of those made with `dataloader_kwargs`, while they are alive.
+    # The seeding of the living loaders made with `dataloader_kwargs`.
     explicit: WeakSet[NamedLoading] = field(default_factory=WeakSet)
 
 
@@ -736,9 +740,9 @@ def epochs() -> dict[str, Any]:
 
 
 def set_epochs(saved: Mapping[str, Any]) -> None:
-    """Have every named loader go on where `epochs` found it.
+    """Have every named loader continue with the epoch in `saved`, which `epochs` returned.
 
-    A loader that does not exist yet gets its place when it is made.
+    A loader that does not exist yet gets its epoch when it is made.
     """
     register = loaders.register
     register.named = dict(saved["named"])

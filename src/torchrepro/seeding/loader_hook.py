@@ -1,8 +1,8 @@
-"""Where seeding enters torch's DataLoader: every loader by itself, or one that asks for it.
+"""The hooks of seeding in torch's DataLoader, for every loader or for those with a name.
 
-An iteration starts with ``DataLoader.__iter__``, which returns torch's own iterator. Both classes
-are wrapped while anything asks for it. What is known of an iterator is kept beside it, not in it,
-and goes when it goes.
+An iteration starts with ``DataLoader.__iter__``, which returns torch's own iterator. Methods of
+both classes are wrapped while a profile or a named loader needs it. Facts about an iterator are
+kept in weak dictionaries, not in the iterator.
 """
 
 from __future__ import annotations
@@ -47,28 +47,29 @@ from torchrepro.seeding.loader_positions import (
     samplers_within,
     set_epoch_of_parts,
 )
-from torchrepro.seeding.seeding_calls import said_by_spawned
+from torchrepro.seeding.seeding_calls import notes_of_spawned
 from torchrepro.seeding.state import forget
 from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
 
 KEY = "torchrepro_data"
-"""Key of a StatefulDataLoader's state under which is kept what its samples draw from."""
+"""Key in the state of a StatefulDataLoader: the stream and seeds that its samples draw from."""
 
-_forced: list[int] = []  # the number of workers of every loader, where a profile says so
-_passed_on: dict[str, Any] = {}  # what a worker that is started afresh puts in force first
-_SAID = "seeding.seeding_calls:said"  # what notes of workers are said once by
+_passed_on: dict[str, Any] = {}  # policy -> value, applied first in a spawned worker
+_PRINTED_NOTES = (
+    "seeding.seeding_calls:printed_notes"  # policy by which workers report each note once
+)
 _wrapped: dict[str, ExitStack] = {}  # module -> the undo
-_unsettled: list[bool] = []  # one entry for every time that the state has changed
+_unsettled: list[bool] = []  # an entry for every change that `_settle` has not handled
 _starting = fork_safe_lock()  # torch's maker of readers is one for all threads
 _being_started: list[_Start] = []
 _saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
-"""Loaders of torchdata that go on within an epoch, each with what its samples draw from."""
+"""Loader of torchdata that resumes within an epoch -> the state under `KEY`."""
 
 
 @dataclass(slots=True, eq=False)
 class _Start:
     loader: Any
-    iterator: Any = None  # torch's, also where the class of the loader returns another around it
+    iterator: Any = None  # torch's, also if the class of the loader returns a wrapper of it
 
 
 class WorkerSeeder(NamedTuple):
@@ -91,15 +92,15 @@ WORKER_SEEDERS = (
 )
 """Under `dataloader.seeding: auto` a loader that has one of these is seeded as if it had none.
 
-A function is known by its identity: one of the same name, or one that the program has put in its
-place, is the program's own. A framework is never imported for it.
+A function is compared by identity: another function of the same name, or a replacement of it,
+belongs to the program. torchrepro imports no framework to compare.
 """
 
 
 def worker_seeder(init: Any) -> WorkerSeeder | None:
-    """Return the row of a loader's `worker_init_fn`; None for one of the program's own.
+    """Return the framework's seeder that `init`, a `worker_init_fn`, is; None for the program's.
 
-    A framework's function that calls one of the program's (timm's `worker_seeding`) is its own.
+    A framework's function that calls one of the program (timm's `worker_seeding`) is the program's.
     """
     while isinstance(init, partial):
         if any(map(callable, (*init.args, *init.keywords.values()))):
@@ -113,7 +114,7 @@ def worker_seeder(init: Any) -> WorkerSeeder | None:
 
 
 class SeedingPolicy:
-    """Whether loaders whose author seeded nothing are seeded: `auto` or `none`."""
+    """`auto` seeds the loaders that the program does not seed itself; `none` seeds no loader."""
 
     def read(self) -> str:
         return "auto" if loaders.automatic else "none"
@@ -122,7 +123,7 @@ class SeedingPolicy:
         loaders.automatic = value == "auto"
         loader_positions.watch_own_resumes(begins=value == "auto")
         if value != "auto":
-            loader_positions.forget_places()
+            loader_positions.forget_resumptions()
             forget()
         _settle()
 
@@ -131,13 +132,13 @@ class SeedingPolicy:
 
 
 class WorkersPolicy:
-    """How many workers every loader uses, whatever its author said."""
+    """The number of workers of every loader; None leaves it to the program."""
 
     def read(self) -> int | None:
-        return _forced[-1] if _forced else None
+        return loaders.forced_workers
 
     def write(self, value: int | None) -> None:
-        _forced[:] = [] if value is None else [value]
+        loaders.forced_workers = value
         _settle()
 
     save = read
@@ -149,17 +150,17 @@ workers_policy = WorkersPolicy()
 
 
 def author_worker_init(init: Any) -> Any:
-    """Return the author's part of what a loader calls as its `worker_init_fn`, or None."""
+    """Return the program's own `worker_init_fn`, which `init` may wrap; None without one."""
     if isinstance(init, _PreparedWorker):
         init = init.after
     return init.author_init if isinstance(init, Loading) else init
 
 
 def pass_to_workers(policy: str, value: Any) -> None:
-    """Have workers that are started afresh put `value` of `policy` in force before all else.
+    """Have spawned workers apply `value` of `policy` before anything else.
 
-    `policy` is a path as `named` takes it; a value of None stops that. Workers that are forked
-    have what is in force in this process.
+    `policy` is a path as `named` takes it; the value None stops that. Forked workers inherit the
+    active policies of this process.
     """
     if value is None:
         _passed_on.pop(policy, None)
@@ -173,13 +174,13 @@ def dataloader_kwargs(
 ) -> dict[str, Any]:
     """Return `generator` and `worker_init_fn` for the DataLoader called `name`.
 
-    Its order then depends on (seed, name, epoch). The numbers that a sample draws from Python's
-    `random`, numpy's legacy generator, torch and `sample_rng` depend on (seed, name, rank, epoch,
-    index): not on workers, not on what else drew numbers. What the program had seeded torch with
-    when the epoch began is part of the seed. Iterating the loader moves no global generator.
-    The first iteration is `epoch` (0, or where a restored snapshot was), each further one the
-    next; `set_epoch` names another. `worker_init_fn` runs in each worker as well. Where no profile
-    with a seed is in force, the seed is the program's own at this moment, as `stream` says.
+    Its order then depends on (seed, name, epoch). What a sample draws from Python's `random`,
+    numpy's legacy generator, torch and `sample_rng` depends on (seed, name, rank, epoch, index),
+    but not on the number of workers or on other draws. The seed that the program had given to torch
+    when the epoch began is part of the seed. Iterating the loader moves no global generator. The
+    first iteration is `epoch` (default: 0, or the epoch of a restored snapshot), each further one
+    the next; `set_epoch` chooses another. `worker_init_fn` runs in each worker as well. Without a
+    profile with a seed, the seed is the program's own at the time of this call (see `stream`).
 
     Wraps `DataLoader.__iter__` for as long as a loader made this way is alive.
     """
@@ -193,20 +194,20 @@ def dataloader_kwargs(
 
 
 def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
-    """Make the next iteration of `loader` the epoch `epoch`, leaving out its first `start` batches.
+    """Make the next iteration of `loader` the epoch `epoch`, and skip its first `start` batches.
 
-    The batches left out are not loaded. Calls `set_epoch` of the loader's samplers and dataset
-    where they have one, as `DistributedSampler` does; works with workers that live on. Raises
-    `SeedingError` if nothing in `loader` knows epochs, and for batches to be left out of an
-    `IterableDataset` or of a loader that torchrepro does not seed. Without a profile a loader that
-    knows no epochs is left as it is, and one that torchrepro does not seed begins at its first
-    batch, which a note says once.
+    The skipped batches are not loaded. Calls `set_epoch` of the loader's samplers and dataset if
+    they have it, as `DistributedSampler` does; works with persistent workers. Raises `SeedingError`
+    if neither torchrepro nor a part of `loader` counts epochs, and if `start` is not 0 for an
+    `IterableDataset` or for a loader that torchrepro does not seed. Without a profile these two
+    cases raise nothing: a loader without epochs stays as it is, and a loader that torchrepro does
+    not seed starts from its first batch, which one line on stderr reports.
     """
-    number, left_out = nonnegative_int("epoch", epoch), nonnegative_int("start", start)
+    number, skipped = nonnegative_int("epoch", epoch), nonnegative_int("start", start)
     loading = named_loading_of(loader)
     has_own = getattr(loader, "generator", None) is not None or author_seeds_workers(loader)
     advice = (
-        "it has a generator or worker_init_fn of its own: give it "
+        "it has its own generator or worker_init_fn: give it "
         "torchrepro.dataloader_kwargs(name) instead"
         if has_own
         else "make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
@@ -214,38 +215,43 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     )
     named_now = loading is None and loaders.automatic and is_kept(loader) and not has_own
     if named_now and _borrowed(loader, "_iterator") is None:
-        # One that nobody named is called after its dataset.
+        # A loader without a name is named after its dataset.
         loading = NamedLoading(kind_of_dataset(loader.dataset))
         loaders.register.loadings[loader] = loading
     if loading is None and not loaders.automatic and streams.current_plan().seed is None:
-        if left_out:
-            say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {advice}")
+        if skipped:
+            say_once(
+                "set_epoch: this loader is not seeded, so it starts from its first batch: " + advice
+            )
         set_epoch_of_parts(loader, number)
         return
-    if left_out and (loading is None or loader_positions.reads_items(loader)):
-        why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
+    if skipped and (loading is None or loader_positions.reads_items(loader)):
+        unseeded = "a loader that torchrepro does not seed"
+        source = "an IterableDataset" if loading is not None else unseeded
         raise SeedingError.about(
-            f"batches of {why} cannot be skipped", key="start", found=shown(start)
+            f"batches of {source} cannot be skipped", key="start", found=shown(start)
         )
     if loading is not None:
-        loading.go_to(number, left_out)
+        loading.go_to(number, skipped)
     elif not loader_positions.parts_with_epochs(loader):
         raise SeedingError.about(
-            "nothing in this loader knows epochs", found=shown(loader), todo=advice
+            "no part of this loader counts epochs", found=shown(loader), todo=advice
         )
     set_epoch_of_parts(loader, number)
 
 
 def _settle() -> None:
+    """Install or remove the hooks, as policies and named loaders need them now."""
     _unsettled.append(True)
     if len(_unsettled) > 1:
-        return  # the garbage collector calls in the middle of it: the call under way sees to that
+        return  # called by the garbage collector within `_settle`: the outer call handles it
     while _unsettled:
         changes = len(_unsettled)
         try:
-            # Iterating, because the length of a WeakSet counts what is just going away.
-            explicit = any(True for _ in loaders.explicit)
-            if loaders.automatic or explicit or _forced or _passed_on:
+            # The length of a WeakSet also counts members that are being freed; iteration does not.
+            has_explicit = any(True for _ in loaders.explicit)
+            is_forced = loaders.forced_workers is not None
+            if loaders.automatic or has_explicit or is_forced or _passed_on:
                 _finder.watch_all()
             else:
                 _finder.unwatch()
@@ -270,9 +276,9 @@ def _wrap(module: str) -> None:
 
 
 def _borrowed(owner: Any, name: str) -> Any:
-    """Return what a loader or its iterator keeps in a private attribute, and nowhere else.
+    """Return a private attribute of a loader or its iterator; torch has no public access to it.
 
-    Raises `SeedingError` where torch, or torchdata, has it no longer.
+    Raises `SeedingError` if torch or torchdata no longer has it.
     """
     if not hasattr(owner, name):
         raise SeedingError.about(
@@ -284,8 +290,8 @@ def _borrowed(owner: Any, name: str) -> Any:
 
 def _wrapped_iter(original: Any, loader: Any) -> Any:
     if any(start.loader is loader for start in _being_started):
-        return original(loader)  # a wrapper of an earlier profile, inside somebody's own
-    # Somebody may ask how far the program has come with the loader.
+        return original(loader)  # a wrapper of an earlier profile, which another wrapper has kept
+    # A checkpoint may need the progress of the program in this epoch.
     in_main = threading.current_thread() is threading.main_thread()
     is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
     if (
@@ -304,28 +310,31 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
 
 
 def _unbegun_iterator(loader: Any) -> Any:
-    """Return the iterator that torch would for `loader`, of which the epoch has not begun.
+    """Return the iterator that torch would return for `loader`, before its epoch has begun.
 
-    None where the class of `loader` makes its iterators itself.
+    Returns None if the class of `loader` makes its iterators itself.
     """
     from torch.utils.data import DataLoader, dataloader
 
     if type(loader)._get_iterator is not DataLoader._get_iterator:  # noqa: SLF001 - see LOADERS
         return None
-    workers = _forced[-1] if _forced else loader.num_workers
-    lives_on = bool(loader.persistent_workers and workers)
-    if lives_on and _borrowed(loader, "_iterator") is not None:
+    forced = loaders.forced_workers
+    workers = loader.num_workers if forced is None else forced
+    is_persistent = bool(loader.persistent_workers and workers)
+    if is_persistent and _borrowed(loader, "_iterator") is not None:
         return _borrowed(loader, "_iterator")
     name = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
-    kind: Any = getattr(dataloader, name)
-    unbegun = kind.__new__(kind)
+    iterator_class: Any = getattr(dataloader, name)
+    unbegun = iterator_class.__new__(iterator_class)
     unbegun._shutdown = True  # noqa: SLF001 - it has no workers to end until it begins
-    if lives_on:
+    if is_persistent:
         loader._iterator = unbegun  # noqa: SLF001 - see `_borrowed`
     return unbegun
 
 
 def _begin(original: Callable[[Any], Any], loader: Any, iterator: Any) -> Any:
+    """Begin the epoch of `iterator`, which `_unbegun_iterator` has made."""
+
     def begin(loader: Any) -> Any:
         if "_dataset" in vars(iterator):
             return original(loader)  # another epoch with the same workers
@@ -350,47 +359,48 @@ def _wrapped_next(original: Any, iterator: Any) -> Any:
 
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
+    """Return the iterator of `loader`, and start its iteration if torchdata has not yet."""
     delivery = loader_positions.delivery_of(loader)
-    # torchdata has begun the iteration where a state was asked for before the first batch. It does
-    # not go on with one that was loaded at its end.
+    # torchdata has already begun the iteration if the program has called `state_dict` before the
+    # first batch. It begins another one if the loaded state was saved at the end of an epoch.
     is_begun = getattr(loader, "_initial_iter_for_state_dict", False)
     if not is_begun or _borrowed(_borrowed(loader, "_iterator"), "_finished"):
         return _start(original, loader, delivery)
     if delivery is not None:
         delivery.loading = loaders.register.loadings.get(loader)
-        delivery.of_iterator(_borrowed(loader, "_iterator"))
+        delivery.note_iterator(_borrowed(loader, "_iterator"))
     return original(loader)
 
 
 def _wrapped_state_dict(original: Any, loader: Any) -> Any:
-    started = _borrowed(loader, "_iterator") is not None  # it starts an iteration otherwise
+    started = _borrowed(loader, "_iterator") is not None  # if not, `state_dict` starts one
     state = original(loader) if started else _start(original, loader, None)
     loading = loaders.register.loadings.get(loader) or named_loading_of(loader)
     if loading is None:
         return state
     finished = _borrowed(_borrowed(loader, "_iterator"), "_finished")
-    own: dict[str, Any] = {}
+    seeding: dict[str, Any] = {}
     if isinstance(loading, NamedLoading):
-        own = {
+        seeding = {
             "epoch": loading.next_epoch - (not finished),
             "program_seed": None if finished else loading.program_seed,
             "within": not finished,
         }
     elif not finished and loading.stream is not None and loading.given is not None:
-        own = {
+        seeding = {
             "stream": loading.stream.key.hex(),
             "given": [seed.hex() for seed in loading.given],
             "reading": loader_positions.reading_of(loader),
         }
-    return {**state, KEY: own}
+    return {**state, KEY: seeding}
 
 
 def _wrapped_load_state_dict(original: Any, loader: Any, state_dict: Mapping[str, Any]) -> Any:
-    own = {key: value for key, value in state_dict.items() if key != KEY}
+    torchdata_state = {key: value for key, value in state_dict.items() if key != KEY}
     saved = state_dict.get(KEY) or {}
-    loaded = original(loader, own)
-    if own.get("_iterator_finished"):
-        # torchdata first makes the finished iterator again, and draws a base seed for it.
+    loaded = original(loader, torchdata_state)
+    if torchdata_state.get("_iterator_finished"):
+        # torchdata recreates the finished iterator first, and draws a base seed for it.
         with isolated_draws():
             loader.state_dict()
     named = named_loading_of(loader)
@@ -406,8 +416,8 @@ def _wrapped_load_state_dict(original: Any, loader: Any, state_dict: Mapping[str
 
 LOADERS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "torch.utils.data": ("DataLoader", {"__iter__": _wrapped_iter}),
-    # Private, because torch has no public place where a program gets a batch. Where it is gone, a
-    # profile that seeds loaders is refused.
+    # Private, because torch has no public hook at the reading of a batch. If torch no longer has
+    # it, a profile that seeds loaders is refused.
     "torch.utils.data.dataloader": (
         "_BaseDataLoaderIter",
         {"__init__": _wrapped_init, "__next__": _wrapped_next},
@@ -421,20 +431,22 @@ LOADERS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
         },
     ),
 }
-"""Module -> class, and its methods that are wrapped, none of which calls another's."""
+"""Module -> class, and wrappers of its methods. None of these methods calls another of them."""
 
 _finder = AfterImport(LOADERS, _wrap)
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
+    """Start an iteration of `loader`, seeded if a policy or its name asks for it."""
     start = _Start(loader)
     with _starting, ExitStack() as until_begun:
         _being_started.append(start)
         until_begun.callback(_being_started.pop)
-        if _forced:
-            # One that was made without workers has not said how many batches each is to prefetch.
-            ahead = {"prefetch_factor": loader.prefetch_factor or 2} if _forced[-1] else {}
-            forced = _with(loader, num_workers=_forced[-1], timeout=0, **ahead)
+        workers = loaders.forced_workers
+        if workers is not None:
+            # A loader that was made without workers has no `prefetch_factor`.
+            prefetch = {"prefetch_factor": loader.prefetch_factor or 2} if workers else {}
+            forced = _with(loader, num_workers=workers, timeout=0, **prefetch)
             until_begun.enter_context(forced)
         loading = _loading_of_iteration(loader)
         if loaders.automatic and loader.num_workers:
@@ -444,24 +456,25 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
         if (_passed_on or loaders.automatic) and loader.num_workers:
             context = loader.multiprocessing_context or import_module("multiprocessing")
             if context.get_start_method() != "fork":
-                policies = {**_passed_on, _SAID: said_by_spawned()}
+                policies = {**_passed_on, _PRINTED_NOTES: notes_of_spawned()}
                 first = _PreparedWorker(policies, loader.worker_init_fn)
                 until_begun.enter_context(_with(loader, worker_init_fn=first))
         begun = original(loader)
-    # None is made for another epoch with the same workers.
+    # A further epoch with the same workers makes no new iterator.
     iterator: Any = begun if start.iterator is None else start.iterator
     if not _is_of_torch(iterator):
         return begun  # the class of the loader reads its dataset itself
     if loading is not None and loading.stream is None:
-        # Torch shows the number that it has drawn to workers alone.
+        # Torch passes its base seed to workers, and offers no public access to it here.
         loading.stream = epoch_stream(int(_borrowed(iterator, "_base_seed")))
-    attributes = vars(iterator)  # of which the program sees its own sampler and function
+    # The program may read the attributes of the iterator, and has to find its own objects there.
+    attributes = vars(iterator)
     if isinstance(attributes.get("_index_sampler"), SeededSampler):
         attributes["_index_sampler"] = attributes["_index_sampler"].sampler
     if isinstance(attributes.get("_worker_init_fn"), Loading | _PreparedWorker):
         attributes["_worker_init_fn"] = loader.worker_init_fn
     if delivery is not None:
-        delivery.of_iterator(iterator)
+        delivery.note_iterator(iterator)
     return begun
 
 
@@ -474,8 +487,8 @@ def _is_of_torch(iterator: Any) -> bool:
 def _loading_of_iteration(loader: Any) -> Loading | None:
     named = named_loading_of(loader)
     seeded = loaders.automatic and is_kept(loader) and not author_seeds_workers(loader)
-    # A dataset's own loader draws from what its sample draws from. A class that makes its samplers
-    # up has no place where seeding could step in.
+    # A loader within a dataset draws from the stream of the present sample. A class that computes
+    # its samplers on each access cannot get a seeded sampler.
     if named is not None or not seeded or in_loader():
         return named
     if not {"sampler", "batch_sampler"} <= vars(loader).keys():
@@ -484,14 +497,14 @@ def _loading_of_iteration(loader: Any) -> Loading | None:
     if getattr(loader, "_iterator", None) is None or not loader.persistent_workers:
         loadings[loader] = Loading()
     elif (again := loadings.get(loader)) is not None:
-        # Another epoch with the same workers, for which torch draws no base seed.
+        # Torch draws no base seed for a further epoch with the same workers.
         again.given, again.stream, again.start = given_seeds(), None, 0
         again.draws_base_seed = True
-    return loadings.get(loader)  # None where its workers started before the profile was in force
+    return loadings.get(loader)  # None if its workers started before the profile was applied
 
 
 def author_seeds_workers(loader: Any) -> bool:
-    """Whether `loader` has a `worker_init_fn` that is not a framework's."""
+    """Return whether `loader` has a `worker_init_fn` that is not a framework's."""
     init = getattr(loader, "worker_init_fn", None)
     return init is not None and worker_seeder(init) is None
 
@@ -500,25 +513,25 @@ def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
     if in_loader():
         return
     seeder = worker_seeder(loader.worker_init_fn)
-    where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
+    line = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if loading is not None and seeder is not None:
-        names_none = loader_positions.reads_items(loader)
-        loaders.register.notes[f"{seeder} at {where}"] = (
-            f"numbers in data loading {'depend on' if names_none else 'are the same for any'} "
-            f"num_workers: loader at {where} is seeded by torchrepro instead of by {seeder}"
-            f"{', but reads an IterableDataset' if names_none else ''}"
+        is_iterable = loader_positions.reads_items(loader)
+        loaders.register.notes[f"{seeder} at {line}"] = (
+            f"random numbers in data loading {'depend' if is_iterable else 'do not depend'} on "
+            f"num_workers: the loader at {line} is seeded by torchrepro instead of by {seeder}"
+            f"{', but reads an IterableDataset' if is_iterable else ''}"
         )
     elif loading is None and author_seeds_workers(loader):
-        loaders.register.notes[f"worker_init_fn at {where}"] = (
-            f"numbers in data loading depend on num_workers: loader at {where} has a "
-            "worker_init_fn of its own"
+        loaders.register.notes[f"worker_init_fn at {line}"] = (
+            f"random numbers in data loading depend on num_workers: the loader at {line} has its "
+            "own worker_init_fn"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _PreparedWorker:
     policies: Mapping[str, Any]
-    after: Callable[[int], None] | None  # the author's `worker_init_fn`
+    after: Callable[[int], None] | None  # the program's `worker_init_fn`
 
     def __call__(self, worker: int) -> None:
         for policy, value in self.policies.items():
@@ -530,39 +543,41 @@ class _PreparedWorker:
 def _seed_iteration(
     undo: ExitStack, loader: Any, loading: Loading, delivery: Delivery | None
 ) -> None:
-    # By torch's protocol, torch draws the order and the base seed as ever. A named loader draws its
-    # order and samples from the streams of its epoch, and moves no generator of the program.
+    # Without a name, torch draws the order and the base seed from the program's generators, as it
+    # does without torchrepro. A named loader draws its order and samples from the streams of its
+    # epoch, and moves no generator of the program.
     named = loading if isinstance(loading, NamedLoading) else None
     if named is not None:
         named.begin()
     if delivery is not None:
-        delivery.seeded_by(loading)
+        delivery.note_seeding(loading)
     generator = loader.generator
     if named is not None:
         undo.enter_context(isolated_draws())
-        # In the main process an IterableDataset is read as by the only worker of a loader.
+        # The main process reads an IterableDataset with the stream of worker 0.
         start_from(worker_stream(named.stream, 0))
-        # A loader that was made of a named one may keep the generator in a sampler alone:
+        # A loader that was made from a named one may have the generator only in a sampler, as
         # accelerate's dispatcher does.
-        within = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        parts = (getattr(part, "generator", None) for part in (loader, *samplers_within(within)))
-        generator = next((own for own in parts if own is not None), None)
-        if generator is not None:  # from which torch draws the workers' own seeds
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        parts = (loader, *samplers_within(sampler))
+        generators = (getattr(part, "generator", None) for part in parts)
+        generator = next((present for present in generators if present is not None), None)
+        if generator is not None:  # torch draws the workers' seeds from it
             generator.set_state(named.order.torch().get_state())
     elif saved := _saved_streams.pop(loader, None):
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = Given(*map(bytes.fromhex, saved["given"]))
-        loader_positions.say_other_reading(loader, saved["reading"])
+        loader_positions.report_changed_reading(loader, saved["reading"])
     of_batches = loader.batch_sampler is not None
     holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
     sampler = SeededSampler(getattr(loader, holder), loading, generator, yields)
     loading.in_workers = bool(loader.num_workers)
     undo.enter_context(_with(loader, worker_init_fn=loading, **{holder: sampler}))
-    living_on = _borrowed(loader, "_iterator") if loader.persistent_workers else None
-    if _is_of_torch(living_on) and "_index_sampler" in vars(living_on):
-        undo.enter_context(_with(living_on, _index_sampler=sampler))
-    reader_maker()  # a worker that found none would raise in the middle of the epoch
-    if not loader.num_workers:  # a worker that is forked here must find torch's own readers
+    persistent = _borrowed(loader, "_iterator") if loader.persistent_workers else None
+    if _is_of_torch(persistent) and "_index_sampler" in vars(persistent):
+        undo.enter_context(_with(persistent, _index_sampler=sampler))
+    reader_maker()  # raises now: a worker would raise in the middle of the epoch
+    if not loader.num_workers:  # a forked worker must find torch's own readers
         is_noted = named is None and delivery is not None
         note = partial(setattr, delivery, "samples_draw") if is_noted else None
         undo.callback(seed_readers(loading, note))
@@ -570,7 +585,7 @@ def _seed_iteration(
 
 @contextmanager
 def _with(loader: Any, **attributes: Any) -> Iterator[None]:
-    # Through its dict, because a DataLoader forbids to assign some of them.
+    # A DataLoader forbids assignments to some attributes, so its dict is changed.
     before = {name: vars(loader)[name] for name in attributes}
     vars(loader).update(attributes)
     try:

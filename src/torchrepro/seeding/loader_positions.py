@@ -1,8 +1,8 @@
-"""How far a program has come with a loader, and how another run goes on there.
+"""The progress of a program in the epochs of its loaders, and how another run resumes them.
 
-An epoch is taken up as its program would: the generators are put where they stood as the epoch
-began, the iteration starts, the batches that are done are passed over, and the generators are put
-where they stood when the epoch was interrupted.
+An epoch is resumed in four steps: restore the generators as they were when the epoch began, start
+the iteration, skip the batches that are done, and restore the generators as they were when the
+epoch was interrupted.
 """
 
 from __future__ import annotations
@@ -31,91 +31,99 @@ from torchrepro.seeding.loader import Loading, NamedLoading, loaders, unskipped
 from torchrepro.seeding.observed_calls import listen, stop_listening
 from torchrepro.seeding.streams import world
 
-PutBack = Callable[[], None]
+Restore = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
-    """A loader with generators of its own, and those that are made from it."""
+class _GeneratorOwner:
+    """A loader that has its own generators, and the loaders that are made from it."""
 
-    kind: str
+    signature: str
     number: int
     epochs: int = 0  # how many it has begun
 
 
 @dataclass(slots=True)
 class Resumption:
-    """An interrupted epoch that the next iteration of a loader takes up.
+    """An interrupted epoch that the next iteration of a loader resumes.
 
-    `put_back` puts every generator where it stood at the interruption. A program may pass over the
-    batches that are done itself; `skip` of them are passed over here.
+    `restore` sets every generator to its state at the interruption. The first `skip` batches are
+    skipped by torchrepro; a program may skip further ones itself.
     """
 
-    place: Mapping[str, Any]
-    put_back: PutBack
+    progress: Mapping[str, Any]
+    restore: Restore
     skip: int = 0
-    found_epochs: list[int] = field(default_factory=list)  # of samplers, as it was taken up
+    resumed_epochs: list[int] = field(default_factory=list)  # of the samplers, at the resumption
     iterations: int = 0  # how many have begun since
 
     def begin(self, loader: Any) -> None:
-        put_states(loader, self.place["start"])
-        named, saved = named_loading_of(loader), self.place["named"]
+        write_states(loader, self.progress["start"])
+        named, saved = named_loading_of(loader), self.progress["named"]
         if named is not None and saved is not None:
             named.resume(saved["epoch"], saved["program_seed"])
-        say_other_reading(loader, self.place["reading"])
+        report_changed_reading(loader, self.progress["reading"])
 
-    def count_on(self, loader: Any) -> None:
-        """Have the samplers of `loader` count the epochs of the uninterrupted run.
+    def correct_epochs(self, loader: Any) -> None:
+        """Correct the epochs of the samplers of `loader`, so that they match the uninterrupted run.
 
-        Whoever sets them has begun at 0 again, or they count by themselves from where they were.
+        The program sets them from 0 again, or the samplers count on from their own state.
         """
         counting = _counting_parts(loader)
         if not self.iterations:
-            self.found_epochs = [part.epoch for part in counting]
-        rows = zip(counting, self.found_epochs, self.place["samplers"], strict=False)
-        for part, found, saved in rows:
-            if part.epoch == found + self.iterations:
+            self.resumed_epochs = [part.epoch for part in counting]
+        rows = zip(counting, self.resumed_epochs, self.progress["samplers"], strict=False)
+        for part, resumed, saved in rows:
+            if part.epoch == resumed + self.iterations:
                 part.set_epoch(saved + self.iterations)
         self.iterations += 1
 
 
-_awaited: list[Resumption] = []  # interrupted epochs that wait for a loader of their kind
-_ended: list[Resumption] = []  # saved at their last batch: who skips all of one takes it up
-_resting: list[Mapping[str, Any]] = []  # what `resting` found, for the next epoch of each kind
-_taken_up: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()  # by loader, next or last
-_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()  # loaders with own generators
-_lived_for_one: Counter[str] = Counter()  # those of each kind that were gone after one epoch
-_late: list[tuple[PutBack, int]] = []
-# Iterators that begin with the first batch, in order of their making, each with what begins it.
+_awaited: list[Resumption] = []  # interrupted epochs that wait for a loader of their signature
+_ended: list[Resumption] = []  # saved at their last batch: resumed if a program skips all batches
+_resting: list[Mapping[str, Any]] = []  # from `resting`, for the next epoch of each signature
+_resumptions: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()  # by loader, next or last
+_owners: WeakKeyDictionary[Any, _GeneratorOwner] = WeakKeyDictionary()  # by loader
+_single_epoch: Counter[str] = Counter()  # signature -> how many loaders died after one epoch
+# Iterators that begin with the first batch, in order of their making, each with its start function.
 _waiting: WeakKeyDictionary[Any, tuple[Delivery, Callable[[Any], Any]]] = WeakKeyDictionary()
 _deliveries: WeakSet[Delivery] = WeakSet()
 _followed: WeakKeyDictionary[Any, Delivery] = WeakKeyDictionary()  # by torch's iterator, the last
 _beginning: list[Delivery] = []
-_NO_PLACE: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
-_begun = iter(range(2**63))
-_DEPTH, _FEW = 5, 100  # how deep, and in how long lists, a dataset's own generators are looked for
-_first_of_run = -1
+_NOT_RESUMED: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
+_numbers = iter(range(2**63))
+_DEPTH, _FEW = 5, 100  # how deep, and in how long lists, `_has_generator` searches a dataset
+
+
+@dataclass(slots=True)
+class _RunState:
+    first_number: int = -1  # loaders and epochs with lower numbers belong to an earlier run
+    late_begin: tuple[Restore, int] | None = None  # see `begin_late`
+    restored_unread: bool = False  # whether it has set a state of torch's that it had not read
+
+
+_run = _RunState()
 
 
 class Delivery:
-    """How far the program has come in one epoch of a loader.
+    """The progress of the program in one epoch of a loader.
 
-    Made as the program asks for an iterator, it begins the epoch (`begin`) and is then passed each
-    batch (`advance`). It keeps alive neither loader nor iterator, and lives as long as the latter.
+    It is made when the program asks for an iterator, begins the epoch (`begin`) and then returns
+    each batch (`advance`). It keeps alive neither loader nor iterator, and dies with the iterator.
 
-    It takes up a resumption: by default the one that waits for the loader, if any. `states` are
-    those of the generators as the epoch began, `batches` those that the program has got, with those
-    that a sampler left out, and `skip` those that it is not to get.
+    It resumes an interrupted epoch if `resumption` is given, or if one waits for the loader.
+    `states` are the generators' states when the epoch began, `batches` counts the batches that the
+    program has received or a sampler has skipped, and `skip` those that are still to be skipped.
     """
 
     def __init__(self, loader: Any, resumption: Resumption | None = None) -> None:
         self._loader: Callable[[], Any] = ref(loader) if is_kept(loader) else lambda: loader
         self._iterator: Callable[[], Any] = lambda: None
-        self._is_read_ahead = resumption is None  # by a framework, of which nobody knows how far
+        self._is_read_ahead = resumption is None  # a framework may prefetch some batches
         self.resumption = resumption or _next_resumption(loader)
         self.skip = 0 if self.resumption is None else self.resumption.skip
         self.loading: Loading | None = None
-        self.number = next(_begun)
+        self.number = next(_numbers)
         self.is_over = self._is_reading = False
         self.samples_draw = False  # whether the first sample read in this process drew numbers
         self._first: Mapping[str, Any] | None = None
@@ -123,7 +131,7 @@ class Delivery:
 
     @property
     def loader(self) -> Any:
-        """The loader, or what its iterator has of it once it is gone."""
+        """The loader, or its dataset and sampler as the iterator keeps them once it is freed."""
         loader, iterator = self._loader(), self._iterator()
         if loader is not None or iterator is None:
             return loader
@@ -133,28 +141,19 @@ class Delivery:
     def begin(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin the epoch; return the iterator that `start` makes."""
         loader, resumption = self._loader(), self.resumption
-        self.known = _know(loader)
-        if self.known is not None:
-            self.known.epochs += 1
+        self.owner = _owner(loader)
+        if self.owner is not None:
+            self.owner.epochs += 1
         if resumption is not None:
             resumption.begin(loader)
         elif _resting or _ended:
-            kind, before = kind_of(loader), []
-            for saved in [each for each in _resting if each["kind"] == kind][:1]:
-                _resting.remove(saved)
-                put_states(loader, saved["own"])
-                before.append(saved["reading"])
-            for ended in [each for each in _ended if each.place["kind"] == kind][:1]:
-                _ended.remove(ended)
-                before.append(ended.place["reading"])
-            if before:
-                say_other_reading(loader, before[0])
-        taken = _taken_up.get(loader) if is_kept(loader) else None
-        if taken is not None:
-            taken.count_on(loader)
+            _restore_resting(loader)
+        latest = _resumptions.get(loader) if is_kept(loader) else None
+        if latest is not None:
+            latest.correct_epochs(loader)
         self.epochs = [part.epoch for part in _counting_parts(loader)]
         self.reading = reading_of(loader)
-        self._keeps_place = hasattr(loader, "next_iter_state")  # it is one of torchdata's
+        self._has_state = hasattr(loader, "next_iter_state")  # a loader of torchdata
         self.batches = unskipped(_top_sampler(loader))[1]
         self.states = read_states(loader)
         _beginning.append(self)
@@ -164,14 +163,14 @@ class Delivery:
             _beginning.pop()
         iterator = self._iterator()
         iterator = begun if iterator is None else iterator
-        self.batches += getattr(iterator, "_num_yielded", 0)  # torchdata's go on themselves
+        self.batches += getattr(iterator, "_num_yielded", 0)  # torchdata resumes by itself
         self._reads_here = not getattr(iterator, "_num_workers", 0)
         _deliveries.add(self)
-        if resumption is not None and not resumption.place["batches"]:
-            self._go_on()  # a rank to which another one sends its batches gets none here
+        if resumption is not None and not resumption.progress["batches"]:
+            self._restore_once()  # a rank that receives its batches from another one reads none
         return begun
 
-    def of_iterator(self, iterator: Any) -> None:
+    def note_iterator(self, iterator: Any) -> None:
         """Note the iterator of torch that the epoch has begun with."""
         self._iterator = ref(iterator)
         if type(iterator).__hash__ is not None:
@@ -179,26 +178,26 @@ class Delivery:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the program has the iterator: a loader itself keeps one whose workers live on."""
+        """Return whether the program, and not only a loader with persistent workers, has it."""
         kept = getattr(self._loader(), "_iterator", None)
         if kept is None or kept is not self._iterator():
             return True
         del kept
         return _references(self._iterator) > _BY_ONE
 
-    def seeded_by(self, loading: Loading) -> None:
-        """Note what seeds the samples: its requests may leave out the batches to pass over."""
-        names_samples = self.skip and not reads_items(self.loader)
-        if names_samples and not _holds_generator(self.loader.dataset):
+    def note_seeding(self, loading: Loading) -> None:
+        """Note what seeds the samples; have the sampler skip batches if that is exact."""
+        has_indices = self.skip and not reads_items(self.loader)
+        if has_indices and not _has_generator(self.loader.dataset):
             loading.start = loading.start or self.skip
         self.loading = loading
         self.batches += loading.start
         self.skip = max(self.skip - loading.start, 0)
-        saved = None if self.resumption is None else self.resumption.place["given"]
+        saved = None if self.resumption is None else self.resumption.progress["given"]
         loading.given = loading.given if saved is None else Given(*map(bytes.fromhex, saved))
 
     def advance(self, read: Callable[[], Any]) -> Any:
-        """Return the batch that the program is to get next, of those that `read` returns."""
+        """Return the program's next batch, and skip the batches of `read` that are already done."""
         if self._is_reading:
             return read()
         self._is_reading = True
@@ -217,48 +216,50 @@ class Delivery:
             batch = read()
         except StopIteration:
             self.is_over = True
-            self._go_on()
+            self._restore_once()
             raise
         self.batches += 1
-        if self.resumption is not None and self.batches >= self.resumption.place["batches"]:
-            self._go_on()
+        if self.resumption is not None and self.batches >= self.resumption.progress["batches"]:
+            self._restore_once()
         return batch
 
     def _before_reading(self) -> None:
-        # A sampler first draws as the first batch is asked for. What no stream seeds draws from the
-        # program's generators, whose numbers a training draws as well: in a resumed run a batch
-        # that was read ahead draws the numbers of the interrupted one.
-        draws_on = self._is_read_ahead and (self.loading is None or reads_items(self.loader))
-        place = _NO_PLACE if self.resumption is None else self.resumption.place
-        left = place["batches"] - self.batches
+        # A sampler may draw its order at the first batch, so the states just before it are saved.
+        # Samples without a stream draw from the program's generators, as the training does. If such
+        # a batch was prefetched, its states differ from those at the interruption, so the states
+        # before the last batch are saved as well.
+        is_unseeded = self.loading is None or reads_items(self.loader)
+        needs_last_states = self._is_read_ahead and is_unseeded
+        saved = _NOT_RESUMED if self.resumption is None else self.resumption.progress
+        batches_left = saved["batches"] - self.batches
         if self._first is None:
-            if place["first"] is not None:
-                put_states(self.loader, place["first"])
+            if saved["first"] is not None:
+                write_states(self.loader, saved["first"])
             self._first = read_states(self.loader)
-        elif draws_on and left == 1 and place["last"] is not None:
-            put_states(self.loader, place["last"])
-        if left <= 0 and reads_items(self.loader):  # no order is still to be drawn
-            self._go_on()
-        if draws_on:
+        elif needs_last_states and batches_left == 1 and saved["last"] is not None:
+            write_states(self.loader, saved["last"])
+        if batches_left <= 0 and reads_items(self.loader):  # its sampler draws no order
+            self._restore_once()
+        if needs_last_states:
             self._last = read_states(self.loader)
 
-    def _go_on(self) -> None:
+    def _restore_once(self) -> None:
         if self.resumption is not None:
             resumption, self.resumption = self.resumption, None
-            resumption.put_back()
+            resumption.restore()
 
-    def place(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         named = self.loading if isinstance(self.loading, NamedLoading) else None
         given = None if self.loading is None else self.loading.given
         return {
             "kind": kind_of(self.loader),
             "number": self.number,
             "batches": self.batches,
-            "reading": {} if self._keeps_place else self.reading,  # its own state says it
+            "reading": {} if self._has_state else self.reading,  # its own state has it too
             "samplers": self.epochs,
             "named": named and {"epoch": named.epoch, "program_seed": named.program_seed},
             "given": given and [seed.hex() for seed in given],
-            "keeps_place": self._keeps_place,
+            "keeps_place": self._has_state,
             "start": encoded_states(self.states),
             "first": encoded_states(self._first),
             "last": encoded_states(self._last),
@@ -270,8 +271,10 @@ def _references(weak: Callable[[], Any]) -> int:
     return sys.getrefcount(weak())
 
 
-_held_once = [Counter[str]()]
-_BY_ONE = _references(ref(_held_once[0]))  # interpreters count references on their stack or not
+_referenced_once = [Counter[str]()]
+_BY_ONE = _references(
+    ref(_referenced_once[0])
+)  # interpreters count references on their stack or not
 
 
 def followed(iterator: Any) -> Delivery | None:
@@ -284,24 +287,25 @@ def followed(iterator: Any) -> Delivery | None:
 
 
 def begins_late() -> bool:
-    return bool(_late)
+    return _run.late_begin is not None
 
 
 def wait(iterator: Any, delivery: Delivery, start: Callable[[Any], Any]) -> None:
-    """Have `delivery` begin by ``start(iterator)`` as the first batch of a loader is asked for."""
+    """Have `delivery` begin with ``start(iterator)`` when the first batch of a loader is read."""
     _waiting[iterator] = delivery, start
 
 
 def _begin_in_turn(iterator: Any) -> None:
-    # After those that were made before and wait for their first batch as well.
+    # All iterators that were made before it, and wait for their first batch as well, begin first.
     iterators = list(_waiting)
-    turn = next(n for n, each in enumerate(iterators, 1) if each is iterator)
-    for put_back, together in _late:
-        put_back()
-        turn = max(turn, together)
-    _late.clear()
-    for each in iterators[:turn]:
-        _begin_waiting(each)
+    count = next(n for n, waiting in enumerate(iterators, 1) if waiting is iterator)
+    if _run.late_begin is not None:
+        restore, together = _run.late_begin
+        restore()
+        count = max(count, together)
+    _run.late_begin = None
+    for waiting in iterators[:count]:
+        _begin_waiting(waiting)
 
 
 def _begin_waiting(iterator: Any) -> None:
@@ -310,21 +314,21 @@ def _begin_waiting(iterator: Any) -> None:
 
 
 def named_loading_of(loader: Any) -> NamedLoading | None:
-    found = getattr(loader, "worker_init_fn", None)
-    if not isinstance(found, NamedLoading):
-        found = loaders.register.loadings.get(loader) if is_kept(loader) else None
-    return found if isinstance(found, NamedLoading) else None
+    loading = getattr(loader, "worker_init_fn", None)
+    if not isinstance(loading, NamedLoading):
+        loading = loaders.register.loadings.get(loader) if is_kept(loader) else None
+    return loading if isinstance(loading, NamedLoading) else None
 
 
 def is_kept(loader: Any) -> bool:
-    """Whether `loader` is one of torch that can be told apart from others: a list is not."""
+    """Return whether `loader` is a DataLoader that can be a key of a dict: a list is neither."""
     from torch.utils.data import DataLoader
 
     return isinstance(loader, DataLoader) and type(loader).__hash__ is not None
 
 
 def kind_of_dataset(dataset: Any) -> str:
-    """Return what alike datasets have in common, such as ``Pictures[50000]``."""
+    """Return the type and length of `dataset` in words, such as ``Pictures[50000]``."""
     try:
         length = str(len(dataset))
     except Exception:  # noqa: BLE001 - a dataset without a length raises what its author likes
@@ -333,9 +337,9 @@ def kind_of_dataset(dataset: Any) -> str:
 
 
 def samplers_within(sampler: Any) -> Iterator[Any]:
-    # And the one that it makes batches of or shares out, and so on.
+    """Yield `sampler`, the sampler that it wraps, and so on."""
     seen: list[Any] = []
-    while sampler is not None and all(sampler is not other for other in seen):
+    while sampler is not None and all(sampler is not outer for outer in seen):
         seen.append(sampler)
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)
@@ -343,113 +347,127 @@ def samplers_within(sampler: Any) -> Iterator[Any]:
 
 
 def delivery_of(loader: Any) -> Delivery | None:
-    return next((each for each in _beginning if each.loader is loader), None)
+    return next((epoch for epoch in _beginning if epoch.loader is loader), None)
 
 
 def _alive() -> list[Delivery]:
-    in_use = [each for each in _deliveries if each.is_in_use]
-    return sorted(in_use, key=lambda each: each.number)
+    in_use = [delivery for delivery in _deliveries if delivery.is_in_use]
+    return sorted(in_use, key=lambda delivery: delivery.number)
 
 
 def places(*, over: bool) -> list[dict[str, Any]]:
-    """Return the places of the loaders that the program is in the middle of, first begun first.
+    """Return the progress of the loaders whose epoch is not over, in the order of their begins.
 
-    Where `over`, of those at their end that somebody has batches left of.
+    With `over`, of the loaders at their end whose iterator the program still has.
     """
-    return [each.place() for each in _alive() if each.is_over == over]
+    return [delivery.progress() for delivery in _alive() if delivery.is_over == over]
 
 
 def latest_delivery(loader: Any) -> Delivery | None:
-    return next((each for each in reversed(_alive()) if each.loader is loader), None)
+    return next((latest for latest in reversed(_alive()) if latest.loader is loader), None)
 
 
 def place_of(loader: Any) -> dict[str, Any] | None:
-    """Return how far the program has come in the latest iteration of `loader` that is alive."""
+    """Return the progress of the program in the latest living iteration of `loader`."""
     latest = latest_delivery(loader)
-    return None if latest is None else latest.place()
+    return None if latest is None else latest.progress()
 
 
-def _know(loader: Any) -> _Known | None:
+def _owner(loader: Any) -> _GeneratorOwner | None:
     if not is_kept(loader):
         return None
-    if loader not in _known and _own_slots(loader):
-        known = _known[loader] = _Known(kind_of(loader), next(_begun))
-        finalize(loader, _note_end, known)
-    return _known.get(loader)
+    if loader not in _owners and _loader_slots(loader):
+        owner = _owners[loader] = _GeneratorOwner(kind_of(loader), next(_numbers))
+        finalize(loader, _note_end, owner)
+    return _owners.get(loader)
 
 
-def _note_end(known: _Known) -> None:
-    if known.number > _first_of_run:
-        _lived_for_one[known.kind] += known.epochs == 1
+def _note_end(owner: _GeneratorOwner) -> None:
+    if owner.number > _run.first_number:
+        _single_epoch[owner.signature] += owner.epochs == 1
 
 
 def resting() -> list[dict[str, Any]]:
-    """Return the own generators of the loaders that the program is not in the middle of.
+    """Return the states of the loaders' own generators, except for loaders within an epoch.
 
-    A program that makes a loader for each epoch begins each with generators of its own.
+    Loaders that the program makes for a single epoch are omitted: the next one has new generators.
     """
-    busy = [each.known for each in _alive() if not each.is_over]
+    busy = [delivery.owner for delivery in _alive() if not delivery.is_over]
     lasting = {
-        known.number: (known, loader)
-        for loader, known in _known.items()
-        if known not in busy and (known.epochs > 1 or not _lived_for_one[known.kind])
+        owner.number: (owner, loader)
+        for loader, owner in _owners.items()
+        if owner not in busy and (owner.epochs > 1 or not _single_epoch[owner.signature])
     }
     return [
         {
-            "kind": known.kind,
-            "own": encoded_states(_read(_own_slots(loader))),
+            "kind": owner.signature,
+            "own": encoded_states(_read(_loader_slots(loader))),
             "reading": reading_of(loader),
         }
-        for _, (known, loader) in sorted(lasting.items())
+        for _, (owner, loader) in sorted(lasting.items())
     ]
 
 
 def await_resting(saved: Sequence[Mapping[str, Any]]) -> None:
-    """Put the generators of each loader in `saved` where they stood, once it begins an epoch.
+    """Begin a run: restore the generators of each loader in `saved` once it begins an epoch.
 
-    A run begins: what loaders did before it does not count.
+    Loaders that were used before the run no longer count.
     """
-    global _first_of_run  # noqa: PLW0603 - a fact about the process
-    _first_of_run = next(_begun)
+    _run.first_number = next(_numbers)
     _resting[:] = saved
-    _lived_for_one.clear()
+    _single_epoch.clear()
 
 
-def begin_late(put_back: PutBack, together: int) -> None:
-    """Have the loaders that are iterated next begin as the first batch is asked for.
+def _restore_resting(loader: Any) -> None:
+    signature = kind_of(loader)
+    saved = next((state for state in _resting if state["kind"] == signature), None)
+    ended = next((epoch for epoch in _ended if epoch.progress["kind"] == signature), None)
+    if saved is not None:
+        _resting.remove(saved)
+        write_states(loader, saved["own"])
+    if ended is not None:
+        _ended.remove(ended)
+    before = saved or (ended.progress if ended is not None else None)
+    if before is not None:
+        report_changed_reading(loader, before["reading"])
 
-    `put_back` is called before, and as many as are read `together` begin at once. For a framework
-    that begins an epoch earlier as a run is resumed.
+
+def begin_late(restore: Restore, together: int) -> None:
+    """Call `restore`, and then begin the epochs of the next loaders, when a first batch is read.
+
+    The first `together` of them begin at once. For frameworks that make the iterators earlier in
+    a resumed run than in a new run.
     """
-    _late[:] = [(put_back, together)]
+    _run.late_begin = (restore, together)
 
 
 def await_loaders(
     interrupted: Sequence[Mapping[str, Any]],
-    put_back: PutBack,
+    restore: Restore,
     ended: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Have the next loader of the kind of each place of an `interrupted` epoch take it up.
+    """Have the next loader with the signature of each `interrupted` epoch resume it.
 
-    The program passes over the batches that are done. `put_back` puts every generator where it
-    stood when the run was interrupted. Places of `ended` epochs are for `skip_batches`.
+    The program skips the batches that are done. `restore` sets every generator to its state at the
+    interruption. The `ended` epochs are for `skip_batches`.
     """
-    _awaited[:] = [Resumption(place, put_back) for place in interrupted]
-    _ended[:] = [Resumption(place, put_back) for place in ended]
+    _awaited[:] = [Resumption(progress, restore) for progress in interrupted]
+    _ended[:] = [Resumption(progress, restore) for progress in ended]
 
 
-def skip_batches(loader: Any, other: Any, number: int) -> bool:
-    """Have `other` count as `loader` without the first `number` batches of its epoch.
+def skip_batches(loader: Any, skipping: Any, number: int) -> bool:
+    """Treat `skipping` as `loader` without the first `number` batches of its epoch.
 
-    Returns whether that leaves nothing of an epoch that had come to its end.
+    Returns whether the epoch was saved at its end and all its batches are skipped.
     """
-    kind, known = kind_of(loader), _know(loader)
-    if known is not None:
-        _known[other] = known
+    signature, owner = kind_of(loader), _owner(loader)
+    if owner is not None:
+        _owners[skipping] = owner
     for resumption in _ended:
-        if resumption.place["kind"] == kind and number >= resumption.place["batches"]:
+        progress = resumption.progress
+        if progress["kind"] == signature and number >= progress["batches"]:
             _ended.remove(resumption)
-            _taken_up[other] = resumption
+            _resumptions[skipping] = resumption
             return True
     return False
 
@@ -457,94 +475,95 @@ def skip_batches(loader: Any, other: Any, number: int) -> bool:
 def batches_done(loader: Any) -> int | None:
     """Return how many batches of the epoch that waits for `loader` are done; None without one."""
     resumption = _awaited_by(loader)
-    return None if resumption is None else int(resumption.place["batches"])
+    return None if resumption is None else int(resumption.progress["batches"])
 
 
-def behind() -> list[str]:
-    """Return in words which loaders have begun an interrupted epoch and are not where it was."""
+def loaders_behind() -> list[str]:
+    """Return texts for the loaders that resume an epoch and have not reached its interruption."""
     return [
-        f"the place of the loader over {kind_of_dataset(each.loader.dataset)} in its epoch"
-        for each in _alive()
-        if each.resumption is not None
-        and 0 < each.batches < each.resumption.place["batches"] - each.skip
+        f"the position of the loader over {kind_of_dataset(epoch.loader.dataset)} in its epoch"
+        for epoch in _alive()
+        if epoch.resumption is not None
+        and 0 < epoch.batches < epoch.resumption.progress["batches"] - epoch.skip
     ]
 
 
-def kinds_in_use() -> set[str]:
-    return {kind_of(each.loader) for each in _alive() if each.batches}
+def signatures_in_use() -> set[str]:
+    return {kind_of(delivery.loader) for delivery in _alive() if delivery.batches}
 
 
-def take_up(loader: Any, place: Mapping[str, Any], put_back: PutBack, skip: int = 0) -> None:
-    """Have the next iteration of `loader` take up `place`, and pass over `skip` batches."""
-    _awaited[:] = [each for each in _awaited if each.place["number"] != place["number"]]
-    _taken_up[loader] = Resumption(place, put_back, skip)
+def take_up(loader: Any, progress: Mapping[str, Any], restore: Restore, skip: int = 0) -> None:
+    """Have the next iteration of `loader` resume `progress`, and skip `skip` batches."""
+    number = progress["number"]
+    _awaited[:] = [awaited for awaited in _awaited if awaited.progress["number"] != number]
+    _resumptions[loader] = Resumption(progress, restore, skip)
 
 
-def forget_places() -> None:
-    """Have no loader go on anywhere: the profile under which a run went on is taken back."""
-    for waiting in (_awaited, _ended, _resting, _lived_for_one, _late, _taken_up):
+def forget_resumptions() -> None:
+    """Forget all epochs to be resumed: the undo of a profile, after which torch loads alone."""
+    for waiting in (_awaited, _ended, _resting, _single_epoch, _resumptions):
         waiting.clear()
+    _run.late_begin = None
     for iterator in list(_waiting):
-        _begin_waiting(iterator)  # they are as torch's own after this
+        _begin_waiting(iterator)
 
 
 def _awaited_by(loader: Any) -> Resumption | None:
-    kind = kind_of(loader) if _awaited else ""
-    return next((each for each in _awaited if each.place["kind"] == kind), None)
+    signature = kind_of(loader) if _awaited else ""
+    return next((epoch for epoch in _awaited if epoch.progress["kind"] == signature), None)
 
 
 def _next_resumption(loader: Any) -> Resumption | None:
-    own = _taken_up.get(loader) if is_kept(loader) else None
-    if own is not None and not own.iterations:
-        return own
+    prepared = _resumptions.get(loader) if is_kept(loader) else None
+    if prepared is not None and not prepared.iterations:
+        return prepared
     resumption = _awaited_by(loader)
     if resumption is not None:
         _awaited.remove(resumption)
-        _taken_up[loader] = resumption
+        _resumptions[loader] = resumption
     return resumption
 
 
 def kind_of(loader: Any) -> str:
-    """Return what a loader and its counterpart in a resumed run have in common."""
+    """Return a text by which a resumed run finds the loader again: its dataset and sampler."""
     *_, sampler = None, *samplers_within(_top_sampler(loader))
     return f"{kind_of_dataset(getattr(loader, 'dataset', loader))} {type(sampler).__name__}"
 
 
 def _attributes(part: Any) -> dict[str, Any]:
-    """Return what `part` holds, without asking its class, which may make up any attribute."""
+    """Return the instance attributes of `part`; its class may compute others on each access."""
     with suppress(AttributeError):
-        held: dict[str, Any] = object.__getattribute__(part, "__dict__")
-        return held
+        attributes: dict[str, Any] = object.__getattribute__(part, "__dict__")
+        return attributes
     return {}
 
 
 def _top_sampler(loader: Any) -> Any:
-    # Not what a class makes up each time it is asked: that would draw an order.
-    held = _attributes(loader)
-    batches = held.get("batch_sampler")
-    return held.get("sampler") if batches is None else batches
+    # A class that makes its sampler on each access would draw an order, so it is not asked.
+    attributes = _attributes(loader)
+    batches = attributes.get("batch_sampler")
+    return attributes.get("sampler") if batches is None else batches
 
 
-def say_other_reading(loader: Any, saved: Mapping[str, int]) -> None:
-    """Say if what `reading_of` gives for `loader` is not what it was as its run was saved."""
+def report_changed_reading(loader: Any, saved: Mapping[str, int]) -> None:
+    """Report if `reading_of(loader)` differs from `saved`, as it was when the run was saved."""
     now = reading_of(loader)
-    others = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
-    if not others or world().rank:
+    changed = sorted(name for name in saved.keys() & now.keys() if saved[name] != now[name])
+    if not changed or world().rank:
         return
-    before, after = (
-        ", ".join(f"{name}={its[name]}" for name in sorted(others)) for its in (saved, now)
-    )
+    before = ", ".join(f"{name}={saved[name]}" for name in changed)
+    after = ", ".join(f"{name}={now[name]}" for name in changed)
     say(
-        f"the loader over {kind_of_dataset(loader.dataset)}: it was saved with {before} and goes "
-        f"on with {after}, so its batches hold other samples than those of the uninterrupted run; "
-        f"resume with {before} to go on exactly"
+        f"the loader over {kind_of_dataset(loader.dataset)} was saved with {before} and resumes "
+        f"with {after}, so its batches differ from the batches of the uninterrupted run; resume "
+        f"with {before} to continue exactly"
     )
 
 
 def reading_of(loader: Any) -> dict[str, int]:
-    """Return the size of a batch of `loader`, and the seeds of its samplers, where they say them.
+    """Return the batch size of `loader` and the seeds of its samplers, as far as they are ints.
 
-    A sampler of the program's own may have anything under these names.
+    The program's own samplers may use these names for anything else.
     """
     return {
         name: value
@@ -560,10 +579,10 @@ def set_epoch_of_parts(loader: Any, epoch: int) -> None:
 
 
 def parts_with_epochs(loader: Any) -> list[Any]:
-    """Return the samplers and the dataset of `loader` that have a `set_epoch` of their own."""
+    """Return the samplers and the dataset of `loader`, if they have a `set_epoch`."""
     parts = (*_samplers(loader), getattr(loader, "dataset", None))
-    own = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
-    return list(own.values())
+    settable = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
+    return list(settable.values())
 
 
 def _counting_parts(loader: Any) -> list[Any]:
@@ -576,13 +595,13 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def reads_items(loader: Any) -> bool:
-    """Whether `loader` reads an `IterableDataset`, which names no samples."""
+    """Return whether `loader` reads an `IterableDataset`, which has no sample indices."""
     from torch.utils.data import IterableDataset
 
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def _holds_generator(dataset: Any) -> bool:
+def _has_generator(dataset: Any) -> bool:
     parts, seen = [dataset], set[int]()
     for _ in range(_DEPTH):
         if any(map(generator_kind, parts)):
@@ -600,15 +619,15 @@ def _holds_generator(dataset: Any) -> bool:
     return False
 
 
-def _own_slots(loader: Any) -> dict[str, Slot]:
+def _loader_slots(loader: Any) -> dict[str, Slot]:
     slots: dict[str, Slot] = {}
     known: list[Any] = []
     for part in (loader, *_samplers(loader)):
-        for name, own in _attributes(part).items():
-            kind = generator_kind(own)
-            if kind is not None and all(own is not other for other in known):
-                known.append(own)
-                slots[f"{len(known)} {name}"] = kind.slot(own)
+        for name, attribute in _attributes(part).items():
+            generator_type = generator_kind(attribute)
+            if generator_type is not None and all(attribute is not seen for seen in known):
+                known.append(attribute)
+                slots[f"{len(known)} {name}"] = generator_type.slot(attribute)
     return slots
 
 
@@ -617,12 +636,12 @@ def _read(slots: Mapping[str, Slot]) -> Mapping[str, Any]:
 
 
 def read_states(loader: Any) -> Mapping[str, Any]:
-    """Return where the generators stand that the order of `loader` may come from."""
-    return _read({**host_slots(), **_own_slots(loader)})
+    """Return the states of all generators that the order of `loader` may be drawn from."""
+    return _read({**host_slots(), **_loader_slots(loader)})
 
 
-def put_states(loader: Any, states: Mapping[str, Any]) -> None:
-    slots = {**host_slots(), **_own_slots(loader)}
+def write_states(loader: Any, states: Mapping[str, Any]) -> None:
+    slots = {**host_slots(), **_loader_slots(loader)}
     for name in states.keys() & slots.keys():
         slots[name].write(decoded(states[name]))
 
@@ -631,25 +650,24 @@ def encoded_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if states is None else {name: encoded(state) for name, state in states.items()}
 
 
-# A program may put torch's generator where it was at a step, and not where it was as the epoch
-# began. That is exact in plain Python as long as it loads in the main process, where its samples
-# draw from that generator. Under `auto` they draw from the base seed with which the epoch began,
-# which is then another than in the uninterrupted run: this is said.
+# A program may restore torch's generator as it was at a step, but not as it was when the epoch
+# began. Without a profile that is exact if samples are loaded in the main process, because they
+# draw from that generator. Under `auto` they draw from the base seed of the epoch, which then
+# differs from the uninterrupted run: a line on stderr reports it.
 
-_READ, _PUT = "get_rng_state", "set_rng_state"
-_states_read: deque[int] = deque(maxlen=1000)  # digests of those that the program read here
-_states_put: list[bool] = []  # an entry once it has put one back that it had not read here
+_GET, _SET = "get_rng_state", "set_rng_state"
+_states_read: deque[int] = deque(maxlen=1000)  # digests
 
 
 def watch_own_resumes(*, begins: bool) -> None:
-    """Listen to the program's reading and putting of torch's generator from now on, or stop it."""
+    """Observe the program's calls that get and set the state of torch's generator, or stop that."""
     _states_read.clear()
-    _states_put.clear()
+    _run.restored_unread = False
     if not begins:
         stop_listening(_note_state)
         return
     for module in ("torch", "torch.random"):
-        for name in (_READ, _PUT):
+        for name in (_GET, _SET):
             listen(module, name, _note_state)
 
 
@@ -657,19 +675,19 @@ def _note_state(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
     if package(frame) in ("torch", "torchrepro"):
-        return  # `fork_rng` and checkpointed layers put back what they have read
+        return  # `fork_rng` and checkpointed layers restore states that they have read
     state = hash(sys.modules["torch"].default_generator.get_state().numpy().tobytes())
     if state in _states_read:
         return
-    if function.endswith(_READ):
+    if function.endswith(_GET):
         _states_read.append(state)
-    elif not _states_put:
-        _states_put.append(True)
-        late = [e for e in _alive() if e.batches and e.samples_draw and not e.is_over]
-        if late and type(late[-1].loading) is Loading:
+    elif not _run.restored_unread:
+        _run.restored_unread = True
+        begun = [e for e in _alive() if e.batches and e.samples_draw and not e.is_over]
+        if begun and type(begun[-1].loading) is Loading:
             say_once(
-                f"the program put torch's generator back after {late[-1].batches} batches of an "
-                "epoch. Samples draw from a base seed that torch draws as an epoch begins, so they "
-                "may not be those of the uninterrupted run: save torch.get_rng_state() before the "
-                "epoch as well, and put it back there (or: dataloader.seeding=none)"
+                f"the program restored torch's generator after {begun[-1].batches} batches of an "
+                "epoch. Samples draw from a base seed that torch draws when an epoch begins, so "
+                "they may differ from the uninterrupted run: also save torch.get_rng_state() "
+                "before the epoch, and restore it there (or: dataloader.seeding=none)"
             )

@@ -1,7 +1,7 @@
-"""What no seed controls: entropy, the clock, addresses, the order of files, threads.
+"""Sources of nondeterminism: entropy, the clock, addresses, the order of files, threads.
 
-A table of functions whose results may differ between two runs of one program, and of those that
-are given a seed.
+A table of functions whose results may differ between two runs of one program, and of functions
+that take a seed.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ SUSPECTS = (
     *(ENTROPY, FORKED, CLOCK_AND_CARD, PROCESS, FILES, ADDRESS, HASH),
     *(SET_ORDER, CLOCK, THREADS),
 )
-"""What results come from that no seed decides, the surest cause of a difference first: most
-programs read the clock, and only to measure."""
+"""Sources of nondeterminism, the most probable cause of a difference first: the clock comes late,
+because most programs read it only to measure."""
 
 GIVEN_SEED = "a seed that the program gives"
 OWN_GENERATOR = "torch.Generator.manual_seed"
-"""The name of a seed that is known from a generator of the program's own, by a line that draws."""
+"""The name of a seed that is read from the program's own generator at a line that draws from it."""
 
 ANY = "*"
 _SEED_KEYWORDS = ("seed", "a", "x")
 
 
 class Source(NamedTuple):
-    """A function whose result no seed decides, or which is given a seed."""
+    """A function that is a source of nondeterminism, or that takes a seed."""
 
     module: str
     attribute: str
-    what: str  # where its result comes from, in words
-    instead: str  # what to write instead, as one short edit; `{}` is the function that was called
+    what: str  # the source in words, such as `CLOCK`
+    instead: str  # a short suggested fix; `{}` is the function that was called
     through: tuple[str, ...] = ()  # modules that call it for their callers; `*` for any library
     applies: Callable[[Arguments], bool] = lambda _: True  # whether a call is such a read
-    value: Callable[[Arguments], str | None] = lambda _: None  # the seed, by which runs compare
-    known_as: str = ""  # the name to show, where it is not that of the function
-    in_sample: str = ""  # `instead` while a sample is loaded, where one seed repeats its numbers
+    value: Callable[[Arguments], str | None] = lambda _: None  # the seed, which runs compare
+    known_as: str = ""  # the name to show, if it is not the name of the function
+    in_sample: str = ""  # `instead` within a sample, where a constant seed repeats every draw
     by_libraries: bool = False  # whether a call that a library makes counts, see FOR_THEMSELVES
 
     @property
@@ -66,9 +66,9 @@ class Source(NamedTuple):
         return self.known_as or f"{self.module}.{self.attribute}"
 
     def edit(self, called: str, *, in_sample: bool) -> str:
-        """Return what to write instead of a call of the function that is known as `called`."""
-        homes = {each.partition(".")[0] for each in (self.module, *self.through)}
-        if self.by_libraries and called.partition(".")[0] not in homes:
+        """Return the suggested fix for a call of the function that is known as `called`."""
+        packages = {module.partition(".")[0] for module in (self.module, *self.through)}
+        if self.by_libraries and called.partition(".")[0] not in packages:
             return f"give {called} a seed, as its documentation says"
         text = (in_sample and self.in_sample) or self.instead
         return text.format(called)
@@ -95,8 +95,8 @@ def _text(seed: Any) -> str | None:
     return f"{text} #{blake2b(repr(plain).encode(), digest_size=4).hexdigest()}"
 
 
-def _given(module: str, attribute: str, position: int, **more: Any) -> Source:
-    """Return the row of a seed that the program gives: it is no better than where it comes from."""
+def _given(module: str, attribute: str, position: int, **options: Any) -> Source:
+    """Return the row of a function that takes a seed, which may come from such a source itself."""
     return Source(
         module,
         attribute,
@@ -104,7 +104,7 @@ def _given(module: str, attribute: str, position: int, **more: Any) -> Source:
         "give a seed that is the same in every run, such as 1234",
         applies=lambda arguments: _text(_seed(arguments, position)) is not None,
         value=lambda arguments: _text(_seed(arguments, position)),
-        **more,
+        **options,
     )
 
 
@@ -116,7 +116,7 @@ FOR_THEMSELVES = sys.stdlib_module_names | {
     *("aiohttp", "filelock", "fsspec", "httpx", "huggingface_hub", "requests", "urllib3"),
     *("boto3", "botocore", "google", "grpc", "kubernetes"),
 }
-"""Packages whose generators name files, wait and retry, and give the program no numbers."""
+"""Packages that use random numbers only for themselves: for names of files, waits and retries."""
 
 _SAMPLE = "draw from torchrepro.sample_rng()"
 _PYTHON = 'random.Random(1234), or torchrepro.stream("name").python()'
@@ -124,9 +124,9 @@ _HANDS_ON = ("random", "secrets", "uuid")
 
 
 def _drawn(
-    module: str, attribute: str, instead: str, through: tuple[str, ...] = (), **more: Any
+    module: str, attribute: str, instead: str, through: tuple[str, ...] = (), **options: Any
 ) -> Source:
-    return Source(module, attribute, ENTROPY, instead, through, in_sample=_SAMPLE, **more)
+    return Source(module, attribute, ENTROPY, instead, through, in_sample=_SAMPLE, **options)
 
 
 UNSEEDED: tuple[Source, ...] = (
@@ -166,7 +166,7 @@ UNSEEDED: tuple[Source, ...] = (
         )
     ),
 )
-"""Draws that no seed decides. They are rare, so watching them costs nothing."""
+"""Draws from the operating system. They are rare, so watching them costs nothing."""
 
 GIVEN_SEEDS: tuple[Source, ...] = (
     _given("numpy.random", "default_rng", 0, in_sample=_SAMPLE, by_libraries=True),
@@ -183,7 +183,7 @@ GIVEN_SEEDS: tuple[Source, ...] = (
         if (module, attribute) != ("torch", "seed")
     ),
 )
-"""Seeds that the program gives: from the clock or a process id they are another in every run."""
+"""Explicit seeds of the program: if they come from the clock or a process id, they vary."""
 
 _NO_CLOCK = "do not compute with the clock"
 _LISTS = ("os", "glob", "pathlib", "pathlib._local", "pathlib._abc")
@@ -196,10 +196,10 @@ ENVIRONMENT: tuple[Source, ...] = (
         for unit in ("", "_ns")
     ),
     *(
-        Source("time", name, CLOCK, _NO_CLOCK, applies=lambda its: len(its[0]) == 0)
+        Source("time", name, CLOCK, _NO_CLOCK, applies=lambda arguments: len(arguments[0]) == 0)
         for name in ("localtime", "gmtime", "ctime")
     ),
-    Source("time", "strftime", CLOCK, _NO_CLOCK, applies=lambda its: len(its[0]) <= 1),
+    Source("time", "strftime", CLOCK, _NO_CLOCK, applies=lambda arguments: len(arguments[0]) <= 1),
     *(
         Source(module, "Timer.time_elapsed", CLOCK, "give max_steps, not max_time", (ANY,))
         for module in ("lightning.pytorch.callbacks.timer", "pytorch_lightning.callbacks.timer")
@@ -233,7 +233,7 @@ ENVIRONMENT: tuple[Source, ...] = (
         ),
     ),
 )
-"""What the process tells of itself and its surroundings. Programs read some of it all the time."""
+"""Facts about the process and its environment. Programs read some of them all the time."""
 
 _EACH_TASK = "give each task a generator: random.Random(index), or default_rng([1234, index])"
 
@@ -248,7 +248,7 @@ FORKED_DRAWS: tuple[Source, ...] = tuple(
     }.items()
     for name in names.split()
 )
-"""Draws from a global generator, which are listened to in forked children alone."""
+"""Draws from a global generator, which are observed in forked children only."""
 
 FILE_IF_THERE = Source(
     *("builtins", "open", IF_THERE),
@@ -263,15 +263,15 @@ MADE_BY_NUMPY = {
     )
     for name in ["SeedSequence", "RandomState", "PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
 }
-"""Types that draw from the system where no seed is given, none of which can be replaced."""
+"""Types that draw from the operating system without a seed. They cannot be replaced."""
 
 WITHOUT_SEED = re.compile(
     rf"(?:.*\.)?({'|'.join(MADE_BY_NUMPY)})\(\s*(?:(?:seed|entropy)\s*=\s*)?(?:None)?\s*\)"
 )
 
 EVERY_SOURCE = (*UNSEEDED, *GIVEN_SEEDS, *ENVIRONMENT)
-WITHOUT_COST = tuple(row for row in EVERY_SOURCE if row.what not in (ADDRESS, HASH))
-"""Those that libraries do not call all the time."""
+CHEAP_SOURCES = tuple(row for row in EVERY_SOURCE if row.what not in (ADDRESS, HASH))
+"""Sources that libraries do not call all the time."""
 
 
 def _hash_varies(value: Any) -> bool:
@@ -281,20 +281,20 @@ def _hash_varies(value: Any) -> bool:
         if isinstance(value, tuple | frozenset):
             waiting.extend(value)
             continue
-        own: Any = type(value).__hash__
-        if isinstance(value, str | bytes) or own is object.__hash__:
+        type_hash: Any = type(value).__hash__
+        if isinstance(value, str | bytes) or type_hash is object.__hash__:
             return True
     return False
 
 
-def row_of_read(name: str, what: str) -> Source | None:
-    """Return the row of a read by what a trace says of it; None for one that no row has.
+def row_of_read(name: str, source: str) -> Source | None:
+    """Return the row of a read in a trace, by its name and source; None for an unknown source.
 
-    A trace may come from anybody: what to write instead is taken from the table.
+    The suggested fix comes from the row and not from the trace, which may be from anywhere.
     """
     every = (*EVERY_SOURCE, *MADE_BY_NUMPY.values(), *FORKED_DRAWS, FILE_IF_THERE)
-    module, rows = name.partition(".")[0], [row for row in every if row.what == what]
-    fits = (
+    module, rows = name.partition(".")[0], [row for row in every if row.what == source]
+    fits = (  # the most exact one first
         lambda row: row.name == name,
         lambda row: row.module.partition(".")[0] == module,
         lambda row: module in row.through,

@@ -1,20 +1,21 @@
-"""Who reads what no seed controls: lines of a program, its forked children, and files.
+"""Reads of sources of nondeterminism, by lines of a program and by its children, and its files.
 
-A watch notes the first read of each source at each line of the program. A generator that is made
-without a seed is a read once it draws before it is seeded. One that a library makes is noted at the
-line of the program that called the library, by the name of the library's function; not if it is
-made as the library is imported, or by a package that needs it for purposes of its own. Other calls
-of libraries are not noted, but for those that `uuid` or `glob` make for the program. Forked
-children tell what they read, and what they draw where chance decides which numbers they get.
+A watch records the first read of each source at each line of the program. A generator that is made
+without a seed counts as a read once it draws before it is seeded. If a library makes such a
+generator, the read is recorded at the line of the program that called the library, under the name
+of the library's function. It is ignored if the library makes it during its import, or if the
+package draws for itself only. Other calls in libraries are ignored, except calls that `uuid` or
+`glob` make for the program. Forked children report their reads, and also their draws if timing or
+the operating system decides which random numbers they get.
 
-Not seen is what does not go through an attribute that can be replaced:
+A watch replaces attributes, so it does not see:
 
 - a name imported before the watch began (``from os import urandom``), and a method bound before it;
-- types written in C: ``datetime.now``, ``torch.Generator().seed()``; those of numpy, as
-  ``SeedSequence()``, are known by the text of the line alone;
-- the order of a set, and the hash or address by which a container finds its entries;
-- what a library draws from a global generator or from a copy of one without a seed, what code that
-  torch.compile has compiled does, and processes that are neither forked nor recorded.
+- types written in C: ``datetime.now``, ``torch.Generator().seed()``; numpy's types, such as
+  ``SeedSequence()``, are only recognized by the text of the line;
+- the order of a set, and hashes or addresses that a container uses to find its entries;
+- draws of a library from a global generator, or from a copy of an unseeded one; compiled code of
+  torch.compile; processes that are neither forked nor recorded.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from torchrepro.ground.patching import patch
 from torchrepro.seeding.loader import in_loader
 from torchrepro.seeding.nondeterministic_calls import (
     ANY,
+    CHEAP_SOURCES,
     ENTROPY,
     EVERY_SOURCE,
     FILE_IF_THERE,
@@ -52,27 +54,32 @@ from torchrepro.seeding.nondeterministic_calls import (
     MADE_BY_NUMPY,
     OWN_GENERATOR,
     UNSEEDED,
-    WITHOUT_COST,
     WITHOUT_SEED,
     Source,
 )
-from torchrepro.seeding.observed_calls import Change, Listener, listen, put_by_name, stop_listening
-from torchrepro.seeding.seeding_calls import FUNCTIONS, OWN, SeedingCall, say_in_first_worker
+from torchrepro.seeding.observed_calls import (
+    Change,
+    Listener,
+    listen,
+    replace_imported_names,
+    stop_listening,
+)
+from torchrepro.seeding.seeding_calls import FUNCTIONS, OWN, SeedingCall, note_in_first_worker
 from torchrepro.seeding.streams import present_worker
 from torchrepro.seeding.unseeded_generators import UnseededGenerators
 
 if TYPE_CHECKING:
     from torchrepro.seeding.nondeterministic_calls import Arguments
 
-_MANY = 1000  # lines, and files, above which no further one is noted
-_FEW_SEEDS = 100  # that a child tells of a line; those of more than that are not compared
-_POOLS = {  # functions that run the tasks of a pool, and the variable that holds one
+_MANY = 1000  # lines, and files, at most that are recorded
+_FEW_SEEDS = 100  # that children report of a line at most; more seeds are not compared
+_POOLS = {  # function that runs the tasks of a pool -> its variable with the present task
     ("multiprocessing.pool", "worker"): "task",
     ("concurrent.futures.process", "_process_worker"): "call_item",
 }
-_LARGEST = 1 << 20  # bytes above which nothing more is told, and nothing is read
-_FEW_FILES = 50  # that are noted of one line for one use
-_TICK = 0.01  # seconds by which the time of a change may lie before the clock that a program reads
+_LARGEST = 1 << 20  # bytes that the notes of children may have
+_FEW_FILES = 50  # that are recorded of one line for one use
+_TICK = 0.01  # seconds that a file's time of change may be behind the clock of a program
 
 _USING = (
     *(("builtins", "open"), ("io", "open")),
@@ -80,7 +87,7 @@ _USING = (
     *(("pathlib", f"Path.{name}") for name in ("exists", "is_file")),
 )
 _USING_LATE = {"torch": "save", "sqlite3": "connect"}  # once they are imported
-_STAND_INS = "torchrepro.seeding.observed_calls"
+_WRAPPERS = "torchrepro.seeding.observed_calls"
 _CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
 _OF_THE_SYSTEM = ("/proc/", "/dev/", "/sys/")
 
@@ -93,9 +100,9 @@ class SourceRead:
     what: str
     where: str  # ``file:line``
     times: int
-    step: int  # that was running at the first read; -1 before torch was imported
-    record: int  # how many records had been taken by then
-    value: str | None  # the seed that was given; None for a read
+    step: int  # the step of the first read; -1 before torch was imported
+    record: int  # how many records had been taken before the first read
+    value: str | None  # the explicit seed; None for a read
     instead: str
     in_sample: bool  # whether a loader was loading a sample
 
@@ -108,7 +115,7 @@ class SourceRead:
 
 
 def seed_of_generator(where: str, step: int, record: int, seed: str) -> SourceRead:
-    """Return the seed of a generator from which a line draws, as a seed that the program gives."""
+    """Return the seed of a generator that a line draws from, as an explicit seed of the program."""
     first = 1, step, record, seed, GIVEN_SEEDS[0].instead
     return SourceRead(OWN_GENERATOR, GIVEN_SEED, where, *first, in_sample=False)
 
@@ -116,14 +123,13 @@ def seed_of_generator(where: str, step: int, record: int, seed: str) -> SourceRe
 class ChildNotes:
     """A file in the folder of a recording that all children of this process append to.
 
-    They are forked, or started by multiprocessing, whose first program names its module. The file
-    has one JSON line for each note, and exists from the first one until they are taken. Only the
-    process that made this takes them.
+    The children are forked, or started by multiprocessing. The file has one JSON line for each
+    note. It exists from the first note until the recorded process takes the notes.
     """
 
     def __init__(self, folder: str) -> None:
-        # Whether this process began as a child of the one that is recorded.
-        spawned = any("multiprocessing.spawn" in each for each in sys.orig_argv)
+        # The command line of a spawned process names multiprocessing's module.
+        spawned = any("multiprocessing.spawn" in argument for argument in sys.orig_argv)
         self.is_spawned = spawned or comes_from_fork_server()
         self._process = os.getppid() if self.is_spawned else os.getpid()
         self._path = Path(folder) / f"told-{self._process}.jsonl"
@@ -132,9 +138,9 @@ class ChildNotes:
     def in_child(self) -> bool:
         return os.getpid() != self._process
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Append a note; a child that cannot, or comes too late, tells nothing."""
-        text = json.dumps({"kind": kind, **fields}) + "\n"
+    def append(self, note_type: str, **fields: Any) -> None:
+        """Append a note; nothing is raised if the file cannot be written, or is full."""
+        text = json.dumps({"kind": note_type, **fields}) + "\n"
         with suppress(OSError):
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
@@ -144,46 +150,46 @@ class ChildNotes:
                 os.close(file)
 
     def take(self) -> list[dict[str, Any]]:
-        """Return all notes and remove them; a line that a child has not finished is left out.
+        """Return all notes and remove them; in a child, return nothing.
 
-        A child has none to take.
+        A line that a child has not finished is skipped.
         """
-        found: list[dict[str, Any]] = []
+        notes: list[dict[str, Any]] = []
         if self.in_child:
-            return found
+            return notes
         with suppress(OSError):
             lines = self._path.read_bytes()[: 2 * _LARGEST].splitlines()
             self._path.unlink()
             for line in lines:
                 with suppress(ValueError):
-                    found.append(json.loads(line))
-        return found
+                    notes.append(json.loads(line))
+        return notes
 
 
 @dataclass(slots=True)
 class FileUse:
-    """A file, and where the program first asked for it, read it and wrote it: ``file:line``."""
+    """A file, and the lines (``file:line``) that first asked for it, read it and wrote it."""
 
     path: str
     asked: str = ""
     read: str = ""
     written: str = ""
-    changed: float = 0.0  # when it had been, in seconds since 1970, as the program first read it
+    changed: float = 0.0  # its time of change at the first read, in seconds since 1970
 
 
 class FileUses:
-    """Notes the files that the program itself asks for, reads and writes, until it stops.
+    """Records the files that the program itself asks for, reads and writes, until `stop`.
 
-    A file that one run writes and the next one reads makes them differ. Noted are calls of `open`,
-    of `torch.save` and `sqlite3.connect`, which do without it, and of functions that say whether a
-    file exists; those of a library count for the line of the program that called the library. Code
-    is left out, and what libraries keep beside it. What extensions written in C open by themselves
-    is not seen.
+    A file that one run writes and the next one reads makes them differ. Recorded are calls of
+    `open`, of functions that return whether a file exists, and of `torch.save` and
+    `sqlite3.connect`, which do not call `open`. A call in a library counts for the line of the
+    program that called the library. Code, and files in the folders of libraries, are ignored. Files
+    that an extension written in C opens itself are not seen.
     """
 
-    def __init__(self, told: ChildNotes) -> None:
+    def __init__(self, notes: ChildNotes) -> None:
         self.began = time.time() - _TICK
-        self._told = told
+        self._notes = notes
         self._files: dict[str, FileUse] = {}
         self._of_line: Counter[tuple[str, str]] = Counter()
         for module, name in _USING:
@@ -197,39 +203,39 @@ class FileUses:
         stop_listening(self._note)
 
     def to_json(self) -> dict[str, Any]:
-        return {"files": [asdict(each) for each in self._files.values()], "began": self.began}
+        return {"files": [asdict(file) for file in self._files.values()], "began": self.began}
 
     def reads(self) -> list[SourceRead]:
-        """Return the files that the program asked for and read, as an earlier run had left them."""
+        """Return the files that the program asked for and read, and an earlier run had written."""
         first = 1, -1, 0, None, FILE_IF_THERE.instead
         return [
-            SourceRead(Path(each.path).name, IF_THERE, each.read, *first, in_sample=False)
-            for each in self._files.values()
-            if each.asked and each.read and each.changed < self.began
+            SourceRead(Path(file.path).name, IF_THERE, file.read, *first, in_sample=False)
+            for file in self._files.values()
+            if file.asked and file.read and file.changed < self.began
         ]
 
     def _note(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> None:
-        def given(position: int, keyword: str) -> Any:
+        def argument(position: int, keyword: str) -> Any:
             return args[position] if len(args) > position else kwargs.get(keyword)
 
         if name == "sqlite3.connect":
-            for use in ("written", "read"):  # which of them SQLite does is not heard
-                self._note_use(use, given(0, "database"), frame)
+            for use in ("written", "read"):  # SQLite may do either: its own calls are not observed
+                self._note_use(use, argument(0, "database"), frame)
         elif name == "torch.save":
-            self._note_use("written", given(1, "f"), frame)
+            self._note_use("written", argument(1, "f"), frame)
         elif name.endswith(".open"):
-            mode = set(str(given(1, "mode") or "r"))
+            mode = set(str(argument(1, "mode") or "r"))
             if not mode & set("wax"):
-                self._note_use("read", given(0, "file"), frame)
+                self._note_use("read", argument(0, "file"), frame)
             if mode & set("wax+"):
-                self._note_use("written", given(0, "file"), frame)
+                self._note_use("written", argument(0, "file"), frame)
         else:
-            self._note_use("asked", given(0, "path"), frame)
+            self._note_use("asked", argument(0, "path"), frame)
 
     def _note_use(self, use: str, target: Any, frame: FrameType) -> None:
-        # A library may ask for files of its own; what it reads, it reads for the program.
+        # A library asks for its own files, such as a cache; its reads count for the program.
         if use == "asked" and is_library(frame.f_code.co_filename):
             return
         if isinstance(target, int) or not isinstance(target, str | bytes | os.PathLike):
@@ -240,22 +246,22 @@ class FileUses:
             return
         if path.endswith(_CODE) or path.startswith(_OF_THE_SYSTEM) or is_library(path):
             return
-        for each in frames(frame):
-            if not is_library(each.f_code.co_filename):
+        for caller in frames(frame):
+            if not is_library(caller.f_code.co_filename):
                 break
-            if package(each) == "torchrepro" and each.f_globals["__name__"] != _STAND_INS:
+            if package(caller) == "torchrepro" and caller.f_globals["__name__"] != _WRAPPERS:
                 return
         else:
             return
-        where = line(each)
-        if self._of_line[where, use] >= _FEW_FILES:
+        source_line = line(caller)
+        if self._of_line[source_line, use] >= _FEW_FILES:
             return
         changed = os.stat(path).st_mtime if use == "read" else 0.0  # noqa: PTH116 - a text
-        if self.add(path, use, where, changed) and self._told.in_child:
-            self._told.tell("file", path=path, use=use, where=where, changed=changed)
+        if self.add(path, use, source_line, changed) and self._notes.in_child:
+            self._notes.append("file", path=path, use=use, where=source_line, changed=changed)
 
     def add(self, path: str, use: str, where: str, changed: float) -> bool:
-        """Note a `use` of a file, by this process or a child; return whether that is new."""
+        """Record a `use` of a file by this process or a child; return whether it is a new one."""
         if path not in self._files and len(self._files) >= _MANY:
             return False
         known = self._files.setdefault(path, FileUse(path))
@@ -268,10 +274,10 @@ class FileUses:
 
 
 class Watch:
-    """Notes the first read of each of some sources at each line of the program, until it stops.
+    """Records the first read of each of `rows` at each line of the program, until `stop`.
 
-    With a `folder`, that of a recording, forked children tell there what they read, and the
-    program's files are noted as well.
+    With the `folder` of a recording, forked children report their reads there, and the program's
+    files are recorded as well.
     """
 
     def __init__(
@@ -284,45 +290,46 @@ class Watch:
         self.position: Callable[[], tuple[int, int]] = lambda: (-1, 0)
         self._on_first = on_first
         self._reads: dict[tuple[str, bool, str], SourceRead] = {}
-        self._seeds: dict[tuple[str, bool, str], set[str]] = {}  # given at one line by children
+        self._seeds: dict[tuple[str, bool, str], set[str]] = {}  # that children give at one line
         self._seeded: set[str] = set()  # modules whose generators a forked child seeds
         self._unseeded = UnseededGenerators()
-        self._follows_states = False  # whether what a `RandomState` makes is known
-        self._state_made: SourceRead | None = None  # by a `RandomState` whose generator comes next
+        self._follows_states = False  # whether the generators of `RandomState` are observed
+        self._state_made: SourceRead | None = None  # by a `RandomState` that is being made
         self._undo = ExitStack()
         self._listeners = {row: self._listener(row) for row in rows}
         self._waiting = AfterImport(map(_awaited, rows), self._listen_to)
         self._waiting.watch_all()
-        self._told = ChildNotes(folder) if folder is not None else None
+        self._notes = ChildNotes(folder) if folder is not None else None
         self.files: FileUses | None = None
-        if self._told is not None:
-            self.files = FileUses(self._told)
+        if self._notes is not None:
+            self.files = FileUses(self._notes)
             _of_recordings.append(self)
-            if self._told.is_spawned:
+            if self._notes.is_spawned:
                 self.begin_in_child()
 
     def reads(self) -> tuple[SourceRead, ...]:
-        """Return what was read up to now, in the order of the first reads.
+        """Return the reads up to now, in the order of their first reads, children's reads last.
 
-        A generator has the position at which it was made. What children have told comes last. What
-        several of them gave as a seed is one text.
+        A generator has the step and record at which it was made. If several children gave seeds at
+        one line, their seeds become one text.
         """
-        for note in self._told.take() if self._told is not None else ():
+        notes = [] if self._notes is None else self._notes.take()
+        for note in notes:
             if note.pop("kind") == "read":
-                self._add_told(SourceRead(**note))
+                self._add_noted(SourceRead(**note))
             elif self.files is not None:
                 self.files.add(**note)
         for key, values in self._seeds.items():
-            first, *others = sorted(values)
-            digest = blake2b(repr([first, *others]).encode(), digest_size=4).hexdigest()
-            together = f"{first} and {len(others)} more #{digest}" if others else first
-            self._reads[key].value = together if len(values) <= _FEW_SEEDS else ""
+            seeds = sorted(values)
+            digest = blake2b(repr(seeds).encode(), digest_size=4).hexdigest()
+            text = f"{seeds[0]} and {len(seeds) - 1} more #{digest}" if seeds[1:] else seeds[0]
+            self._reads[key].value = text if len(values) <= _FEW_SEEDS else ""
         self._unseeded.settle()
         reads = [read for read in self._reads.values() if read.times]
         return (*reads, *(self.files.reads() if self.files is not None else ()))
 
     def stop(self) -> None:
-        """Note nothing more; every function is then the one that it was."""
+        """Stop recording, and restore the original functions."""
         self._waiting.unwatch()
         self._undo.close()
         self._unseeded.stop()
@@ -333,15 +340,16 @@ class Watch:
             _of_recordings.remove(self)
 
     def begin_in_child(self) -> None:
-        """Listen to draws as well, in a child that has just begun."""
+        """Also observe draws from global generators, in a child that has just begun."""
         self._reads = {key: read for key, read in self._reads.items() if read.value is None}
         self._seeded.clear()
-        more = {row: self._listener(row) for row in FORKED_DRAWS if row not in self._listeners}
-        self._listeners |= more
-        for row, listener in more.items():
-            if row.module in sys.modules:  # others once they are imported: a fork imports nothing
+        new_rows = [row for row in FORKED_DRAWS if row not in self._listeners]
+        draw_listeners = {row: self._listener(row) for row in new_rows}
+        self._listeners |= draw_listeners
+        for row, listener in draw_listeners.items():
+            if row.module in sys.modules:  # a fork imports nothing; `_waiting` does the rest
                 listen(row.module, row.attribute, listener)
-        put_by_name(more.values())
+        replace_imported_names(draw_listeners.values())
 
     def _listen_to(self, module: str) -> None:
         if module == "numpy.random" and any(row.what == ENTROPY for row in self._listeners):
@@ -351,19 +359,19 @@ class Watch:
                 listen(row.module, row.attribute, listener)
 
     def _listen_to_types_of_numpy(self) -> None:
-        # They draw from the system also where they are given a seed: what they draw is theirs then.
+        # They also call `randbits` if they have an explicit seed, but then only to replace it.
         module: Any = sys.modules.get("numpy.random.bit_generator")
         original = getattr(module, "randbits", None)
         if original is None:
             return
-        # Private, because numpy tells nobody what a `RandomState` makes. Where it is gone, one that
-        # is given no seed counts as it is made.
+        # Private, because numpy has no public hook at the making of a `RandomState`. Without it, an
+        # unseeded `RandomState` counts as a read when it is made.
         legacy: Any = sys.modules.get("numpy.random.mtrand")
         twister: Any = getattr(legacy, "_MT19937", None)
 
         def randbits(size: int) -> Any:
             drawn = original(size)
-            caller = next(each for each in frames() if each.f_globals["__name__"] != __name__)
+            caller = next(frame for frame in frames() if frame.f_globals["__name__"] != __name__)
             made = WITHOUT_SEED.fullmatch(call_text(caller))
             row = MADE_BY_NUMPY[made[1]] if made else None
             reader = row and _reader(row, caller)
@@ -395,63 +403,68 @@ class Watch:
         def listener(
             name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
         ) -> Change | None:
-            ours = package(frame) == "torchrepro"  # a profile seeds every child alike
+            ours = package(frame) == "torchrepro"  # a profile gives every child the same seed
             if seeds and self._in_child and not ours and _in_task(frame) is not False:
                 self._seeded.add(generator)
             if name != function:
-                return None  # it has a row by another name
+                return None  # its other name has its own row
             arguments = args, kwargs
-            if row.what == FORKED and not self._chance_decides(generator, frame, listener):
+            if row.what == FORKED and not self._draws_vary(generator, frame, listener):
                 return None
             reader = _reader(row, frame)
             if reader is None or not row.applies(arguments):
                 return None
             if row.what == FORKED:
-                stop_listening(listener)  # the first line says it, and draws are many
+                stop_listening(listener)  # the first line is enough, and draws are many
             return self.heard(row, arguments, *reader)
 
         return listener
 
     @property
     def _in_child(self) -> bool:
-        return self._told is not None and self._told.in_child
+        return self._notes is not None and self._notes.in_child
 
-    def _chance_decides(self, generator: str, frame: FrameType, listener: Listener) -> bool:
-        # Which numbers a child draws: Python has seeded its `random` anew where it was forked, and
-        # which of a pool's workers takes which task is a matter of timing. A loader decides by the
-        # sample.
+    def _draws_vary(self, generator: str, frame: FrameType, listener: Listener) -> bool:
+        """Return whether the draws of a child from `generator` vary between runs.
+
+        Python seeds `random` from the operating system in a forked child, and timing decides which
+        worker of a pool runs which task. In workers of a loader the sample decides.
+        """
         if generator in self._seeded:
             return False
-        seeded_anew: tuple[str, ...] = ("random",)
-        if self._told is not None and self._told.is_spawned:  # a profile seeds all that it starts
-            seeded_anew = () if os.environ.get("TORCHREPRO_PROFILE") else ("random", "numpy")
-        by_chance = generator in seeded_anew or _in_task(frame) is not None
-        if present_worker() is None and by_chance:
+        seeded_by_system: tuple[str, ...] = ("random",)
+        if self._notes is not None and self._notes.is_spawned:
+            # A profile seeds the children that it starts.
+            has_profile = os.environ.get("TORCHREPRO_PROFILE")
+            seeded_by_system = () if has_profile else ("random", "numpy")
+        varies = generator in seeded_by_system or _in_task(frame) is not None
+        if present_worker() is None and varies:
             return True
         stop_listening(listener)
         return False
 
     def heard(
-        self, row: Source, arguments: Arguments, front: FrameType | None, where: str
+        self, row: Source, arguments: Arguments, front: FrameType | None, source_line: str
     ) -> Change | None:
-        """Note a call that a line of the program made, through `front` if a library made it."""
+        """Record a call by a line of the program, through the frame `front` of a library if any."""
         name, value = _public_name(row, front), row.value(arguments)
-        key = name, value is None, where
+        key = name, value is None, source_line
         read = self._reads.get(key)
         if read is None or (self._in_child and value is not None):
             if len(self._reads) >= _MANY:
                 return None
             step, record = self.position()
+            is_loading = in_loader() or present_worker() is not None
             read = self._reads[key] = SourceRead(
                 name=name,
                 what=row.what,
-                where=where,
+                where=source_line,
                 times=0,
                 step=step,
                 record=record,
                 value=value,
-                in_sample=(loading := in_loader() or present_worker() is not None),
-                instead=row.edit(name, in_sample=loading),
+                in_sample=is_loading,
+                instead=row.edit(name, in_sample=is_loading),
             )
         note = partial(self._note, read)
         if row.name == "random.Random" and value is None:
@@ -468,17 +481,16 @@ class Watch:
         read.times += 1
         if read.times > 1:
             return
-        # A child tells every seed that is given at a line, up to some.
         key = read.name, read.value is None, read.where
         in_child, value = self._in_child, read.value or ""
-        given = self._seeds.setdefault(key, set()) if in_child and value else set()
-        if self._told is None or not in_child:
+        reported = self._seeds.setdefault(key, set()) if in_child and value else set()
+        if self._notes is None or not in_child:
             self._on_first(read)
-        elif value not in given and len(given) <= _FEW_SEEDS:
-            given.add(value)
-            self._told.tell("read", **read.to_json())
+        elif value not in reported and len(reported) <= _FEW_SEEDS:
+            reported.add(value)
+            self._notes.append("read", **read.to_json())
 
-    def _add_told(self, read: SourceRead) -> None:
+    def _add_noted(self, read: SourceRead) -> None:
         key = read.name, read.value is None, read.where
         if key not in self._reads and len(self._reads) >= _MANY:
             return
@@ -490,11 +502,11 @@ class Watch:
 
 
 def _in_task(frame: FrameType) -> bool | None:
-    """Whether a worker of a pool runs a task, and not its initializer; None outside of a pool."""
-    for each in frames(frame):
-        task = _POOLS.get((each.f_globals.get("__name__", ""), each.f_code.co_name))
-        if task is not None:
-            return each.f_locals.get(task) is not None
+    """Return whether a pool's worker runs a task, not its initializer; None outside of a pool."""
+    for caller in frames(frame):
+        variable = _POOLS.get((caller.f_globals.get("__name__", ""), caller.f_code.co_name))
+        if variable is not None:
+            return caller.f_locals.get(variable) is not None
     return None
 
 
@@ -510,7 +522,7 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 _of_program: dict[int, bool] = {}
-_seen: list[CodeType] = []  # keeps alive what `_of_program` is about: no address has two meanings
+_seen: list[CodeType] = []  # keeps the code alive, so that no address of `_of_program` is reused
 
 
 def _is_program(code: CodeType) -> bool:
@@ -524,24 +536,24 @@ def _is_program(code: CodeType) -> bool:
 
 
 def _reader(row: Source, frame: FrameType) -> tuple[FrameType | None, str] | None:
-    """Return the line of the program that reads a source, and the code through which it does.
+    """Return the line of the program that reads a source, and the frame that it calls to read it.
 
-    None where code reads it for purposes of its own: the innermost that is not there to be called
-    through decides that.
+    Returns None if a library reads the source for itself: its frame is then the first one, from the
+    inside, that `row` does not name as a way for its callers.
     """
     front, in_library = None, False
-    for each in frames(frame):
-        if _is_program(each.f_code):
-            return front, line(each)
-        name = package(each)
+    for caller in frames(frame):
+        if _is_program(caller.f_code):
+            return front, line(caller)
+        name = package(caller)
         if name not in FOR_THEMSELVES and row.by_libraries:
-            if each.f_code.co_name == "<module>":
-                return None  # as it is imported
+            if caller.f_code.co_name == "<module>":
+                return None  # the library is being imported
             in_library = True
-            if front is None or "<locals>" not in each.f_code.co_qualname:
-                front = each  # the outermost that is no decorator of the library
-        elif each.f_globals.get("__name__") in row.through:
-            front = each
+            if front is None or "<locals>" not in caller.f_code.co_qualname:
+                front = caller  # the outermost frame except for decorators of the library
+        elif caller.f_globals.get("__name__") in row.through:
+            front = caller
         elif not in_library and (row.through != (ANY,) or name in OWN):
             return None
     return None
@@ -559,16 +571,16 @@ def _public_name(row: Source, front: FrameType | None) -> str:
 
 
 def _awaited(row: Source) -> str:
-    # After whose import the function is there, and torch is complete.
+    """Return the module to wait for; while parts of torch are imported, torch is incomplete."""
     return "torch" if row.module.startswith("torch.") else row.module
 
 
 def watch_unseeded() -> Watch:
-    """Watch what draws without a seed; in workers of a loader the first of them says it."""
-    said = "drew without a seed, in workers: {0} ({0.instead})"
+    """Watch draws without a seed; the first worker of a loader reports its draws at once."""
+    message = "drew without a seed, in workers: {0} ({0.instead})"
     return Watch(
         UNSEEDED,
-        lambda read: say_in_first_worker(f"{read.name} at {read.where}", said.format(read)),
+        lambda read: note_in_first_worker(f"{read.name} at {read.where}", message.format(read)),
     )
 
 
@@ -576,12 +588,12 @@ _of_process: list[Watch] = []
 
 
 def watch_from_the_start(folder: str, *, in_detail: bool) -> None:
-    """Watch sources from now on, for the recording of this process in `folder` that is to come."""
-    _of_process.append(Watch(EVERY_SOURCE if in_detail else WITHOUT_COST, folder=folder))
+    """Watch sources from now on, for a recording of this process in `folder` that begins later."""
+    _of_process.append(Watch(EVERY_SOURCE if in_detail else CHEAP_SOURCES, folder=folder))
 
 
 def watch_for_recording(folder: str, *, in_detail: bool) -> Watch:
-    """Return the watch that was begun for the recording of this process, or a new one."""
+    """Return the watch of `watch_from_the_start`, or a new one."""
     if not _of_process:
         watch_from_the_start(folder, in_detail=in_detail)
     return _of_process.pop()

@@ -39,10 +39,10 @@ _STATES = (
     ("numpy.random", "get_state"),
     ("numpy.random", "set_state"),
 )
-"""Every function by which a seed that was given can be taken back."""
+"""Every function that can restore an earlier seed of the program: module, name."""
 
 _HOST = {"random": "python", "numpy.random": "numpy"}  # generators whose seeds samples depend on
-_DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")  # they seed those of a device
+_DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
 OWN = ("torchrepro", "torch")  # packages whose calls are not calls of the program
 _DYNAMO_WRAPPERS = ("torch._dynamo.eval_frame", "torch._compile")
 _MANY = 1000
@@ -50,31 +50,31 @@ _MANY = 1000
 
 @dataclass(slots=True)
 class SeedingCall:
-    """A place from which the program seeded a global generator itself."""
+    """A line at which the program seeds a global generator itself."""
 
     function: str
-    value: str  # the seed as it was given the last time
-    where: str  # ``file:line`` of the program, or of a library that no program called
+    value: str  # the seed of the latest call
+    where: str  # ``file:line`` of the program, or of a library in a thread without the program
     times: int = 0
 
     def __str__(self) -> str:
-        often = f" ({self.times} times)" if self.times > 1 else ""
-        return f"{self.function}({self.value}) at {self.where}{often}"
+        count = f" ({self.times} times)" if self.times > 1 else ""
+        return f"{self.function}({self.value}) at {self.where}{count}"
 
 
 _calls: dict[tuple[str, str], SeedingCall] = {}
-# What the program had seeded a generator with when it read this state of it, and whether it was
-# among `put_by_program`.
+# Module and digest of a state that the program has read -> the program's seed of the generator at
+# that time, and whether the generator was in `unknown_states`.
 _given_at: dict[tuple[str, int], tuple[bytes, bool]] = {}
 
 _SLOTS = 1 << 16
 
 
-class _Said:
-    """A byte for each note that was said: two in 65,536 may share one, and the later is not said.
+class _PrintedNotes:
+    """A shared byte for each printed note; a note whose hash has a set byte is not printed.
 
-    Processes that are forked share it with this one. Workers that are spawned share another, which
-    they `write` as they start.
+    Forked processes share the bytes with this process. Spawned workers share another array, which
+    they set with `write` when they start.
     """
 
     def __init__(self) -> None:
@@ -84,30 +84,30 @@ class _Said:
         self.slots = slots
 
 
-said = _Said()
+printed_notes = _PrintedNotes()
 
 
 @cache
-def said_by_spawned() -> Any:
-    """Return the slots of workers that are spawned: only a process that starts can be sent them."""
+def notes_of_spawned() -> Any:
+    """Return the bytes of spawned workers, which can only be passed to a process that starts."""
     from multiprocessing.sharedctypes import RawArray
 
     return RawArray("B", _SLOTS)
 
 
-def say_in_first_worker(key: str, text: str) -> None:
-    """Say `text` in the first worker of a loader, unless a worker has said `key` before.
+def note_in_first_worker(key: str, text: str) -> None:
+    """Print `text` in the first worker of a loader, unless a worker has printed `key` before.
 
-    Workers begin anew every epoch, and what a worker records stays in the worker.
+    Workers cannot report to the main process, and most loaders start new workers in every epoch.
     """
     slot = zlib.crc32(key.encode()) % _SLOTS
-    if streams.present_worker() == 0 and not said.slots[slot]:
-        said.slots[slot] = 1
+    if streams.present_worker() == 0 and not printed_notes.slots[slot]:
+        printed_notes.slots[slot] = 1
         note(text)
 
 
 class SeedingCalls:
-    """The knob under which seeding calls of the program are recorded, until its undo."""
+    """The knob that records seeding calls of the program, until its undo."""
 
     __slots__ = ()
 
@@ -120,28 +120,28 @@ class SeedingCalls:
     def write(self, value: Any) -> None:
         _calls.clear()
         _given_at.clear()
-        generators.put_by_program.clear()
-        generators.put_given_seeds(Given())
+        generators.unknown_states.clear()
+        generators.set_given_seeds(Given())
         note_calls_of_new_modules()
 
     def save(self) -> Any:
-        kept = dict(_calls), dict(_given_at), set(generators.put_by_program)
-        return is_listening(_note), kept, generators.given_seeds()
+        copies = dict(_calls), dict(_given_at), set(generators.unknown_states)
+        return is_listening(_note), copies, generators.given_seeds()
 
     def restore(self, saved: Any) -> None:
-        listened, kept, given = saved
-        presents: tuple[Any, ...] = _calls, _given_at, generators.put_by_program
-        for present, before in zip(presents, kept, strict=True):
-            present.clear()
-            present.update(before)
-        generators.put_given_seeds(given)
-        if not listened:
+        was_listening, copies, given = saved
+        records: tuple[Any, ...] = _calls, _given_at, generators.unknown_states
+        for record, before in zip(records, copies, strict=True):
+            record.clear()
+            record.update(before)
+        generators.set_given_seeds(given)
+        if not was_listening:
             stop_listening(_note)
             stop_listening(_note_state)
 
 
 def seeding_calls() -> tuple[SeedingCall, ...]:
-    """Return the places from which the program has seeded a generator under the present seed."""
+    """Return the lines at which the program has seeded a generator since the profile's seed."""
     return tuple(_calls.values())
 
 
@@ -154,7 +154,7 @@ def note_calls() -> Callable[[], None]:
 
 
 def note_calls_of_new_modules() -> None:
-    """Record seeding calls to libraries that were loaded since as well."""
+    """Also record seeding calls to libraries that were loaded in the meantime."""
     for module, name in FUNCTIONS:
         listen(module, name, _note)
     for module, name in _STATES:
@@ -162,91 +162,94 @@ def note_calls_of_new_modules() -> None:
 
 
 def given_by_program() -> frozenset[str]:
-    """Return the functions to which the program has given a seed; one left to chance is no seed."""
-    of_chance = ("", shown(None))
-    return frozenset(call.function for call in _calls.values() if call.value not in of_chance)
+    """Return the functions that the program has called with an explicit seed."""
+    without_seed = ("", shown(None))
+    return frozenset(call.function for call in _calls.values() if call.value not in without_seed)
 
 
 def _note(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
-    if function in streams.LEFT_TO_CHANCE:
+    if function in streams.SEEDED_AT_RANDOM:
         streams.note_not_given(sys.modules["torch"].initial_seed())
-    # When dynamo is imported it wraps `torch.manual_seed`, whatever stands there: what stands in
-    # for it is called by torch, on behalf of the code that seeds.
+    # At its import, dynamo wraps the present `torch.manual_seed`, which may be our wrapper. So the
+    # direct caller may be dynamo, and not the code that seeds.
     while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
         frame = frame.f_back
     if package(frame) in OWN:
         return
-    where = program_place(frame)  # a framework's function may be within a wrapper of ours
+    line = program_place(frame)  # skips our wrappers of a framework's functions
     seeds = ", ".join(shown(value) for value in (*args, *kwargs.values()))
-    policy = sys.modules.get("torchrepro.policies.host_rng")  # not loaded: not in force
+    policy = sys.modules.get("torchrepro.policies.host_rng")  # None if it was never applied
     if function.startswith(_DEVICES) and policy is not None and policy.policy.is_on:
-        count("device.rng", f"{function}({seeds})", "without effect: the host draws", where)
-    if len(_calls) < _MANY or (function, where) in _calls:
-        call = _calls.setdefault((function, where), SeedingCall(function, "", where))
+        count("device.rng", f"{function}({seeds})", "without effect: the host draws", line)
+    if len(_calls) < _MANY or (function, line) in _calls:
+        call = _calls.setdefault((function, line), SeedingCall(function, "", line))
         call.value, call.times = seeds, call.times + 1
         if call.times == 1:
             text = f"seeded by the program itself, in workers: {call}"
-            say_in_first_worker(f"{function} at {where}", text)
+            note_in_first_worker(f"{function} at {line}", text)
     generator = _HOST.get(function.rpartition(".")[0])
-    if generator is not None and not in_loader():  # what a sample seeds is gone with it
-        of_chance = all(value is None for value in (*args, *kwargs.values()))
+    if generator is not None and not in_loader():  # a seed within a sample ends with the sample
+        is_explicit = any(value is not None for value in (*args, *kwargs.values()))
         state = generators.host_slots()[generator].read()
-        _put(generator, b"" if of_chance else _name_of(generator, state))
+        _set_given(generator, _digest_of_seed(generator, state) if is_explicit else b"")
 
 
 def _note_state(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
-    # The program puts back a state, and with it the seed that it had given: it is known for a state
-    # that this process has read, and for one from which nothing was drawn since it was seeded.
+    """Note that the program has read or set the state of a generator, which also sets its seed.
+
+    The seed of a state is known if this process has read the state before, or if nothing was drawn
+    since the seeding.
+    """
     if package(frame) in OWN or in_loader():
         return
     module, _, name = function.rpartition(".")
     generator = _HOST[module]
-    state = generators.host_slots()[generator].read()  # what was put is what is there now
+    state = generators.host_slots()[generator].read()  # listeners run after the call
     key = module, hash(repr(generators.plain_state(state)))
     if "get" in name:
         while len(_given_at) >= _MANY:
             del _given_at[next(iter(_given_at))]
         seed = getattr(generators.given_seeds(), generator)
-        _given_at[key] = seed, generator in generators.put_by_program
+        _given_at[key] = seed, generator in generators.unknown_states
     elif key in _given_at:
         seed, is_unknown = _given_at[key]
-        _put(generator, seed, is_unknown=is_unknown)
+        _set_given(generator, seed, is_unknown=is_unknown)
     elif _is_fresh(generator, state):
-        _put(generator, _name_of(generator, state))
+        _set_given(generator, _digest_of_seed(generator, state))
     else:
-        generators.put_by_program.add(generator)
+        generators.unknown_states.add(generator)
 
 
-def moved_by_program() -> set[str]:
-    """Return the generators that the program has seeded or put somewhere under the present seed.
+def generators_set_by_program() -> set[str]:
+    """Return the generators that the program has seeded or restored since the profile's seed.
 
-    They are called `python`, `numpy` and `torch`, and those of a device in use `cuda`, for example.
+    Their names are `python`, `numpy`, `torch`, and the type of a device in use, such as `cuda`.
     """
     given = generators.given_seeds()._asdict() | {"torch": streams.given_seed() is not None}
     for device, module in generators.devices_in_use().items():
         seeds = generators.device_seeds(module)
-        # One that does not remember its seed is seeded where a call says so.
-        called = ("torch.manual_seed", "torch.random.manual_seed", f"torch.{device}.")
-        given[device] = (
-            any(map(streams.is_given, seeds))
-            if seeds
-            else any(function.startswith(called) for function in given_by_program())
-        )
-    return generators.put_by_program | {name for name, seeded in given.items() if seeded}
+        if seeds:
+            given[device] = any(map(streams.is_given, seeds))
+        else:  # its generators do not remember their seeds, but the calls are recorded
+            functions = ("torch.manual_seed", "torch.random.manual_seed", f"torch.{device}.")
+            given[device] = any(called.startswith(functions) for called in given_by_program())
+    return generators.unknown_states | {name for name, seeded in given.items() if seeded}
 
 
-def _put(generator: str, seed: bytes, *, is_unknown: bool = False) -> None:
-    (generators.put_by_program.add if is_unknown else generators.put_by_program.discard)(generator)
-    generators.put_given_seeds(generators.given_seeds()._replace(**{generator: seed}))
+def _set_given(generator: str, seed: bytes, *, is_unknown: bool = False) -> None:
+    (generators.unknown_states.add if is_unknown else generators.unknown_states.discard)(generator)
+    generators.set_given_seeds(generators.given_seeds()._replace(**{generator: seed}))
 
 
-def _name_of(generator: str, state: Any) -> bytes:
-    # Of the seed that has just given it this state: the same in every process, and empty for that
-    # of the profile.
+def _digest_of_seed(generator: str, state: Any) -> bytes:
+    """Return a digest of `state`, which identifies the seed of a freshly seeded generator.
+
+    It is the same in every process, and empty for the profile's seed.
+    """
     plan, text = streams.current_plan(), repr(generators.plain_state(state))
     if plan.seed is not None:
         seeded = generators.fresh_state(generator, plan.started_from(plan.seed))
@@ -256,9 +259,12 @@ def _name_of(generator: str, state: Any) -> bytes:
 
 
 def _is_fresh(generator: str, state: Any) -> bool:
-    # Seeded from an array, as Python does, the first word of a Mersenne Twister has the top bit
-    # alone; seeded from a number, as numpy does, each word follows from the one before
-    # (http://www.math.sci.hiroshima-u.ac.jp/m-mat/MT/MT2002/CODES/mt19937ar.c).
+    """Return whether nothing was drawn since the generator was seeded.
+
+    Python seeds a Mersenne Twister from an array: its first word has only the top bit. numpy seeds
+    it from a number: each word follows from the word before
+    (http://www.math.sci.hiroshima-u.ac.jp/m-mat/MT/MT2002/CODES/mt19937ar.c).
+    """
     if generator == "python":
         first, second, position = state[1][0], state[1][1], state[1][streams.WORDS]
     else:

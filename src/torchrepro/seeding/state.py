@@ -1,8 +1,8 @@
-"""What a run goes on from: the state of every generator, as plain JSON values.
+"""Snapshots of the state of every generator, as plain JSON values, to resume a run.
 
-It is put back all of it or none. Whoever goes on from a checkpoint is told at the first step what
-is not as it was saved. For that a checkpoint holds digests of its optimizers: of their parameters,
-and of what they remember of each. An optimizer of the resumed run is known by their shapes.
+A snapshot is restored completely or not at all. A resumed run reports at its first step what
+differs from the checkpoint. A checkpoint has digests of its optimizers for that: of their
+parameters, and of the state of each. A saved optimizer is found again by its parameters' shapes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torchrepro.seeding.streams import world
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
 
-_resumed = False  # whether the run goes on from a checkpoint, for the recordings of it
+_resumed = False  # whether the run resumes a checkpoint; recordings store it
 _awaiting_step: list[Any] = []  # the hook that waits for the first step, if any
 
 
 def rng_state() -> dict[str, Any]:
     """Return a snapshot of every generator as plain JSON values.
 
-    It holds Python's, numpy's legacy and torch's CPU generator, every device of every accelerator
-    in use, the registered generators, the seeds that the program gave to `random` and numpy, how
-    far the loaders made with `dataloader_kwargs` have come, the seed plan, the world size and rank,
-    and a checksum. It can go into a JSON file or into ``torch.save``. Changes nothing; imports
+    It contains Python's, numpy's legacy and torch's CPU generator, every device of every
+    accelerator in use, the registered generators, the program's seeds of `random` and numpy, the
+    next epochs of the loaders made with `dataloader_kwargs`, the seed plan, the world size and
+    rank, and a checksum. It can be saved as JSON or with ``torch.save``. Changes nothing; imports
     torch.
     """
     slots = generators.all_slots()
@@ -48,7 +48,7 @@ def rng_state() -> dict[str, Any]:
         "world": world()._asdict(),
         "seed_plan": streams.current_plan().to_json(),
         "devices": _device_names(),
-        "kinds": {name: kind.name for name, (kind, _) in generators.registered.items()},
+        "kinds": {name: registered.name for name, (registered, _) in generators.registered.items()},
         "generators": {name: generators.encoded(slot.read()) for name, slot in slots.items()},
         "given": {name: seed.hex() for name, seed in generators.given_seeds()._asdict().items()},
         "loaders": loader.epochs(),
@@ -57,11 +57,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
-    """Put every generator where `state`, a snapshot or the path of a saved one, says.
+    """Restore every generator from `state`, a snapshot or the path of a saved one.
 
-    Starts devices that were in use and here are not yet. Raises `SeedingError`, with nothing else
-    changed, if the snapshot is damaged or incomplete, or comes from another rank, world size, seed,
-    set of devices or set of registered generators.
+    Starts devices that were in use in the saved run and are not in this one. Raises `SeedingError`,
+    with nothing else changed, if the snapshot is damaged or incomplete, or comes from another rank,
+    world size, seed, set of devices or set of registered generators.
     """
     snapshot = _loaded(state)
     _check_complete(snapshot)
@@ -71,7 +71,7 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
 
 
 def set_generators(snapshot: Mapping[str, Any]) -> None:
-    """Put every generator where `snapshot` says, and leave the loaders where they are.
+    """Restore every generator from `snapshot`, but not the epochs of the loaders.
 
     Raises `SeedingError`, with nothing changed, if a generator refuses its state.
     """
@@ -89,13 +89,13 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
                 raise SeedingError.about(f"a generator refused its state: {why}") from error
         raise
     saved = snapshot["given"]
-    generators.put_given_seeds(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
+    generators.set_given_seeds(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
 
 
 def save_rng_state(path: str | os.PathLike[str]) -> None:
     """Write a snapshot to the file `path` as JSON, completely or not at all.
 
-    Raises `OSError` where it cannot be written.
+    Raises `OSError` if it cannot be written.
     """
     write_atomically(Path(path), json.dumps(rng_state()).encode())
 
@@ -114,7 +114,7 @@ def _loaded(state: Any) -> dict[str, Any]:
         return dict(state)
     if not isinstance(state, str | os.PathLike):
         raise SeedingError.about(
-            "not a snapshot", found=shown(state), legal="what rng_state() returns, a path"
+            "not a snapshot", found=shown(state), legal="the return value of rng_state(), a path"
         )
     try:
         content = json.loads(Path(state).read_text(encoding="utf-8"))
@@ -155,7 +155,7 @@ def _check_complete(snapshot: dict[str, Any]) -> None:
 
 
 def _check_fits(snapshot: dict[str, Any]) -> None:
-    # Each refusal is one sentence on one line: a framework's run goes on with that line.
+    # Each refusal is one sentence on one line: a framework prints that line and continues.
     saved, now = snapshot["world"], world()._asdict()
     if saved != now:
         raise SeedingError.about(
@@ -166,39 +166,42 @@ def _check_fits(snapshot: dict[str, Any]) -> None:
     plan, present = _settings(snapshot["seed_plan"]), _settings(streams.current_plan().to_json())
     keys = [key for key in sorted(plan | present) if plan.get(key) != present.get(key)]
     if keys:
-        before, others = (
-            some(f"{key}={shown(each[key])}" if key in each else f"no {key}" for key in keys)
-            for each in (plan, present)
+        before, after = (
+            some(f"{key}={shown(flat[key])}" if key in flat else f"no {key}" for key in keys)
+            for flat in (plan, present)
         )
         raise SeedingError.about(
-            f"the state was saved under {before}, and this run has {others}; to go on exactly, "
+            f"the state was saved under {before}, and this run has {after}; to continue exactly, "
             f"run with {before}"
         )
     for device in {*generators.DEVICES} & {*snapshot["devices"]} - {*generators.devices_in_use()}:
         generators.start_device(device)
     saved, now = snapshot["devices"], _device_names()
-    for kind in sorted(saved.keys() | now.keys()):
-        names, present_names = saved.get(kind, ()), now.get(kind, ())
+    for device in sorted(saved.keys() | now.keys()):
+        names, present_names = saved.get(device, ()), now.get(device, ())
         if len(names) != len(present_names):
-            todo = f"; use the {kind} device once before restoring" if kind in saved else ""
+            todo = f"; use the {device} device once before restoring" if device in saved else ""
             raise SeedingError.about(
-                f"the state was saved with {len(names)} {kind} devices in use "
+                f"the state was saved with {len(names)} {device} devices in use "
                 f"({some(names) or 'none'}), and this process has {len(present_names)} in use "
                 f"({some(present_names) or 'none'}){todo}"
             )
-    held, here = set(snapshot["generators"]), set(generators.all_slots())
-    lacking = [(name, "lacks a generator of this process") for name in sorted(here - held)]
-    unknown = [(name, "holds a generator not found here") for name in sorted(held - here)]
-    for name, what in lacking + unknown:
+    in_snapshot, in_process = set(snapshot["generators"]), set(generators.all_slots())
+    lacking, unknown = sorted(in_process - in_snapshot), sorted(in_snapshot - in_process)
+    if lacking or unknown:
+        name = (lacking or unknown)[0]
+        problem = "lacks a generator of" if lacking else "has a generator that is unknown to"
         of_program = name.startswith("registered/")
         todo = "; register the same generators under the same names as when it was saved"
-        raise SeedingError.about(f"the state {what}: {name}{todo if of_program else ''}")
-    for name, (kind, _) in generators.registered.items():
-        found = snapshot["kinds"][name]
-        if found != kind.name:
+        raise SeedingError.about(
+            f"the state {problem} this process: {name}{todo if of_program else ''}"
+        )
+    for name, (generator_type, _) in generators.registered.items():
+        saved_type = snapshot["kinds"][name]
+        if saved_type != generator_type.name:
             raise SeedingError.about(
-                f"the generator {name} was of kind {found} when the state was saved, and now is "
-                f"of kind {kind.name}"
+                f"the generator {name} was of type {saved_type} when the state was saved, and now "
+                f"is of type {generator_type.name}"
             )
 
 
@@ -212,9 +215,9 @@ def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _device_names() -> dict[str, list[str]]:
     names = {}
-    for kind, module in generators.devices_in_use().items():
-        name_of = getattr(module, "get_device_name", lambda _, its=module: its.__name__)
-        names[kind] = [name_of(index) for index in range(module.device_count())]
+    for device, module in generators.devices_in_use().items():
+        name_of = getattr(module, "get_device_name", lambda _, module=module: module.__name__)
+        names[device] = [name_of(index) for index in range(module.device_count())]
     return names
 
 
@@ -223,23 +226,29 @@ def digests_of(optimizer: Any) -> dict[str, str]:
     parameters, state = xxhash.xxh3_64(), xxhash.xxh3_64()
     for number, parameter in enumerate(_parameters(optimizer)):
         _add(parameters, "", parameter)
-        its = optimizer.state.get(parameter) or {}
-        for name, value in sorted(its.items(), key=str) if isinstance(its, dict) else ():
+        of_parameter = optimizer.state.get(parameter)
+        if not isinstance(of_parameter, dict):
+            continue
+        for name, value in sorted(of_parameter.items(), key=str):
             _add(state, f"{number} {name} ", value)
     return {
-        "kind": _kind(optimizer),
+        "kind": _signature(optimizer),
         "parameters": parameters.hexdigest(),
         "state": state.hexdigest(),
     }
 
 
 def _parameters(optimizer: Any) -> list[Any]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _kind(optimizer: Any) -> str:
-    # Some keep other parameters while they train than while they are saved: `train_mode` says it.
-    shapes = [tuple(each.shape) for each in _parameters(optimizer)]
+def _signature(optimizer: Any) -> str:
+    """Return a digest of the shapes of the parameters, which a resumed run compares.
+
+    Some optimizers have other parameters while they train than while they are saved; they have a
+    `train_mode`.
+    """
+    shapes = [tuple(parameter.shape) for parameter in _parameters(optimizer)]
     modes = [group.get("train_mode") for group in optimizer.param_groups]
     return xxhash.xxh3_64(repr((shapes, modes)).encode()).hexdigest()
 
@@ -248,72 +257,76 @@ def _add(digest: Any, name: str, value: Any) -> None:
     digest.update(name.encode())
     part = getattr(value, "to_local", lambda: value)()
     if hasattr(part, "untyped_storage"):
-        held = part.detach().cpu().contiguous()
-        digest.update(f"{held.dtype} {tuple(held.shape)} ".encode())
-        digest.update(held.reshape(-1).view(sys.modules["torch"].uint8).numpy().data)
+        tensor = part.detach().cpu().contiguous()
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.reshape(-1).view(sys.modules["torch"].uint8).numpy().data)
     else:
         digest.update(repr(part).encode())
 
 
-def compare_at_first_step(saved: Sequence[Mapping[str, str]], where: str) -> None:
-    """Say at the first step what is not as the checkpoint `where` has `saved` it, in one line."""
+def compare_at_first_step(saved: Sequence[Mapping[str, str]], checkpoint: str) -> None:
+    """Report at the first step what differs from the `saved` optimizers of `checkpoint`."""
 
-    def others(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
-        found = [] if same else [f"the parameters of {name}"]
-        if state not in [each["state"] for each in same or saved]:
-            found.append(f"the state of {name}")
-        return [*found, *loader_positions.behind()]
+    def differences(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
+        changed = [] if same else [f"the parameters of {name}"]
+        if state not in [optimizer["state"] for optimizer in same or saved]:
+            changed.append(f"the state of {name}")
+        return [*changed, *loader_positions.loaders_behind()]
 
-    _say_at_first_step(saved, where, others)
+    _report_at_first_step(saved, checkpoint, differences)
 
 
-def expect_weights(saved: Sequence[Mapping[str, str]], loaders: Iterable[str], where: str) -> None:
-    """Say at the first step if it goes on with the weights of the checkpoint `where`, and no more.
+def expect_weights(
+    saved: Sequence[Mapping[str, str]], loaders: Iterable[str], checkpoint: str
+) -> None:
+    """Report at the first step if the run resumes only the weights of `checkpoint`.
 
-    The program has read that checkpoint by itself: for its weights alone, perhaps, to train them on
-    other data than what `loaders` read. Of that nothing is said.
+    The program has read the checkpoint itself. It may want its weights only, to train them on other
+    data: nothing is reported if none of `loaders` is in use.
     """
-    kinds = {*loaders}
+    saved_loaders = {*loaders}
 
-    def others(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
-        if not same or not kinds.intersection(loader_positions.kinds_in_use()):
+    def differences(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
+        if not same or not saved_loaders.intersection(loader_positions.signatures_in_use()):
             return []
-        is_lost = state not in [each["state"] for each in same]
+        is_lost = state not in [optimizer["state"] for optimizer in same]
         return [f"the state of {name}"] * is_lost + ["the generators", "the loaders"]
 
-    _say_at_first_step(saved, where, others)
+    _report_at_first_step(saved, checkpoint, differences)
 
 
-def _say_at_first_step(
+def _report_at_first_step(
     saved: Sequence[Mapping[str, str]],
-    where: str,
-    others: Callable[[str, str, list[Mapping[str, str]]], list[str]],
+    checkpoint: str,
+    differences: Callable[[str, str, list[Mapping[str, str]]], list[str]],
 ) -> None:
-    # At the first step of an optimizer of a saved kind. `others` is given its name, the digest of
-    # its state, and what was saved of those with the same parameters.
+    """Report `differences` at the first step of an optimizer with the signature of a saved one.
+
+    They get its name, the digest of its state, and the saved optimizers with its parameters.
+    """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     forget()
-    kinds = {each["kind"] for each in saved}
+    signatures = {optimizer["kind"] for optimizer in saved}
     stepped: WeakSet[Any] = WeakSet()
 
     def before_step(optimizer: Any, *_: Any) -> None:
-        if not kinds or optimizer in stepped:
+        if not signatures or optimizer in stepped:
             return
         stepped.add(optimizer)
-        if _kind(optimizer) not in kinds:
+        if _signature(optimizer) not in signatures:
             return
-        kinds.clear()  # torch is reading its hooks: this one is removed later
+        signatures.clear()  # torch iterates over its hooks now: this one is removed later
         now = digests_of(optimizer)
-        same = [each for each in saved if each["parameters"] == now["parameters"]]
-        found = others(type(optimizer).__name__, now["state"], same)
-        if found and not world().rank:
+        same = [before for before in saved if before["parameters"] == now["parameters"]]
+        changed = differences(type(optimizer).__name__, now["state"], same)
+        if changed and not world().rank:
             say(
-                f"{where}: not as saved at the first step: {some(found)}; so this run is not the "
-                "uninterrupted one"
+                f"{checkpoint}: the run differs from it at the first step in {some(changed)}; so "
+                "it differs from the uninterrupted run"
             )
 
-    if kinds:
+    if signatures:
         _awaiting_step.append(register_optimizer_step_pre_hook(before_step))
 
 

@@ -1,11 +1,10 @@
 """Named random streams: a hash of the root seed and of a stream's coordinates seeds each one.
 
-One of its coordinates is the rank: which process of a run this is, and with which others it agrees.
+One coordinate is the rank: it numbers the processes of a run that draw different numbers.
 
 The key of a stream is BLAKE2b (RFC 7693) over root seed, rank, worker, epoch, step and name. Each
 library draws from SHAKE-256 (FIPS 202) of that key, so no two generators of one stream share
-numbers. The numbers of a stream are fixed: they depend on no version of Python, numpy or torch,
-nor on the machine.
+numbers. A stream is the same on every machine and with every version of Python, numpy and torch.
 """
 
 from __future__ import annotations
@@ -88,15 +87,15 @@ class Stream:
         return generator.manual_seed(int.from_bytes(self.bytes("torch", 8), "little"))
 
     def part(self, label: bytes) -> Stream:
-        """Return the stream of one part of what this one is for."""
+        """Return the substream `label`, which shares no numbers with this stream."""
         return Stream(self.name, shake_256(self.key + b"part/" + label).digest(len(self.key)))
 
     def entropy(self, purpose: str) -> int:
-        """Return 256 bits for `purpose`, independent of those for any other."""
+        """Return 256 bits for `purpose`, independent of the bits for any other purpose."""
         return int.from_bytes(self.bytes(purpose, 32), "little")  # a collision takes 2**128 streams
 
     def bytes(self, purpose: str, count: int) -> bytes:
-        """Return `count` bytes for `purpose`, independent of those for any other."""
+        """Return `count` bytes for `purpose`, independent of the bytes for any other purpose."""
         return shake_256(self.key + purpose.encode()).digest(count)
 
     def __repr__(self) -> str:
@@ -110,16 +109,16 @@ def stream(
     epoch: int | None = None,
     step: int | None = None,
 ) -> Stream:
-    """Return the stream `name` of the profile in force, for this rank and worker.
+    """Return the stream `name` of the active profile, for this rank and worker.
 
-    Where no profile with a seed is in force, it derives from the seed of torch's CPU generator:
-    the one that the program gave to `torch.manual_seed`, or one that no other run has if it gave
-    none, or has not imported torch.
+    If no profile with a seed is active, the stream derives from the seed of torch's CPU generator:
+    the argument of `torch.manual_seed`, or a seed that differs in every run if the program has not
+    called it or has not imported torch.
 
-    Rank and data-loading worker are found out unless they are given. The main process is no
-    worker, and under `ranks: same` every rank is as rank 0. Equal arguments and seed give equal
-    numbers on every machine and in every version. Raises `SeedingError` for an argument that is
-    not a whole number of 0 or more.
+    By default, this process sets `rank` and `worker`: the main process has no `worker` number,
+    and under `ranks: same` every rank counts as rank 0. Equal arguments and seed give
+    equal numbers on every machine and in every version. Raises `SeedingError` for an argument that
+    is not a whole number of 0 or more.
     """
     plan = current_plan()
     derived = derive(
@@ -144,13 +143,13 @@ def derive(
     kind: str = "stream",
 ) -> Stream:
     """Return the stream of these coordinates; streams of another `kind` share nothing with it."""
-    # The name comes last: it alone may hold any character, so no two inputs have one spelling.
+    # The name may have any character, so it comes last: no two inputs have the same text.
     text = f"torchrepro/1/{kind}/{root}/{rank}/{worker}/{epoch}/{step}/{name}"
     return Stream(name, blake2b(text.encode("utf-8", "surrogatepass")).digest())
 
 
 def seed_of_rank(seed: int, rank: int) -> int:
-    """Return the seed of the global generators of `rank` where ranks draw differently.
+    """Return the seed of the global generators of `rank` if ranks draw differently.
 
     Rank 0 starts from `seed` itself, as a run without ranks does.
     """
@@ -174,7 +173,7 @@ def checked_name(name: Any) -> str:
 def nonnegative_int(argument: str, value: Any) -> int:
     """Return `value` as an int from 0 to `LARGEST`; raises `SeedingError` for anything else.
 
-    Integers of numpy and torch are taken. A bool or a float is not, even a whole one.
+    Integers of numpy and torch are accepted. Bools and floats are not, not even 1.0.
     """
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
@@ -200,7 +199,7 @@ VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 _LONGEST = 18  # digits: no run has as many processes
 
 AGREEING = frozenset({"tp", "sp", "cp", "tensor", "tensor_parallel", "sequence", "context"})
-"""Mesh dimensions along which ranks work on one sample and so draw the same numbers."""
+"""Mesh dimensions whose ranks work on one sample, and so have to draw equal numbers."""
 
 
 class Mesh(NamedTuple):
@@ -222,10 +221,10 @@ def process_group() -> World | None:
 
 
 def world() -> World:
-    """Return the place of this process, from torch.distributed or the variables of a launcher.
+    """Return the rank of this process and the number of ranks.
 
-    A process that nobody numbered is rank 0 of 1. Raises `SeedingError` for a variable that holds
-    no number.
+    They come from torch.distributed, or else from the variables of a launcher; without both, this
+    is rank 0 of 1. Raises `SeedingError` for a variable whose value is not a number.
     """
     group = process_group()
     if group is not None:
@@ -238,7 +237,8 @@ def world() -> World:
 
 
 def checked_policy(policy: Any) -> RankPolicy:
-    for choice in policy.values() if isinstance(policy, Mapping) else [policy]:
+    choices = policy.values() if isinstance(policy, Mapping) else [policy]
+    for choice in choices:
         if choice is not None and choice not in POLICIES:
             raise SeedingError.about(
                 "not a policy for ranks",
@@ -251,7 +251,9 @@ def checked_policy(policy: Any) -> RankPolicy:
 
 
 def check_dimensions(policy: RankPolicy, names: Sequence[str]) -> None:
-    for name in policy if isinstance(policy, Mapping) else ():
+    if not isinstance(policy, Mapping):
+        return
+    for name in policy:
         if name not in names:
             raise SeedingError.about(
                 "the mesh has no such dimension",
@@ -270,42 +272,42 @@ def _number(variable: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SeedPlan:
-    """What the profiles in force say about random numbers, and what this process knows of ranks."""
+    """The settings of the active profiles for random numbers, and the ranks as far as known."""
 
-    seed: int | None = None  # the root; None where no profile with a seed is in force
-    streams: Mapping[str, int] = field(default_factory=dict)  # those that have their own root
+    seed: int | None = None  # the root; None if no profile with a seed is active
+    streams: Mapping[str, int] = field(default_factory=dict)  # name of a stream -> its own root
     # `distinct`, `same`, or one of the two per mesh dimension. None is the default: named streams
     # differ between ranks, and the global generators start from one seed.
     ranks: RankPolicy = None
     mesh: Mesh | None = None
-    rank: int | None = None  # by which this process differs, where another has set it
-    program_seed: int | None = None  # the program's own, where torchrepro has seeded torch since
-    agreed_seed: int | None = None  # which every rank had given before the process group was made
-    started_as: int = 0  # the rank from whose seed the global generators started
+    rank: int | None = None  # in a worker of a loader: the rank of the main process
+    program_seed: int | None = None  # the program's own, if torchrepro has seeded torch since
+    agreed_seed: int | None = None  # that every rank had given before the process group was made
+    started_as: int = 0  # the rank whose seed the global generators started from
 
     @property
     def ranks_differ(self) -> bool:
-        """Whether the global generators of ranks start from different seeds, as far as known."""
+        """Return whether the global generators of ranks start from different seeds."""
         if isinstance(self.ranks, Mapping):
             return self.mesh is not None  # which ranks differ is only known with the mesh
         return self.ranks == "distinct"
 
     def started_from(self, seed: int) -> int:
-        """Return what the global generators of this process started from where `seed` is the root.
+        """Return the seed that the global generators of this process derive from the root `seed`.
 
-        Every rank from a seed of its own, as far as that is known.
+        It is the rank's own seed if ranks draw differently, as far as this process knows its rank.
         """
         return seed_of_rank(seed, self.started_as) if self.ranks_differ else seed
 
     def root(self, name: str) -> int:
-        """Return the seed that the stream `name` derives from, the program's own if need be."""
+        """Return the seed that the stream `name` derives from; without a profile, the program's."""
         seed = self.streams.get(name, self.seed)
         return self.own_seed() if seed is None else seed
 
     def own_seed(self) -> int:
-        """Return what the program has seeded torch with, as far as it can be known.
+        """Return the seed that the program has given to torch.
 
-        Where it has given no seed, that is the profile's, or one that no other run has.
+        If it has given none, return the profile's seed, or a seed that differs in every run.
         """
         if self.program_seed is not None:
             return self.program_seed
@@ -313,10 +315,11 @@ class SeedPlan:
         return int(seed) % 2**64
 
     def coordinate(self, policy: RankPolicy = None) -> int:
-        """Return the number by which ranks that draw differently differ; 0 under `same`.
+        """Return the number of this process among all ranks that draw differently; 0 under `same`.
 
-        Along a mesh, dimensions that the policy does not name differ, save those in `AGREEING`.
-        Raises `SeedingError` if it names mesh dimensions and no mesh, or another, is known.
+        With a mesh, dimensions that the policy does not name differ, except those in `AGREEING`.
+        Raises `SeedingError` if the policy names mesh dimensions, and `use_mesh` was not called or
+        its mesh does not have them.
         """
         policy = self.ranks if policy is None else policy
         if policy == "same":
@@ -324,20 +327,21 @@ class SeedPlan:
         if self.rank is not None:
             return self.rank
         if self.mesh is None:
-            here = world()
-            if isinstance(policy, Mapping) and here.size > 1:
+            group = world()
+            if isinstance(policy, Mapping) and group.size > 1:
                 raise SeedingError.about(
                     "names dimensions of a device mesh, and this process knows none",
                     key="ranks",
                     found=shown(dict(policy)),
                     todo="call torchrepro.use_mesh(mesh) once the mesh is made",
                 )
-            return here.rank
+            return group.rank
         check_dimensions(policy, self.mesh.names)
         number, named = 0, policy if isinstance(policy, Mapping) else {}
-        for name, size, place in zip(*self.mesh, strict=True):
-            if named.get(name, "same" if name in AGREEING else "distinct") == "distinct":
-                number = number * size + place
+        for name, size, position in zip(*self.mesh, strict=True):
+            default = "same" if name in AGREEING else "distinct"
+            if named.get(name, default) == "distinct":
+                number = number * size + position
         return number
 
     def to_json(self) -> dict[str, Any]:
@@ -351,7 +355,7 @@ def _seed_of_no_other_run() -> int:
 
 
 _plan = SeedPlan()
-drawn: set[str] = set()  # the streams that were asked for in this process
+drawn: set[str] = set()  # the streams that this process has used
 
 
 def current_plan() -> SeedPlan:
@@ -363,40 +367,40 @@ def put_plan(plan: SeedPlan) -> None:
     _plan = plan
 
 
-def keep_program_seed() -> None:
-    """Keep the program's own seed as it is now, although torchrepro seeds torch."""
-    put_program_seed(_plan.own_seed())
+def remember_program_seed() -> None:
+    """Remember the program's own seed, because torchrepro is about to seed torch."""
+    set_program_seed(_plan.own_seed())
 
 
-def put_program_seed(seed: int | None) -> None:
-    """Make `seed` the kept seed of the program; None where torch still knows it."""
+def set_program_seed(seed: int | None) -> None:
+    """Remember `seed` as the program's own; None if torch's generator still has it."""
     if _plan.program_seed != seed:
         put_plan(replace(_plan, program_seed=seed))
 
 
-LEFT_TO_CHANCE = ("torch.seed", "torch.random.seed")
-"""Functions that seed torch with a number which no other run has."""
+SEEDED_AT_RANDOM = ("torch.seed", "torch.random.seed")
+"""Functions that seed torch with a number that differs in every run."""
 
 _not_given: deque[int] = deque(maxlen=1000)
 
 
 def note_not_given(seed: int) -> None:
     """Remember that torch has been seeded with `seed`, which the program did not choose."""
-    _not_given.append(seed % 2**64)  # torch takes a negative seed for the one with the same bits
+    _not_given.append(seed % 2**64)  # torch reads a negative seed as an unsigned number
 
 
 def given_seed() -> int | None:
-    """Return what the program has last seeded torch with; None where that is no seed of its own."""
+    """Return the program's last explicit seed of torch, or None."""
     seed = _plan.own_seed()
     return seed if is_given(seed) else None
 
 
 def is_given(seed: int) -> bool:
-    """Whether a generator that has this seed was given it by the program, as one of its own."""
+    """Return whether `seed`, which a generator has, is an explicit seed of the program."""
     if _plan.seed is None:
         return False  # streams derive from the program's seed anyway
-    of_profile = (_plan.seed, _plan.started_from(_plan.seed))
-    return seed not in [each % 2**64 for each in of_profile] and seed not in _not_given
+    of_profile = (_plan.seed % 2**64, _plan.started_from(_plan.seed) % 2**64)
+    return seed not in of_profile and seed not in _not_given
 
 
 def never_drawn() -> tuple[str, ...]:
@@ -407,9 +411,9 @@ def drawn_streams() -> tuple[str, ...]:
     return tuple(sorted(drawn))
 
 
-# torch publishes how to get and set the state of its CPU generator as bytes, but not what they
-# mean: `at::CPUGeneratorImpl` (ATen/CPUGeneratorImpl.cpp) holds the seed, then the position in and
-# the 624 words of a Mersenne Twister, then what is left over from normal numbers.
+# torch documents how to get and set the state of its CPU generator as bytes, but not their layout:
+# `at::CPUGeneratorImpl` (ATen/CPUGeneratorImpl.cpp) has the seed, then the position in and the 624
+# words of a Mersenne Twister, then normal numbers that it has computed in advance.
 
 WORDS = 624
 _FIRST_WORD = 24  # after the seed, the words left and seeded, and the position
@@ -438,14 +442,16 @@ def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Gen
 
 @cache
 def _layout() -> tuple[Any, Any]:
-    # The state of a freshly seeded generator, and a view of its words, to be overwritten. A torch
-    # that lays it out in another way is refused, rather than given other numbers.
+    """Return the state of a freshly seeded generator, and a view of its words, to be overwritten.
+
+    Raises `SeedingError` if the layout differs, because all streams would differ then.
+    """
     import numpy as np
     import torch
 
     state = torch.Generator().manual_seed(_PROBE_SEED).get_state().numpy().copy()
     words = state[_FIRST_WORD : _FIRST_WORD + 8 * WORDS].view(np.uint64)
-    # The same seeding of the same twister in numpy, whose documentation fixes it.
+    # numpy seeds the same twister in the same way, and documents it.
     expected: Any = np.random.RandomState(_PROBE_SEED).get_state()
     if len(words) != WORDS or not np.array_equal(words, np.asarray(expected[1], np.uint64)):
         raise SeedingError.about(

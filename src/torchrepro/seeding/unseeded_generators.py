@@ -1,8 +1,8 @@
 """Generators that are made without a seed: which of them draw before they are seeded.
 
-A `random.Random` is looked at before it is seeded or given a state, and as it dies. Numpy's are
-written in C, and their states are compared now and then: a draw goes unnoticed if another state is
-set before the next comparison. Copies are not followed.
+The state of a `random.Random` is checked before it is seeded or set, and when it is freed. Numpy's
+generators are written in C, so their states are compared from time to time: a draw goes unnoticed
+if the program sets another state before the next comparison. Copies are not followed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _MANY = 200  # generators that are watched at a time
 _BLOCK, _DOUBLINGS = 624, 14  # numbers that a Mersenne twister makes at once; 2 ** 14 are searched
 _LISTENED_TO = (
     *(("random", "Random.seed"), ("random", "Random.setstate")),
-    # What a child calls last: with its results, and as it ends.
+    # The last calls of a child: when it sends its results, and when it ends.
     *(("multiprocessing.connection", "Connection._send_bytes"), ("os", "_exit")),
 )
 
 
 @dataclass(slots=True, eq=False)
 class _Unseeded:
-    find: Callable[[], Any]  # returns the generator; None where it has died
-    has_drawn: Callable[[], bool | None]  # None where it was seeded instead
+    find: Callable[[], Any]  # returns the generator; None if it was freed
+    has_drawn: Callable[[], bool | None]  # None if it was seeded instead
     on_draw: Callable[[], object]
     process: int = field(default_factory=os.getpid)
     drawn_in_child: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))  # a shared byte
@@ -48,16 +48,16 @@ class UnseededGenerators:
     def __init__(self) -> None:
         self._unseeded: list[_Unseeded] = []
         self._is_stopped = False
-        atexit.register(self.stop)  # what dies later finds no module in order
+        atexit.register(self.stop)  # later, Python clears the modules that `settle` needs
 
     def add(self, generator: Any, on_draw: Callable[[], object]) -> Any:
-        """Return `generator`; call `on_draw` once it is seen to have drawn before it was seeded.
+        """Return `generator`; call `on_draw` if it draws before it is seeded.
 
-        It is a `random.Random`, which is not kept alive, or one of numpy, or its bit generator.
+        It is a `random.Random`, which is not kept alive, or a generator or bit generator of numpy.
         """
         if self._is_stopped:
-            return generator  # a later watch had wrapped what still calls this
-        import multiprocessing.connection  # noqa: F401 - only what is loaded is listened to
+            return generator  # a wrapper that another watch has wrapped still calls this
+        import multiprocessing.connection  # noqa: F401 - `listen_before` ignores unloaded modules
 
         for module, name in _LISTENED_TO:
             listen_before(module, name, self._before)
@@ -76,26 +76,26 @@ class UnseededGenerators:
         return generator
 
     def settle(self, last_of: Any = None) -> None:
-        """Look which generators have drawn; those that were seeded are forgotten.
+        """Check which generators have drawn, and forget the generators that were seeded.
 
-        With `last_of`, a generator that is about to be seeded or the reference of one that dies,
-        look at that one for the last time.
+        With `last_of`, check only this generator, for the last time: it is about to be seeded, or
+        `last_of` is the weak reference of a generator that is being freed.
         """
-        for each in [*self._unseeded]:
-            generator = each.find()
-            is_last = last_of is not None and (last_of is generator or last_of is each.find)
+        for watched in [*self._unseeded]:
+            generator = watched.find()
+            is_last = last_of is not None and (last_of is generator or last_of is watched.find)
             if not is_last and (last_of is not None or generator is None):
                 continue
-            drew = bool(each.drawn_in_child[0]) or each.has_drawn()
+            drew = bool(watched.drawn_in_child[0]) or watched.has_drawn()
             if is_last or drew is not False:
-                with suppress(ValueError):  # another thread was quicker
-                    self._unseeded.remove(each)
+                with suppress(ValueError):  # another thread has removed it
+                    self._unseeded.remove(watched)
             if drew:
-                each.drawn_in_child[0] = os.getpid() != each.process
-                each.on_draw()
+                watched.drawn_in_child[0] = os.getpid() != watched.process
+                watched.on_draw()
 
     def stop(self) -> None:
-        """Look for the last time, and watch nothing more."""
+        """Check all generators for the last time, and watch nothing more."""
         self.settle()
         self._unseeded.clear()
         self._is_stopped = True
@@ -109,12 +109,16 @@ class UnseededGenerators:
 
 
 def _words(at: int) -> bytes:
-    # They lie within the object, and are still there when weak references to it have ended.
+    """Return the state of the `random.Random` at the address `at`.
+
+    It lies within the object, so it can be read after the object's weak references are cleared.
+    """
     head = object.__basicsize__
     return ctypes.string_at(at + head, Words.__basicsize__ - head)
 
 
 def _has_drawn(generator: Any, first: Any) -> bool | None:
+    """Return whether a bit generator has drawn since its state `first`; None if it was seeded."""
     if generator.seed_seq is None:
         return None  # as `RandomState.seed` leaves it
     before, present = first["state"], generator.state
@@ -124,7 +128,7 @@ def _has_drawn(generator: Any, first: Any) -> bool | None:
         return spawned or before != after if before["inc"] == after["inc"] else None
     if (before["key"] == after["key"]).all():
         return bool(before["pos"] != after["pos"])
-    # Whether the present block of numbers is among those that follow the first one.
+    # If it has drawn, its present block of numbers is one of the blocks that follow the first one.
     later, block = type(generator)(0), type(generator)(0)
     later.state, block.state = first, present | {"state": after | {"pos": 0}}
     later.random_raw(_BLOCK - before["pos"], output=False)
