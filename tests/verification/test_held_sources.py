@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchrepro.seeding.nondeterministic_calls import CLOCK, THREADS
-from torchrepro.verification.perturbations import holding
-from torchrepro.verification.pinned_sources import HELD_AT_ONCE
+from torchrepro.verification.perturbations import pinning
+from torchrepro.verification.pinned_sources import PINNED_TOGETHER
 
 PROGRAM = """
 import os, random, secrets, time, uuid
@@ -40,7 +40,7 @@ print(torch.empty(4).tolist(), np.empty(3).tolist())
 
 def _lines(folder: Path, held: dict[str, list[str]]) -> list[str]:
     variables = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
-    variables |= holding(held).all_variables() if held else {}
+    variables |= pinning(held).all_variables() if held else {}
     done = subprocess.run(
         [sys.executable, "-m", "torchrepro", "run", "seed-only", "--", sys.executable, "reads.py"],
         cwd=folder,
@@ -58,7 +58,7 @@ def test_what_is_held_is_the_same_in_every_run(tmp_path: Path) -> None:
     """Every source gives the same in two runs where it is held, and differs where it is not."""
     for name in ("reads.py", "b", "a", "c"):
         (tmp_path / name).write_text(PROGRAM, encoding="utf-8")
-    everything: dict[str, list[str]] = {what: [] for what in HELD_AT_ONCE}
+    everything: dict[str, list[str]] = {what: [] for what in PINNED_TOGETHER}
     held = [_lines(tmp_path, everything) for _ in range(2)]
     at_a_line = [_lines(tmp_path, {CLOCK: ["reads.py:6"]}) for _ in range(2)]
 

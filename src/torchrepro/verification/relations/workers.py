@@ -16,8 +16,8 @@ from torchrepro.verdict.program_text import module_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.at_start import WORKERS
-from torchrepro.verification.perturbations import RunEnvironment, holding
-from torchrepro.verification.pinned_sources import HELD_AT_ONCE, TELL_OF_WORKER
+from torchrepro.verification.perturbations import RunEnvironment, pinning
+from torchrepro.verification.pinned_sources import IDENTIFY_WORKER, PINNED_TOGETHER
 from torchrepro.verification.relations.variants import Relation, Variant
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class _Trials:
         self._runs += 1
         told = {OBSERVER: {"loader": trial.loader, "reset": trial.reset}}
         runner = replace(self._relation.runner, limit=20 + 10 * way.run.seconds)
-        environment = way.environment | (holding(trial.held) if trial.held else RunEnvironment())
+        environment = way.environment | (pinning(trial.held) if trial.held else RunEnvironment())
         name = f"trial-{self._runs}"
         return self._relation.run(name, environment, told, way.resolved, runner)
 
@@ -192,13 +192,13 @@ class _Trials:
             yield _Trial(change, cause, draws[drawn[0]], reset=drawn)
         reads = [
             (".".join(function), WORKER, where)
-            for function in TELL_OF_WORKER
+            for function in IDENTIFY_WORKER
             for where in _lines(files, lambda node, own=function[1]: _calls(node, own))  # type: ignore[misc]
         ]
         reads += [
             (read["name"], read["what"], read["where"])
             for read in _meta(run, "sources")
-            if read["in_sample"] and read["what"] in HELD_AT_ONCE
+            if read["in_sample"] and read["what"] in PINNED_TOGETHER
         ]
         for name, what, where in reads:
             cause = f"{what[:1].upper()}{what[1:]}: {name}{_at(where)}."
