@@ -129,7 +129,9 @@ def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_
     advice, place = found.verdict.advice, Path("train.py").absolute()
 
     assert advice.cause.startswith("A file that one run leaves for the next: ck/5.pt, written at")
-    assert "train.py:12 and read at train.py:8. Also, the program seeds no generator." in advice.cause
+    assert (
+        "train.py:12 and read at train.py:8. Also, the program seeds no generator." in advice.cause
+    )
     assert advice.tried == "the same in 3 runs"
     assert all(trial.what.startswith("each run ") for trial in found.tried)
     if reads:
@@ -203,7 +205,7 @@ def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
     left = outside / "cache.pt" if place == "outside" else left
 
     def say(progress):
-        if progress.startswith("why:"):
+        if progress.startswith("looking for the cause:"):
             others.update(_state(Path.cwd()), **_state(outside))
 
     found = verified([sys.executable, "train.py"], say=say)

@@ -77,8 +77,8 @@ def _program(
     ("dtype", "middle", "compiled", "before", "said"),
     [
         ("float64", "ReLU()", PARTS, FUNCTION, "bit for bit"),
-        ("bfloat16", "Tanh(), torch.nn.Linear(8, 1)", WHOLE, "", "which bfloat16 earns"),
-        ("float64", "Dropout(0.5)", WHOLE, f"{TORCH} = True", "which float64 earns"),
+        ("bfloat16", "Tanh(), torch.nn.Linear(8, 1)", WHOLE, "", "the default for bfloat16"),
+        ("float64", "Dropout(0.5)", WHOLE, f"{TORCH} = True", "the default for float64"),
         ("float64", "Dropout(0.5)", "lambda x: net[1](doubled(net[0](x)))", FUNCTION, "bit for"),
         ("float64", "Tanh()", f"lambda x: noisy(net(x), {NUMPY_DRAW})", GIVEN, "bit for bit"),
         ("float64", "Tanh()", "lambda x: noisy(net(x))", f"{NUMPY} = True{DRAWING}", "bit for bit"),
@@ -94,9 +94,9 @@ def test_a_program_that_compiles_well_agrees(
     found = relate("compile", None, command)
 
     assert found.status == 0
-    (side,) = found.sides
-    assert side.name == "as it is"
-    assert said in side.said
+    (variant,) = found.variants
+    assert variant.name == "as it is"
+    assert said in variant.note
 
 
 @pytest.mark.slow
@@ -120,13 +120,13 @@ def test_other_random_numbers_than_eager_differ(
     found = relate("compile", None, command)
 
     assert found.status == 1
-    assert [(side.name, side.status) for side in found.sides] == [
+    assert [(variant.name, variant.status) for variant in found.variants] == [
         ("with eager's random numbers", 0),
         ("as it is", 1),
     ]
     lines = "; ".join(f"{each} = True" for each in options)
     assert found.verdict.advice.cause.endswith(f"To compute as eager code does: {lines}")
-    assert [side["same"] for side in related_json(found)["sides"]] == [True, False]
+    assert [variant["same"] for variant in related_json(found)["sides"]] == [True, False]
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
 
     found = relate("compile", None, command, rtol=0.0, atol=0.0)
 
-    assert [(side.name, side.status) for side in found.sides] == [
+    assert [(variant.name, variant.status) for variant in found.variants] == [
         ("with eager's rounding", 0),
         ("as it is", 1),
     ]
@@ -173,7 +173,7 @@ def test_code_that_asks_whether_it_is_compiled_is_no_matter_of_random_numbers() 
 
     found = relate("compile", None, command)
 
-    assert [side.status for side in found.sides] == [1, 1]
+    assert [variant.status for variant in found.variants] == [1, 1]
     assert found.deciding.name == "with eager's random numbers"
     assert found.verdict.first.module == "noisy"
     assert found.verdict.advice is None

@@ -51,7 +51,7 @@ def test_state_that_is_not_restored_is_named(forgotten: str) -> None:
 
     found = relate("resume", None, _program(forgotten))
 
-    lost = found.sides[0].not_restored
+    lost = found.variants[0].not_restored
     assert found.status == 1
     assert found.verdict.first.step >= 6
     assert found.verdict.first.source in ("", *(f"{Path.cwd()}/train.py:{n}" for n in range(99)))
@@ -69,8 +69,11 @@ def test_a_program_that_restores_all_agrees() -> None:
     found = relate("resume", None, _program("nothing", "(3, 6, 9)"), folder="recorded")
 
     assert found.status == 0
-    assert [side.name for side in found.sides] == ["resumed after step 2", "resumed after step 8"]
-    assert [side.verdict.compared.steps for side in found.sides] == [9, 3]
+    assert [variant.name for variant in found.variants] == [
+        "resumed after step 2",
+        "resumed after step 8",
+    ]
+    assert [variant.verdict.compared.steps for variant in found.variants] == [9, 3]
 
 
 @pytest.mark.slow
@@ -92,7 +95,7 @@ def test_a_relative_program_is_the_one_of_the_users_folder() -> None:
     [
         ("pass", "never saved a checkpoint"),
         ("if step == 3: torch.save(model.state_dict(), 'state.pt')", "saves too late"),
-        ("torch.save(model.state_dict(), 'state.pt')", "it began anew"),
+        ("torch.save(model.state_dict(), 'state.pt')", "it started from scratch"),
         (
             "if step == 1: torch.save(model.state_dict(), '{place}/state.pt')",
             "state.pt in your own folder; write to a path in the folder that it is started in",
@@ -139,7 +142,7 @@ def test_the_resumed_run_may_be_another_command() -> None:
     )
 
     assert found.status == 0
-    assert [side.verdict.compared.steps for side in found.sides] == [3, 1]
+    assert [variant.verdict.compared.steps for variant in found.variants] == [3, 1]
 
 
 @pytest.mark.sampled(3)
@@ -173,7 +176,7 @@ def test_a_run_is_killed_once_its_checkpoint_has_settled(
         "resume", None, [sys.executable, "train.py"], checkpoint=pattern, resume_command=resume
     )
 
-    assert f"killed after step {killed}, " in found.sides[0].said
+    assert f"killed after step {killed}, " in found.variants[0].note
 
 
 @pytest.mark.slow

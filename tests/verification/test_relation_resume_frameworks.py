@@ -49,8 +49,8 @@ def test_a_framework_that_resumes_exactly_agrees(name: str) -> None:
         level="step",
     )
 
-    assert (found.status, [side.not_restored for side in found.sides]) == (
+    assert (found.status, [variant.not_restored for variant in found.variants]) == (
         0,
-        [()] * len(found.sides),
+        [()] * len(found.variants),
     )
-    assert all(side.verdict.compared.steps > 1 for side in found.sides)
+    assert all(variant.verdict.compared.steps > 1 for variant in found.variants)

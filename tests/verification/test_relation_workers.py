@@ -210,8 +210,11 @@ def test_what_does_not_depend_on_workers_agrees(name: str, method: str) -> None:
 
     found = relate("workers", None, _program(sample, run, method))
 
-    assert (found.status, [side.name for side in found.sides]) == (0, ["0 workers", "2 workers"])
-    assert all(side.verdict.compared.steps >= 4 for side in found.sides)
+    assert (found.status, [variant.name for variant in found.variants]) == (
+        0,
+        ["0 workers", "2 workers"],
+    )
+    assert all(variant.verdict.compared.steps >= 4 for variant in found.variants)
 
 
 @pytest.mark.slow
@@ -246,8 +249,8 @@ def test_the_workers_of_a_loader_are_no_processes_to_compare(method: str, option
 @pytest.mark.parametrize(
     ("relation", "line", "why"),
     [
-        ("workers", NO_LOADER, "iterates no loader"),
-        ("compile", NO_LOADER, "compiles nothing"),
+        ("workers", NO_LOADER, "iterates no torch DataLoader"),
+        ("compile", NO_LOADER, "never calls torch.compile"),
         (
             "workers",
             "main(Rows(), lambda epoch: torch.seed(), shuffle=True)",
@@ -272,7 +275,7 @@ def test_where_nothing_can_be_said_the_status_is_4(
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_answer_is_one_json_document(command) -> None:
-    """--json has the verdict that decides, the relation, and each side."""
+    """--json has the verdict that decides, the relation, and each variant."""
     program = _program("return row + torch.initial_seed() % 7", RUN)
 
     status, out, _ = command("verify", "--relation", "workers", "--json", "--", *program)
@@ -281,7 +284,7 @@ def test_the_answer_is_one_json_document(command) -> None:
     assert (status, found["same"], found["relation"]) == (1, False, "workers")
     assert found["first"]["phase"] == "data"
     assert found["advice"]["cause"].endswith(f"torch.initial_seed at {_line('sample')}.")
-    assert [side["same"] for side in found["sides"]][-1] is False
+    assert [variant["same"] for variant in found["sides"]][-1] is False
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_a_program_that_resumes_exactly_agrees(name: str) -> None:
     found = relate("resume", None, [sys.executable, "train.py"])
 
     assert (found.status, found.unknown) == (0, "")
-    assert all(side.verdict.compared.steps > 0 for side in found.sides)
+    assert all(variant.verdict.compared.steps > 0 for variant in found.variants)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -89,7 +89,7 @@ def test_the_line_is_named_that_goes_on_with_what_the_program_keeps_itself(name:
 
     found = relate("resume", None, [sys.executable, "train.py"])
 
-    assert "something that the program keeps itself" in found.verdict.advice.cause
+    assert "state that the program keeps itself" in found.verdict.advice.cause
     assert found.verdict.origin.where == f"{Path.cwd()}/train.py:{here}"
     assert f"train.py:{here} " in str(found)
 
@@ -102,9 +102,9 @@ def test_a_newer_checkpoint_that_was_passed_over_is_named() -> None:
 
     found = relate("resume", None, [sys.executable, "train.py"])
 
-    newer = "went on from step_4.pt; step_12.pt is newer: 8 steps are done twice"
+    newer = "resumed from step_4.pt; step_12.pt is newer: 8 steps are done twice"
     assert found.status == 0
-    assert [newer in side.said for side in found.sides] == [False, True]
+    assert [newer in variant.note for variant in found.variants] == [False, True]
 
 
 def test_it_cannot_tell_where_no_checkpoint_shows_that_it_went_on_from_it() -> None:
@@ -117,8 +117,8 @@ def test_it_cannot_tell_where_no_checkpoint_shows_that_it_went_on_from_it() -> N
 
     found = relate("resume", None, [sys.executable, "train.py"], resume_command=resume)
 
-    assert found.sides[1].status == 4
-    assert "no parameter is as it was" in found.sides[1].unknown
+    assert found.variants[1].status == 4
+    assert "no parameter has its value from" in found.variants[1].unknown
 
 
 def test_no_line_says_that_nothing_later_differs(monkeypatch: pytest.MonkeyPatch) -> None:
