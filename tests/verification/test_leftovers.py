@@ -172,7 +172,7 @@ def test_a_created_file_is_the_cause_beside_an_overwritten_one_that_reaches_noth
 
     if matters:
         assert {trial.answer for trial in tried} == {
-            "there before, and overwritten by run 1: count"
+            "existed before, and overwritten by run 1: count"
         }
         assert "A file that one run" not in advice.cause
     else:
@@ -257,7 +257,7 @@ def test_a_second_run_that_refuses_is_the_answer_after_two_runs(first, verified)
     assert cause.startswith("run 2 failed: FileExistsError" if made else "run 2 failed: FileNot")
     assert said in cause
     assert f"(train.py:{line})" in cause
-    assert cause.endswith(f"run 1 made {made}." if made else f"train.py:{line}).")
+    assert cause.endswith(f"run 1 created {made}." if made else f"train.py:{line}).")
 
 
 def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path):

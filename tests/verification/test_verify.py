@@ -124,7 +124,7 @@ def test_a_command_that_fails_or_computes_nothing_gets_no_answer(verified, progr
         (
             "import os, sys\nos.path.exists('x') and sys.exit(4)\nopen('x', 'w')",
             "",
-            ["run-2 ended before anything was recorded of it", "exit status 4"],
+            ["run-2 ended before anything was recorded", "exit status 4"],
         ),
     ],
     ids=["at the end", "at the start"],

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """The variables and in-process changes with which a command is started, under any profile."""
+    """The variables and in-process changes for a command, in addition to its profile."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     in_process: Mapping[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class RunEnvironment:
         )
 
     def all_variables(self) -> dict[str, str]:
-        """Return the variables, with the one that passes `in_process` to the command.
+        """Return the variables, including `VARIABLE`, which passes `in_process` to the command.
 
         If an outer run has set that variable, the command's processes make its changes too.
         """
@@ -189,7 +189,7 @@ class StressPlan:
 
     @classmethod
     def of(cls, names: Iterable[str], resolved: ResolvedProfile | None) -> StressPlan:
-        """Return the plan of these perturbations; those that are not possible are skipped.
+        """Return the plan of these perturbations; impossible ones are skipped.
 
         Raises `ProfileError` for an unknown name.
         """

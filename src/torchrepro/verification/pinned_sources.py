@@ -183,7 +183,7 @@ def pin(pins: Mapping[str, Sequence[str]]) -> None:
 
 
 def _number_objects() -> None:
-    """Hash objects by the order in which they are first hashed, and not by address.
+    """Hash each object by how many were hashed before it, and not by address.
 
     These are tensors, modules, futures, and objects of the program's classes without their own
     `__hash__`: a set of them then has the same order in every run.

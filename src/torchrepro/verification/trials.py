@@ -79,8 +79,8 @@ MOST = 18  # the limit of runs for all trials of one divergence; escalation has 
 _AGREED = f"the same in {ENOUGH} runs"
 _EDIT_AGREED = f"with this edit, {ENOUGH_PINNED} runs agree"
 _SETTINGS, _SOURCES, _LINES = 2, 4, 3  # the most settings, sources and lines tried one by one
-_PATIENCE = 5.0  # a run is ended once it takes so many times as long as either original run,
-_AT_LEAST = 10.0  # but not before so many seconds
+_PATIENCE = 5.0  # how many times longer than the original runs a run of a trial may take
+_AT_LEAST = 10.0  # seconds that a run of a trial may take in any case
 
 _DRAWING = ("random", "numpy", "torch", "torchvision")
 """Packages that draw from generators which a profile seeds."""
@@ -101,7 +101,7 @@ class Trials:
     overrides: Sequence[str]
     resolved: ResolvedProfile | None
     between: tuple[Run, Run]  # two runs that differ
-    environments: Sequence[RunEnvironment]  # those of the two runs
+    environments: Sequence[RunEnvironment]  # the environments of the two runs
     verdict: Verdict
     meta: Mapping[str, Any]
     leftovers: Leftovers  # the files that one of the two runs left for the next
@@ -162,7 +162,7 @@ class Trials:
         return None
 
     def _from_line(self, evidence: Evidence, origin: LineOfOrigin) -> Verdict:
-        """Return the verdict with what trials show about the line where the difference began.
+        """Return the verdict with the results of trials at the line where the difference began.
 
         Reads at other lines are not tried: these lines read and computed the same in both runs.
         """
@@ -212,7 +212,7 @@ class Trials:
 
     def with_one_hash_seed(self) -> Verdict:
         """Return the verdict of runs that differ by hash seed, with the command that fixes it."""
-        self.environments = [RunEnvironment()] * 2  # those of the proposed command
+        self.environments = [RunEnvironment()] * 2  # as for the proposed command
         overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
         # The perturbations, each tried alone, have shown already that the hash seed is the cause.
         if self.own_profile or not self._agrees_under(self.profile or "seed-only", overrides):
@@ -381,7 +381,7 @@ class Trials:
     ) -> bool:
         """Whether so many runs agree with a change; the trial is appended to `done`.
 
-        The environment of the change overrides those of the two runs that differ.
+        The environment of the change overrides the environments of the original runs.
         """
         if self._differs_seldom or self._spent + runs > self.most:
             return False
@@ -428,7 +428,7 @@ class Trials:
         return same
 
     def _by_chance(self) -> bool:
-        """Whether the last trial may agree only by chance; its answer then says so."""
+        """Return whether the last trial may agree only by chance; its answer then says so."""
         reads = [read for trace in traces_of(self._last) for read in trace.meta.get("sources", ())]
         if all(read["what"] != FORKED for read in reads):
             return self._agrees_unchanged()
@@ -495,7 +495,7 @@ class Trials:
         """Whether the command applies a profile itself, so that no setting can be added to it."""
         return self.resolved is None and self.meta.get("profile") is not None
 
-    # Answers: the verdict with what trials have shown.
+    # Answers: the verdict with the results of trials.
 
     def _with(self, **advice: Any) -> Verdict:
         before = self.verdict.advice or Advice("")

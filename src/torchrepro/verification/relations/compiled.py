@@ -34,7 +34,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 }
 """Dtype -> the default rtol and atol for its rounding, the finest dtype first.
 
-float32 has those of `ALIGNED`. The others are from
+float32 has the values of `ALIGNED`. The others are from
 https://docs.pytorch.org/docs/stable/testing.html, or in the same proportion to float32 as there.
 """
 
@@ -52,7 +52,7 @@ class Unit(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option with which compiled code computes as eager code does."""
+    """An option that makes compiled code compute as eager code does."""
 
     name: str
     value: bool | str
@@ -123,9 +123,9 @@ class Compiled(Relation):
         yield replace(as_it_is, verdict=decides)
 
     def _with_options_of(self, eager: Run) -> tuple[Sequence[Option], Variant]:
-        """Return the fewest options with which the program agrees with eager code.
+        """Return the fewest options that make the program agree with eager code.
 
-        If it agrees with none, these are the options for random numbers.
+        If none do, these are the options for random numbers.
         """
 
         def tried(name: str, *options: Option) -> Variant:
@@ -156,8 +156,8 @@ class Compiled(Relation):
 
     def _variant(self, name: str, compiled: Run, eager: Run) -> Variant:
         if compiled.status != eager.status:
-            unknown = f"it ends with another exit status: see {compiled.log}"
-            return Variant(name, compiled, unknown=unknown)
+            reason = f"it ends with another exit status: see {compiled.log}"
+            return Variant(name, compiled, unknown=reason)
         tolerance = self.runner.tolerance
         amount, first, note = _compare(self._units(compiled), self._units(eager), tolerance)
         amount = replace(amount, level=self.runner.request.level)
@@ -180,7 +180,7 @@ class Compiled(Relation):
         eager: Sequence[Unit],
         children: Mapping[str, Sequence[str]],
     ) -> Verdict:
-        """Compile the children of a region one at a time, then the children of one that differs.
+        """Compile the children of a region one at a time; descend into a child that differs.
 
         Returns the verdict with the innermost module that differs.
         """
@@ -229,8 +229,8 @@ def _compare(
 ) -> tuple[Compared, Divergence | None, str]:
     """Compare the calls that both runs have, in the order of the compiled run.
 
-    Without a tolerance, that of the coarsest dtype so far applies: later results are computed from
-    its rounded numbers.
+    Without a tolerance, the default of the coarsest dtype so far applies: its rounding affects all
+    later results.
     """
     eager_calls = defaultdict[tuple[str, int, str], list[Unit]](list)
     for unit in reversed(eager):

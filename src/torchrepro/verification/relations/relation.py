@@ -53,9 +53,9 @@ def relate(  # noqa: PLR0913 - each is an option of the command
 ) -> Related:
     """Run `command` and its variants under the relation `name`; return whether all agree.
 
-    `name` is a key of `RELATIONS`. Parameters are those of `verify`, and two more: `checkpoint`
-    is a pattern for checkpoint files, and `resume_command` resumes from ``{checkpoint}``. Raises
-    the same exceptions as `verify`.
+    `name` is a key of `RELATIONS`. `checkpoint` is a pattern for checkpoint files, and
+    `resume_command` resumes from ``{checkpoint}``. All else is as in `verify`, which raises the
+    same exceptions.
     """
     if name not in RELATIONS:
         raise ProfileError.about(

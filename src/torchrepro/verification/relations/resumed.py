@@ -62,7 +62,7 @@ class State(NamedTuple):
     saves: Sequence[Mapping[str, Any]]
     """The checkpoints, each with the number of passes after which it was written."""
     settled: Sequence[int]
-    """The numbers of passes after which a checkpoint was written that was then completed."""
+    """The counts of passes after which a checkpoint was written that was then completed."""
     killed: int  # the number of passes after which it was killed; 0 if it was not
     opened: frozenset[str]  # the checkpoints that it opened before its first pass
     fetched: Mapping[str, Mapping[str, Any]]
@@ -313,7 +313,7 @@ class Resumed(Relation):
             return []
         files = [copy.tree / path for path in killed.saves[-1]["files"]]
         folders = {file.parent for file in files}
-        is_one_file = len(files) == 1 or folders & {copy.tree, copy.place}
+        is_one_file = len(files) == 1 or folders & {copy.tree, copy.start}
         newest = max(files, key=lambda file: file_state(file)[0]) if is_one_file else min(folders)
         words = shlex.split(self.resume_command)
         return [word.replace("{checkpoint}", str(newest)) for word in words]
@@ -349,7 +349,7 @@ def _ignored(root: Path) -> list[str]:
 def _older_checkpoint(
     whole: State, begins: int, read: Mapping[str, int], written: Mapping[str, int]
 ) -> str:
-    """Return from which checkpoint the run resumed, if there is a newer one; else nothing."""
+    """Return the checkpoint that the run resumed from, in words, if there is a newer one."""
     newest = max(written, key=written.__getitem__)
     used = min(read or written, key=lambda path: (abs(written[path] - begins), -written[path]))
     if max(begins, written[used]) >= written[newest]:
@@ -361,10 +361,10 @@ def _older_checkpoint(
 
 
 def _pass_restored(whole: State, resumed: State, written: Collection[int]) -> int | None:
-    """Return the number of the pass of the whole run at which the resumed run begins.
+    """Return the number of the pass of the whole run where the resumed run begins.
 
-    At this pass most parameters equal those of the resumed run; parameters with their initial
-    values do not count. Several passes qualify within an accumulation window, and after skipped
+    At this pass most parameters equal the resumed run's; parameters with their initial values do
+    not count. Several passes qualify within an accumulation window, and after skipped
     steps. Among them it is the pass that reads the same batches, then one with as many passes left
     in its step, then one with equal gradients, then the nearest to a pass after which a checkpoint
     was `written`. If no pass qualifies, it is the only pass of `written`, or None.

@@ -34,7 +34,7 @@ class Relation:
     agreement: ClassVar[str]  # a sentence that is true if all agree
     takes: ClassVar[frozenset[str]]  # the options that it supports; other relations reject them
     loading: ClassVar[bool] = True
-    """Whether ops with which the main process loads a batch are recorded."""
+    """True if ops are recorded while the main process loads a batch."""
 
     runner: Runner
     resolved: ResolvedProfile | None
@@ -43,7 +43,7 @@ class Relation:
     """A pattern for checkpoint files; empty if they are recognized by their contents."""
     resume_command: str = ""  # resumes from a checkpoint; empty if the command itself does
     copies: dict[str, str] = field(default_factory=dict)
-    """The copies in which runs are, each with the user's folder that it is a copy of."""
+    """The folders of copies -> the user's folders."""
     strayed: str = ""  # a use of files outside a copy, which may make a run fail; empty if none
 
     def plain(self, name: str) -> Run:
@@ -82,7 +82,7 @@ class Relation:
         return self.runner.folder / f"{name}.observed"
 
     def with_users_paths(self, value: Any) -> Any:
-        """Return a value in which paths into the removed copies are the paths of the user's files."""
+        """Return a value with paths of the user's files in place of paths into removed copies."""
         if type(value) is str:
             for copy, original in self.copies.items():
                 value = value.replace(copy, original)

@@ -128,7 +128,7 @@ class _Trials:
         return self._relation.run(name, environment, observers, setup.resolved, runner)
 
     def _trials(self) -> Iterator[_Trial]:
-        """Yield possible causes, those that need no run or one run first."""
+        """Yield possible causes; the first need no run, or only one."""
         # The notes of each process, without workers and with workers.
         without, loaded = (
             self._relation.notes_of(self._run(setup, _Trial("", ""))) for setup in self._setups
@@ -251,7 +251,7 @@ def _indices(notes: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _undivided(without: Sequence[Sequence[Any]], loaded: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """Yield iterable datasets of which every worker yields all batches, so they are repeated."""
+    """Yield iterable datasets whose workers each yield all batches, so that these repeat."""
 
     def batches(notes: Sequence[Any], name: str) -> list[str]:
         fetched = [note for note in notes if note["dataset"] == name and "fetched" in note]
