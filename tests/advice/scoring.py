@@ -1,7 +1,7 @@
-"""Runs `verify` on the programs beside this file as a user would, and scores what it says.
+"""Runs `verify` as a user would on the programs next to this file, and scores its answers.
 
 `python -m tests.advice.scoring FOLDER [NAME...]` prints the table, and keeps the answers in FOLDER.
-What is there already is not run again.
+Answers that are already there are reused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is expected of `verify` on each program beside this file.
+"""The expected answer of `verify` for each program next to this file.
 
-The folder of a row's name holds its program. Lines are written as they stand in it, without the
-spaces around them, so that formatting a program does not make the table wrong.
+The folder of a row's name contains its program. Lines are written as in the program, without
+leading and trailing spaces, so that formatting a program does not invalidate the table.
 """
 
 from collections.abc import Iterator

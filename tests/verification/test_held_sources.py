@@ -1,4 +1,4 @@
-"""Laws of sources that are held: the same in every run, at some lines or everywhere."""
+"""Pinned sources return the same values in every run, at some lines or in the whole program."""
 
 import os
 import subprocess
@@ -54,8 +54,8 @@ def _lines(folder: Path, held: dict[str, list[str]]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_is_held_is_the_same_in_every_run(tmp_path: Path) -> None:
-    """Every source gives the same in two runs where it is held, and differs where it is not."""
+def test_a_pinned_source_is_the_same_in_every_run(tmp_path: Path) -> None:
+    """Every source is the same in two runs where it is pinned, and differs elsewhere."""
     for name in ("reads.py", "b", "a", "c"):
         (tmp_path / name).write_text(PROGRAM, encoding="utf-8")
     everything: dict[str, list[str]] = {what: [] for what in PINNED_TOGETHER}
@@ -71,7 +71,7 @@ def test_what_is_held_is_the_same_in_every_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_thread_that_waits_for_its_starter_ends(tmp_path: Path) -> None:
-    """Threads are held apart for a while, and not for ever: a consumer gets what it waits for."""
+    """A started thread is waited for only for a limited time: a consumer gets its item."""
     (tmp_path / "reads.py").write_text(
         "import queue, threading\n"
         "items, seen = queue.Queue(), []\n"

@@ -1,4 +1,4 @@
-"""What one run leaves for the next is found, and no file of the user is touched for it."""
+"""Files that one run leaves for the next are found, and no file of the user is changed."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ REFUSALS = {
     ],
     ids=ascii,
 )
-def test_a_file_of_any_name_is_told_and_removed_by_no_other(name, command, tmp_path):
-    """What no terminal can show is in no command, and nothing that a name says is done."""
+def test_a_file_with_any_name_is_named_and_no_other_is_removed(name, command, tmp_path):
+    """No command contains unprintable names, and no name is executed by the shell."""
     text = CACHES.replace('"cache.pt"', ascii(name)).replace("EXTRA", "3")
     Path("in.txt").write_text("")
     Path("train.py").write_text(f"open('in.txt'){text}")
@@ -118,10 +118,10 @@ def _state(folder: Path) -> dict[str, tuple[int, int, bytes | str]]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("reads", ["", "open('in.txt')"])
-def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_path, reads):
-    """The file is named with both lines, and the command that repeats starts in a new folder.
+def test_a_resuming_unseeded_program_is_distinguished_from_an_unseeded_one(tmp_path, reads):
+    """The file is named with both lines, and the repeatable command starts in a new folder.
 
-    Where the program needs its own, all that the first run created is removed, and no more.
+    If the program needs its own folder, only the files that run 1 created are removed.
     """
     Path("in.txt").write_text("")
     Path("train.py").write_text(reads + RESUMES)
@@ -144,8 +144,8 @@ def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_cache_that_the_first_run_fills_is_named_where_the_numbers_are_the_same(verified):
-    """What it reaches stands beside it: nothing."""
+def test_a_cache_that_the_first_run_fills_is_named_if_results_are_the_same(verified):
+    """The answer also reports that the cache reaches no result."""
     Path("train.py").write_text(PREPARES)
     found = verified([sys.executable, "train.py"])
 
@@ -160,10 +160,8 @@ def test_a_cache_that_the_first_run_fills_is_named_where_the_numbers_are_the_sam
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("matters", [False, True])
-def test_a_created_file_is_the_cause_beside_an_overwritten_one_that_reaches_nothing(
-    matters, verified
-):
-    """Trials begin with what run 1 has overwritten as it is now: where it matters, none tells."""
+def test_a_created_file_is_the_cause_if_an_overwritten_one_reaches_nothing(matters, verified):
+    """Trials start with overwritten files as they are now; if these matter, no trial counts."""
     Path("count").write_text("1")
     text = COUNTS.replace("EXTRA", "3")
     Path("train.py").write_text(text.replace("0.25", "0.25 * number") if matters else text)
@@ -184,7 +182,7 @@ def test_a_created_file_is_the_cause_beside_an_overwritten_one_that_reaches_noth
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("place", ["created", "was there", "outside", "by a link"])
 def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
-    """What the runs left is as it was after trials in copies, and is there after any trial.
+    """Trials in copies leave the files of the runs unchanged; after any trial the files exist.
 
     Trials in the folder itself change what the program changes, and no other file.
     """
@@ -227,8 +225,8 @@ def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_link_that_leads_back_into_the_folder_itself_is_followed_by_no_copy(verified):
-    """A copy of an absolute link is a link to the user's own file, so no run is tried in one."""
+def test_an_absolute_link_into_the_folder_prevents_a_copy(verified):
+    """The copy of an absolute link would lead to the user's own file, so no run is tried."""
     Path("data").mkdir()
     Path("data/log.txt").write_text("")
     Path("log.txt").symlink_to(Path("data/log.txt").absolute())
@@ -245,8 +243,8 @@ def test_a_link_that_leads_back_into_the_folder_itself_is_followed_by_no_copy(ve
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("first", REFUSALS.values(), ids=REFUSALS)
-def test_a_second_run_that_refuses_is_the_answer_after_two_runs(first, verified):
-    """Its last line, the line of the program, and what the first run made; nothing is tried."""
+def test_a_second_run_that_refuses_to_start_is_the_answer_after_two_runs(first, verified):
+    """Its last line, the program line, and the files that run 1 created; nothing is tried."""
     before, after, said, line, made = first
     Path("in.txt").write_text("text")
     Path("train.py").write_text(REFUSES.format(before, after))
@@ -261,7 +259,7 @@ def test_a_second_run_that_refuses_is_the_answer_after_two_runs(first, verified)
 
 
 def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path):
-    """So that a program that prints without end leaves little behind."""
+    """A program that prints without end leaves a small log."""
     text = "import sys; print('first'); print('x' * 9_000_000); print('last')"
     log = tmp_path / "log"
 
@@ -272,7 +270,7 @@ def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path):
 
 
 def test_a_long_output_is_bounded_while_it_is_printed(tmp_path):
-    """And what is printed last is whole."""
+    """The last output is complete."""
     log = tmp_path / "log"
     text = "import os, sys, time\nfor at in range(120): print('x' * 500_000 + str(at)); "
     text += "sys.stdout.flush(); time.sleep(0.02)\n"
@@ -300,8 +298,8 @@ run_to_end(sys.executable, [sys.executable, "-c", program], os.environ, Path("lo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT])
-def test_what_a_run_has_started_ends_with_us_however_we_end(number, tmp_path):
-    """Its children as well, but for a process that has begun a session of its own."""
+def test_processes_of_a_run_end_with_verify_however_it_ends(number, tmp_path):
+    """Its children end too, except a process that started another session."""
     ours = subprocess.Popen([sys.executable, "-c", RUNS], cwd=tmp_path, stderr=subprocess.DEVNULL)
     pids = tmp_path / "pids"
     while not (pids.exists() and pids.read_text().endswith(".")):

@@ -102,7 +102,7 @@ CASES = {
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("case", CASES)
 def test_the_line_in_the_dataset_is_named(verified, case):
-    """It is followed where the dataset loads: in the main process, and in workers of any kind."""
+    """In the main process, and in workers of any start method."""
     parts = CASES[case]
     if STATEFUL in parts:
         pytest.importorskip("torchdata")
@@ -120,8 +120,8 @@ def test_the_line_in_the_dataset_is_named(verified, case):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_another_order_of_samples_is_that_of_the_line_that_made_the_loader(verified):
-    """A sampler is a part of the loader, whose digest differs as soon as it is made."""
+def test_another_order_of_samples_is_attributed_to_the_line_that_made_the_loader(verified):
+    """The digest of a loader contains its sampler, so it differs as soon as the loader is made."""
     # From so many samples that two runs never begin with the same one.
     others = "sampler=random.SystemRandom().sample(range(10**9), 12), num_workers=2"
     command, line = program(DIGITS.format(ROWS), f"{LOADER.format(others).rstrip()}  # here")
@@ -134,8 +134,8 @@ def test_another_order_of_samples_is_that_of_the_line_that_made_the_loader(verif
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
-    """Batches that differ in workers only name the line that seeds, and what it becomes."""
+def test_a_worker_init_fn_that_seeds_differently_is_the_cause(verified, tmp_path):
+    """If batches differ only in workers, the seeding line is named, with an edit."""
     seeding = "def by_pid(worker):\n    torch.manual_seed(os.getpid())"
     loader = LOADER.format("num_workers=2, worker_init_fn=by_pid")
     command, _ = program(seeding, DIGITS.format("torch.randn(4)"), loader)
@@ -162,8 +162,8 @@ def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_what_depends_on_the_worker_is_said_without_a_function(verified):
-    """Without a worker_init_fn of its own the line that reads something of the worker is named."""
+def test_a_read_of_the_worker_is_named_without_a_worker_init_fn(verified):
+    """Without a worker_init_fn the line is named that reads a property of the worker."""
     command, _ = program(
         DIGITS.format("torch.full((4,), float(os.getpid() if torch.utils.data.get_worker_info()"
                       " else 1))"),
@@ -177,8 +177,8 @@ def test_what_depends_on_the_worker_is_said_without_a_function(verified):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_an_op_of_the_dataset_in_the_main_process_is_the_answer_itself(verified):
-    """Where an op of the dataset differs in the main process, its line is the one that began it."""
+def test_a_dataset_op_in_the_main_process_is_the_first_divergence(verified):
+    """If an op of the dataset differs there, its line is where the difference began."""
     loading = "torch.roll(torch.arange(4.), random.SystemRandom().randrange(1 << 30) % 1000003)"
     command, _ = program(DIGITS.format(loading), LOADER.format("num_workers=0"))
     found = verified(command)
@@ -190,8 +190,8 @@ def test_an_op_of_the_dataset_in_the_main_process_is_the_answer_itself(verified)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_profile_of_the_program_itself_makes_no_difference(plain, tmp_path):
-    """Where the command puts a profile in force itself, its lines are followed too."""
+def test_lines_are_followed_too_if_the_program_applies_a_profile_itself(plain, tmp_path):
+    """A command that applies a profile itself is followed like any other."""
     own = "import torchrepro\ntorchrepro.apply('./plain.yaml', ['dataloader.seeding=auto'])"
     command, line = program(CLOCK, own, JITTER, LOADER.format(WORKERS))
     found = verify(None, command, folder=tmp_path / "out")

@@ -1,4 +1,4 @@
-"""A bug is named at the line of the program, with a fix that works, in a verdict of one screen."""
+"""A bug is named with its program line and a fix that works, in a verdict of one screen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _named(bug, found):
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_named_and_its_remedy_works(name, tmp_path, request):
-    """The verdict names the line and the cause; what it offers, done as printed, is the remedy."""
+    """The verdict names the line and the cause; its advice, followed as printed, fixes the bug."""
     bug = BUGS[name]
     if bug.in_forks:
         request.getfixturevalue("forked")

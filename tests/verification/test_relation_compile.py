@@ -1,4 +1,4 @@
-"""A compiled program computes what it computes without torch.compile, or the region is named."""
+"""A program computes the same with and without torch.compile, or the region is named."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _program(
 def test_a_program_that_compiles_well_agrees(
     dtype: str, middle: str, compiled: str, before: str, said: str
 ) -> None:
-    """As it is, in bits or within the tolerance that the dtype earns, which is said."""
+    """Bit for bit or within the default tolerance of the dtype, which is named."""
     command, _ = _program(dtype, compiled, before, middle)
 
     found = relate("compile", None, command)
@@ -111,10 +111,10 @@ def test_a_program_that_compiles_well_agrees(
     ],
     ids=["dropout", "rand", "numpy", "both"],
 )
-def test_other_random_numbers_than_eager_differ(
+def test_random_numbers_that_differ_from_eager_are_named(
     middle: str, compiled: str, before: str, options: list[str]
 ) -> None:
-    """Of random numbers alone: as it is it differs, with eager's it agrees; the lines are named."""
+    """The program differs as it is, and agrees with eager's random numbers; the lines are named."""
     command, _ = _program("float32", compiled, before, middle)
 
     found = relate("compile", None, command)
@@ -133,7 +133,7 @@ def test_other_random_numbers_than_eager_differ(
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("forced", [False, True], ids=["by one", "by another"])
 def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
-    """A program in bfloat16 that is compared bit for bit agrees with it, and not as it is."""
+    """With it a bfloat16 program agrees bit for bit; without it the program differs."""
     before = FUSED
     if forced:
         if not inductor_reads("TORCHINDUCTOR_NUMERICS"):
@@ -153,8 +153,8 @@ def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_the_line_that_gives_the_random_numbers_of_eager_code_works() -> None:
-    """The program with the edit that was named agrees, as it is."""
+def test_the_proposed_line_gives_the_random_numbers_of_eager_code() -> None:
+    """The program with the proposed edit agrees."""
     command, here = _program("float32", middle="Dropout(0.5)")
     edit = relate("compile", None, command).verdict.advice.edit
     lines = Path("train.py").read_text().splitlines()
@@ -167,8 +167,8 @@ def test_the_line_that_gives_the_random_numbers_of_eager_code_works() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_code_that_asks_whether_it_is_compiled_is_no_matter_of_random_numbers() -> None:
-    """What differs with eager's random numbers too is blamed on no option."""
+def test_code_that_checks_is_compiling_is_not_blamed_on_random_numbers() -> None:
+    """No option is blamed for a difference that remains with eager's random numbers."""
     command, _ = _program("float32", "lambda x: noisy(net(x))", ASKING)
 
     found = relate("compile", None, command)

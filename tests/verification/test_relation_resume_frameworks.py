@@ -1,4 +1,4 @@
-"""Programs of frameworks that resume exactly are no cause for alarm."""
+"""Framework programs that resume exactly raise no false alarm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fork(forks: Callable[..., Any]) -> Iterator[Callable[..., int]]:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_framework_that_resumes_exactly_agrees(name: str) -> None:
-    """Killed in mid-epoch after its checkpoint, it goes on bit for bit, and nothing is alleged."""
+    """Killed within an epoch after its checkpoint, it continues bit for bit."""
     program, options = CLEAN[name]
 
     found = relate(

@@ -1,4 +1,4 @@
-"""Programs that resume exactly agree, and of faults the state is named that was lost."""
+"""Programs that resume exactly agree, and for each fault the lost state is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.usefixtures("own_temporary", "forked"), pytest.mark.sl
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_program_that_resumes_exactly_agrees(name: str) -> None:
-    """It agrees wherever its checkpoint lies, and batches are compared."""
+    """Wherever its checkpoint is saved, and batches are compared."""
     Path("train.py").write_text(EXACT[name].text(), encoding="utf-8")
 
     found = relate("resume", None, [sys.executable, "train.py"])
@@ -27,8 +27,8 @@ def test_a_program_that_resumes_exactly_agrees(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_what_was_lost_is_named(name: str) -> None:
-    """The first thing that is named is the one that was lost."""
+def test_a_fault_is_found_and_the_lost_state_is_named(name: str) -> None:
+    """The state named first is the one that the program lost."""
     program, forgotten, words, instead = FAULTS[name]
     Path("train.py").write_text(EXACT[program].text(forgotten, instead), encoding="utf-8")
 
@@ -52,8 +52,8 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_the_line_is_named_that_goes_on_with_what_the_program_keeps_itself(name: str) -> None:
-    """Where all known state was restored, it is the line that reads another value of its own."""
+def test_the_line_that_reads_the_programs_own_state_is_named(name: str) -> None:
+    """If all known state was restored, it is the line that reads a different own value."""
     begins, changes, scale = KEPT[name]
     text = f"""
         import os
@@ -94,8 +94,8 @@ def test_the_line_is_named_that_goes_on_with_what_the_program_keeps_itself(name:
     assert f"train.py:{here} " in str(found)
 
 
-def test_a_newer_checkpoint_that_was_passed_over_is_named() -> None:
-    """One that reads the first of its checkpoints agrees, and it is said what is done twice."""
+def test_a_newer_checkpoint_that_was_not_used_is_named() -> None:
+    """A program that reads its first checkpoint agrees, and the repeated steps are reported."""
     text = EXACT["rotating checkpoints"].text().replace("files[-1]", "files[0]")
     text = text.replace("step_{i - 7}", "step_{i - 99}")
     Path("train.py").write_text(text, encoding="utf-8")
@@ -107,8 +107,8 @@ def test_a_newer_checkpoint_that_was_passed_over_is_named() -> None:
     assert [newer in variant.note for variant in found.variants] == [False, True]
 
 
-def test_it_cannot_tell_where_no_checkpoint_shows_that_it_went_on_from_it() -> None:
-    """Nothing was read, no parameter is as in any of several checkpoints: it has no place."""
+def test_there_is_no_answer_if_no_checkpoint_was_restored() -> None:
+    """No checkpoint was opened, and no parameter has its value from any of several."""
     text = EXACT["rotating checkpoints"].text()
     Path("train.py").write_text(text, encoding="utf-8")
     anew = text.replace("if files", "if 0").replace("range(first", "range(9")
@@ -122,7 +122,7 @@ def test_it_cannot_tell_where_no_checkpoint_shows_that_it_went_on_from_it() -> N
 
 
 def test_no_line_says_that_nothing_later_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are compared by what they end with: of ops that differ later nothing is known."""
+    """Steps are compared by their final state, so nothing is known about ops that differ later."""
     Path("train.py").write_text(EXACT["scheduler"].text("s"), encoding="utf-8")
 
     found = relate("resume", None, [sys.executable, "train.py"])
@@ -132,8 +132,8 @@ def test_no_line_says_that_nothing_later_differs(monkeypatch: pytest.MonkeyPatch
     assert "nothing later differs" not in str(found)
 
 
-def test_what_is_drawn_after_the_restoring_is_named_where_nothing_else_draws() -> None:
-    """The generator is restored, then draws the data: both lines are named."""
+def test_a_draw_after_restoring_is_named_if_nothing_else_draws() -> None:
+    """The generator is restored, then the data is drawn from it: both lines are named."""
     data = "x = torch.randn(24, 4, 3)\n"
     head, loop = EXACT["torch's generator"].text().replace(data, "").split("for i in")
     text = f"{head}{data}for i in{loop}".replace("torch.randn(2)", "1")
@@ -151,8 +151,8 @@ def test_what_is_drawn_after_the_restoring_is_named_where_nothing_else_draws() -
     assert lost.what == f"then drawn from at train.py:{drawn} before the first batch"
 
 
-def test_what_is_drawn_later_is_no_cause_of_what_differs_first() -> None:
-    """A generator that was lost as well, and is drawn from three steps later, is not named."""
+def test_a_later_draw_is_not_the_cause_of_the_first_difference() -> None:
+    """A lost generator that is first drawn from three steps later is not named."""
     momentum = "opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)"
     drawn = "noise = random.random() if i == 9 else 0.0"
     body = f"{drawn}; loss = (net(x[i]) + noise).square().mean()"
@@ -224,10 +224,10 @@ BY_PERSISTENT = ["generator torch of the persistent workers: drawn from at train
     ],
     ids=["workers that live on", "within an epoch", "the optimizer as well", "an epoch", "a place"],
 )
-def test_what_a_batch_differs_by_is_named_and_nothing_else(
+def test_only_the_reason_why_a_batch_differs_is_named(
     sample: str, lives_on: bool, saved: int, each_epoch: str, restore: str, named: list[str]
 ) -> None:
-    """Other samples are the loader's place; other values of the same samples are what they draw."""
+    """Other samples are due to the loader's position; other values of them are due to draws."""
     text = SAMPLES.format(
         sample=sample, lives_on=lives_on, saved=saved, each_epoch=each_epoch, restore=restore
     )

@@ -1,8 +1,8 @@
-"""Around a program, nothing changes in its folder but by the program itself.
+"""In a program's folder, only the program itself changes anything.
 
-Each program has an effect on files that were there. The state of the folder after all runs and
-trials is one that the effect alone can reach, applied to the same folder any number of times; and
-what the effect never names has its time of change and its inode.
+Each program has an effect on existing files. The state of the folder after all runs and trials is
+one that the effect alone can reach, applied any number of times; files that the effect does not
+name keep their modification time and inode.
 """
 
 from __future__ import annotations
@@ -205,8 +205,10 @@ CASES = {*KIND_OF.items(), *((name, "carries a file") for name in EFFECTS)}
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("effect", "kind"), sorted(CASES))
-def test_all_trials_change_nothing_but_by_the_program(effect, kind, folder, tmp_path, monkeypatch):
-    """A folder is as its program alone would have left it."""
+def test_trials_change_a_folder_only_as_the_program_does(
+    effect, kind, folder, tmp_path, monkeypatch
+):
+    """The folder is as the program alone would have left it."""
     user, text = folder.parent, EFFECTS[effect]
     _write(folder, TRAIN, text, **KINDS[kind])
     reachable, kept = _reachable(user, text, 40, monkeypatch), _kept(user)
@@ -222,8 +224,8 @@ def test_all_trials_change_nothing_but_by_the_program(effect, kind, folder, tmp_
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("effect", EFFECTS)
-def test_a_relation_changes_nothing_in_the_folder_of_the_user(effect, folder):
-    """Its runs are in copies: what a program writes outside of its folder it writes there."""
+def test_a_relation_changes_nothing_in_the_users_folder(effect, folder):
+    """Its runs are in copies; only files outside of the folder are written as the program does."""
     user = folder.parent
     _write(folder, RESUMES, EFFECTS[effect])
     before, kept = _states(user), _kept(user)
@@ -281,8 +283,10 @@ def little_room(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_a_trial_and_no_file(folder, little_room, tmp_path, monkeypatch):
-    """What cannot be copied is not tried, which is said; the folder is as the program left it."""
+def test_a_full_disk_prevents_a_trial_and_damages_no_file(
+    folder, little_room, tmp_path, monkeypatch
+):
+    """A trial without a copy is not run, and reported; the folder is as the program left it."""
     effect, user = EFFECTS["update what is large"], folder.parent
     _write(folder, TRAIN, effect, **KINDS["carries a file"])
     reachable, kept = _reachable(user, effect, 10, monkeypatch), _kept(user)

@@ -1,4 +1,4 @@
-"""A verification has one page: all of its runs, in the names that the program has for things."""
+"""A verification has one page with all of its runs, in the names that the program uses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def found(forked: None, verified: Callable[..., Verification]) -> Verification:
 
 @pytest.mark.slow
 def test_many_runs_are_on_one_page(found: Verification, tmp_path: Path) -> None:
-    """Each run has a row that leads to its comparison; values and the program's names are told."""
+    """Each run has a row that links to its comparison; values have the program's names."""
     page = verification_page(found)
     text = unescape(page)
 
