@@ -98,7 +98,7 @@ def test_a_relative_program_is_the_one_of_the_users_folder() -> None:
         ("torch.save(model.state_dict(), 'state.pt')", "it started from scratch"),
         (
             "if step == 1: torch.save(model.state_dict(), '{place}/state.pt')",
-            "state.pt in your own folder; write to a path in the folder that it is started in",
+            "state.pt in your own folder; write to a path in the folder where the command starts",
         ),
     ],
 )

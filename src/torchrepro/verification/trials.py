@@ -164,7 +164,7 @@ class Trials:
     def _from_line(self, evidence: Evidence, origin: LineOfOrigin) -> Verdict:
         """Return the verdict with the results of trials at the line where the difference began.
 
-        Reads at other lines are not tried: these lines read and computed the same in both runs.
+        Other lines are not tried: they read and computed the same in both runs.
         """
         base = self._base
         observed: dict[str, list[UncontrolledRead]] = {}
