@@ -326,13 +326,9 @@ class Trials:
                 in_new_folder = self._command(
                     profile, overrides, before=enter_new, full=self.leftovers.in_full
                 )
+                change, location = f"each run in a new folder{under}", self.leftovers.new_folder
                 is_same = self._agrees(
-                    f"each run in a new folder{under}",
-                    in_new_folder,
-                    resolved,
-                    environment,
-                    runs=1,
-                    location=self.leftovers.new_folder,
+                    change, in_new_folder, resolved, environment, runs=1, location=location
                 )
                 if is_same and compare(without, self._last).same:
                     command = in_new_folder

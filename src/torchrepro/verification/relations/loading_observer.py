@@ -139,14 +139,9 @@ class _Loading:
             before.put_back()
         if is_noted:
             worker = get_worker_info()
-            self._note(
-                dataset,
-                fetched=repr(index),
-                drew=draws.lines,
-                drawn=drawn,
-                batch=batch_digest(batch),
-                seed=worker and worker.seed - worker.id,
-            )
+            seed, mark = worker and worker.seed - worker.id, batch_digest(batch)
+            how = {"fetched": repr(index), "drew": draws.lines, "drawn": drawn}
+            self._note(dataset, **how, batch=mark, seed=seed)
         return batch
 
 

@@ -223,14 +223,10 @@ class Resumed(Relation):
 
     def _state(self, run: Run) -> State:
         by_process = self.notes_of(run)
-        passes = max(
-            ([note for note in notes if "step" in note] for notes in by_process),
-            key=len,
-            default=[],
-        )
+        passes = ([note for note in notes if "step" in note] for notes in by_process)
         every = [note for notes in by_process for note in notes]
         return State(
-            passes,
+            max(passes, key=len, default=[]),
             [note for note in every if "saved" in note],
             [note["settled"] for note in every if "settled" in note],
             max((note["killed"] for note in every if "killed" in note), default=0),
