@@ -185,7 +185,7 @@ class StressPlan:
     rows: tuple[Perturbation, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     other_hash_seed: str = ""
-    """A seed that differs from the profile's, for one more run; empty if the profile sets none."""
+    """A seed that differs from the profile's, for one more run; empty if none is needed."""
 
     @classmethod
     def of(cls, names: Iterable[str], resolved: ResolvedProfile | None) -> StressPlan:
