@@ -26,11 +26,11 @@ class Varying:
 
     name: str
     causes: tuple[str, ...]
-    """Keys of CAUSES; the first is the one that it is written for, the others are true as well."""
+    """Keys of CAUSES; the program is written for the first, the others are true too."""
     remedy: str
-    """What a user would do about it, once the cause is known."""
+    """How a user would fix it, once the cause is known."""
     lines: tuple[Line, ...]
-    """The lines of which a user would say: that is the one that I have to change."""
+    """The lines that a user would have to change."""
     command: tuple[str, ...] = SCRIPT
 
 
@@ -68,9 +68,9 @@ CAUSES: Final = {
     r"|max_time|timing of|arriv|how (long|fast)",
     "pid": r"\bpid\b|process (id|number)|process's id|getpid|(id|number) of (the|its) process",
 }
-"""What the printed text of a true cause matches, upper and lower case alike.
+"""Patterns for the printed text of a true cause, in any case of letters.
 
-Written on the sense and not on a wording.
+They match the meaning, not one wording.
 """
 
 GUESSES: Final = (

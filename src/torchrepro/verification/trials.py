@@ -519,7 +519,7 @@ class Trials:
                 reads = [read for read in evidence.suspects if read.what == HASH]
                 self.verdict = self._explained(HASH, reads[:1], evidence)
             else:
-                cause = "The program does not seed every generator that it draws from."
+                cause = "The program seeds no generator, or not every one that it draws from."
                 self.verdict = self._with(cause=cause)
         return self._with(command=command, tried=_AGREED, edit=None)
 
