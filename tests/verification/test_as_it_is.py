@@ -58,13 +58,13 @@ def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, mo
     plain = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ
     ).stdout
-    found = verify(None, command, folder=tmp_path / "out")
-    answer = verification_json(found)
+    verification = verify(None, command, folder=tmp_path / "out")
+    answer = verification_json(verification)
 
-    assert found.same
+    assert verification.same
     assert (answer["profile"], answer["own_profile"], answer["asked"]) == (None, None, "bits")
     assert answer["command"] == f"{sys.executable} train.py"
-    for run in found.runs:
+    for run in verification.runs:
         recorded = Path(run.log).read_text(encoding="utf-8")
         assert json.loads(recorded) == json.loads(plain)
 
@@ -73,10 +73,10 @@ def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, mo
 def test_a_program_that_skips_its_exit_handlers_is_recorded_to_its_end(training, tmp_path):
     """`os._exit` completes the trace, but not in a forked child."""
     end = "torch.ones(2).sum()\nimport os; os.fork() and os.wait(); os._exit(0)\n"
-    found = verify(None, program(training, end), folder=tmp_path / "out")
+    verification = verify(None, program(training, end), folder=tmp_path / "out")
 
-    assert found.same
-    assert all(not read_run(run.folder)[0].is_truncated for run in found.runs)
+    assert verification.same
+    assert all(not read_run(run.folder)[0].is_truncated for run in verification.runs)
 
 
 @pytest.mark.slow
@@ -91,10 +91,10 @@ def test_the_profile_of_a_hydra_app_is_verified_as_the_app_applies_it(training, 
         (None, "", "debug-strict"),
         ("debug-strict", "torchrepro run debug-strict -- ", None),
     ):
-        found = verify(profile, command, folder=tmp_path / str(profile))
-        answer = verification_json(found)
+        verification = verify(profile, command, folder=tmp_path / str(profile))
+        answer = verification_json(verification)
 
-        assert found.same
+        assert verification.same
         assert answer["command"] == starts + line
         assert (answer["profile"], answer["own_profile"]) == (profile, own)
 

@@ -105,14 +105,14 @@ def test_a_file_with_any_name_is_named_and_no_other_is_removed(name, command, tm
 
 def _state(folder: Path) -> dict[str, tuple[int, int, bytes | str]]:
     """What is in a folder: contents, times of change and inodes of all files, and links."""
-    found: dict[str, tuple[int, int, bytes | str]] = {}
+    verification: dict[str, tuple[int, int, bytes | str]] = {}
     for path in folder.rglob("*"):
         its = path.lstat()
         if path.is_symlink():
-            found[str(path)] = its.st_mtime_ns, its.st_ino, str(path.readlink())
+            verification[str(path)] = its.st_mtime_ns, its.st_ino, str(path.readlink())
         elif path.is_file():
-            found[str(path)] = its.st_mtime_ns, its.st_ino, path.read_bytes()
-    return found
+            verification[str(path)] = its.st_mtime_ns, its.st_ino, path.read_bytes()
+    return verification
 
 
 @pytest.mark.slow
@@ -125,15 +125,15 @@ def test_a_resuming_unseeded_program_is_distinguished_from_an_unseeded_one(tmp_p
     """
     Path("in.txt").write_text("")
     Path("train.py").write_text(reads + RESUMES)
-    found = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
-    advice, place = found.verdict.advice, Path("train.py").absolute()
+    verification = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
+    advice, place = verification.verdict.advice, Path("train.py").absolute()
 
     assert advice.cause.startswith("A file that one run leaves for the next: ck/5.pt, written at")
     assert (
         "train.py:12 and read at train.py:8. Also, the program seeds no generator." in advice.cause
     )
     assert advice.tried == "the same in 3 runs"
-    assert all(trial.what.startswith("each run ") for trial in found.tried)
+    assert all(trial.what.startswith("each run ") for trial in verification.tried)
     if reads:
         files = "ck/0.pt ck/1.pt ck/2.pt ck/3.pt ck/4.pt ck/5.pt"
         assert f"'rm -f -- {files}; exec {sys.executable} train.py'" in advice.command
@@ -147,14 +147,14 @@ def test_a_resuming_unseeded_program_is_distinguished_from_an_unseeded_one(tmp_p
 def test_a_cache_that_the_first_run_fills_is_named_if_results_are_the_same(verified):
     """The answer also reports that the cache reaches no result."""
     Path("train.py").write_text(PREPARES)
-    found = verified([sys.executable, "train.py"])
+    verification = verified([sys.executable, "train.py"])
 
-    assert not found.same
-    assert not found.verdict.reaches
-    assert found.verdict.advice.cause.startswith(
+    assert not verification.same
+    assert not verification.verdict.reaches
+    assert verification.verdict.advice.cause.startswith(
         "A file that one run leaves for the next: mean.pt, written at train.py:5 and read at"
     )
-    assert "losses and parameters of all 2 steps are the same" in reach(found.verdict)
+    assert "losses and parameters of all 2 steps are the same" in reach(verification.verdict)
 
 
 @pytest.mark.slow
@@ -165,8 +165,11 @@ def test_a_created_file_is_the_cause_if_an_overwritten_one_reaches_nothing(matte
     Path("count").write_text("1")
     text = COUNTS.replace("EXTRA", "3")
     Path("train.py").write_text(text.replace("0.25", "0.25 * number") if matters else text)
-    found = verified([sys.executable, "train.py"])
-    advice, tried = found.verdict.advice, [trial for trial in found.tried if "left" in trial.what]
+    verification = verified([sys.executable, "train.py"])
+    advice, tried = (
+        verification.verdict.advice,
+        [trial for trial in verification.tried if "left" in trial.what],
+    )
 
     if matters:
         assert {trial.answer for trial in tried} == {
@@ -206,17 +209,17 @@ def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
         if progress.startswith("looking for the cause:"):
             others.update(_state(Path.cwd()), **_state(outside))
 
-    found = verified([sys.executable, "train.py"], say=say)
+    verification = verified([sys.executable, "train.py"], say=say)
     now = {**_state(Path.cwd()), **_state(outside)}
 
-    assert not found.same
+    assert not verification.same
     assert now.keys() == others.keys()
     assert now[str(left)][1] == others[str(left)][1]
     if place == "created":
         assert now == others
-        assert found.verdict.advice.tried == "the same in 3 runs"
+        assert verification.verdict.advice.tried == "the same in 3 runs"
     else:
-        (trial,) = (each for each in found.tried if "left" in each.what)
+        (trial,) = (each for each in verification.tried if "left" in each.what)
         assert (trial.same, trial.runs) == (False, 0)
         now.pop(str(left))
         others.pop(str(left))
@@ -248,10 +251,10 @@ def test_a_second_run_that_refuses_to_start_is_the_answer_after_two_runs(first, 
     before, after, said, line, made = first
     Path("in.txt").write_text("text")
     Path("train.py").write_text(REFUSES.format(before, after))
-    found = verified([sys.executable, "train.py"])
-    cause = found.verdict.advice.cause
+    verification = verified([sys.executable, "train.py"])
+    cause = verification.verdict.advice.cause
 
-    assert (len(found.runs), found.tried) == (2, ())
+    assert (len(verification.runs), verification.tried) == (2, ())
     assert cause.startswith("run 2 failed: FileExistsError" if made else "run 2 failed: FileNot")
     assert said in cause
     assert f"(train.py:{line})" in cause

@@ -107,15 +107,20 @@ def test_the_line_in_the_dataset_is_named(verified, case):
     if STATEFUL in parts:
         pytest.importorskip("torchdata")
     command, line = program(*parts)
-    found = verified(command)
+    verification = verified(command)
 
-    assert not found.same
-    assert (found.verdict.first.phase, found.verdict.first.kind) == ("data", Kind.DATA)
-    assert found.verdict.origin.where == f"{Path.cwd() / 'train.py'}:{line}"
-    assert found.verdict.advice.closer == ""
+    assert not verification.same
+    assert (verification.verdict.first.phase, verification.verdict.first.kind) == (
+        "data",
+        Kind.DATA,
+    )
+    assert verification.verdict.origin.where == f"{Path.cwd() / 'train.py'}:{line}"
+    assert verification.verdict.advice.closer == ""
     if CLOCK in parts:
-        assert f"time.time_ns at train.py:{line}" in found.verdict.advice.cause
-    assert len(found.runs) + sum(trial.runs for trial in found.tried) + 2 <= 8, found.tried
+        assert f"time.time_ns at train.py:{line}" in verification.verdict.advice.cause
+    assert len(verification.runs) + sum(trial.runs for trial in verification.tried) + 2 <= 8, (
+        verification.tried
+    )
 
 
 @pytest.mark.slow
@@ -139,20 +144,23 @@ def test_a_worker_init_fn_that_seeds_differently_is_the_cause(verified, tmp_path
     seeding = "def by_pid(worker):\n    torch.manual_seed(os.getpid())"
     loader = LOADER.format("num_workers=2, worker_init_fn=by_pid")
     command, _ = program(seeding, DIGITS.format("torch.randn(4)"), loader)
-    found = verified(command)
-    advice = found.verdict.advice
+    verification = verified(command)
+    advice = verification.verdict.advice
     place = f"by_pid at {Path.cwd() / 'train.py'}:7"
 
-    assert found.verdict.first.op == "DataLoader"
+    assert verification.verdict.first.op == "DataLoader"
     assert advice.cause.startswith("The number of the process: os.getpid at train.py:8")
     assert (advice.edit.before, advice.edit.after) == (
         "torch.manual_seed(os.getpid())",
         "torch.manual_seed(1234)",
     )
-    assert f"  becomes     {advice.edit.after}" in as_text(*verification_parts(found)).splitlines()
+    assert (
+        f"  becomes     {advice.edit.after}"
+        in as_text(*verification_parts(verification)).splitlines()
+    )
     (its,) = read_run(tmp_path / "out" / "run-1", records=False)[0].meta["loaders"]
     assert its == {
-        "where": found.verdict.first.source,
+        "where": verification.verdict.first.source,
         "workers": 2,
         "dataset": "Digits",
         "iterable": False,
@@ -181,11 +189,11 @@ def test_a_dataset_op_in_the_main_process_is_the_first_divergence(verified):
     """If an op of the dataset differs there, its line is where the difference began."""
     loading = "torch.roll(torch.arange(4.), random.SystemRandom().randrange(1 << 30) % 1000003)"
     command, _ = program(DIGITS.format(loading), LOADER.format("num_workers=0"))
-    found = verified(command)
+    verification = verified(command)
 
-    assert found.verdict.first.op == "aten::roll"
-    assert found.verdict.first.kind is Kind.ARGUMENT
-    assert found.verdict.origin.where == found.verdict.first.source
+    assert verification.verdict.first.op == "aten::roll"
+    assert verification.verdict.first.kind is Kind.ARGUMENT
+    assert verification.verdict.origin.where == verification.verdict.first.source
 
 
 @pytest.mark.slow
@@ -194,6 +202,6 @@ def test_lines_are_followed_too_if_the_program_applies_a_profile_itself(plain, t
     """A command that applies a profile itself is followed like any other."""
     own = "import torchrepro\ntorchrepro.apply('./plain.yaml', ['dataloader.seeding=auto'])"
     command, line = program(CLOCK, own, JITTER, LOADER.format(WORKERS))
-    found = verify(None, command, folder=tmp_path / "out")
+    verification = verify(None, command, folder=tmp_path / "out")
 
-    assert found.verdict.origin.where.endswith(f"train.py:{line}")
+    assert verification.verdict.origin.where.endswith(f"train.py:{line}")

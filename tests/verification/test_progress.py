@@ -75,10 +75,10 @@ def test_verify_reports_the_number_of_ended_steps(monkeypatch, plain, capsys):
     """A terminal shows the count while a run goes on, and it is erased when the run ends."""
 
     def look(folder):
-        found = steps_so_far(folder)
-        if found:
+        verification = steps_so_far(folder)
+        if verification:
             Path("seen").touch()
-        return found
+        return verification
 
     monkeypatch.setattr(runner, "steps_so_far", look)
     monkeypatch.setattr(runner, "BETWEEN_LOOKS", 0.02)

@@ -12,8 +12,8 @@ import pytest
 @pytest.mark.usefixtures("forked")
 def test_the_program_diverges_and_the_profile_makes_it_the_same(answer, command):
     """With the printed commands, the program differs without its profile and agrees with it."""
-    status, found = answer("quickstart", "a first try")
-    as_it_is, under_profile, _ = (shlex.split(each["command"]) for each in found["next"])
+    status, verification = answer("quickstart", "a first try")
+    as_it_is, under_profile, _ = (shlex.split(each["command"]) for each in verification["next"])
     statuses = [
         command(*(sys.executable if word == "python" else word for word in words[1:]))[0]
         for words in (as_it_is, under_profile)

@@ -91,10 +91,10 @@ def test_a_program_that_compiles_well_agrees(
     """Bit for bit or within the default tolerance of the dtype, which is named."""
     command, _ = _program(dtype, compiled, before, middle)
 
-    found = relate("compile", None, command)
+    related = relate("compile", None, command)
 
-    assert found.status == 0
-    (variant,) = found.variants
+    assert related.status == 0
+    (variant,) = related.variants
     assert variant.name == "as it is"
     assert said in variant.note
 
@@ -117,16 +117,16 @@ def test_random_numbers_that_differ_from_eager_are_named(
     """The program differs as it is, and agrees with eager's random numbers; the lines are named."""
     command, _ = _program("float32", compiled, before, middle)
 
-    found = relate("compile", None, command)
+    related = relate("compile", None, command)
 
-    assert found.status == 1
-    assert [(variant.name, variant.status) for variant in found.variants] == [
+    assert related.status == 1
+    assert [(variant.name, variant.status) for variant in related.variants] == [
         ("with eager's random numbers", 0),
         ("as it is", 1),
     ]
     lines = "; ".join(f"{each} = True" for each in options)
-    assert found.verdict.advice.cause.endswith(f"To compute as eager code does: {lines}")
-    assert [variant["same"] for variant in related_json(found)["sides"]] == [True, False]
+    assert related.verdict.advice.cause.endswith(f"To compute as eager code does: {lines}")
+    assert [variant["same"] for variant in related_json(related)["sides"]] == [True, False]
 
 
 @pytest.mark.slow
@@ -141,14 +141,14 @@ def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
         before += STRICT_ALONE
     command, _ = _program("bfloat16", "lambda x: fused(net(x))", before)
 
-    found = relate("compile", None, command, rtol=0.0, atol=0.0)
+    related = relate("compile", None, command, rtol=0.0, atol=0.0)
 
-    assert [(variant.name, variant.status) for variant in found.variants] == [
+    assert [(variant.name, variant.status) for variant in related.variants] == [
         ("with eager's rounding", 0),
         ("as it is", 1),
     ]
     option = "numerics = 'strict'" if forced else "emulate_precision_casts = True"
-    assert found.verdict.advice.cause.endswith(f"does: torch._inductor.config.{option}")
+    assert related.verdict.advice.cause.endswith(f"does: torch._inductor.config.{option}")
 
 
 @pytest.mark.slow
@@ -171,12 +171,12 @@ def test_code_that_checks_is_compiling_is_not_blamed_on_random_numbers() -> None
     """No option is blamed for a difference that remains with eager's random numbers."""
     command, _ = _program("float32", "lambda x: noisy(net(x))", ASKING)
 
-    found = relate("compile", None, command)
+    related = relate("compile", None, command)
 
-    assert [variant.status for variant in found.variants] == [1, 1]
-    assert found.deciding.name == "with eager's random numbers"
-    assert found.verdict.first.module == "noisy"
-    assert found.verdict.advice is None
+    assert [variant.status for variant in related.variants] == [1, 1]
+    assert related.deciding.name == "with eager's random numbers"
+    assert related.verdict.first.module == "noisy"
+    assert related.verdict.advice is None
 
 
 @pytest.mark.slow
@@ -185,9 +185,9 @@ def test_a_miscompiled_module_is_named_within_its_region() -> None:
     """The region that differs is named with its line, then the one of its modules that does."""
     command, here = _program("float32", before=MISCOMPILED)
 
-    found = relate("compile", None, command)
+    related = relate("compile", None, command)
 
-    first = found.verdict.first
-    assert found.status == 1
+    first = related.verdict.first
+    assert related.status == 1
     assert (first.module, first.step, first.phase) == ("Sequential.1", 0, "forward")
     assert first.source.endswith(f"train.py:{here}")

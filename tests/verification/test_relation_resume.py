@@ -49,12 +49,12 @@ def test_state_that_is_not_restored_is_named(forgotten: str) -> None:
     """Only the state that the program omits is named."""
     kind, name = FORGOTTEN[forgotten]
 
-    found = relate("resume", None, _program(forgotten))
+    related = relate("resume", None, _program(forgotten))
 
-    lost = found.variants[0].not_restored
-    assert found.status == 1
-    assert found.verdict.first.step >= 6
-    assert found.verdict.first.source in ("", *(f"{Path.cwd()}/train.py:{n}" for n in range(99)))
+    lost = related.variants[0].not_restored
+    assert related.status == 1
+    assert related.verdict.first.step >= 6
+    assert related.verdict.first.source in ("", *(f"{Path.cwd()}/train.py:{n}" for n in range(99)))
     assert {each.kind for each in lost} == {kind}
     assert all(each.name.partition(":")[0] in name for each in lost)
 
@@ -66,14 +66,14 @@ def test_a_program_that_restores_all_agrees() -> None:
 
     Recordings in a folder of the user do not count as files that the program wrote.
     """
-    found = relate("resume", None, _program("nothing", "(3, 6, 9)"), folder="recorded")
+    related = relate("resume", None, _program("nothing", "(3, 6, 9)"), folder="recorded")
 
-    assert found.status == 0
-    assert [variant.name for variant in found.variants] == [
+    assert related.status == 0
+    assert [variant.name for variant in related.variants] == [
         "resumed after step 2",
         "resumed after step 8",
     ]
-    assert [variant.verdict.compared.steps for variant in found.variants] == [9, 3]
+    assert [variant.verdict.compared.steps for variant in related.variants] == [9, 3]
 
 
 @pytest.mark.slow
@@ -82,10 +82,10 @@ def test_a_relative_program_is_the_one_of_the_users_folder() -> None:
     python, *words = _program("nothing", "(3, 6, 9)")
     relative = os.path.relpath(python)
 
-    found = relate("resume", None, [relative, *words])
+    related = relate("resume", None, [relative, *words])
 
     assert relative.startswith("..")
-    assert (found.status, found.command) == (0, f"{relative} train.py nothing")
+    assert (related.status, related.command) == (0, f"{relative} train.py nothing")
 
 
 @pytest.mark.sampled
@@ -107,10 +107,10 @@ def test_if_no_answer_is_possible_advice_is_given(line: str, why: str) -> None:
     place = Path.cwd()
     Path("train.py").write_text(LOOP.replace("{line}", line.format(place=place)), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    assert found.status == 4
-    assert why in found.unknown
+    assert related.status == 4
+    assert why in related.unknown
 
 
 @pytest.mark.usefixtures("forked")
@@ -137,12 +137,12 @@ def test_the_resumed_run_may_be_another_command() -> None:
     Path("train.py").write_text(text, encoding="utf-8")
     command = [sys.executable, "train.py"]
 
-    found = relate(
+    related = relate(
         "resume", None, command, resume_command=f"{sys.executable} train.py {{checkpoint}}"
     )
 
-    assert found.status == 0
-    assert [variant.verdict.compared.steps for variant in found.variants] == [3, 1]
+    assert related.status == 0
+    assert [variant.verdict.compared.steps for variant in related.variants] == [3, 1]
 
 
 @pytest.mark.sampled(3)
@@ -172,11 +172,11 @@ def test_a_run_is_killed_once_its_checkpoint_is_complete(
     resume = f'{sys.executable} -c "import sys, torch; open(sys.argv[1]); '
     resume += "exec(open('train.py').read().replace('range(9)', 'range(1, 9)'))\" {checkpoint}"
 
-    found = relate(
+    related = relate(
         "resume", None, [sys.executable, "train.py"], checkpoint=pattern, resume_command=resume
     )
 
-    assert f"killed after step {killed}, " in found.variants[0].note
+    assert f"killed after step {killed}, " in related.variants[0].note
 
 
 @pytest.mark.slow
@@ -192,9 +192,9 @@ def test_no_run_finds_results_of_another_run_or_of_the_user() -> None:
     write(Path.cwd(), {"state.pt": "too short to be one", "data/part.txt": "1"})
     before = _files()
 
-    found = relate("resume", None, [sys.executable, "train.py", "nothing"])
+    related = relate("resume", None, [sys.executable, "train.py", "nothing"])
 
-    assert found.status == 0
+    assert related.status == 0
     assert _files() == before
 
 

@@ -42,15 +42,15 @@ def test_a_framework_that_resumes_exactly_agrees(name: str) -> None:
     """Killed within an epoch after its checkpoint, it continues bit for bit."""
     program, options = CLEAN[name]
 
-    found = relate(
+    related = relate(
         "resume",
         "seed-only",
         [sys.executable, str(RUNS), program, json.dumps(options)],
         level="step",
     )
 
-    assert (found.status, [variant.not_restored for variant in found.variants]) == (
+    assert (related.status, [variant.not_restored for variant in related.variants]) == (
         0,
-        [()] * len(found.variants),
+        [()] * len(related.variants),
     )
-    assert all(variant.verdict.compared.steps > 1 for variant in found.variants)
+    assert all(variant.verdict.compared.steps > 1 for variant in related.variants)

@@ -189,14 +189,14 @@ def test_the_effect_of_workers_is_named_by_the_trial_that_removes_it(
     sample, run, words, of = (FAULTS | NOT_FORKED)[name]
     undivided = {"stream": "first, step = 0, 1"} if name == "not split by worker" else {}
 
-    found = relate("workers", None, _program(sample, run, method, **undivided))
+    related = relate("workers", None, _program(sample, run, method, **undivided))
 
-    cause = found.verdict.advice.cause
-    assert found.status == 1
+    cause = related.verdict.advice.cause
+    assert related.status == 1
     assert words in cause
     if of:
         assert re.search(rf"{_line(of)}\b", cause)
-        assert found.verdict.first.source.endswith(_line(of))
+        assert related.verdict.first.source.endswith(_line(of))
 
 
 @pytest.mark.slow
@@ -209,13 +209,13 @@ def test_a_program_that_does_not_depend_on_workers_agrees(name: str, method: str
     """It computes the same with 0 and with 2 workers, and there is no false alarm."""
     sample, run = CLEAN[name]
 
-    found = relate("workers", None, _program(sample, run, method))
+    related = relate("workers", None, _program(sample, run, method))
 
-    assert (found.status, [variant.name for variant in found.variants]) == (
+    assert (related.status, [variant.name for variant in related.variants]) == (
         0,
         ["0 workers", "2 workers"],
     )
-    assert all(variant.verdict.compared.steps >= 4 for variant in found.variants)
+    assert all(variant.verdict.compared.steps >= 4 for variant in related.variants)
 
 
 @pytest.mark.slow
@@ -279,11 +279,11 @@ def test_the_answer_is_one_json_document(command) -> None:
 
     status, out, _ = command("verify", "--relation", "workers", "--json", "--", *program)
 
-    found = json.loads(out)
-    assert (status, found["same"], found["relation"]) == (1, False, "workers")
-    assert found["first"]["phase"] == "data"
-    assert found["advice"]["cause"].endswith(f"torch.initial_seed at {_line('sample')}.")
-    assert [variant["same"] for variant in found["sides"]][-1] is False
+    answer = json.loads(out)
+    assert (status, answer["same"], answer["relation"]) == (1, False, "workers")
+    assert answer["first"]["phase"] == "data"
+    assert answer["advice"]["cause"].endswith(f"torch.initial_seed at {_line('sample')}.")
+    assert [variant["same"] for variant in answer["sides"]][-1] is False
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ def test_a_program_that_resumes_exactly_agrees(name: str) -> None:
     """Wherever its checkpoint is saved, and batches are compared."""
     Path("train.py").write_text(EXACT[name].text(), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    assert (found.status, found.unknown) == (0, "")
-    assert all(variant.verdict.compared.steps > 0 for variant in found.variants)
+    assert (related.status, related.unknown) == (0, "")
+    assert all(variant.verdict.compared.steps > 0 for variant in related.variants)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -32,14 +32,14 @@ def test_a_fault_is_found_and_the_lost_state_is_named(name: str) -> None:
     program, forgotten, words, instead = FAULTS[name]
     Path("train.py").write_text(EXACT[program].text(forgotten, instead), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
     lost = [
         f"{'restored' if each.restored else 'not restored'}: {each}"
-        for each in found.deciding.not_restored
+        for each in related.deciding.not_restored
     ]
-    advice = found.verdict.advice
-    assert found.status == 1
+    advice = related.verdict.advice
+    assert related.status == 1
     assert words in (lost[0] if lost else advice.cause)
 
 
@@ -87,11 +87,11 @@ def test_the_line_that_reads_the_programs_own_state_is_named(name: str) -> None:
     Path("train.py").write_text("\n".join(lines), encoding="utf-8")
     here = next(number for number, line in enumerate(lines, 1) if "# here" in line)
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    assert "state that the program keeps itself" in found.verdict.advice.cause
-    assert found.verdict.origin.where == f"{Path.cwd()}/train.py:{here}"
-    assert f"train.py:{here} " in str(found)
+    assert "state that the program keeps itself" in related.verdict.advice.cause
+    assert related.verdict.origin.where == f"{Path.cwd()}/train.py:{here}"
+    assert f"train.py:{here} " in str(related)
 
 
 def test_a_newer_checkpoint_that_was_not_used_is_named() -> None:
@@ -100,11 +100,11 @@ def test_a_newer_checkpoint_that_was_not_used_is_named() -> None:
     text = text.replace("step_{i - 7}", "step_{i - 99}")
     Path("train.py").write_text(text, encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
     newer = "resumed from step_4.pt; step_12.pt is newer: 8 steps are done twice"
-    assert found.status == 0
-    assert [newer in variant.note for variant in found.variants] == [False, True]
+    assert related.status == 0
+    assert [newer in variant.note for variant in related.variants] == [False, True]
 
 
 def test_there_is_no_answer_if_no_checkpoint_was_restored() -> None:
@@ -115,21 +115,21 @@ def test_there_is_no_answer_if_no_checkpoint_was_restored() -> None:
     Path("anew.py").write_text(anew, encoding="utf-8")
     resume = f"{sys.executable} anew.py {{checkpoint}}"
 
-    found = relate("resume", None, [sys.executable, "train.py"], resume_command=resume)
+    related = relate("resume", None, [sys.executable, "train.py"], resume_command=resume)
 
-    assert found.variants[1].status == 4
-    assert "no parameter has its value from" in found.variants[1].unknown
+    assert related.variants[1].status == 4
+    assert "no parameter has its value from" in related.variants[1].unknown
 
 
 def test_no_line_says_that_nothing_later_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are compared by their final state, so nothing is known about ops that differ later."""
     Path("train.py").write_text(EXACT["scheduler"].text("s"), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
     monkeypatch.setenv("TORCHREPRO_VERBOSE", "1")
-    assert found.status == 1
-    assert "nothing later differs" not in str(found)
+    assert related.status == 1
+    assert "nothing later differs" not in str(related)
 
 
 def test_a_draw_after_restoring_is_named_if_nothing_else_draws() -> None:
@@ -144,9 +144,9 @@ def test_a_draw_after_restoring_is_named_if_nothing_else_draws() -> None:
         for word in ("set_rng_state", "x = ")
     )
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    (lost,) = found.deciding.not_restored
+    (lost,) = related.deciding.not_restored
     assert (lost.name, lost.restored) == ("torch", f"train.py:{restored}")
     assert lost.what == f"then drawn from at train.py:{drawn} before the first batch"
 
@@ -162,9 +162,9 @@ def test_a_later_draw_is_not_the_cause_of_the_first_difference() -> None:
     )
     Path("train.py").write_text(program.text("opt"), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    (lost,) = found.deciding.not_restored
+    (lost,) = related.deciding.not_restored
     assert str(lost) == "optimizer momentum_buffer: of weight, bias"
 
 
@@ -233,8 +233,8 @@ def test_only_the_reason_why_a_batch_differs_is_named(
     )
     Path("train.py").write_text(text, encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    lost = [str(each) for each in found.deciding.not_restored]
-    assert found.status == 1
+    lost = [str(each) for each in related.deciding.not_restored]
+    assert related.status == 1
     assert [each.rpartition(": ")[2] if "epoch" in each else each for each in lost] == named

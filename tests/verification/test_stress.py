@@ -27,13 +27,13 @@ def test_the_condition_that_a_program_depends_on_is_named(name, training, verifi
     if name != "memory contents":  # before Python starts
         request.getfixturevalue("forked")
     command = training(DEPENDENT[name], "import os")
-    found = verified(command, stress=[name, "affinity"], closer=False)
+    verification = verified(command, stress=[name, "affinity"], closer=False)
 
-    assert not found.same
-    assert found.stressed.culprits == (name,)
-    assert name in found.verdict.notes[0]
-    assert {"file order": "order of files"}.get(name, name) in found.verdict.advice.cause
-    assert verification_json(found)["stress"]["culprits"] == [name]
+    assert not verification.same
+    assert verification.stressed.culprits == (name,)
+    assert name in verification.verdict.notes[0]
+    assert {"file order": "order of files"}.get(name, name) in verification.verdict.advice.cause
+    assert verification_json(verification)["stress"]["culprits"] == [name]
 
 
 @pytest.mark.usefixtures("forked")
@@ -41,13 +41,13 @@ def test_no_perturbation_is_blamed_if_unperturbed_runs_diverge(training, verifie
     """A note says so, and that no run has a hash seed that differs from the profile's."""
     line = "batch[0, 0] = __import__('random').SystemRandom().random()"
     asked = {"overrides": ['env.PYTHONHASHSEED="0"'], "stress": EVERYTHING}
-    found = verified(training(line), closer=False, **asked)
+    verification = verified(training(line), closer=False, **asked)
 
-    assert not found.same
-    assert found.stressed.culprits == ()
-    assert "without any perturbation" in found.verdict.notes[0]
-    assert len(found.runs) == 2
-    assert dict(found.stressed.skipped)["hash seed"].startswith("the profile sets it")
+    assert not verification.same
+    assert verification.stressed.culprits == ()
+    assert "without any perturbation" in verification.verdict.notes[0]
+    assert len(verification.runs) == 2
+    assert dict(verification.stressed.skipped)["hash seed"].startswith("the profile sets it")
 
 
 @pytest.mark.parametrize("seed", ["0", "7919", "4294967295"])
@@ -67,13 +67,13 @@ def test_variables_that_the_profile_sets_are_not_perturbed(seed):
 @pytest.mark.slow
 def test_a_command_that_fixes_the_hash_seed_is_proposed_once_its_runs_agree(training, verified):
     """If the hash seed alone makes runs differ, the proposed command was tried."""
-    found = verified(training(OF_HASHES), stress=["hash seed", "affinity"])
+    verification = verified(training(OF_HASHES), stress=["hash seed", "affinity"])
 
-    assert found.stressed.culprits == ("hash seed",)
-    assert "depends on the order of a set of strings" in found.verdict.advice.cause
-    assert "env.PYTHONHASHSEED" in found.verdict.advice.command
-    assert found.verdict.advice.tried == "the same in 3 runs"
-    assert [trial.same for trial in found.tried] == [True]
+    assert verification.stressed.culprits == ("hash seed",)
+    assert "depends on the order of a set of strings" in verification.verdict.advice.cause
+    assert "env.PYTHONHASHSEED" in verification.verdict.advice.command
+    assert verification.verdict.advice.tried == "the same in 3 runs"
+    assert [trial.same for trial in verification.tried] == [True]
 
 
 @pytest.mark.slow
@@ -82,16 +82,16 @@ def test_a_hash_seed_that_the_profile_sets_is_perturbed_in_a_separate_run(traini
     does not depend on it is the same, and the hash seed counts as perturbed.
     """
     set_it = {"overrides": ['env.PYTHONHASHSEED="0"'], "stress": ["hash seed"], "closer": False}
-    found = verified(training(OF_HASHES), **set_it)
+    verification = verified(training(OF_HASHES), **set_it)
     other = verified(training(), **set_it | {"folder": ""})
 
-    assert not found.same
-    assert [verdict.same for verdict in found.verdicts] == [True, False]
-    assert found.stressed.culprits == found.runs[-1].perturbed == ("hash seed",)
-    assert "`+repro=` alone does not" in found.stressed.what
-    assert found.verdict.notes[0] == found.stressed.what
-    assert "hash seed" in found.verdict.advice.cause
-    assert verification_json(found)["stress"]["culprits"] == ["hash seed"]
+    assert not verification.same
+    assert [verdict.same for verdict in verification.verdicts] == [True, False]
+    assert verification.stressed.culprits == verification.runs[-1].perturbed == ("hash seed",)
+    assert "`+repro=` alone does not" in verification.stressed.what
+    assert verification.verdict.notes[0] == verification.stressed.what
+    assert "hash seed" in verification.verdict.advice.cause
+    assert verification_json(verification)["stress"]["culprits"] == ["hash seed"]
     assert other.same
     assert other.stressed.perturbed == ("hash seed",)
     assert (other.stressed.culprits, other.stressed.skipped) == ((), ())
@@ -124,7 +124,7 @@ def test_perturbations_that_act_together_are_named_together(training, verified):
     moved = "time.time() > os.path.getmtime('train.py') + 90_000"
     line = f"batch[0, 0] = sys.getswitchinterval() < 1e-4 and {moved}"
     together = ("clock", "thread scheduling")
-    found = verified(training(line, "import os, sys, time"), stress=together, closer=False)
+    verification = verified(training(line, "import os, sys, time"), stress=together, closer=False)
 
-    assert found.stressed.culprits == together
-    assert "several perturbations together" in found.verdict.notes[0]
+    assert verification.stressed.culprits == together
+    assert "several perturbations together" in verification.verdict.notes[0]

@@ -154,7 +154,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _states(user: Path) -> State:
     """Contents, links and permissions of all below a folder but git's and the carried file."""
-    found: State = {}
+    verification: State = {}
     for path in sorted(user.rglob("*")):
         name = str(path.relative_to(user))
         if "/.git/" in name or name.endswith(("/.git", "/n", "train.py")):
@@ -164,8 +164,8 @@ def _states(user: Path) -> State:
             its = os.path.relpath(path.resolve(), user)
         elif path.is_file():
             its = path.read_bytes()
-        found[name] = its, path.lstat().st_mode
-    return found
+        verification[name] = its, path.lstat().st_mode
+    return verification
 
 
 def _kept(user: Path) -> dict[str, tuple[int, int]]:
@@ -182,13 +182,13 @@ def _reachable(user: Path, effect: str, most: int, monkeypatch: pytest.MonkeyPat
     if (twin / "work/back.txt").is_symlink():
         (twin / "work/back.txt").unlink()
         (twin / "work/back.txt").symlink_to(twin / "work/data/small.txt")
-    found = [_states(twin)]
+    verification = [_states(twin)]
     with chdir(twin / "work"), monkeypatch.context() as patch:
         patch.setenv("HOME", str(twin / "home"))
         for _ in range(most):
             exec(effect, {"ROOT": str(twin / "work")})
-            found.append(_states(twin))
-    return found
+            verification.append(_states(twin))
+    return verification
 
 
 def _write(root: Path, text: str, effect: str, **words: object) -> None:
@@ -212,11 +212,11 @@ def test_trials_change_a_folder_only_as_the_program_does(
     user, text = folder.parent, EFFECTS[effect]
     _write(folder, TRAIN, text, **KINDS[kind])
     reachable, kept = _reachable(user, text, 40, monkeypatch), _kept(user)
-    found = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
+    verification = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
 
     assert repository_root(folder) == folder
-    assert not found.same
-    assert found.tried
+    assert not verification.same
+    assert verification.tried
     assert _kept(user) == kept
     assert _states(user) in reachable
 

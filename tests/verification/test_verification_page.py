@@ -42,20 +42,20 @@ for step in range(3):
 
 
 @pytest.fixture
-def found(forked: None, verified: Callable[..., Verification]) -> Verification:
+def verification(forked: None, verified: Callable[..., Verification]) -> Verification:
     """The verification of a program that calls two models of one class."""
     Path("train.py").write_text(RECOMMENDER, encoding="utf-8")
     return verified([sys.executable, "train.py"], runs=4)
 
 
 @pytest.mark.slow
-def test_many_runs_are_on_one_page(found: Verification, tmp_path: Path) -> None:
+def test_many_runs_are_on_one_page(verification: Verification, tmp_path: Path) -> None:
     """Each run has a row that links to its comparison; values have the program's names."""
-    page = verification_page(found)
+    page = verification_page(verification)
     text = unescape(page)
 
-    assert [verdict.same for verdict in found.verdicts] == [False] * 3
-    assert len(found.verdicts) <= COMPARISONS
+    assert [verdict.same for verdict in verification.verdicts] == [False] * 3
+    assert len(verification.verdicts) <= COMPARISONS
     for number in (2, 3, 4):
         assert text.count(f'href="#run-{number}"') == 1
         assert text.count(f'<article id="run-{number}"') == 1

@@ -36,16 +36,16 @@ def test_a_reproducible_program_is_the_same_and_leaves_no_file(
     """Equal runs, NaN included, are reported as the same, and their recordings are removed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said = []
-    found = verify(
+    verification = verify(
         plain, training("batch[0, 0] = float('nan') if step == 2 else 0"), say=said.append
     )
 
-    assert found.same
-    assert found.verdict.compared.ops > 50
-    assert [run.status for run in found.runs] == [0, 0]
-    assert (found.folder, list(tmp_path.glob("torchrepro-*"))) == ("", [])
+    assert verification.same
+    assert verification.verdict.compared.ops > 50
+    assert [run.status for run in verification.runs] == [0, 0]
+    assert (verification.folder, list(tmp_path.glob("torchrepro-*"))) == ("", [])
     assert "".join(said).count("3 steps\n") == 2
-    assert verification_json(found)["same"] is True
+    assert verification_json(verification)["same"] is True
 
 
 @pytest.mark.usefixtures("forked")
@@ -54,16 +54,16 @@ def test_a_divergence_is_recorded_in_detail_unless_disabled(closer, training, ve
     """The first divergence has its line and all recordings, and tensor elements from two more runs
     unless these are disabled.
     """
-    found = verified(training(ANOTHER_EACH_TIME), closer=closer)
-    first = found.verdict.first
+    verification = verified(training(ANOTHER_EACH_TIME), closer=closer)
+    first = verification.verdict.first
     recorded = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
 
-    assert not found.same
+    assert not verification.same
     assert (first.step, first.phase) == (1, "forward")
     assert first.kind in (Kind.DATA, Kind.ARGUMENT)  # torch 2.15 fills by a number
     assert Path(first.source.rpartition(":")[0]).name == "train.py"
     assert (bool(first.elements), bool(first.distances)) == (closer, closer)
-    assert [len(read_run(run.folder)) for run in found.runs] == [1, 1]
+    assert [len(read_run(run.folder)) for run in verification.runs] == [1, 1]
     closely = {"closer-1", "closer-2"} if closer else set()
     assert {name for name in recorded if "trial" not in name} == {"run-1", "run-2"} | closely
     if closer:
@@ -83,12 +83,12 @@ def test_a_divergence_that_varies_between_runs_is_reported_as_such(training, ver
         "    open('first', 'w')\n"
         "    return True"
     )
-    found = verified(training(chance, before))
+    verification = verified(training(chance, before))
 
-    assert not found.same
-    assert found.verdict.first.step == 1
-    assert not found.verdict.first.elements
-    assert "it varies from run to run" in found.verdict.notes[0]
+    assert not verification.same
+    assert verification.verdict.first.step == 1
+    assert not verification.verdict.first.elements
+    assert "it varies from run to run" in verification.verdict.notes[0]
 
 
 @pytest.mark.usefixtures("forked")
@@ -132,12 +132,12 @@ def test_runs_with_different_exit_statuses_are_not_the_same(before, end, what, t
     command = training(before=before)
     with Path("train.py").open("a", encoding="utf-8") as file:
         file.write(end)
-    found = verified(command)
+    verification = verified(command)
 
-    assert not found.same
-    assert found.verdict.first.kind is Kind.ENDED
-    assert all(words in found.verdict.first.what for words in what)
-    json.dumps(verification_json(found), allow_nan=False)
+    assert not verification.same
+    assert verification.verdict.first.kind is Kind.ENDED
+    assert all(words in verification.verdict.first.what for words in what)
+    json.dumps(verification_json(verification), allow_nan=False)
 
 
 def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
@@ -176,11 +176,11 @@ def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
 def test_the_run_that_differs_is_found_among_several(training, verified):
     """Runs 1 and 2 agree, and run 3 differs: the answer is no, and it names run 3."""
     third = "import os\nruns = len(os.listdir())\nopen(f'ran-{runs}', 'w')"
-    found = verified(training("batch[0, 0] = float(runs == 4)", third), runs=3, closer=False)
+    verification = verified(training("batch[0, 0] = float(runs == 4)", third), runs=3, closer=False)
 
-    assert [verdict.same for verdict in found.verdicts] == [True, False]
-    assert [run["same"] for run in verification_json(found)["runs"]] == [True, True, False]
-    assert not found.same
+    assert [verdict.same for verdict in verification.verdicts] == [True, False]
+    assert [run["same"] for run in verification_json(verification)["runs"]] == [True, True, False]
+    assert not verification.same
 
 
 @pytest.mark.usefixtures("forked")
@@ -224,11 +224,11 @@ def test_escalation_stops_at_the_first_settings_that_make_runs_equal(
     """Settings are tried one after another."""
     Path("bare.yaml").write_text("schema: 1\nname: bare\nguarantee: repeatable\n")
     command = training(*program)
-    found = verify(profile, command, escalate=True, closer=False, folder=tmp_path / "out")
-    answer = verification_json(found)
+    verification = verify(profile, command, escalate=True, closer=False, folder=tmp_path / "out")
+    answer = verification_json(verification)
     *before, last = [trial["same"] for trial in answer["tried"]]
 
-    assert not found.same
+    assert not verification.same
     assert not any(before)
     assert last == (helps is not None)
     assert bool(answer["advice"]["command"]) == last
@@ -244,8 +244,8 @@ def test_a_proposed_command_has_the_criteria_of_the_user(training, tmp_path):
     """It has the tolerance and the level with which it was tried, and its runs agree with them."""
     command = training("batch += __import__('random').random()")
     asked = {"rtol": 1e-9, "atol": 0.0, "level": "module"}
-    found = verify(None, command, folder=tmp_path / "out", **asked)
-    proposed = found.verdict.advice.command
+    verification = verify(None, command, folder=tmp_path / "out", **asked)
+    proposed = verification.verdict.advice.command
 
     assert proposed.startswith(
         "torchrepro verify seed-only --level module --rtol 1e-09 --atol 0.0 "
@@ -258,13 +258,17 @@ def test_a_proposed_command_has_the_criteria_of_the_user(training, tmp_path):
 def test_no_change_is_proposed_if_runs_agree_without_it_too(training, verified):
     """A difference in the first run only is not due to a setting."""
     before = "import os\nfirst = not os.path.isdir('seen')\nos.makedirs('seen', exist_ok=True)"
-    found = verified(training("batch = batch + first", before))
-    advice = found.verdict.advice
+    verification = verified(training("batch = batch + first", before))
+    advice = verification.verdict.advice
 
-    assert not found.same
+    assert not verification.same
     assert (advice.command, advice.edit, advice.tried) == ("", None, "")
-    assert "most runs of it are the same: it differs too seldom to show what helps" in str(found)
-    assert not any(trial.same for trial in found.tried if trial.what != "the command as it is")
+    assert "most runs of it are the same: it differs too seldom to show what helps" in str(
+        verification
+    )
+    assert not any(
+        trial.same for trial in verification.tried if trial.what != "the command as it is"
+    )
 
 
 @pytest.mark.slow
@@ -273,11 +277,11 @@ def test_a_leftover_file_exists_after_the_trials(training, verified):
     """Trials run without it in copies, and the original stays."""
     cached = "np.load('cache.npy') if os.path.exists('cache.npy') else np.full(1, 0.25)"
     before = f"import os, numpy as np\nscale = {cached}\nnp.save('cache.npy', scale * 2)"
-    found = verified(training("batch *= float(scale[0])", before))
+    verification = verified(training("batch *= float(scale[0])", before))
 
-    assert not found.same
-    assert "cache.npy" in found.verdict.advice.cause
-    assert 'cd "$(mktemp -d)" && exec ' in found.verdict.advice.command
+    assert not verification.same
+    assert "cache.npy" in verification.verdict.advice.cause
+    assert 'cd "$(mktemp -d)" && exec ' in verification.verdict.advice.command
     assert Path("cache.npy").exists()
 
 
@@ -288,13 +292,13 @@ def test_a_divergence_after_the_last_step_is_recorded_in_detail(training, verifi
     with Path("train.py").open("a", encoding="utf-8") as file:
         file.write("model(torch.full((2, 4), __import__('random').SystemRandom().random()))\n")
     said = []
-    found = verified(command, say=said.append)
-    first, progress = found.verdict.first, "".join(said)
+    verification = verified(command, say=said.append)
+    first, progress = verification.verdict.first, "".join(said)
 
     assert progress.count(" 3 steps\n") == 2
     assert progress.count("a closer look after the last step, run") == 2
-    assert [run.steps for run in found.runs] == [3, 3]
-    assert (first.step, first.after_last, found.verdict.compared.steps) == (3, True, 3)
+    assert [run.steps for run in verification.runs] == [3, 3]
+    assert (first.step, first.after_last, verification.verdict.compared.steps) == (3, True, 3)
     assert first.elements
 
 
@@ -303,12 +307,12 @@ def test_a_program_without_steps_is_verified(verified):
     """All its ops are outside of any step, and no number of steps is reported."""
     program = "import random, torch; torch.full((2,), random.SystemRandom().random()).sin()"
     said = []
-    found = verified([sys.executable, "-c", program], say=said.append)
-    text = "".join(said) + as_text(*verification_parts(found))
+    verification = verified([sys.executable, "-c", program], say=said.append)
+    text = "".join(said) + as_text(*verification_parts(verification))
 
-    assert not found.same
-    assert found.verdict.first.elements
-    assert all(run.recorded and not run.steps for run in found.runs)
+    assert not verification.same
+    assert verification.verdict.first.elements
+    assert all(run.recorded and not run.steps for run in verification.runs)
     assert "2 records outside of any step" in text
     assert "diverged outside of any step" in text
     assert not re.search(r"\d steps?\b|step \d", text)
@@ -377,23 +381,23 @@ def test_a_meter_can_be_ignored(training, verified, tmp_path):
     """Runs differ by it, but not in training; without its line they are the same."""
     command = training(METER)
     differs = verified(command, closer=False)
-    found = verified(command, ignore=[_line_of("time_ns")], folder=tmp_path / "again")
+    verification = verified(command, ignore=[_line_of("time_ns")], folder=tmp_path / "again")
 
     assert not differs.same
     assert verification_json(differs)["reaches"] is False
-    assert found.same
-    assert found.verdict.notes[0] == f"left out: 6 records of {_line_of('time_ns')}"
-    assert verification_json(found)["left_out"][0]["records"] == 6
+    assert verification.same
+    assert verification.verdict.notes[0] == f"left out: 6 records of {_line_of('time_ns')}"
+    assert verification_json(verification)["left_out"][0]["records"] == 6
 
 
 @pytest.mark.usefixtures("forked")
 def test_a_line_that_reaches_the_loss_cannot_be_ignored(training, verified):
     """A difference that reaches the loss is found, whatever is ignored."""
     command = training(ANOTHER)
-    found = verified(command, closer=False, ignore=[_line_of("time_ns")])
+    verification = verified(command, closer=False, ignore=[_line_of("time_ns")])
 
-    assert not found.same
-    assert found.verdict.reaches
+    assert not verification.same
+    assert verification.verdict.reaches
 
 
 @pytest.mark.usefixtures("forked")
@@ -409,11 +413,11 @@ def test_a_line_without_a_record_is_refused(training, verified):
 @pytest.mark.usefixtures("forked")
 def test_only_some_steps_are_recorded_in_full(training, verified):
     """`every` and `max_size` work as in a recording; a closer look still follows a divergence."""
-    found = verified(training(ANOTHER), every=2, max_size="50MB")
+    verification = verified(training(ANOTHER), every=2, max_size="50MB")
 
-    levels = [row.level for row in read_run(found.runs[0].folder)[0].steps.values()]
+    levels = [row.level for row in read_run(verification.runs[0].folder)[0].steps.values()]
     assert levels[:3] == ["op", "step", "op"]
-    assert read_run(found.runs[0].folder)[0].meta["max_size"] == 50_000_000
-    assert not found.same
-    assert found.verdict.first is not None
-    assert found.verdict.first.elements
+    assert read_run(verification.runs[0].folder)[0].meta["max_size"] == 50_000_000
+    assert not verification.same
+    assert verification.verdict.first is not None
+    assert verification.verdict.first.elements

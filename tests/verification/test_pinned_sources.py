@@ -38,9 +38,9 @@ print(torch.empty(4).tolist(), np.empty(3).tolist())
 """
 
 
-def _lines(folder: Path, held: dict[str, list[str]]) -> list[str]:
+def _lines(folder: Path, pins: dict[str, list[str]]) -> list[str]:
     variables = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
-    variables |= pinning(held).all_variables() if held else {}
+    variables |= pinning(pins).all_variables() if pins else {}
     done = subprocess.run(
         [sys.executable, "-m", "torchrepro", "run", "seed-only", "--", sys.executable, "reads.py"],
         cwd=folder,
@@ -58,12 +58,12 @@ def test_a_pinned_source_is_the_same_in_every_run(tmp_path: Path) -> None:
     """Every source is the same in two runs where it is pinned, and differs elsewhere."""
     for name in ("reads.py", "b", "a", "c"):
         (tmp_path / name).write_text(PROGRAM, encoding="utf-8")
-    everything: dict[str, list[str]] = {what: [] for what in PINNED_TOGETHER}
-    held = [_lines(tmp_path, everything) for _ in range(2)]
+    everything: dict[str, list[str]] = {source: [] for source in PINNED_TOGETHER}
+    pinned = [_lines(tmp_path, everything) for _ in range(2)]
     at_a_line = [_lines(tmp_path, {CLOCK: ["reads.py:6"]}) for _ in range(2)]
 
-    assert held[0] == held[1]
-    assert "['a', 'b', 'c', " in held[0][4]
+    assert pinned[0] == pinned[1]
+    assert "['a', 'b', 'c', " in pinned[0][4]
     assert at_a_line[0][1] == at_a_line[1][1]
     assert at_a_line[0][0] != at_a_line[1][0]
     assert at_a_line[0][2:5] != at_a_line[1][2:5]
