@@ -1,7 +1,7 @@
-"""Runs `verify` on the programs beside this file as a user would, and scores what it says.
+"""Runs `verify` as a user would on the programs next to this file, and scores its answers.
 
 `python -m tests.advice.scoring FOLDER [NAME...]` prints the table, and keeps the answers in FOLDER.
-What is there already is not run again.
+Answers that are already there are reused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BEGIN, END = "<!-- scores -->", "<!-- end of scores -->"
 """Lines of a page between which the scores stand."""
 
 TRIES = 4
-"""Verifications of a program of which one differs, where it differs by chance."""
+"""Verifications of a program whose runs differ by chance; one of them has to differ."""
 
 LIMIT = 900
 """Seconds that one command may take."""
@@ -44,7 +44,7 @@ LIMIT = 900
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a printed answer of `verify` says."""
+    """The contents of a printed answer of `verify`."""
 
     lines: tuple[tuple[str, int], ...]
     """Each file and line that it names."""
@@ -54,15 +54,15 @@ class Answer:
 
 
 def read_answer(text: str) -> Answer:
-    """Return what the printed answer `text` says; the one place that knows its form."""
+    """Return the contents of the printed answer `text`; only this function knows its format."""
     blocks: dict[str, list[str]] = {}
     label = ""
     for line in text.splitlines():
-        if found := LABELLED.match(line):
-            label = found[1]
-            blocks.setdefault(label, []).append(found[2] or "")
-        elif label and (found := CONTINUED.match(line)):
-            blocks[label].append(found[1])
+        if match := LABELLED.match(line):
+            label = match[1]
+            blocks.setdefault(label, []).append(match[2] or "")
+        elif label and (match := CONTINUED.match(line)):
+            blocks[label].append(match[1])
         else:
             label = ""
     edit = None
@@ -76,7 +76,7 @@ def read_answer(text: str) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What `verify` said of one program, held to what is expected."""
+    """The answer of `verify` for one program, compared with the expected one."""
 
     name: str
     status: int
@@ -84,9 +84,9 @@ class Score:
     """It names the file and the number of an expected line."""
     cause: bool
     remedy: str
-    """`none`, or the outcomes of what it says to do: `edit works`, `command fails`."""
+    """`none`, or the outcomes of its advice: `edit works`, `command fails`."""
     reaches_nothing: bool | None = None
-    """Its JSON says that what differs reaches nothing; None where that was not asked."""
+    """Whether its JSON says that the difference reaches no result; None if not checked."""
 
     @property
     def works(self) -> bool:
@@ -163,11 +163,11 @@ def plain_results(row: Varying | Repeating, within: Path) -> Iterator[str]:
 
 def _number(name: str, line: Line) -> int:
     text = (PROGRAMS / name / line.file).read_text(encoding="utf-8")
-    return [each.strip() for each in text.splitlines()].index(line.text) + 1
+    return [written.strip() for written in text.splitlines()].index(line.text) + 1
 
 
-def _is_end_of(one: str, other: str) -> bool:
-    return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
+def _is_end_of(left: str, right: str) -> bool:
+    return f"/{left}".endswith(f"/{right}") or f"/{right}".endswith(f"/{left}")
 
 
 def names_line(answer: Answer, row: Varying | Repeating, lines: tuple[Line, ...]) -> bool:
@@ -180,9 +180,9 @@ def names_line(answer: Answer, row: Varying | Repeating, lines: tuple[Line, ...]
 
 
 def names_cause(cause: str, row: Varying) -> bool:
-    """Return whether the text `cause` says a true cause, and is no list of guesses."""
+    """Return whether the text `cause` names a true cause, and is not a list of guesses."""
     offered = sum(bool(re.search(guess, cause, re.I)) for guess in GUESSES)
-    true = any(re.search(CAUSES[each], cause, re.I) for each in row.causes)
+    true = any(re.search(CAUSES[key], cause, re.I) for key in row.causes)
     return true and offered < 3
 
 
@@ -199,9 +199,9 @@ def _remedy(row: Varying, answer: Answer, within: Path) -> str:
 
 
 def _apply(edit: Edit, folder: Path) -> bool:
-    """Do `edit` to the letter; return False where its line is not the line that it says."""
-    place, _, number = edit.where.rpartition(":")
-    file, at = folder / place, int(number) - 1
+    """Apply `edit` literally; return False if its line in the file is another one."""
+    path, _, number = edit.where.rpartition(":")
+    file, at = folder / path, int(number) - 1
     lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
     if [line.strip() for line in lines[at : at + 1]] != [edit.before]:
         return False
@@ -211,7 +211,7 @@ def _apply(edit: Edit, folder: Path) -> bool:
 
 
 def score(row: Varying | Repeating, within: Path, answers: Path | None = None) -> Score:
-    """Verify the program of `row`, try what the answer says to do, and score it."""
+    """Verify the program of `row`, follow the advice of the answer, and score it."""
     done = run_in_shell(verify_command(row), fresh_copy(row.name, within))
     if answers:
         text = f"{done.stdout}\nexit {done.returncode}\n\n{done.stderr}"
@@ -226,7 +226,7 @@ def score(row: Varying | Repeating, within: Path, answers: Path | None = None) -
             _remedy(row, answer, within),
         )
     reaches_nothing = None
-    for _ in range(TRIES) if row.differs else ():  # two runs may by chance have the same ops
+    for _ in range(TRIES if row.differs else 0):  # two runs may by chance have the same ops
         as_json = run_in_shell(verify_command(row, "--json"), fresh_copy(row.name, within))
         if as_json.returncode:
             differs = as_json.returncode == 1
@@ -237,9 +237,9 @@ def score(row: Varying | Repeating, within: Path, answers: Path | None = None) -
 
 
 def is_alarm(row: Repeating, result: Score) -> bool:
-    """Return whether a program that repeats is said not to, or not for what it is.
+    """Return whether `verify` raises a false alarm for a program that repeats.
 
-    Where ops differ and reach nothing, two runs may by chance have the same ones.
+    If ops differ and reach no result, two runs may by chance have the same ops.
     """
     return result.status != 0 and not (result.status == 1 and result.reaches_nothing)
 
@@ -247,9 +247,9 @@ def is_alarm(row: Repeating, result: Score) -> bool:
 def score_all(
     within: Path, answers: Path | None = None, names: tuple[str, ...] = (), jobs: int = 2
 ) -> dict[str, Score]:
-    """Score every program, or those of `names`, `jobs` at a time."""
+    """Score every program, or only `names`, `jobs` at a time."""
 
-    def one(row: Varying | Repeating) -> Score:
+    def score_or_reuse(row: Varying | Repeating) -> Score:
         kept = answers / f"{row.name}.json" if answers else None
         if kept and kept.exists():
             return Score(**json.loads(kept.read_text(encoding="utf-8")))
@@ -260,20 +260,20 @@ def score_all(
 
     rows = [row for row in (*VARYING, *REPEATING) if not names or row.name in names]
     with ThreadPoolExecutor(jobs) as pool:
-        return {result.name: result for result in pool.map(one, rows)}
+        return {result.name: result for result in pool.map(score_or_reuse, rows)}
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The scores of all programs, as they are held to their bounds."""
+    """The scores of all programs in total, as tests check them."""
 
     lines: int
     causes: int
     remedies: int
     false: tuple[str, ...]
-    """The programs whose answer says to do what does not help, or cannot be done as printed."""
+    """The programs whose advice does not help, or cannot be followed as printed."""
     missed: tuple[str, ...]
-    """The programs that vary and are said to be the same, or could not be verified."""
+    """The programs that vary but are reported as the same, or could not be verified."""
     alarms: tuple[str, ...]
 
 
@@ -282,11 +282,11 @@ def total(results: dict[str, Score]) -> Total:
     varying = [results[row.name] for row in VARYING if row.name in results]
     repeating = [row for row in REPEATING if row.name in results]
     return Total(
-        sum(each.line for each in varying),
-        sum(each.cause for each in varying),
-        sum(each.works for each in varying),
-        tuple(each.name for each in varying if each.false),
-        tuple(each.name for each in varying if each.status != 1),
+        sum(result.line for result in varying),
+        sum(result.cause for result in varying),
+        sum(result.works for result in varying),
+        tuple(result.name for result in varying if result.false),
+        tuple(result.name for result in varying if result.status != 1),
         tuple(row.name for row in repeating if is_alarm(row, results[row.name])),
     )
 
@@ -300,14 +300,14 @@ def markdown(results: dict[str, Score]) -> str:
     rows = ["| program | does not repeat because of | exit | line | cause | edit or command |"]
     rows.append("|---|---|---|---|---|---|")
     for row in VARYING:
-        if one := results.get(row.name):
-            found = f"{one.status} | {yes(one.line)} | {yes(one.cause)} | {one.remedy}"
-            rows.append(f"| `{row.name}` | {row.causes[0]} | {found} |")
+        if result := results.get(row.name):
+            cells = f"{result.status} | {yes(result.line)} | {yes(result.cause)} | {result.remedy}"
+            rows.append(f"| `{row.name}` | {row.causes[0]} | {cells} |")
     rows += ["", "| program | repeats, and looks as if not | exit | alarm |", "|---|---|---|---|"]
     for row in REPEATING:
-        if one := results.get(row.name):
-            found = f"{one.status} | {yes(is_alarm(row, one))}"
-            rows.append(f"| `{row.name}` | {row.looks_like} | {found} |")
+        if result := results.get(row.name):
+            cells = f"{result.status} | {yes(is_alarm(row, result))}"
+            rows.append(f"| `{row.name}` | {row.looks_like} | {cells} |")
     sums = total(results)
     varying = len([row for row in VARYING if row.name in results])
     rows += [

@@ -1,7 +1,7 @@
-"""What is expected of `verify` on each program beside this file.
+"""The expected answer of `verify` for each program next to this file.
 
-The folder of a row's name holds its program. Lines are written as they stand in it, without the
-spaces around them, so that formatting a program does not make the table wrong.
+The folder of a row's name contains its program. Lines are written as in the program, without
+leading and trailing spaces, so that formatting a program does not invalidate the table.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,11 @@ class Varying:
 
     name: str
     causes: tuple[str, ...]
-    """Keys of CAUSES; the first is the one that it is written for, the others are true as well."""
+    """Keys of CAUSES; the program is written for the first, the others are true too."""
     remedy: str
-    """What a user would do about it, once the cause is known."""
+    """How a user would fix it, once the cause is known."""
     lines: tuple[Line, ...]
-    """The lines of which a user would say: that is the one that I have to change."""
+    """The lines that a user would have to change."""
     command: tuple[str, ...] = SCRIPT
 
 
@@ -68,9 +68,9 @@ CAUSES: Final = {
     r"|max_time|timing of|arriv|how (long|fast)",
     "pid": r"\bpid\b|process (id|number)|process's id|getpid|(id|number) of (the|its) process",
 }
-"""What the printed text of a true cause matches, upper and lower case alike.
+"""Patterns for the printed text of a true cause, in any case of letters.
 
-Written on the sense and not on a wording.
+They match the meaning, not one wording.
 """
 
 GUESSES: Final = (

@@ -1,4 +1,4 @@
-"""What `verify` advises was tried: the cause that is there, the user's line, and what works."""
+"""`verify` gives tested advice: the true cause, the user's line, and a fix that works."""
 
 from collections import Counter
 from itertools import islice
@@ -36,7 +36,7 @@ GUESSES = "A generator of its own, the clock, an address, the order of files, th
 ROWS: list[Varying | Repeating] = [*VARYING, *REPEATING]
 
 
-def test_an_answer_is_read() -> None:
+def test_the_scorer_reads_an_answer() -> None:
     """Its lines, its cause, and the edit and the command that it prints."""
     edit = Edit("train.py:4", "torch.manual_seed(int(time.time()))", "torch.manual_seed(1234)")
 
@@ -49,16 +49,16 @@ def test_an_answer_is_read() -> None:
     assert read_answer("the same: 3 steps") == Answer((), "", None, None)
 
 
-def test_a_list_of_guesses_names_no_cause() -> None:
-    """One cause counts, and the same among others does not."""
+def test_a_list_of_guesses_does_not_score_as_a_cause() -> None:
+    """One cause scores, and the same cause among others does not."""
     (row,) = (row for row in VARYING if row.name == "sentiment_lstm")
 
     assert names_cause(read_answer(ANSWER).cause, row)
     assert not names_cause(GUESSES, row)
 
 
-def test_the_table_is_of_the_programs_that_are_there() -> None:
-    """Each program has a row; each line that a row names stands once in its file."""
+def test_the_table_matches_the_programs() -> None:
+    """Each program has a row; each line that a row names is in its file once."""
     lines = [(row.name, line) for row in VARYING for line in row.lines]
     lines += [(row.name, line) for row in REPEATING for line in row.differs]
 
@@ -69,7 +69,7 @@ def test_the_table_is_of_the_programs_that_are_there() -> None:
         assert stripped.count(line.text) == 1, (name, line)
 
 
-def test_the_programs_are_as_many_as_asked_for() -> None:
+def test_there_are_as_many_programs_as_required() -> None:
     """40 programs vary, at least three for each cause; 20 repeat, 3 of them with other ops."""
     causes = Counter(row.causes[0] for row in VARYING)
 
@@ -82,7 +82,7 @@ def test_the_programs_are_as_many_as_asked_for() -> None:
 @pytest.mark.benchmark
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_program_repeats_or_does_not(row: Varying | Repeating, tmp_path: Path) -> None:
-    """By itself, three runs in one folder have one result, or five of them have a second one."""
+    """Three runs in one folder have one result, or two of five runs differ."""
     results = plain_results(row, tmp_path)
 
     if isinstance(row, Repeating):
@@ -93,8 +93,8 @@ def test_a_program_repeats_or_does_not(row: Varying | Repeating, tmp_path: Path)
 
 
 @pytest.mark.benchmark
-def test_what_verify_advises_was_tried(tmp_path: Path) -> None:
-    """Of 40 programs the line, the cause and what helps; nothing that does not, and no alarm."""
+def test_advice_of_verify_is_correct(tmp_path: Path) -> None:
+    """For 40 programs: the line, the cause, and a fix that works; no false alarm."""
     results = score_all(tmp_path)
 
     print(markdown(results))

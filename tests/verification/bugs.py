@@ -1,6 +1,6 @@
-"""Ordinary bugs that make the runs of a program differ, each with what `verify` has to say of it.
+"""Common bugs that make the runs of a program differ, each with what `verify` must report.
 
-The line to be named, or one of them, ends with ``# <- here``.
+The line to be named, or one of several, ends with ``# <- here``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Bug:
 
     program: str
     cause: str
-    """What the likely cause contains."""
+    """A part of the likely cause."""
     has_edit: bool = False
     """Whether the verdict offers an edit of one line."""
     profile: str = "debug-strict"

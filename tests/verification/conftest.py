@@ -1,4 +1,4 @@
-"""Small real programs, and a profile that puts little in force, so that they start quickly."""
+"""Small real programs, and a profile that sets little, so that they start quickly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OURS = ("TORCHREPRO_", "PYTHONHASHSEED", "MALLOC_", "TZ")
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a folder of its own, without any variable that has a say in the result."""
+    """Work in a separate folder, without variables that affect the result."""
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.chdir(place)
@@ -52,7 +52,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have recordings and copies that nobody names a folder for in that of the test."""
+    """Put recordings and copies without an explicit folder into the folder of the test."""
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
@@ -60,7 +60,7 @@ def own_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def forked(fork: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the programs that are verified in forks: each is recorded, none imports torch anew."""
+    """Run the programs that are verified in forks: each is recorded, none imports torch again."""
 
     def run(
         program: str,
@@ -85,7 +85,7 @@ def plain() -> str:
 
 @pytest.fixture
 def training() -> Callable[[str], list[str]]:
-    """Write a training program with one line of its own in each step; return its command."""
+    """Write a training program with one extra line in each step; return its command."""
 
     def write(line: str = "pass", before: str = "") -> list[str]:
         Path("train.py").write_text(f"{before}\n{TRAINING.format(line)}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Git repositories of small programs, as somebody has them."""
+"""Git repositories of small programs, as users have them."""
 
 from __future__ import annotations
 

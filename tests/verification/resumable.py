@@ -1,4 +1,4 @@
-"""A program that saves its state in the middle of an epoch, and forgets what it is told to."""
+"""A program that saves its state within an epoch, and omits the state that its options name."""
 
 from __future__ import annotations
 
@@ -99,4 +99,4 @@ FORGOTTEN = {
     "place": ("loader", "train.py"),
     "epoch": ("sampler", "DistributedSampler"),
 }
-"""What the program is told to forget -> the kind and the beginning of the name of that state."""
+"""State that the program omits, by name -> the kind and the beginning of the name in the answer."""

@@ -1,7 +1,7 @@
-"""Twenty small programs that resume exactly, and twenty faults in how they do.
+"""Twenty small programs that resume exactly, and twenty faults in how programs resume.
 
-A program is a loop, of which each batch changes some state. What is `kept` is in its checkpoint: a
-name, what is saved, and the statement that restores it. A fault is another statement in its place.
+A program is a loop in which each batch changes some state. `kept` is the state in its checkpoint:
+a name, the saved value, and the statement that restores it. A fault replaces that statement.
 """
 
 from __future__ import annotations

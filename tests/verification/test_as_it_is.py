@@ -1,4 +1,4 @@
-"""A command without a profile: run as it is, recorded, and named for what it was."""
+"""A command without a profile is recorded, and nothing is set."""
 
 from __future__ import annotations
 
@@ -51,37 +51,37 @@ def program(training, end: str = "") -> list[str]:
 
 @pytest.mark.slow
 def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, monkeypatch):
-    """A recorded program draws the numbers, and has the flags and variables, of a plain run."""
+    """A recorded program draws the same random numbers, and has the same flags and variables."""
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     command = program(training, STATE)
     # Given as Python knows it: readline tells C libraries of COLUMNS, and Python nothing of it.
     plain = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ
     ).stdout
-    found = verify(None, command, folder=tmp_path / "out")
-    answer = verification_json(found)
+    verification = verify(None, command, folder=tmp_path / "out")
+    answer = verification_json(verification)
 
-    assert found.same
+    assert verification.same
     assert (answer["profile"], answer["own_profile"], answer["asked"]) == (None, None, "bits")
     assert answer["command"] == f"{sys.executable} train.py"
-    for run in found.runs:
+    for run in verification.runs:
         recorded = Path(run.log).read_text(encoding="utf-8")
         assert json.loads(recorded) == json.loads(plain)
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_program_that_leaves_past_its_exit_handlers_is_recorded_to_its_end(training, tmp_path):
-    """`os._exit` leaves a whole trace behind, and in a forked child it does nothing to it."""
+def test_a_program_that_skips_its_exit_handlers_is_recorded_to_its_end(training, tmp_path):
+    """`os._exit` completes the trace, but not in a forked child."""
     end = "torch.ones(2).sum()\nimport os; os.fork() and os.wait(); os._exit(0)\n"
-    found = verify(None, program(training, end), folder=tmp_path / "out")
+    verification = verify(None, program(training, end), folder=tmp_path / "out")
 
-    assert found.same
-    assert all(not read_run(run.folder)[0].is_truncated for run in found.runs)
+    assert verification.same
+    assert all(not read_run(run.folder)[0].is_truncated for run in verification.runs)
 
 
 @pytest.mark.slow
-def test_the_profile_of_a_hydra_app_is_verified_as_the_app_puts_it_in_force(training, tmp_path):
-    """`+repro=` comes from Hydra inside of the recorded process, or from outside, as is said."""
+def test_the_profile_of_a_hydra_app_is_verified_as_the_app_applies_it(training, tmp_path):
+    """The answer names whether Hydra applies `+repro=` in the recorded process, or outside."""
     training()
     Path("app.py").write_text(APP, encoding="utf-8")
     words = ["app.py", "+repro=debug-strict", "hydra.output_subdir=null", "hydra.run.dir=."]
@@ -91,16 +91,16 @@ def test_the_profile_of_a_hydra_app_is_verified_as_the_app_puts_it_in_force(trai
         (None, "", "debug-strict"),
         ("debug-strict", "torchrepro run debug-strict -- ", None),
     ):
-        found = verify(profile, command, folder=tmp_path / str(profile))
-        answer = verification_json(found)
+        verification = verify(profile, command, folder=tmp_path / str(profile))
+        answer = verification_json(verification)
 
-        assert found.same
+        assert verification.same
         assert answer["command"] == starts + line
         assert (answer["profile"], answer["own_profile"]) == (profile, own)
 
 
-def test_no_secret_of_the_command_line_is_in_what_is_certified(monkeypatch):
-    """What a manifest hides of a command line is hidden here, in overrides as well."""
+def test_no_secret_of_the_command_line_is_in_the_answer(monkeypatch):
+    """The answer hides the same secrets as a manifest, also those in overrides."""
     monkeypatch.setenv("MY_TOKEN", "zq8Xw71kPd90aa")
     words = ["python", "train.py", "--api-key", "hunter22", "--name=zq8Xw71kPd90aa", "--lr", "0.1"]
     overrides = ["seed=7", "env_extra.WANDB_API_KEY=abc123def456"]

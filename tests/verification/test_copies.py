@@ -1,4 +1,4 @@
-"""A command runs in a copy of its repository as in its own, and nothing of the user's changes."""
+"""A command runs in a copy of its repository as in the original; no file of the user changes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _everything(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["a commit", "as it is now"])
-def test_a_command_finds_the_copy_where_its_own_would_be(root, tmp_path, kind):
+def test_a_command_finds_the_copy_in_place_of_the_original(root, tmp_path, kind):
     """Modules, the folder, absolute paths and git's HEAD are the copy's; nothing else changes."""
     old = git(root, "rev-parse", "HEAD")
     new = commit(root, {"src/package/__init__.py": "VALUE = 'new'\n"})
@@ -122,7 +122,7 @@ WORDS = {
 
 @pytest.mark.parametrize("name", WORDS)
 def test_a_relative_path_out_of_the_repository_leads_to_the_same_file(root, tmp_path, name):
-    """What the copy has is found in the copy, and all else where the user has it."""
+    """Files in the copy are found in the copy, and all others where the user has them."""
     word, expected = WORDS[name]
     write(tmp_path, {"venv/in.txt": "", "venv/bin/python": ""})
     write(root, {"venv/bin/python": ""})
@@ -142,8 +142,8 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_run_that_reads_outside_of_its_copy_is_heard(root, name):
-    """What it reads of the user's own is named; what is linked may be read."""
+def test_a_run_that_reads_outside_its_copy_is_reported(root, name):
+    """A file of the user's own is named; linked files may be read."""
     line, expected = (text.replace("{root}", str(root)) for text in READS[name])
     with _linked(root) as copy:
         _run(copy, "-c", line)
@@ -197,8 +197,8 @@ assert subprocess.run([sys.executable, "-c", child, FILE]).returncode == errno.E
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["../data", "{root}/data", "away"])
-def test_no_run_in_a_copy_writes_to_the_folder_of_the_user(root, tmp_path, folder):
-    """By a link of the copy or by a whole path, in any way that Python tells of; and it is said."""
+def test_no_run_in_a_copy_writes_to_the_users_folder(root, tmp_path, folder):
+    """Writes by a link or an absolute path are refused, with any function, and reported."""
     elsewhere = tmp_path / "elsewhere"
     for place in (root / "data", elsewhere):
         write(place, {"in.txt": "mine", "in.db": ""})
@@ -219,8 +219,8 @@ def test_no_run_in_a_copy_writes_to_the_folder_of_the_user(root, tmp_path, folde
     assert _everything(tmp_path) == before
 
 
-def test_a_copy_is_written_as_its_own_folder_would_be(root):
-    """Its files, its folders, its own links, and what is elsewhere."""
+def test_writes_in_a_copy_work_as_in_the_original(root):
+    """To its files, its folders, its own links, and files elsewhere."""
     (root / "work/latest").symlink_to("says.py")
     lines = [
         "os.makedirs('../data', exist_ok=True); os.makedirs('a/b', exist_ok=True)",
@@ -247,8 +247,8 @@ def _linked(root, names=()):
         yield copy
 
 
-def test_only_a_folder_of_ours_is_removed_from_the_temporary_folder(tmp_path, monkeypatch):
-    """One that has our name and not our mark is somebody else's."""
+def test_only_folders_with_the_mark_are_removed_from_the_temporary_folder(tmp_path, monkeypatch):
+    """A folder with the name but without the mark belongs to another program."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     others, ours = tmp_path / f"{PREFIX}mine", tmp_path / f"{PREFIX}left"
     write(others, {"thesis.txt": ""})
@@ -261,7 +261,7 @@ def test_only_a_folder_of_ours_is_removed_from_the_temporary_folder(tmp_path, mo
 
 
 def test_a_copy_has_the_submodules_of_a_repository(tmp_path):
-    """It has their files as they are now, or those of the commit that the commit names."""
+    """With their present files, or with those of the commit that the parent commit records."""
     inner, root = tmp_path / "inner", tmp_path / "root"
     files = {"part.py": "old", ".gitignore": "*.bin\n"}
     for place, name in ((tmp_path / "other", "deep"), (inner, "sub"), (root, "")):
@@ -296,7 +296,7 @@ def _add_submodule(root, other, name):
 
 
 def test_without_git_the_folder_is_copied(tmp_path):
-    """All files but those of virtual environments are the folder's."""
+    """All files except virtual environments are copied."""
     write(tmp_path, {"a/train.py": "", "b.txt": "", "v/pyvenv.cfg": "", "v/lib/x.py": ""})
 
     assert repository_root(tmp_path) is None

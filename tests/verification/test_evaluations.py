@@ -1,4 +1,4 @@
-"""An evaluation repeats if what it computes does, whatever its network held before."""
+"""An evaluation repeats if its computation does, whatever weights were overwritten before."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def _line(text: str, end: str) -> str:
 
 
 @pytest.mark.parametrize("text", EXACT.values(), ids=EXACT)
-def test_what_is_overwritten_before_anything_reads_it_is_noted_alone(text: str) -> None:
-    """An unseeded initialisation whose weights are then loaded leaves the runs the same."""
+def test_values_overwritten_before_any_read_are_only_noted(text: str) -> None:
+    """Unseeded initial weights that are then loaded leave the runs the same."""
     verdict = _verify(text)
 
     assert verdict.same
@@ -140,10 +140,8 @@ def test_what_is_overwritten_before_anything_reads_it_is_noted_alone(text: str) 
 
 
 @pytest.mark.parametrize(("text", "end"), FAULTY.values(), ids=FAULTY)
-def test_a_draw_that_reaches_a_result_is_not_hidden_behind_the_initialisation(
-    text: str, end: str
-) -> None:
-    """The first difference is what reaches what the program prints, saves or evaluates."""
+def test_a_draw_that_reaches_a_result_is_not_hidden_by_initialization(text: str, end: str) -> None:
+    """The first difference is one that reaches a printed, saved or evaluated result."""
     verdict = _verify(text)
 
     assert not verdict.same

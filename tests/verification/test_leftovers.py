@@ -1,4 +1,4 @@
-"""What one run leaves for the next is found, and no file of the user is touched for it."""
+"""Files that one run leaves for the next are found, and no file of the user is changed."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ REFUSALS = {
     ],
     ids=ascii,
 )
-def test_a_file_of_any_name_is_told_and_removed_by_no_other(name, command, tmp_path):
-    """What no terminal can show is in no command, and nothing that a name says is done."""
+def test_a_file_with_any_name_is_named_and_no_other_is_removed(name, command, tmp_path):
+    """No command contains unprintable names, and no name is executed by the shell."""
     text = CACHES.replace('"cache.pt"', ascii(name)).replace("EXTRA", "3")
     Path("in.txt").write_text("")
     Path("train.py").write_text(f"open('in.txt'){text}")
@@ -105,33 +105,35 @@ def test_a_file_of_any_name_is_told_and_removed_by_no_other(name, command, tmp_p
 
 def _state(folder: Path) -> dict[str, tuple[int, int, bytes | str]]:
     """What is in a folder: contents, times of change and inodes of all files, and links."""
-    found: dict[str, tuple[int, int, bytes | str]] = {}
+    verification: dict[str, tuple[int, int, bytes | str]] = {}
     for path in folder.rglob("*"):
         its = path.lstat()
         if path.is_symlink():
-            found[str(path)] = its.st_mtime_ns, its.st_ino, str(path.readlink())
+            verification[str(path)] = its.st_mtime_ns, its.st_ino, str(path.readlink())
         elif path.is_file():
-            found[str(path)] = its.st_mtime_ns, its.st_ino, path.read_bytes()
-    return found
+            verification[str(path)] = its.st_mtime_ns, its.st_ino, path.read_bytes()
+    return verification
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("reads", ["", "open('in.txt')"])
-def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_path, reads):
-    """The file is named with both lines, and the command that repeats starts in a new folder.
+def test_a_resuming_unseeded_program_is_distinguished_from_an_unseeded_one(tmp_path, reads):
+    """The file is named with both lines, and the repeatable command starts in a new folder.
 
-    Where the program needs its own, all that the first run created is removed, and no more.
+    If the program needs its own folder, only the files that run 1 created are removed.
     """
     Path("in.txt").write_text("")
     Path("train.py").write_text(reads + RESUMES)
-    found = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
-    advice, place = found.verdict.advice, Path("train.py").absolute()
+    verification = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
+    advice, place = verification.verdict.advice, Path("train.py").absolute()
 
     assert advice.cause.startswith("A file that one run leaves for the next: ck/5.pt, written at")
-    assert "train.py:12 and read at train.py:8. And the program seeds no generator." in advice.cause
+    assert (
+        "train.py:12 and read at train.py:8. Also, the program seeds no generator." in advice.cause
+    )
     assert advice.tried == "the same in 3 runs"
-    assert all(trial.what.startswith("each run ") for trial in found.tried)
+    assert all(trial.what.startswith("each run ") for trial in verification.tried)
     if reads:
         files = "ck/0.pt ck/1.pt ck/2.pt ck/3.pt ck/4.pt ck/5.pt"
         assert f"'rm -f -- {files}; exec {sys.executable} train.py'" in advice.command
@@ -142,35 +144,36 @@ def test_an_unseeded_program_that_resumes_is_told_from_one_that_is_unseeded(tmp_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_cache_that_the_first_run_fills_is_named_where_the_numbers_are_the_same(verified):
-    """What it reaches stands beside it: nothing."""
+def test_a_cache_that_the_first_run_fills_is_named_if_results_are_the_same(verified):
+    """The answer also reports that the cache reaches no result."""
     Path("train.py").write_text(PREPARES)
-    found = verified([sys.executable, "train.py"])
+    verification = verified([sys.executable, "train.py"])
 
-    assert not found.same
-    assert not found.verdict.reaches
-    assert found.verdict.advice.cause.startswith(
+    assert not verification.same
+    assert not verification.verdict.reaches
+    assert verification.verdict.advice.cause.startswith(
         "A file that one run leaves for the next: mean.pt, written at train.py:5 and read at"
     )
-    assert "losses and parameters of all 2 steps are the same" in reach(found.verdict)
+    assert "losses and parameters of all 2 steps are the same" in reach(verification.verdict)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("matters", [False, True])
-def test_a_created_file_is_the_cause_beside_an_overwritten_one_that_reaches_nothing(
-    matters, verified
-):
-    """Trials begin with what run 1 has overwritten as it is now: where it matters, none tells."""
+def test_a_created_file_is_the_cause_if_an_overwritten_one_reaches_nothing(matters, verified):
+    """Trials start with overwritten files as they are now; if these matter, no trial counts."""
     Path("count").write_text("1")
     text = COUNTS.replace("EXTRA", "3")
     Path("train.py").write_text(text.replace("0.25", "0.25 * number") if matters else text)
-    found = verified([sys.executable, "train.py"])
-    advice, tried = found.verdict.advice, [trial for trial in found.tried if "left" in trial.what]
+    verification = verified([sys.executable, "train.py"])
+    advice, tried = (
+        verification.verdict.advice,
+        [trial for trial in verification.tried if "left" in trial.what],
+    )
 
     if matters:
         assert {trial.answer for trial in tried} == {
-            "there before, and overwritten by run 1: count"
+            "existed before, and overwritten by run 1: count"
         }
         assert "A file that one run" not in advice.cause
     else:
@@ -182,7 +185,7 @@ def test_a_created_file_is_the_cause_beside_an_overwritten_one_that_reaches_noth
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("place", ["created", "was there", "outside", "by a link"])
 def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
-    """What the runs left is as it was after trials in copies, and is there after any trial.
+    """Trials in copies leave the files of the runs unchanged; after any trial the files exist.
 
     Trials in the folder itself change what the program changes, and no other file.
     """
@@ -203,20 +206,20 @@ def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
     left = outside / "cache.pt" if place == "outside" else left
 
     def say(progress):
-        if progress.startswith("why:"):
+        if progress.startswith("looking for the cause:"):
             others.update(_state(Path.cwd()), **_state(outside))
 
-    found = verified([sys.executable, "train.py"], say=say)
+    verification = verified([sys.executable, "train.py"], say=say)
     now = {**_state(Path.cwd()), **_state(outside)}
 
-    assert not found.same
+    assert not verification.same
     assert now.keys() == others.keys()
     assert now[str(left)][1] == others[str(left)][1]
     if place == "created":
         assert now == others
-        assert found.verdict.advice.tried == "the same in 3 runs"
+        assert verification.verdict.advice.tried == "the same in 3 runs"
     else:
-        (trial,) = (each for each in found.tried if "left" in each.what)
+        (trial,) = (each for each in verification.tried if "left" in each.what)
         assert (trial.same, trial.runs) == (False, 0)
         now.pop(str(left))
         others.pop(str(left))
@@ -225,8 +228,8 @@ def test_trials_change_no_file_of_the_user(place, verified, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_link_that_leads_back_into_the_folder_itself_is_followed_by_no_copy(verified):
-    """A copy of an absolute link is a link to the user's own file, so no run is tried in one."""
+def test_an_absolute_link_into_the_folder_prevents_a_copy(verified):
+    """The copy of an absolute link would lead to the user's own file, so no run is tried."""
     Path("data").mkdir()
     Path("data/log.txt").write_text("")
     Path("log.txt").symlink_to(Path("data/log.txt").absolute())
@@ -243,23 +246,23 @@ def test_a_link_that_leads_back_into_the_folder_itself_is_followed_by_no_copy(ve
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("first", REFUSALS.values(), ids=REFUSALS)
-def test_a_second_run_that_refuses_is_the_answer_after_two_runs(first, verified):
-    """Its last line, the line of the program, and what the first run made; nothing is tried."""
+def test_a_second_run_that_refuses_to_start_is_the_answer_after_two_runs(first, verified):
+    """Its last line, the program line, and the files that run 1 created; nothing is tried."""
     before, after, said, line, made = first
     Path("in.txt").write_text("text")
     Path("train.py").write_text(REFUSES.format(before, after))
-    found = verified([sys.executable, "train.py"])
-    cause = found.verdict.advice.cause
+    verification = verified([sys.executable, "train.py"])
+    cause = verification.verdict.advice.cause
 
-    assert (len(found.runs), found.tried) == (2, ())
+    assert (len(verification.runs), verification.tried) == (2, ())
     assert cause.startswith("run 2 failed: FileExistsError" if made else "run 2 failed: FileNot")
     assert said in cause
     assert f"(train.py:{line})" in cause
-    assert cause.endswith(f"run 1 made {made}." if made else f"train.py:{line}).")
+    assert cause.endswith(f"run 1 created {made}." if made else f"train.py:{line}).")
 
 
 def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path):
-    """So that a program that prints without end leaves little behind."""
+    """A program that prints without end leaves a small log."""
     text = "import sys; print('first'); print('x' * 9_000_000); print('last')"
     log = tmp_path / "log"
 
@@ -270,7 +273,7 @@ def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path):
 
 
 def test_a_long_output_is_bounded_while_it_is_printed(tmp_path):
-    """And what is printed last is whole."""
+    """The last output is complete."""
     log = tmp_path / "log"
     text = "import os, sys, time\nfor at in range(120): print('x' * 500_000 + str(at)); "
     text += "sys.stdout.flush(); time.sleep(0.02)\n"
@@ -298,8 +301,8 @@ run_to_end(sys.executable, [sys.executable, "-c", program], os.environ, Path("lo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGQUIT, signal.SIGINT])
-def test_what_a_run_has_started_ends_with_us_however_we_end(number, tmp_path):
-    """Its children as well, but for a process that has begun a session of its own."""
+def test_processes_of_a_run_end_with_verify_however_it_ends(number, tmp_path):
+    """Its children end too, except a process that started another session."""
     ours = subprocess.Popen([sys.executable, "-c", RUNS], cwd=tmp_path, stderr=subprocess.DEVNULL)
     pids = tmp_path / "pids"
     while not (pids.exists() and pids.read_text().endswith(".")):

@@ -102,26 +102,31 @@ CASES = {
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("case", CASES)
 def test_the_line_in_the_dataset_is_named(verified, case):
-    """It is followed where the dataset loads: in the main process, and in workers of any kind."""
+    """In the main process, and in workers of any start method."""
     parts = CASES[case]
     if STATEFUL in parts:
         pytest.importorskip("torchdata")
     command, line = program(*parts)
-    found = verified(command)
+    verification = verified(command)
 
-    assert not found.same
-    assert (found.verdict.first.phase, found.verdict.first.kind) == ("data", Kind.DATA)
-    assert found.verdict.origin.where == f"{Path.cwd() / 'train.py'}:{line}"
-    assert found.verdict.advice.closer == ""
+    assert not verification.same
+    assert (verification.verdict.first.phase, verification.verdict.first.kind) == (
+        "data",
+        Kind.DATA,
+    )
+    assert verification.verdict.origin.where == f"{Path.cwd() / 'train.py'}:{line}"
+    assert verification.verdict.advice.closer == ""
     if CLOCK in parts:
-        assert f"time.time_ns at train.py:{line}" in found.verdict.advice.cause
-    assert len(found.runs) + sum(trial.runs for trial in found.tried) + 2 <= 8, found.tried
+        assert f"time.time_ns at train.py:{line}" in verification.verdict.advice.cause
+    assert len(verification.runs) + sum(trial.runs for trial in verification.tried) + 2 <= 8, (
+        verification.tried
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_another_order_of_samples_is_that_of_the_line_that_made_the_loader(verified):
-    """A sampler is a part of the loader, whose digest differs as soon as it is made."""
+def test_another_order_of_samples_is_attributed_to_the_line_that_made_the_loader(verified):
+    """The digest of a loader contains its sampler, so it differs as soon as the loader is made."""
     # From so many samples that two runs never begin with the same one.
     others = "sampler=random.SystemRandom().sample(range(10**9), 12), num_workers=2"
     command, line = program(DIGITS.format(ROWS), f"{LOADER.format(others).rstrip()}  # here")
@@ -134,25 +139,28 @@ def test_another_order_of_samples_is_that_of_the_line_that_made_the_loader(verif
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
-    """Batches that differ in workers only name the line that seeds, and what it becomes."""
+def test_a_worker_init_fn_that_seeds_differently_is_the_cause(verified, tmp_path):
+    """If batches differ only in workers, the seeding line is named, with an edit."""
     seeding = "def by_pid(worker):\n    torch.manual_seed(os.getpid())"
     loader = LOADER.format("num_workers=2, worker_init_fn=by_pid")
     command, _ = program(seeding, DIGITS.format("torch.randn(4)"), loader)
-    found = verified(command)
-    advice = found.verdict.advice
+    verification = verified(command)
+    advice = verification.verdict.advice
     place = f"by_pid at {Path.cwd() / 'train.py'}:7"
 
-    assert found.verdict.first.op == "DataLoader"
+    assert verification.verdict.first.op == "DataLoader"
     assert advice.cause.startswith("The number of the process: os.getpid at train.py:8")
     assert (advice.edit.before, advice.edit.after) == (
         "torch.manual_seed(os.getpid())",
         "torch.manual_seed(1234)",
     )
-    assert f"  becomes     {advice.edit.after}" in as_text(*verification_parts(found)).splitlines()
+    assert (
+        f"  becomes     {advice.edit.after}"
+        in as_text(*verification_parts(verification)).splitlines()
+    )
     (its,) = read_run(tmp_path / "out" / "run-1", records=False)[0].meta["loaders"]
     assert its == {
-        "where": found.verdict.first.source,
+        "where": verification.verdict.first.source,
         "workers": 2,
         "dataset": "Digits",
         "iterable": False,
@@ -162,8 +170,8 @@ def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_what_depends_on_the_worker_is_said_without_a_function(verified):
-    """Without a worker_init_fn of its own the line that reads something of the worker is named."""
+def test_a_read_of_the_worker_is_named_without_a_worker_init_fn(verified):
+    """Without a worker_init_fn the line is named that reads a property of the worker."""
     command, _ = program(
         DIGITS.format("torch.full((4,), float(os.getpid() if torch.utils.data.get_worker_info()"
                       " else 1))"),
@@ -177,23 +185,23 @@ def test_what_depends_on_the_worker_is_said_without_a_function(verified):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_an_op_of_the_dataset_in_the_main_process_is_the_answer_itself(verified):
-    """Where an op of the dataset differs in the main process, its line is the one that began it."""
+def test_a_dataset_op_in_the_main_process_is_the_first_divergence(verified):
+    """If an op of the dataset differs there, its line is where the difference began."""
     loading = "torch.roll(torch.arange(4.), random.SystemRandom().randrange(1 << 30) % 1000003)"
     command, _ = program(DIGITS.format(loading), LOADER.format("num_workers=0"))
-    found = verified(command)
+    verification = verified(command)
 
-    assert found.verdict.first.op == "aten::roll"
-    assert found.verdict.first.kind is Kind.ARGUMENT
-    assert found.verdict.origin.where == found.verdict.first.source
+    assert verification.verdict.first.op == "aten::roll"
+    assert verification.verdict.first.kind is Kind.ARGUMENT
+    assert verification.verdict.origin.where == verification.verdict.first.source
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_profile_of_the_program_itself_makes_no_difference(plain, tmp_path):
-    """Where the command puts a profile in force itself, its lines are followed too."""
+def test_lines_are_followed_too_if_the_program_applies_a_profile_itself(plain, tmp_path):
+    """A command that applies a profile itself is followed like any other."""
     own = "import torchrepro\ntorchrepro.apply('./plain.yaml', ['dataloader.seeding=auto'])"
     command, line = program(CLOCK, own, JITTER, LOADER.format(WORKERS))
-    found = verify(None, command, folder=tmp_path / "out")
+    verification = verify(None, command, folder=tmp_path / "out")
 
-    assert found.verdict.origin.where.endswith(f"train.py:{line}")
+    assert verification.verdict.origin.where.endswith(f"train.py:{line}")

@@ -1,4 +1,4 @@
-"""What a process does to itself when it is perturbed, each in a process of its own."""
+"""The changes that a perturbed process makes to itself, each in a separate process."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def perturbed(values, program):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_clock_tells_another_day_in_all_its_forms_and_time_passes_as_before():
-    """Every function of `time` tells the same moved moment; what measures intervals is as it was.
+def test_every_clock_function_returns_another_day_and_intervals_stay():
+    """All functions of `time` return the same moved time; clocks for intervals are unchanged.
 
-    A moment that is given is not moved, and what is no call of a function fails as it does.
+    An explicit time is not moved, and invalid calls fail as before.
     """
     moved = 40 * 24 * 60 * 60
     program = (
@@ -70,9 +70,9 @@ def test_the_clock_tells_another_day_in_all_its_forms_and_time_passes_as_before(
 
 
 def test_a_run_within_a_run_has_the_perturbations_of_both(monkeypatch):
-    """What a run around has its processes do to themselves, those of a command that it starts do.
+    """A command in an outer run makes the changes of both to its processes.
 
-    An environment that asks for nothing leaves that to them as it is.
+    An environment without changes passes on those of the outer run.
     """
     monkeypatch.setenv(VARIABLE, json.dumps({"clock": 7, "allocation": 1}))
     own = RunEnvironment({"A": "b"}, {"allocation": 3}).all_variables()
@@ -85,8 +85,8 @@ def test_a_run_within_a_run_has_the_perturbations_of_both(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_process_notes_no_child_that_it_forks_does():
-    """Notes begin with torch's import, and not in a child that was forked before it."""
+def test_a_forked_child_writes_no_notes():
+    """Notes begin when torch is imported, and not in a child that was forked before."""
     program = (
         "import json, multiprocessing, time\n"
         "def noted():\n"
@@ -103,8 +103,8 @@ def test_what_a_process_notes_no_child_that_it_forks_does():
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
-def test_fewer_cpus_leave_the_number_of_threads_as_it_is():
-    """Torch counts all CPUs, in a child of a perturbed process as well, and then uses fewer."""
+def test_fewer_cpus_do_not_change_the_number_of_threads():
+    """Torch counts all CPUs, also in a child of a perturbed process, and then uses fewer."""
     whole = sorted(os.sched_getaffinity(0))
     program = (
         "import json, os, subprocess, sys, torch\n"
@@ -127,7 +127,7 @@ def test_fewer_cpus_leave_the_number_of_threads_as_it_is():
 
 @pytest.mark.slow
 def test_batches_of_workers_are_delayed(tmp_path):
-    """Workers of a loader take longer to hand over their batches, and no random number is drawn."""
+    """Loader workers return their batches later, and no random number is drawn."""
     plain, delayed = (
         [max(waited for number, waited in told if number == worker) for worker in (0, 1)]
         for told in (perturbed(values, LOADER) for values in ({}, {"loader timing": 1}))
@@ -137,10 +137,10 @@ def test_batches_of_workers_are_delayed(tmp_path):
     assert min(delayed) > 0.05
 
 
-def test_the_interpreter_is_perturbed_and_otherwise_left_alone():
-    """Objects of others lie in the heap for as long as it runs; threads take turns more often.
+def test_the_interpreter_is_perturbed_and_otherwise_unchanged():
+    """Extra objects stay in the heap, and threads are switched more often.
 
-    Without a perturbation nothing is changed, and nothing is imported that was not there.
+    Without a perturbation nothing is changed or imported.
     """
     program = (
         "import json, sys, time; print(json.dumps([sys.getallocatedblocks(),\n"
@@ -181,9 +181,9 @@ print(json.dumps(listings))
 
 
 def test_folders_list_the_same_files_in_another_order(tmp_path, monkeypatch):
-    """Every way to list a folder shows another order, each number one of its own, and all files.
+    """Every function that lists a folder returns all files in another order for each number.
 
-    Imports, pickle, errors and how a tree is removed are as they were.
+    Imports, pickle, errors and removing a tree work as before.
     """
     told = []
     for values in ({}, {"file order": 1}, {"file order": 2}):
@@ -202,10 +202,9 @@ def test_folders_list_the_same_files_in_another_order(tmp_path, monkeypatch):
 
 
 def test_every_name_that_a_plan_sends_is_known_in_the_process():
-    """No perturbation asks a process for what it cannot do, and none is left unused.
+    """Each perturbation has a function in the process, and each function is used.
 
-    Another number of workers is no perturbation, and neither is what is noted: it follows a
-    divergence, or a relation asks for it.
+    The number of workers and the observers are no perturbations: trials and relations use them.
     """
     plan = StressPlan.of(EVERYTHING, resolve("seed-only"))
     sent = {*plan.environment(1, plan.names).in_process}

@@ -1,4 +1,4 @@
-"""A bug is named at the line of the program, with a fix that works, in a verdict of one screen."""
+"""A bug is named with its program line and a fix that works, in a verdict of one screen."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def _verified(bug, folder, program):
     return verify(bug.profile, command, folder=folder, stress=bug.stress)
 
 
-def _named(bug, found):
+def _named(bug, verification):
     """Return whether a line that is marked in the program is named, as source or in the advice."""
     lines = bug.program.splitlines()
     marked = [number for number, line in enumerate(lines, 1) if line.endswith("# <- here")]
-    first, advice = found.verdict.first, found.verdict.advice
+    first, advice = verification.verdict.first, verification.verdict.advice
     said = f"{first.source}\n{advice.cause}\n{advice.edit}"
     return any(re.search(rf"train\.py:{number}\b", said) for number in marked)
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_named_and_its_remedy_works(name, tmp_path, request):
-    """The verdict names the line and the cause; what it offers, done as printed, is the remedy."""
+    """The verdict names the line and the cause; its advice, followed as printed, fixes the bug."""
     bug = BUGS[name]
     if bug.in_forks:
         request.getfixturevalue("forked")
-    found = _verified(bug, tmp_path / "found", bug.program)
-    advice = found.verdict.advice
-    lines = as_text(*verification_parts(found)).splitlines()
+    verification = _verified(bug, tmp_path / "found", bug.program)
+    advice = verification.verdict.advice
+    lines = as_text(*verification_parts(verification)).splitlines()
 
-    assert not found.same
+    assert not verification.same
     assert bug.cause in advice.cause, advice
-    assert _named(bug, found), (found.verdict.first.source, advice)
+    assert _named(bug, verification), (verification.verdict.first.source, advice)
     assert len(lines) <= LINES
     assert not advice.closer
     assert (bool(advice.edit), advice.command) == (bug.has_edit, "")

@@ -1,4 +1,4 @@
-"""A command that is ended: it and all that it started go, and nothing else."""
+"""Ending a command ends it and all that it started, and no other process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def started(plain):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_command_and_its_children(started, number):
-    """What ends us ends the command with its children; the folder is told, the status is usual."""
+    """A signal to `verify` ends them too; the folder is named, the exit status is as usual."""
     driver, pids = started(SLEEPER)
     driver.send_signal(number)
     _, said = driver.communicate(timeout=300)
@@ -86,7 +86,7 @@ def test_a_signal_ends_the_command_and_its_children(started, number):
     wait_until(lambda: not any(map(lives, pids)))
 
 
-def test_a_command_that_does_not_want_to_end_is_killed_at_the_second_signal(started):
+def test_a_command_that_ignores_a_signal_is_killed_at_the_second_one(started):
     """A second Ctrl-C does not wait."""
     driver, pids = started(STUBBORN)
     driver.send_signal(signal.SIGINT)
@@ -99,8 +99,8 @@ def test_a_command_that_does_not_want_to_end_is_killed_at_the_second_signal(star
     wait_until(lambda: not any(map(lives, pids)))
 
 
-def test_signals_are_handled_as_before_afterwards(tmp_path):
-    """The handlers of the process are those that it had, after a run and after an error."""
+def test_signal_handlers_are_restored(tmp_path):
+    """After a run and after an error the process has its previous handlers."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     status = run_to_end("/bin/sh", ["sh", "-c", "exit 3"], os.environ, tmp_path / "log")
 
@@ -108,8 +108,8 @@ def test_signals_are_handled_as_before_afterwards(tmp_path):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_command_reads_nothing():
-    """Standard input is empty in every run, so that all of them have the same."""
+def test_standard_input_is_empty():
+    """In every run, so that all runs have the same."""
     program = (
         "import os; from pathlib import Path\n"
         "from torchrepro.verification.runner import run_to_end\n"

@@ -1,4 +1,4 @@
-"""What a command says of itself while it works, and that its answer stays clean of it."""
+"""A command reports its progress while it works, and its answer contains none of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for step in range({STEPS}):
     while step == {STEPS // 2} and not os.path.exists("seen"):
         time.sleep(0.01)
 """
-"""A program that goes on once somebody has seen how far it is."""
+"""A program that waits until its progress was read."""
 
 
 def on_a_terminal(words, monkeypatch):
@@ -71,14 +71,14 @@ def left_on_screen(written):
 
 
 @pytest.mark.usefixtures("forked")
-def test_verify_says_how_many_steps_a_run_has_ended(monkeypatch, plain, capsys):
-    """On a terminal the steps of a run are counted while it goes, and erased when it has ended."""
+def test_verify_reports_the_number_of_ended_steps(monkeypatch, plain, capsys):
+    """A terminal shows the count while a run goes on, and it is erased when the run ends."""
 
     def look(folder):
-        found = steps_so_far(folder)
-        if found:
+        verification = steps_so_far(folder)
+        if verification:
             Path("seen").touch()
-        return found
+        return verification
 
     monkeypatch.setattr(runner, "steps_so_far", look)
     monkeypatch.setattr(runner, "BETWEEN_LOOKS", 0.02)
@@ -102,8 +102,8 @@ def test_verify_says_how_many_steps_a_run_has_ended(monkeypatch, plain, capsys):
 
 
 @pytest.mark.parametrize("words", [("plan", "debug-strict"), ("doctor", "seed-only", "--json")])
-def test_a_command_that_imports_torch_says_so(words, capsys, monkeypatch):
-    """On a terminal it is said that torch is being imported, and nothing of it stays."""
+def test_a_command_reports_that_it_imports_torch(words, capsys, monkeypatch):
+    """A terminal shows it during the import, and it is erased afterwards."""
     status, written = on_a_terminal(words, monkeypatch)
 
     assert (status, "importing torch ..." in written) == (0, True)
@@ -112,8 +112,10 @@ def test_a_command_that_imports_torch_says_so(words, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("forked")
-def test_without_a_terminal_no_running_program_is_read(monkeypatch, plain, training, capsys):
-    """Where nobody watches, no trace is opened while its run goes on, and nothing is erased."""
+def test_without_a_terminal_no_trace_of_a_running_program_is_read(
+    monkeypatch, plain, training, capsys
+):
+    """No trace is opened while its run goes on, and nothing is erased."""
     opened = []
     monkeypatch.setattr(runner, "steps_so_far", opened.append)
     monkeypatch.setattr(runner, "BETWEEN_LOOKS", 0.01)

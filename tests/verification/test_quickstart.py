@@ -1,4 +1,4 @@
-"""The first program and profile of a reader: the commands that follow work as they are printed."""
+"""A reader's first program and profile: the printed commands work as printed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_program_diverges_and_the_profile_makes_it_the_same(answer, command):
-    """Verified as printed, the program differs without its profile and is the same under it."""
-    status, found = answer("quickstart", "a first try")
-    as_it_is, under_profile, _ = (shlex.split(each["command"]) for each in found["next"])
+    """With the printed commands, the program differs without its profile and agrees with it."""
+    status, verification = answer("quickstart", "a first try")
+    as_it_is, under_profile, _ = (shlex.split(each["command"]) for each in verification["next"])
     statuses = [
         command(*(sys.executable if word == "python" else word for word in words[1:]))[0]
         for words in (as_it_is, under_profile)
@@ -23,8 +23,8 @@ def test_the_program_diverges_and_the_profile_makes_it_the_same(answer, command)
 
 
 @pytest.mark.parametrize("name", ["train.py", "conf/repro/mine.yaml"])
-def test_nothing_is_overwritten(command, name, tmp_path):
-    """Where one of the files exists, quickstart names it, changes it not, and writes no other."""
+def test_quickstart_overwrites_no_file(command, name, tmp_path):
+    """If one of the files exists, quickstart names it, keeps it, and writes no other."""
     place = tmp_path / name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text("mine\n", encoding="utf-8")

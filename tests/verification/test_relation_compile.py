@@ -1,4 +1,4 @@
-"""A compiled program computes what it computes without torch.compile, or the region is named."""
+"""A program computes the same with and without torch.compile, or the region is named."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _program(
     ("dtype", "middle", "compiled", "before", "said"),
     [
         ("float64", "ReLU()", PARTS, FUNCTION, "bit for bit"),
-        ("bfloat16", "Tanh(), torch.nn.Linear(8, 1)", WHOLE, "", "which bfloat16 earns"),
-        ("float64", "Dropout(0.5)", WHOLE, f"{TORCH} = True", "which float64 earns"),
+        ("bfloat16", "Tanh(), torch.nn.Linear(8, 1)", WHOLE, "", "the default for bfloat16"),
+        ("float64", "Dropout(0.5)", WHOLE, f"{TORCH} = True", "the default for float64"),
         ("float64", "Dropout(0.5)", "lambda x: net[1](doubled(net[0](x)))", FUNCTION, "bit for"),
         ("float64", "Tanh()", f"lambda x: noisy(net(x), {NUMPY_DRAW})", GIVEN, "bit for bit"),
         ("float64", "Tanh()", "lambda x: noisy(net(x))", f"{NUMPY} = True{DRAWING}", "bit for bit"),
@@ -88,15 +88,15 @@ def _program(
 def test_a_program_that_compiles_well_agrees(
     dtype: str, middle: str, compiled: str, before: str, said: str
 ) -> None:
-    """As it is, in bits or within the tolerance that the dtype earns, which is said."""
+    """Bit for bit or within the default tolerance of the dtype, which is named."""
     command, _ = _program(dtype, compiled, before, middle)
 
-    found = relate("compile", None, command)
+    related = relate("compile", None, command)
 
-    assert found.status == 0
-    (side,) = found.sides
-    assert side.name == "as it is"
-    assert said in side.said
+    assert related.status == 0
+    (variant,) = related.variants
+    assert variant.name == "as it is"
+    assert said in variant.note
 
 
 @pytest.mark.slow
@@ -111,29 +111,29 @@ def test_a_program_that_compiles_well_agrees(
     ],
     ids=["dropout", "rand", "numpy", "both"],
 )
-def test_other_random_numbers_than_eager_differ(
+def test_random_numbers_that_differ_from_eager_are_named(
     middle: str, compiled: str, before: str, options: list[str]
 ) -> None:
-    """Of random numbers alone: as it is it differs, with eager's it agrees; the lines are named."""
+    """The program differs as it is, and agrees with eager's random numbers; the lines are named."""
     command, _ = _program("float32", compiled, before, middle)
 
-    found = relate("compile", None, command)
+    related = relate("compile", None, command)
 
-    assert found.status == 1
-    assert [(side.name, side.status) for side in found.sides] == [
+    assert related.status == 1
+    assert [(variant.name, variant.status) for variant in related.variants] == [
         ("with eager's random numbers", 0),
         ("as it is", 1),
     ]
     lines = "; ".join(f"{each} = True" for each in options)
-    assert found.verdict.advice.cause.endswith(f"To compute as eager code does: {lines}")
-    assert [side["same"] for side in related_json(found)["sides"]] == [True, False]
+    assert related.verdict.advice.cause.endswith(f"To compute as eager code does: {lines}")
+    assert [variant["same"] for variant in related_json(related)["sides"]] == [True, False]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("forced", [False, True], ids=["by one", "by another"])
 def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
-    """A program in bfloat16 that is compared bit for bit agrees with it, and not as it is."""
+    """With it a bfloat16 program agrees bit for bit; without it the program differs."""
     before = FUSED
     if forced:
         if not inductor_reads("TORCHINDUCTOR_NUMERICS"):
@@ -141,20 +141,20 @@ def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
         before += STRICT_ALONE
     command, _ = _program("bfloat16", "lambda x: fused(net(x))", before)
 
-    found = relate("compile", None, command, rtol=0.0, atol=0.0)
+    related = relate("compile", None, command, rtol=0.0, atol=0.0)
 
-    assert [(side.name, side.status) for side in found.sides] == [
+    assert [(variant.name, variant.status) for variant in related.variants] == [
         ("with eager's rounding", 0),
         ("as it is", 1),
     ]
     option = "numerics = 'strict'" if forced else "emulate_precision_casts = True"
-    assert found.verdict.advice.cause.endswith(f"does: torch._inductor.config.{option}")
+    assert related.verdict.advice.cause.endswith(f"does: torch._inductor.config.{option}")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_the_line_that_gives_the_random_numbers_of_eager_code_works() -> None:
-    """The program with the edit that was named agrees, as it is."""
+def test_the_proposed_line_gives_the_random_numbers_of_eager_code() -> None:
+    """The program with the proposed edit agrees."""
     command, here = _program("float32", middle="Dropout(0.5)")
     edit = relate("compile", None, command).verdict.advice.edit
     lines = Path("train.py").read_text().splitlines()
@@ -167,16 +167,16 @@ def test_the_line_that_gives_the_random_numbers_of_eager_code_works() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_code_that_asks_whether_it_is_compiled_is_no_matter_of_random_numbers() -> None:
-    """What differs with eager's random numbers too is blamed on no option."""
+def test_code_that_checks_is_compiling_is_not_blamed_on_random_numbers() -> None:
+    """No option is blamed for a difference that remains with eager's random numbers."""
     command, _ = _program("float32", "lambda x: noisy(net(x))", ASKING)
 
-    found = relate("compile", None, command)
+    related = relate("compile", None, command)
 
-    assert [side.status for side in found.sides] == [1, 1]
-    assert found.deciding.name == "with eager's random numbers"
-    assert found.verdict.first.module == "noisy"
-    assert found.verdict.advice is None
+    assert [variant.status for variant in related.variants] == [1, 1]
+    assert related.deciding.name == "with eager's random numbers"
+    assert related.verdict.first.module == "noisy"
+    assert related.verdict.advice is None
 
 
 @pytest.mark.slow
@@ -185,9 +185,9 @@ def test_a_miscompiled_module_is_named_within_its_region() -> None:
     """The region that differs is named with its line, then the one of its modules that does."""
     command, here = _program("float32", before=MISCOMPILED)
 
-    found = relate("compile", None, command)
+    related = relate("compile", None, command)
 
-    first = found.verdict.first
-    assert found.status == 1
+    first = related.verdict.first
+    assert related.status == 1
     assert (first.module, first.step, first.phase) == ("Sequential.1", 0, "forward")
     assert first.source.endswith(f"train.py:{here}")

@@ -1,4 +1,4 @@
-"""A resumed run goes on as the whole one does, or what of its state was not restored is named."""
+"""A resumed run continues as the whole run does, or the state that was not restored is named."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def _program(forgotten: str, saves: str = "(6,)") -> list[str]:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
 def test_state_that_is_not_restored_is_named(forgotten: str) -> None:
-    """Of all states the one is named that was forgotten, and no other."""
+    """Only the state that the program omits is named."""
     kind, name = FORGOTTEN[forgotten]
 
-    found = relate("resume", None, _program(forgotten))
+    related = relate("resume", None, _program(forgotten))
 
-    lost = found.sides[0].not_restored
-    assert found.status == 1
-    assert found.verdict.first.step >= 6
-    assert found.verdict.first.source in ("", *(f"{Path.cwd()}/train.py:{n}" for n in range(99)))
+    lost = related.variants[0].not_restored
+    assert related.status == 1
+    assert related.verdict.first.step >= 6
+    assert related.verdict.first.source in ("", *(f"{Path.cwd()}/train.py:{n}" for n in range(99)))
     assert {each.kind for each in lost} == {kind}
     assert all(each.name.partition(":")[0] in name for each in lost)
 
@@ -62,27 +62,30 @@ def test_state_that_is_not_restored_is_named(forgotten: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_program_that_restores_all_agrees() -> None:
-    """Killed after its first and after its last checkpoint, it goes on bit for bit.
+    """Killed after its first and its last checkpoint, it continues bit for bit.
 
-    What is recorded in a folder of the user's is nothing that the program wrote there.
+    Recordings in a folder of the user do not count as files that the program wrote.
     """
-    found = relate("resume", None, _program("nothing", "(3, 6, 9)"), folder="recorded")
+    related = relate("resume", None, _program("nothing", "(3, 6, 9)"), folder="recorded")
 
-    assert found.status == 0
-    assert [side.name for side in found.sides] == ["resumed after step 2", "resumed after step 8"]
-    assert [side.verdict.compared.steps for side in found.sides] == [9, 3]
+    assert related.status == 0
+    assert [variant.name for variant in related.variants] == [
+        "resumed after step 2",
+        "resumed after step 8",
+    ]
+    assert [variant.verdict.compared.steps for variant in related.variants] == [9, 3]
 
 
 @pytest.mark.slow
 def test_a_relative_program_is_the_one_of_the_users_folder() -> None:
-    """Each run starts it, in whichever folder, and the answer has the command as it was typed."""
+    """Each run starts it from its own folder, and the answer has the command as typed."""
     python, *words = _program("nothing", "(3, 6, 9)")
     relative = os.path.relpath(python)
 
-    found = relate("resume", None, [relative, *words])
+    related = relate("resume", None, [relative, *words])
 
     assert relative.startswith("..")
-    assert (found.status, found.command) == (0, f"{relative} train.py nothing")
+    assert (related.status, related.command) == (0, f"{relative} train.py nothing")
 
 
 @pytest.mark.sampled
@@ -92,28 +95,28 @@ def test_a_relative_program_is_the_one_of_the_users_folder() -> None:
     [
         ("pass", "never saved a checkpoint"),
         ("if step == 3: torch.save(model.state_dict(), 'state.pt')", "saves too late"),
-        ("torch.save(model.state_dict(), 'state.pt')", "it began anew"),
+        ("torch.save(model.state_dict(), 'state.pt')", "it started from scratch"),
         (
             "if step == 1: torch.save(model.state_dict(), '{place}/state.pt')",
-            "state.pt in your own folder; write to a path in the folder that it is started in",
+            "state.pt in your own folder; write to a path in the folder where the command starts",
         ),
     ],
 )
-def test_where_nothing_can_be_said_it_says_what_to_do(line: str, why: str) -> None:
+def test_if_no_answer_is_possible_advice_is_given(line: str, why: str) -> None:
     """A program that never saves, saves at its end, does not resume, or writes elsewhere."""
     place = Path.cwd()
     Path("train.py").write_text(LOOP.replace("{line}", line.format(place=place)), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    assert found.status == 4
-    assert why in found.unknown
+    assert related.status == 4
+    assert why in related.unknown
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("words", [["./missing"], ["{folder}/missing"], ["{python}", "missing"]])
-def test_a_mistyped_program_is_told_with_the_users_path(words: list[str]) -> None:
-    """What is not there is named in the user's folder, not in the copy in which it was started."""
+def test_a_mistyped_program_is_named_by_the_users_path(words: list[str]) -> None:
+    """The missing file is named in the user's folder, not in the copy."""
     names = {"folder": str(Path.cwd()), "python": sys.executable}
 
     with pytest.raises(TorchreproError) as raised:
@@ -126,7 +129,7 @@ def test_a_mistyped_program_is_told_with_the_users_path(words: list[str]) -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_resumed_run_may_be_another_command() -> None:
-    """{checkpoint} is the file, in the folder of the copy, that the killed run has written."""
+    """{checkpoint} is the file in the copy that the killed run wrote."""
     text = LOOP.replace("{line}", "torch.save((step + 1, model.state_dict()), f'at-{step}.pt')")
     head = "first, kept = torch.load(sys.argv[1]) if sys.argv[1:] else (0, None)"
     text = text.replace("range(4)", "range(first, 7)").replace("randn(4", "randn(7")
@@ -134,12 +137,12 @@ def test_the_resumed_run_may_be_another_command() -> None:
     Path("train.py").write_text(text, encoding="utf-8")
     command = [sys.executable, "train.py"]
 
-    found = relate(
+    related = relate(
         "resume", None, command, resume_command=f"{sys.executable} train.py {{checkpoint}}"
     )
 
-    assert found.status == 0
-    assert [side.verdict.compared.steps for side in found.sides] == [3, 1]
+    assert related.status == 0
+    assert [variant.verdict.compared.steps for variant in related.variants] == [3, 1]
 
 
 @pytest.mark.sampled(3)
@@ -157,10 +160,10 @@ def test_the_resumed_run_may_be_another_command() -> None:
         ("open('state.txt', 'w').write(str(step))", "*.txt", 1),
     ],
 )  # fmt: skip
-def test_a_run_is_killed_once_its_checkpoint_has_settled(
+def test_a_run_is_killed_once_its_checkpoint_is_complete(
     line: str, pattern: str, killed: int
 ) -> None:
-    """No new name appeared for a step, or three steps have gone by, and no file is open."""
+    """After a step without a new name, or after three steps, and with no checkpoint open."""
     text = LOOP.replace("range(4)", "range(9)").replace("randn(4", "randn(9")
     text = text.replace("import sys", "import glob, pickle, sys")
     text = text.replace("optimizer =", "file = None\noptimizer =").replace("{line}", line)
@@ -169,17 +172,17 @@ def test_a_run_is_killed_once_its_checkpoint_has_settled(
     resume = f'{sys.executable} -c "import sys, torch; open(sys.argv[1]); '
     resume += "exec(open('train.py').read().replace('range(9)', 'range(1, 9)'))\" {checkpoint}"
 
-    found = relate(
+    related = relate(
         "resume", None, [sys.executable, "train.py"], checkpoint=pattern, resume_command=resume
     )
 
-    assert f"killed after step {killed}, " in found.sides[0].said
+    assert f"killed after step {killed}, " in related.variants[0].note
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_no_run_finds_what_another_one_or_the_user_has_written() -> None:
-    """No copy has results that git ignores, each has data that it ignores; the user's own stay."""
+def test_no_run_finds_results_of_another_run_or_of_the_user() -> None:
+    """Copies have ignored data, but not ignored results; the user's files are unchanged."""
     text = PROGRAM.replace("{saves}", "(6,)").replace(
         'if os.path.exists("state.pt"):',
         'if os.path.exists("state.pt") and os.path.getsize("state.pt") > 99:',
@@ -189,9 +192,9 @@ def test_no_run_finds_what_another_one_or_the_user_has_written() -> None:
     write(Path.cwd(), {"state.pt": "too short to be one", "data/part.txt": "1"})
     before = _files()
 
-    found = relate("resume", None, [sys.executable, "train.py", "nothing"])
+    related = relate("resume", None, [sys.executable, "train.py", "nothing"])
 
-    assert found.status == 0
+    assert related.status == 0
     assert _files() == before
 
 
@@ -201,8 +204,8 @@ def _files() -> dict[Path, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_however_it_ends(number: int) -> None:
-    """The folder is as it was, and copies are gone; those of a killed command with the next one.
+def test_no_copy_remains_however_verify_ends(number: int) -> None:
+    """The folder is unchanged and copies are removed; after a kill, by the next command.
 
     A copy that another process uses stays.
     """

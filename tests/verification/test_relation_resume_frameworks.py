@@ -1,4 +1,4 @@
-"""Programs of frameworks that resume exactly are no cause for alarm."""
+"""Framework programs that resume exactly raise no false alarm."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def fork(forks: Callable[..., Any]) -> Iterator[Callable[..., int]]:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_framework_that_resumes_exactly_agrees(name: str) -> None:
-    """Killed in mid-epoch after its checkpoint, it goes on bit for bit, and nothing is alleged."""
+    """Killed within an epoch after its checkpoint, it continues bit for bit."""
     program, options = CLEAN[name]
 
-    found = relate(
+    related = relate(
         "resume",
         "seed-only",
         [sys.executable, str(RUNS), program, json.dumps(options)],
         level="step",
     )
 
-    assert (found.status, [side.not_restored for side in found.sides]) == (
+    assert (related.status, [variant.not_restored for variant in related.variants]) == (
         0,
-        [()] * len(found.sides),
+        [()] * len(related.variants),
     )
-    assert all(side.verdict.compared.steps > 1 for side in found.sides)
+    assert all(variant.verdict.compared.steps > 1 for variant in related.variants)

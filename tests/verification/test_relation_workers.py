@@ -1,7 +1,6 @@
-"""A program computes the same with any number of loader workers, or the line that has a say is
-named.
+"""A program computes the same with any number of loader workers, or the cause is named.
 
-Faults and clean programs are each a dataset and a call of `main`, for any way to start workers.
+Faults and clean programs are each a dataset and a call of `main`, for every start method.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ CLEAN = {
     ),
     "the clock and the process, to no effect": ("time.time(), os.getpid(); return row", RUN),
 }
-"""What does not depend on workers: a sample, and a call of `main`."""
+"""Programs that do not depend on workers: a sample, and a call of `main`."""
 
 FAULTS = {
     "global numpy": ("return row + np.random.rand()", RUN, "numpy's global generator at", "sample"),
@@ -138,7 +137,7 @@ FAULTS = {
         *("self.table.append(1.0); return row * len(self.table)", RUN, "Not known.", ""),
     ),
 }
-"""What depends on workers: likewise, with words of its cause, and the line that is named."""
+"""Programs that depend on workers: likewise, with words of the cause, and the named line."""
 
 NOT_FORKED = {
     "a global of the main process": (
@@ -183,19 +182,21 @@ def _by_start_method(rows: Iterable[str], few: Iterable[str]) -> list[Any]:
         *product(NOT_FORKED, START_METHODS[1:]),
     ],
 )
-def test_what_the_workers_change_is_named_by_what_was_tried(name: str, method: str) -> None:
-    """The cause is what made runs agree, or what they show, with its line; or it is not known."""
+def test_the_effect_of_workers_is_named_by_the_trial_that_removes_it(
+    name: str, method: str
+) -> None:
+    """The cause is a change that made runs agree, or a note of the runs, or unknown."""
     sample, run, words, of = (FAULTS | NOT_FORKED)[name]
     undivided = {"stream": "first, step = 0, 1"} if name == "not split by worker" else {}
 
-    found = relate("workers", None, _program(sample, run, method, **undivided))
+    related = relate("workers", None, _program(sample, run, method, **undivided))
 
-    cause = found.verdict.advice.cause
-    assert found.status == 1
+    cause = related.verdict.advice.cause
+    assert related.status == 1
     assert words in cause
     if of:
         assert re.search(rf"{_line(of)}\b", cause)
-        assert found.verdict.first.source.endswith(_line(of))
+        assert related.verdict.first.source.endswith(_line(of))
 
 
 @pytest.mark.slow
@@ -204,22 +205,25 @@ def test_what_the_workers_change_is_named_by_what_was_tried(name: str, method: s
     ("name", "method"),
     _by_start_method(CLEAN, ["workers that live on"]),
 )
-def test_what_does_not_depend_on_workers_agrees(name: str, method: str) -> None:
-    """A program that computes the same with 0 and with 2 workers is no cause for alarm."""
+def test_a_program_that_does_not_depend_on_workers_agrees(name: str, method: str) -> None:
+    """It computes the same with 0 and with 2 workers, and there is no false alarm."""
     sample, run = CLEAN[name]
 
-    found = relate("workers", None, _program(sample, run, method))
+    related = relate("workers", None, _program(sample, run, method))
 
-    assert (found.status, [side.name for side in found.sides]) == (0, ["0 workers", "2 workers"])
-    assert all(side.verdict.compared.steps >= 4 for side in found.sides)
+    assert (related.status, [variant.name for variant in related.variants]) == (
+        0,
+        ["0 workers", "2 workers"],
+    )
+    assert all(variant.verdict.compared.steps >= 4 for variant in related.variants)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("options", ["", ", persistent_workers=True, in_order=False"])
 @pytest.mark.parametrize("method", START_METHODS)
-def test_the_workers_of_a_loader_are_no_processes_to_compare(method: str, options: str) -> None:
-    """A recording, and what relations note, is of the main process, however workers begin."""
+def test_loader_workers_are_not_compared_as_processes(method: str, options: str) -> None:
+    """Recordings and notes are from the main process, for every start method."""
     command = _program("return torch.nn.Identity()(row)", f"main(Rows(){options})", method)
     request = RecordingRequest(str(Path("traces").absolute()))
     folder = Path("noted").absolute()
@@ -246,8 +250,8 @@ def test_the_workers_of_a_loader_are_no_processes_to_compare(method: str, option
 @pytest.mark.parametrize(
     ("relation", "line", "why"),
     [
-        ("workers", NO_LOADER, "iterates no loader"),
-        ("compile", NO_LOADER, "compiles nothing"),
+        ("workers", NO_LOADER, "iterates no torch DataLoader"),
+        ("compile", NO_LOADER, "never calls torch.compile"),
         (
             "workers",
             "main(Rows(), lambda epoch: torch.seed(), shuffle=True)",
@@ -255,9 +259,7 @@ def test_the_workers_of_a_loader_are_no_processes_to_compare(method: str, option
         ),
     ],
 )
-def test_where_nothing_can_be_said_the_status_is_4(
-    command, relation: str, line: str, why: str
-) -> None:
+def test_without_an_answer_the_status_is_4(command, relation: str, line: str, why: str) -> None:
     """Without a loader, a compiled region, or a plain program that agrees with itself."""
     words = ["verify", "--relation", relation, "--", *_program(PLAIN, line)]
 
@@ -272,16 +274,16 @@ def test_where_nothing_can_be_said_the_status_is_4(
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_answer_is_one_json_document(command) -> None:
-    """--json has the verdict that decides, the relation, and each side."""
+    """--json has the deciding verdict, the relation, and each variant."""
     program = _program("return row + torch.initial_seed() % 7", RUN)
 
     status, out, _ = command("verify", "--relation", "workers", "--json", "--", *program)
 
-    found = json.loads(out)
-    assert (status, found["same"], found["relation"]) == (1, False, "workers")
-    assert found["first"]["phase"] == "data"
-    assert found["advice"]["cause"].endswith(f"torch.initial_seed at {_line('sample')}.")
-    assert [side["same"] for side in found["sides"]][-1] is False
+    answer = json.loads(out)
+    assert (status, answer["same"], answer["relation"]) == (1, False, "workers")
+    assert answer["first"]["phase"] == "data"
+    assert answer["advice"]["cause"].endswith(f"torch.initial_seed at {_line('sample')}.")
+    assert [variant["same"] for variant in answer["sides"]][-1] is False
 
 
 @pytest.mark.parametrize(
@@ -295,8 +297,8 @@ def test_the_answer_is_one_json_document(command) -> None:
         ("--relation", "compile", "--ignore", "train.py:3"),
     ],
 )
-def test_options_of_another_question_are_refused(command, words: tuple[str, ...]) -> None:
-    """An option that the relation asked for has no use for is a wrong request."""
+def test_options_that_a_relation_does_not_use_are_refused(command, words: tuple[str, ...]) -> None:
+    """They are a wrong request."""
     status, *_ = command("verify", *words, "--", sys.executable, "-c", "pass")
 
     assert status == 2

@@ -1,4 +1,4 @@
-"""Programs that resume exactly agree, and of faults the state is named that was lost."""
+"""Programs that resume exactly agree, and for each fault the lost state is named."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ pytestmark = [pytest.mark.usefixtures("own_temporary", "forked"), pytest.mark.sl
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_program_that_resumes_exactly_agrees(name: str) -> None:
-    """It agrees wherever its checkpoint lies, and batches are compared."""
+    """Wherever its checkpoint is saved, and batches are compared."""
     Path("train.py").write_text(EXACT[name].text(), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    assert (found.status, found.unknown) == (0, "")
-    assert all(side.verdict.compared.steps > 0 for side in found.sides)
+    assert (related.status, related.unknown) == (0, "")
+    assert all(variant.verdict.compared.steps > 0 for variant in related.variants)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_what_was_lost_is_named(name: str) -> None:
-    """The first thing that is named is the one that was lost."""
+def test_a_fault_is_found_and_the_lost_state_is_named(name: str) -> None:
+    """The state named first is the one that the program lost."""
     program, forgotten, words, instead = FAULTS[name]
     Path("train.py").write_text(EXACT[program].text(forgotten, instead), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
     lost = [
         f"{'restored' if each.restored else 'not restored'}: {each}"
-        for each in found.deciding.not_restored
+        for each in related.deciding.not_restored
     ]
-    advice = found.verdict.advice
-    assert found.status == 1
+    advice = related.verdict.advice
+    assert related.status == 1
     assert words in (lost[0] if lost else advice.cause)
 
 
@@ -52,8 +52,8 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_the_line_is_named_that_goes_on_with_what_the_program_keeps_itself(name: str) -> None:
-    """Where all known state was restored, it is the line that reads another value of its own."""
+def test_the_line_that_reads_the_programs_own_state_is_named(name: str) -> None:
+    """If all known state was restored, it is the line that reads a different own value."""
     begins, changes, scale = KEPT[name]
     text = f"""
         import os
@@ -87,53 +87,53 @@ def test_the_line_is_named_that_goes_on_with_what_the_program_keeps_itself(name:
     Path("train.py").write_text("\n".join(lines), encoding="utf-8")
     here = next(number for number, line in enumerate(lines, 1) if "# here" in line)
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    assert "something that the program keeps itself" in found.verdict.advice.cause
-    assert found.verdict.origin.where == f"{Path.cwd()}/train.py:{here}"
-    assert f"train.py:{here} " in str(found)
+    assert "state that the program keeps itself" in related.verdict.advice.cause
+    assert related.verdict.origin.where == f"{Path.cwd()}/train.py:{here}"
+    assert f"train.py:{here} " in str(related)
 
 
-def test_a_newer_checkpoint_that_was_passed_over_is_named() -> None:
-    """One that reads the first of its checkpoints agrees, and it is said what is done twice."""
+def test_a_newer_checkpoint_that_was_not_used_is_named() -> None:
+    """A program that reads its first checkpoint agrees, and the repeated steps are reported."""
     text = EXACT["rotating checkpoints"].text().replace("files[-1]", "files[0]")
     text = text.replace("step_{i - 7}", "step_{i - 99}")
     Path("train.py").write_text(text, encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    newer = "went on from step_4.pt; step_12.pt is newer: 8 steps are done twice"
-    assert found.status == 0
-    assert [newer in side.said for side in found.sides] == [False, True]
+    newer = "resumed from step_4.pt; step_12.pt is newer: 8 steps are done twice"
+    assert related.status == 0
+    assert [newer in variant.note for variant in related.variants] == [False, True]
 
 
-def test_it_cannot_tell_where_no_checkpoint_shows_that_it_went_on_from_it() -> None:
-    """Nothing was read, no parameter is as in any of several checkpoints: it has no place."""
+def test_there_is_no_answer_if_no_checkpoint_was_restored() -> None:
+    """No checkpoint was opened, and no parameter has its value from any of several."""
     text = EXACT["rotating checkpoints"].text()
     Path("train.py").write_text(text, encoding="utf-8")
     anew = text.replace("if files", "if 0").replace("range(first", "range(9")
     Path("anew.py").write_text(anew, encoding="utf-8")
     resume = f"{sys.executable} anew.py {{checkpoint}}"
 
-    found = relate("resume", None, [sys.executable, "train.py"], resume_command=resume)
+    related = relate("resume", None, [sys.executable, "train.py"], resume_command=resume)
 
-    assert found.sides[1].status == 4
-    assert "no parameter is as it was" in found.sides[1].unknown
+    assert related.variants[1].status == 4
+    assert "no parameter has its value from" in related.variants[1].unknown
 
 
 def test_no_line_says_that_nothing_later_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are compared by what they end with: of ops that differ later nothing is known."""
+    """Steps are compared by their final state, so nothing is known about ops that differ later."""
     Path("train.py").write_text(EXACT["scheduler"].text("s"), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
     monkeypatch.setenv("TORCHREPRO_VERBOSE", "1")
-    assert found.status == 1
-    assert "nothing later differs" not in str(found)
+    assert related.status == 1
+    assert "nothing later differs" not in str(related)
 
 
-def test_what_is_drawn_after_the_restoring_is_named_where_nothing_else_draws() -> None:
-    """The generator is restored, then draws the data: both lines are named."""
+def test_a_draw_after_restoring_is_named_if_nothing_else_draws() -> None:
+    """The generator is restored, then the data is drawn from it: both lines are named."""
     data = "x = torch.randn(24, 4, 3)\n"
     head, loop = EXACT["torch's generator"].text().replace(data, "").split("for i in")
     text = f"{head}{data}for i in{loop}".replace("torch.randn(2)", "1")
@@ -144,15 +144,15 @@ def test_what_is_drawn_after_the_restoring_is_named_where_nothing_else_draws() -
         for word in ("set_rng_state", "x = ")
     )
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    (lost,) = found.deciding.not_restored
+    (lost,) = related.deciding.not_restored
     assert (lost.name, lost.restored) == ("torch", f"train.py:{restored}")
     assert lost.what == f"then drawn from at train.py:{drawn} before the first batch"
 
 
-def test_what_is_drawn_later_is_no_cause_of_what_differs_first() -> None:
-    """A generator that was lost as well, and is drawn from three steps later, is not named."""
+def test_a_later_draw_is_not_the_cause_of_the_first_difference() -> None:
+    """A lost generator that is first drawn from three steps later is not named."""
     momentum = "opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)"
     drawn = "noise = random.random() if i == 9 else 0.0"
     body = f"{drawn}; loss = (net(x[i]) + noise).square().mean()"
@@ -162,9 +162,9 @@ def test_what_is_drawn_later_is_no_cause_of_what_differs_first() -> None:
     )
     Path("train.py").write_text(program.text("opt"), encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    (lost,) = found.deciding.not_restored
+    (lost,) = related.deciding.not_restored
     assert str(lost) == "optimizer momentum_buffer: of weight, bias"
 
 
@@ -224,17 +224,17 @@ BY_PERSISTENT = ["generator torch of the persistent workers: drawn from at train
     ],
     ids=["workers that live on", "within an epoch", "the optimizer as well", "an epoch", "a place"],
 )
-def test_what_a_batch_differs_by_is_named_and_nothing_else(
+def test_only_the_reason_why_a_batch_differs_is_named(
     sample: str, lives_on: bool, saved: int, each_epoch: str, restore: str, named: list[str]
 ) -> None:
-    """Other samples are the loader's place; other values of the same samples are what they draw."""
+    """Other samples are due to the loader's position; other values of them are due to draws."""
     text = SAMPLES.format(
         sample=sample, lives_on=lives_on, saved=saved, each_epoch=each_epoch, restore=restore
     )
     Path("train.py").write_text(text, encoding="utf-8")
 
-    found = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", None, [sys.executable, "train.py"])
 
-    lost = [str(each) for each in found.deciding.not_restored]
-    assert found.status == 1
+    lost = [str(each) for each in related.deciding.not_restored]
+    assert related.status == 1
     assert [each.rpartition(": ")[2] if "epoch" in each else each for each in lost] == named

@@ -1,8 +1,8 @@
-"""Around a program, nothing changes in its folder but by the program itself.
+"""In a program's folder, only the program itself changes anything.
 
-Each program has an effect on files that were there. The state of the folder after all runs and
-trials is one that the effect alone can reach, applied to the same folder any number of times; and
-what the effect never names has its time of change and its inode.
+Each program has an effect on existing files. The state of the folder after all runs and trials is
+one that the effect alone can reach, applied any number of times; files that the effect does not
+name keep their modification time and inode.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _states(user: Path) -> State:
     """Contents, links and permissions of all below a folder but git's and the carried file."""
-    found: State = {}
+    verification: State = {}
     for path in sorted(user.rglob("*")):
         name = str(path.relative_to(user))
         if "/.git/" in name or name.endswith(("/.git", "/n", "train.py")):
@@ -164,8 +164,8 @@ def _states(user: Path) -> State:
             its = os.path.relpath(path.resolve(), user)
         elif path.is_file():
             its = path.read_bytes()
-        found[name] = its, path.lstat().st_mode
-    return found
+        verification[name] = its, path.lstat().st_mode
+    return verification
 
 
 def _kept(user: Path) -> dict[str, tuple[int, int]]:
@@ -182,13 +182,13 @@ def _reachable(user: Path, effect: str, most: int, monkeypatch: pytest.MonkeyPat
     if (twin / "work/back.txt").is_symlink():
         (twin / "work/back.txt").unlink()
         (twin / "work/back.txt").symlink_to(twin / "work/data/small.txt")
-    found = [_states(twin)]
+    verification = [_states(twin)]
     with chdir(twin / "work"), monkeypatch.context() as patch:
         patch.setenv("HOME", str(twin / "home"))
         for _ in range(most):
             exec(effect, {"ROOT": str(twin / "work")})
-            found.append(_states(twin))
-    return found
+            verification.append(_states(twin))
+    return verification
 
 
 def _write(root: Path, text: str, effect: str, **words: object) -> None:
@@ -205,16 +205,18 @@ CASES = {*KIND_OF.items(), *((name, "carries a file") for name in EFFECTS)}
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("effect", "kind"), sorted(CASES))
-def test_all_trials_change_nothing_but_by_the_program(effect, kind, folder, tmp_path, monkeypatch):
-    """A folder is as its program alone would have left it."""
+def test_trials_change_a_folder_only_as_the_program_does(
+    effect, kind, folder, tmp_path, monkeypatch
+):
+    """The folder is as the program alone would have left it."""
     user, text = folder.parent, EFFECTS[effect]
     _write(folder, TRAIN, text, **KINDS[kind])
     reachable, kept = _reachable(user, text, 40, monkeypatch), _kept(user)
-    found = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
+    verification = verify(None, [sys.executable, "train.py"], folder=tmp_path / "out")
 
     assert repository_root(folder) == folder
-    assert not found.same
-    assert found.tried
+    assert not verification.same
+    assert verification.tried
     assert _kept(user) == kept
     assert _states(user) in reachable
 
@@ -222,8 +224,8 @@ def test_all_trials_change_nothing_but_by_the_program(effect, kind, folder, tmp_
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("effect", EFFECTS)
-def test_a_relation_changes_nothing_in_the_folder_of_the_user(effect, folder):
-    """Its runs are in copies: what a program writes outside of its folder it writes there."""
+def test_a_relation_changes_nothing_in_the_users_folder(effect, folder):
+    """Its runs are in copies; only files outside of the folder are written as the program does."""
     user = folder.parent
     _write(folder, RESUMES, EFFECTS[effect])
     before, kept = _states(user), _kept(user)
@@ -290,8 +292,10 @@ def little_room(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_a_trial_and_no_file(folder, little_room, tmp_path, monkeypatch):
-    """What cannot be copied is not tried, which is said; the folder is as the program left it."""
+def test_a_full_disk_prevents_a_trial_and_damages_no_file(
+    folder, little_room, tmp_path, monkeypatch
+):
+    """A trial without a copy is not run, and reported; the folder is as the program left it."""
     effect, user = EFFECTS["update what is large"], folder.parent
     _write(folder, TRAIN, effect, **KINDS["carries a file"])
     reachable, kept = _reachable(user, effect, 10, monkeypatch), _kept(user)

@@ -1,4 +1,4 @@
-"""A verification has one page: all of its runs, in the names that the program has for things."""
+"""A verification has one page with all of its runs, in the names that the program uses."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ for step in range(3):
 
 
 @pytest.fixture
-def found(forked: None, verified: Callable[..., Verification]) -> Verification:
+def verification(forked: None, verified: Callable[..., Verification]) -> Verification:
     """The verification of a program that calls two models of one class."""
     Path("train.py").write_text(RECOMMENDER, encoding="utf-8")
     return verified([sys.executable, "train.py"], runs=4)
 
 
 @pytest.mark.slow
-def test_many_runs_are_on_one_page(found: Verification, tmp_path: Path) -> None:
-    """Each run has a row that leads to its comparison; values and the program's names are told."""
-    page = verification_page(found)
+def test_many_runs_are_on_one_page(verification: Verification, tmp_path: Path) -> None:
+    """Each run has a row that links to its comparison; values have the program's names."""
+    page = verification_page(verification)
     text = unescape(page)
 
-    assert [verdict.same for verdict in found.verdicts] == [False] * 3
-    assert len(found.verdicts) <= COMPARISONS
+    assert [verdict.same for verdict in verification.verdicts] == [False] * 3
+    assert len(verification.verdicts) <= COMPARISONS
     for number in (2, 3, 4):
         assert text.count(f'href="#run-{number}"') == 1
         assert text.count(f'<article id="run-{number}"') == 1

@@ -1,4 +1,4 @@
-"""Verifying a command: the same, or where its runs diverge, or an honest word on why neither."""
+"""Verifying a command: its runs are the same, or diverge at a line, or the reason for no answer."""
 
 from __future__ import annotations
 
@@ -30,42 +30,40 @@ class Data(torch.utils.data.Dataset):
 batches = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=2))"""
 
 
-def test_a_reproducible_program_is_the_same_and_leaves_nothing_behind(
+def test_a_reproducible_program_is_the_same_and_leaves_no_file(
     training, plain, tmp_path, monkeypatch
 ):
-    """Runs that are the same, NaN included, are said to be, and their recordings are removed."""
+    """Equal runs, NaN included, are reported as the same, and their recordings are removed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said = []
-    found = verify(
+    verification = verify(
         plain, training("batch[0, 0] = float('nan') if step == 2 else 0"), say=said.append
     )
 
-    assert found.same
-    assert found.verdict.compared.ops > 50
-    assert [run.status for run in found.runs] == [0, 0]
-    assert (found.folder, list(tmp_path.glob("torchrepro-*"))) == ("", [])
+    assert verification.same
+    assert verification.verdict.compared.ops > 50
+    assert [run.status for run in verification.runs] == [0, 0]
+    assert (verification.folder, list(tmp_path.glob("torchrepro-*"))) == ("", [])
     assert "".join(said).count("3 steps\n") == 2
-    assert verification_json(found)["same"] is True
+    assert verification_json(verification)["same"] is True
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("closer", [True, False])
-def test_a_divergence_is_recorded_more_closely_if_that_is_wanted(
-    closer, training, verified, tmp_path
-):
-    """The first divergence comes with its place and all recordings, and with elements of the
-    tensors from two more runs, unless they are not wanted.
+def test_a_divergence_is_recorded_in_detail_unless_disabled(closer, training, verified, tmp_path):
+    """The first divergence has its line and all recordings, and tensor elements from two more runs
+    unless these are disabled.
     """
-    found = verified(training(ANOTHER_EACH_TIME), closer=closer)
-    first = found.verdict.first
+    verification = verified(training(ANOTHER_EACH_TIME), closer=closer)
+    first = verification.verdict.first
     recorded = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
 
-    assert not found.same
+    assert not verification.same
     assert (first.step, first.phase) == (1, "forward")
     assert first.kind in (Kind.DATA, Kind.ARGUMENT)  # torch 2.15 fills by a number
     assert Path(first.source.rpartition(":")[0]).name == "train.py"
     assert (bool(first.elements), bool(first.distances)) == (closer, closer)
-    assert [len(read_run(run.folder)) for run in found.runs] == [1, 1]
+    assert [len(read_run(run.folder)) for run in verification.runs] == [1, 1]
     closely = {"closer-1", "closer-2"} if closer else set()
     assert {name for name in recorded if "trial" not in name} == {"run-1", "run-2"} | closely
     if closer:
@@ -74,8 +72,8 @@ def test_a_divergence_is_recorded_more_closely_if_that_is_wanted(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified):
-    """Where a closer look shows the runs diverge elsewhere the verdict stays, and says that."""
+def test_a_divergence_that_varies_between_runs_is_reported_as_such(training, verified):
+    """If the closer look diverges elsewhere, the verdict stays, with a note."""
     chance = "batch[0, 0] = __import__('random').SystemRandom().random() if once(step) else 1"
     before = (
         "import os\n"
@@ -85,12 +83,12 @@ def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified
         "    open('first', 'w')\n"
         "    return True"
     )
-    found = verified(training(chance, before))
+    verification = verified(training(chance, before))
 
-    assert not found.same
-    assert found.verdict.first.step == 1
-    assert not found.verdict.first.elements
-    assert "it varies from run to run" in found.verdict.notes[0]
+    assert not verification.same
+    assert verification.verdict.first.step == 1
+    assert not verification.verdict.first.elements
+    assert "it varies from run to run" in verification.verdict.notes[0]
 
 
 @pytest.mark.usefixtures("forked")
@@ -104,7 +102,7 @@ def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified
     ],
 )
 def test_a_command_that_fails_or_computes_nothing_gets_no_answer(verified, program, words):
-    """Failing alike in every run is an error with its last lines; so is a run without a record."""
+    """The same failure in all runs is an error with its last lines; so is a missing record."""
     with pytest.raises(TraceError) as raised:
         verified([sys.executable, "-c", program])
 
@@ -124,28 +122,28 @@ def test_a_command_that_fails_or_computes_nothing_gets_no_answer(verified, progr
         (
             "import os, sys\nos.path.exists('x') and sys.exit(4)\nopen('x', 'w')",
             "",
-            ["run-2 ended before anything was recorded of it", "exit status 4"],
+            ["run-2 ended before anything was recorded", "exit status 4"],
         ),
     ],
     ids=["at the end", "at the start"],
 )
-def test_runs_that_end_differently_are_not_the_same(before, end, what, training, verified):
-    """Another exit status is a difference, whatever was recorded."""
+def test_runs_with_different_exit_statuses_are_not_the_same(before, end, what, training, verified):
+    """Even if their records are the same."""
     command = training(before=before)
     with Path("train.py").open("a", encoding="utf-8") as file:
         file.write(end)
-    found = verified(command)
+    verification = verified(command)
 
-    assert not found.same
-    assert found.verdict.first.kind is Kind.ENDED
-    assert all(words in found.verdict.first.what for words in what)
-    json.dumps(verification_json(found), allow_nan=False)
+    assert not verification.same
+    assert verification.verdict.first.kind is Kind.ENDED
+    assert all(words in verification.verdict.first.what for words in what)
+    json.dumps(verification_json(verification), allow_nan=False)
 
 
 def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
     """One run, an unknown perturbation, command or guarantee, a full folder: errors at once.
 
-    So are overrides without a profile, and what cannot be recorded with one or without.
+    So are overrides without a profile, and commands that cannot be recorded.
     """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     command = training("open('ran', 'w')")
@@ -175,14 +173,14 @@ def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("forked")
-def test_of_several_runs_the_one_that_differs_is_found(training, verified):
-    """Runs 1 and 2 agree, and run 3 does not: the answer is no, and it names run 3."""
+def test_the_run_that_differs_is_found_among_several(training, verified):
+    """Runs 1 and 2 agree, and run 3 differs: the answer is no, and it names run 3."""
     third = "import os\nruns = len(os.listdir())\nopen(f'ran-{runs}', 'w')"
-    found = verified(training("batch[0, 0] = float(runs == 4)", third), runs=3, closer=False)
+    verification = verified(training("batch[0, 0] = float(runs == 4)", third), runs=3, closer=False)
 
-    assert [verdict.same for verdict in found.verdicts] == [True, False]
-    assert [run["same"] for run in verification_json(found)["runs"]] == [True, True, False]
-    assert not found.same
+    assert [verdict.same for verdict in verification.verdicts] == [True, False]
+    assert [run["same"] for run in verification_json(verification)["runs"]] == [True, True, False]
+    assert not verification.same
 
 
 @pytest.mark.usefixtures("forked")
@@ -196,10 +194,10 @@ def test_of_several_runs_the_one_that_differs_is_found(training, verified):
     ],
     ids=["bits", "seeded", "aligned", "given"],
 )
-def test_only_a_tolerance_that_was_asked_for_is_granted(options, asked, same, training, verified):
-    """Nearly the same numbers are the same under `aligned`, or by rtol and atol, and only then.
+def test_a_tolerance_applies_only_if_requested(options, asked, same, training, verified):
+    """Nearly equal results are the same under `aligned`, or by rtol and atol, and only then.
 
-    What the guarantee `seeded` leaves open is not called equal either.
+    Differences that the guarantee `seeded` allows are not called equal either.
     """
     near = "batch[0, 0] += 1e-8 * (int.from_bytes(__import__('os').urandom(4)) % 9973)"
     answer = verification_json(verified(training(near), closer=False, **options))
@@ -220,17 +218,17 @@ def test_only_a_tolerance_that_was_asked_for_is_granted(options, asked, same, tr
     ],
     ids=["loader workers", "no seed", "no profile", "none helps"],
 )
-def test_escalation_goes_up_to_the_settings_that_make_runs_equal(
+def test_escalation_stops_at_the_first_settings_that_make_runs_equal(
     profile, program, helps, training, plain, tmp_path
 ):
-    """Settings are tried one after another, up to the first under which the runs are the same."""
+    """Settings are tried one after another."""
     Path("bare.yaml").write_text("schema: 1\nname: bare\nguarantee: repeatable\n")
     command = training(*program)
-    found = verify(profile, command, escalate=True, closer=False, folder=tmp_path / "out")
-    answer = verification_json(found)
+    verification = verify(profile, command, escalate=True, closer=False, folder=tmp_path / "out")
+    answer = verification_json(verification)
     *before, last = [trial["same"] for trial in answer["tried"]]
 
-    assert not found.same
+    assert not verification.same
     assert not any(before)
     assert last == (helps is not None)
     assert bool(answer["advice"]["command"]) == last
@@ -242,12 +240,12 @@ def test_escalation_goes_up_to_the_settings_that_make_runs_equal(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_proposed_command_has_the_options_that_say_what_is_the_same(training, tmp_path):
-    """What was tried under a tolerance and a level is typed with them, and is the same then."""
+def test_a_proposed_command_has_the_criteria_of_the_user(training, tmp_path):
+    """It has the tolerance and the level with which it was tried, and its runs agree with them."""
     command = training("batch += __import__('random').random()")
     asked = {"rtol": 1e-9, "atol": 0.0, "level": "module"}
-    found = verify(None, command, folder=tmp_path / "out", **asked)
-    proposed = found.verdict.advice.command
+    verification = verify(None, command, folder=tmp_path / "out", **asked)
+    proposed = verification.verdict.advice.command
 
     assert proposed.startswith(
         "torchrepro verify seed-only --level module --rtol 1e-09 --atol 0.0 "
@@ -257,60 +255,64 @@ def test_a_proposed_command_has_the_options_that_say_what_is_the_same(training, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_nothing_is_proposed_with_which_runs_agree_as_they_do_without_it(training, verified):
-    """What differs in the first run alone, and in no later one, is no matter of a setting."""
+def test_no_change_is_proposed_if_runs_agree_without_it_too(training, verified):
+    """A difference in the first run only is not due to a setting."""
     before = "import os\nfirst = not os.path.isdir('seen')\nos.makedirs('seen', exist_ok=True)"
-    found = verified(training("batch = batch + first", before))
-    advice = found.verdict.advice
+    verification = verified(training("batch = batch + first", before))
+    advice = verification.verdict.advice
 
-    assert not found.same
+    assert not verification.same
     assert (advice.command, advice.edit, advice.tried) == ("", None, "")
-    assert "most runs of it are the same: it differs too seldom to show what helps" in str(found)
-    assert not any(trial.same for trial in found.tried if trial.what != "the command as it is")
+    assert "most runs of it are the same: it differs too seldom to show what helps" in str(
+        verification
+    )
+    assert not any(
+        trial.same for trial in verification.tried if trial.what != "the command as it is"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_file_that_is_left_for_the_next_run_is_there_again_after_the_trials(training, verified):
-    """Trials run without it in copies, and it stays where it is."""
+def test_a_leftover_file_exists_after_the_trials(training, verified):
+    """Trials run without it in copies, and the original stays."""
     cached = "np.load('cache.npy') if os.path.exists('cache.npy') else np.full(1, 0.25)"
     before = f"import os, numpy as np\nscale = {cached}\nnp.save('cache.npy', scale * 2)"
-    found = verified(training("batch *= float(scale[0])", before))
+    verification = verified(training("batch *= float(scale[0])", before))
 
-    assert not found.same
-    assert "cache.npy" in found.verdict.advice.cause
-    assert 'cd "$(mktemp -d)" && exec ' in found.verdict.advice.command
+    assert not verification.same
+    assert "cache.npy" in verification.verdict.advice.cause
+    assert 'cd "$(mktemp -d)" && exec ' in verification.verdict.advice.command
     assert Path("cache.npy").exists()
 
 
 @pytest.mark.usefixtures("forked")
-def test_what_follows_the_last_step_is_recorded_more_closely(training, verified):
-    """Steps are counted as the program counts them, and the closer look finds what follows them."""
+def test_a_divergence_after_the_last_step_is_recorded_in_detail(training, verified):
+    """Steps are numbered as in the program, and the closer look finds what follows them."""
     command = training()
     with Path("train.py").open("a", encoding="utf-8") as file:
         file.write("model(torch.full((2, 4), __import__('random').SystemRandom().random()))\n")
     said = []
-    found = verified(command, say=said.append)
-    first, progress = found.verdict.first, "".join(said)
+    verification = verified(command, say=said.append)
+    first, progress = verification.verdict.first, "".join(said)
 
     assert progress.count(" 3 steps\n") == 2
     assert progress.count("a closer look after the last step, run") == 2
-    assert [run.steps for run in found.runs] == [3, 3]
-    assert (first.step, first.after_last, found.verdict.compared.steps) == (3, True, 3)
+    assert [run.steps for run in verification.runs] == [3, 3]
+    assert (first.step, first.after_last, verification.verdict.compared.steps) == (3, True, 3)
     assert first.elements
 
 
 @pytest.mark.usefixtures("forked")
 def test_a_program_without_steps_is_verified(verified):
-    """All that it computes is outside of any step, and no number of steps is said."""
+    """All its ops are outside of any step, and no number of steps is reported."""
     program = "import random, torch; torch.full((2,), random.SystemRandom().random()).sin()"
     said = []
-    found = verified([sys.executable, "-c", program], say=said.append)
-    text = "".join(said) + as_text(*verification_parts(found))
+    verification = verified([sys.executable, "-c", program], say=said.append)
+    text = "".join(said) + as_text(*verification_parts(verification))
 
-    assert not found.same
-    assert found.verdict.first.elements
-    assert all(run.recorded and not run.steps for run in found.runs)
+    assert not verification.same
+    assert verification.verdict.first.elements
+    assert all(run.recorded and not run.steps for run in verification.runs)
     assert "2 records outside of any step" in text
     assert "diverged outside of any step" in text
     assert not re.search(r"\d steps?\b|step \d", text)
@@ -334,10 +336,10 @@ np.save("result.npy", batch), np.load("result.npy")
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_what_a_run_reads_as_the_one_before_it_left_it_is_known(training, verified, tmp_path):
-    """Neither data from before nor what a run itself has written counts, and no writer is needed.
+def test_reads_of_files_that_an_earlier_run_left_are_known(training, verified, tmp_path):
+    """Older data and the run's own files do not count, and the writer may be unknown.
 
-    Once runs agree, the file is one of their reads.
+    If the runs agree, the file is one of their reads.
     """
     np.save("data.npy", np.ones(1))
     time.sleep(0.05)
@@ -375,11 +377,11 @@ def _line_of(text: str) -> str:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_meter_can_be_left_out(training, verified, tmp_path):
-    """Runs differ by it, in nothing that is trained; without its line they are the same."""
+def test_a_meter_can_be_ignored(training, verified, tmp_path):
+    """Runs differ by it, but not in training; without its line they are the same."""
     command = training(METER)
     differs = verified(command, closer=False)
-    found = verified(command, ignore=[_line_of("time_ns")], folder=tmp_path / "again")
+    verification = verified(command, ignore=[_line_of("time_ns")], folder=tmp_path / "again")
 
     assert not differs.same
     assert verification_json(differs)["reaches"] is False
@@ -389,13 +391,13 @@ def test_a_meter_can_be_left_out(training, verified, tmp_path):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_line_that_reaches_the_loss_cannot_be_left_out(training, verified):
-    """A difference that reaches the loss is found, whatever is left out."""
+def test_a_line_that_reaches_the_loss_cannot_be_ignored(training, verified):
+    """A difference that reaches the loss is found, whatever is ignored."""
     command = training(ANOTHER)
-    found = verified(command, closer=False, ignore=[_line_of("time_ns")])
+    verification = verified(command, closer=False, ignore=[_line_of("time_ns")])
 
-    assert not found.same
-    assert found.verdict.reaches
+    assert not verification.same
+    assert verification.verdict.reaches
 
 
 @pytest.mark.usefixtures("forked")
@@ -410,12 +412,12 @@ def test_a_line_without_a_record_is_refused(training, verified):
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_only_some_steps_are_recorded_in_full(training, verified):
-    """`every` and `max_size` are those of a recording; a divergence is still looked at closely."""
-    found = verified(training(ANOTHER), every=2, max_size="50MB")
+    """`every` and `max_size` work as in a recording; a closer look still follows a divergence."""
+    verification = verified(training(ANOTHER), every=2, max_size="50MB")
 
-    levels = [row.level for row in read_run(found.runs[0].folder)[0].steps.values()]
+    levels = [row.level for row in read_run(verification.runs[0].folder)[0].steps.values()]
     assert levels[:3] == ["op", "step", "op"]
-    assert read_run(found.runs[0].folder)[0].meta["max_size"] == 50_000_000
-    assert not found.same
-    assert found.verdict.first is not None
-    assert found.verdict.first.elements
+    assert read_run(verification.runs[0].folder)[0].meta["max_size"] == 50_000_000
+    assert not verification.same
+    assert verification.verdict.first is not None
+    assert verification.verdict.first.elements

@@ -1,7 +1,7 @@
-"""What each process of a run does to itself as it starts: perturbations, and what it notes.
+"""Changes that each process of a run makes to itself as it starts: perturbations and observers.
 
-Perturbations import neither torch nor anything else that the program might not import, and draw no
-random number from a generator of the program. All lasts as long as the process: nothing is undone.
+Perturbations import neither torch nor any other module that the program might not import, and draw
+no random number from a generator of the program. They last as long as the process.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torchrepro.ground.fork_safety import comes_from_fork_server, is_fork_server
 from torchrepro.ground.imports import AfterImport, named
 
 VARIABLE = "TORCHREPRO_AT_START"
-"""The variable that carries what is to be done, as JSON, to every process of a run."""
+"""The variable that passes the changes, as JSON, to every process of a run."""
 
-_LONGEST = 0.02  # the most seconds that a worker of a loader waits before it hands over a batch
+_LONGEST = 0.02  # the longest delay of a batch by a loader worker, in seconds
 
 _kept: list[Any] = []
 
 
 def begin(environment: Mapping[str, str]) -> None:
-    """Do to this process what `VARIABLE` in `environment` names.
+    """Make the changes of `VARIABLE` in `environment` to this process.
 
-    Each is called by its name in `IN_PROCESS`, or by its path in this package.
+    Their names are keys of `IN_PROCESS`, or paths of functions in this package.
     """
     for name, value in json.loads(environment.get(VARIABLE) or "{}").items():
         (IN_PROCESS.get(name) or named(name))(value)
 
 
 def _litter_the_heap(number: int) -> None:
-    # Moves objects to other addresses, and fills free memory with other bytes.
+    """Move objects to other addresses, and fill free memory with other bytes."""
     sizes = [16 + index * number * 7919 % 65536 for index in range(512)]
     blocks = [bytes([1 + number % 255]) * size for size in sizes]
     _kept.append(blocks[::2])
@@ -45,12 +45,12 @@ def _litter_the_heap(number: int) -> None:
 
 
 def _leave_some_cpus_alone(cpus: Mapping[str, Sequence[int]]) -> None:
-    # The number of threads must stay: another number adds up in another order, which is no fault
-    # of the program. So torch counts all CPUs, those that a child did not inherit as well.
+    # The number of threads must stay, since another number sums in another order, even in a correct
+    # program. So torch must count all CPUs, also CPUs that a child did not inherit.
     os.sched_setaffinity(0, cpus["all"])
 
     def keep_to_some(module: str) -> None:
-        sys.modules[module].get_num_threads()  # torch counts the CPUs when it is asked first
+        sys.modules[module].get_num_threads()  # the first call counts the CPUs
         os.sched_setaffinity(0, cpus["some"])
 
     AfterImport(["torch"], keep_to_some).watch_all()
@@ -68,7 +68,7 @@ def _delay_batches(number: int) -> None:
         @wraps(put)
         def late(self: Any, *args: Any, **kwargs: Any) -> Any:
             if present_worker() is not None:
-                # No random number is drawn: the program would see that.
+                # A random number must not be drawn: it would change the program's results.
                 varying = os.getpid() * 40503 + next(calls) * 2654435761 + number * 97
                 time.sleep(_LONGEST * (varying % 1000 / 1000))
             return put(self, *args, **kwargs)
@@ -79,11 +79,11 @@ def _delay_batches(number: int) -> None:
 
 
 def _move_the_clock(seconds: float) -> None:
-    # The time of day alone: intervals are measured as before.
-    moved = int(seconds * 1e9)
+    # Only the time of day: clocks that measure intervals are unchanged.
+    nanoseconds = int(seconds * 1e9)
     now, now_in_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
-    time.time_ns = lambda: now_in_ns() + moved
+    time.time_ns = lambda: now_in_ns() + nanoseconds
     for name in ("gmtime", "localtime", "ctime"):
         setattr(time, name, _of_now(getattr(time, name), "time"))
     for name in ("asctime", "strftime"):
@@ -91,7 +91,8 @@ def _move_the_clock(seconds: float) -> None:
 
 
 def _of_now(original: Callable[..., Any], present: str, required: int = 0) -> Callable[..., Any]:
-    # The last argument of `original`, the time, may be left out.
+    """Wrap a function whose last, optional argument is the time: its default is the moved time."""
+
     @wraps(original)
     def shifted(*arguments: Any) -> Any:
         if arguments[required:] in ((), (None,)):
@@ -102,8 +103,8 @@ def _of_now(original: Callable[..., Any], present: str, required: int = 0) -> Ca
 
 
 def _list_files_otherwise(number: int) -> None:
-    # As `pathlib`, `glob` and `os.walk` list them. Python's import system has a reference of its
-    # own to `listdir` and goes on as before.
+    # `pathlib`, `glob` and `os.walk` use these functions. Python's import system has its own
+    # reference to `listdir`, which is unchanged.
     listdir, scandir = os.listdir, os.scandir
 
     def in_another_order(entries: list[Any]) -> list[Any]:
@@ -120,15 +121,15 @@ def _list_files_otherwise(number: int) -> None:
         with scandir(*args, **kwargs) as entries:
             return Entries(in_another_order(list(entries)))
 
-    for name, original, other in (("listdir", listdir, listed), ("scandir", scandir, scanned)):
-        other.__module__ = "os"  # where pickle finds it
-        setattr(os, name, other)
+    for name, original, patched in (("listdir", listdir, listed), ("scandir", scandir, scanned)):
+        patched.__module__ = "os"  # where pickle finds it
+        setattr(os, name, patched)
         if original in os.supports_fd:
-            os.supports_fd.add(other)
+            os.supports_fd.add(patched)
 
 
 class Entries(Iterator["os.DirEntry[Any]"], AbstractContextManager["Entries"]):
-    """What `os.scandir` returns: an iterator that can be closed, by itself or by a `with` block."""
+    """The return value of `os.scandir`: an iterator with `close`, also usable in a `with` block."""
 
     def __init__(self, entries: list[os.DirEntry[Any]]) -> None:
         self._entries = iter(entries)
@@ -143,40 +144,40 @@ class Entries(Iterator["os.DirEntry[Any]"], AbstractContextManager["Entries"]):
 
 
 def _load_with(workers: int) -> None:
-    def load_so(_module: str) -> None:
+    def set_workers(_module: str) -> None:
         from torchrepro.seeding.loader_hook import workers_policy
 
-        workers_policy.write(workers)  # what a profile says later is the same, or nothing
+        workers_policy.write(workers)  # a profile that is applied later sets the same, or nothing
 
-    AfterImport(["torch.utils.data"], load_so).watch_all()
+    AfterImport(["torch.utils.data"], set_workers).watch_all()
 
 
-def _observe(kinds: Mapping[str, Any]) -> None:
+def _observe(observers: Mapping[str, Any]) -> None:
     process = os.getpid()
 
     def begin() -> None:
-        for path, value in kinds.items():
+        for path, arguments in observers.items():
             try:
-                named(path)(value)
+                named(path)(arguments)
             except (ImportError, AttributeError) as missing:  # private names of torch's loader
-                sys.exit(f"torchrepro: {missing}: the relation needs what is not in this torch")
+                sys.exit(f"torchrepro: {missing}: the relation does not support this torch")
 
     def begin_in_child() -> None:
         if os.getppid() == process:
             begin()
 
-    def begin_where_it_runs(_module: str) -> None:
-        # A forked child notes nothing, but those of a fork server begin as spawned ones do.
+    def begin_in_process(_module: str) -> None:
+        # Forked children note nothing, but children of a fork server do, as spawned ones.
         if is_fork_server():
             os.register_at_fork(after_in_child=begin_in_child)
         elif comes_from_fork_server() or os.getpid() == process:
             begin()
 
-    AfterImport(["torch"], begin_where_it_runs).watch_all()
+    AfterImport(["torch"], begin_in_process).watch_all()
 
 
 OBSERVED = "observed"
-"""What a process notes of itself once torch has been imported, by the path of what begins it."""
+"""The observers that begin once torch is imported: paths of functions, and their arguments."""
 
 WORKERS = "number of loader workers"  # how many worker processes every loader has
 

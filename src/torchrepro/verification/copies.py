@@ -1,7 +1,7 @@
-"""Copies of a program's folder, where a command runs as in its own.
+"""Copies of a program's folder, where a command runs as in the original.
 
-What a copy links leads to the user's own files. So nothing is linked that a run is known to write,
-and a process in a copy cannot write to the folder that it is a copy of (see `file_notes`).
+Large files are links to the user's own files. Therefore a file that a run is known to write is
+never linked, and a process in a copy cannot write to the original folder (see `file_notes`).
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Edit
 
 PREFIX = "torchrepro-copy-"
-MANY = 20_000  # files of a folder above which it is linked as one
-MOST_BYTES = 500 * 2**20  # that a copy holds
-LARGE = 2**20  # bytes of a file that is linked, where no run is known to write it
+MANY = 20_000  # files of a folder above which the whole folder is linked
+MOST_BYTES = 500 * 2**20  # the size of a copy above which it is refused
+LARGE = 2**20  # bytes above which a file is linked, unless a run is known to write it
 
-_MARK = ".torchrepro-copy"  # a file in every folder of ours
+_MARK = ".torchrepro-copy"  # a file in every temporary folder of torchrepro
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is gone when the block ends, however it ends.
+    """Make a folder that is removed when the block ends, even if it fails.
 
-    One whose process was killed is removed by the next call: it holds our mark, and nobody its
-    lock.
+    If the process is killed, the next call removes the folder: it contains the mark, and no process
+    has locked it.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if (folder / _MARK).is_file() and (held := _locked(folder)) is not None:
+        if (folder / _MARK).is_file() and (lock := _locked(folder)) is not None:
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # what ran there may still be ending: a later call removes it
+            with suppress(OSError):  # a process there may still be ending: a later call removes it
                 (folder / _MARK).touch()
-            os.close(held)
+            os.close(lock)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
-    held = _locked(folder)
+    lock = _locked(folder)
     try:
         (folder / _MARK).touch()
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if held is not None:  # some file systems have no locks
-            os.close(held)
+        if lock is not None:  # some file systems have no locks
+            os.close(lock)
 
 
 def _locked(folder: Path) -> int | None:
@@ -78,19 +78,19 @@ def _locked(folder: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """The files of a program's repository, or of its folder where it has none, at one moment."""
+    """The files of a program's repository, or of its folder if it has none, at one moment."""
 
     root: Path
-    files: Mapping[str, tuple[int, int, int]]  # time of change in ns, size, inode; by path in root
+    files: Mapping[str, tuple[int, int, int]]  # path in root -> time of change in ns, size, inode
     folders: frozenset[str]
-    large: frozenset[str]  # folders with more than `MANY` files, which are not looked at
+    large: frozenset[str]  # folders with more than `MANY` files, which are not scanned
 
     @classmethod
     def now(cls, without: Path) -> FolderState:
-        """Look at the folder that this process is in, but for what lies below `without`."""
+        """Scan the folder of this process, except for `without` and all below it."""
         root = repository_root(Path.cwd()) or Path.cwd()
-        found: dict[Path, list[str]] = {}  # the names in each folder
-        sizes: Counter[Path] = Counter()  # how many there are below each
+        names: dict[Path, list[str]] = {}  # of the files in each folder
+        sizes: Counter[Path] = Counter()  # the number of files below each folder
         large: set[Path] = set()
         waiting = [root]
         while waiting:
@@ -98,81 +98,80 @@ class FolderState:
             around = [folder, *folder.parents]
             if without in around or not large.isdisjoint(around):
                 continue
-            inner, found[folder] = entries(folder, root)
+            inner, names[folder] = entries(folder, root)
             waiting += inner
             around = around[: around.index(root) + 1]
-            sizes.update(dict.fromkeys(around, len(found[folder])))
-            if full := next((each for each in around if sizes[each] > MANY), None):
+            sizes.update(dict.fromkeys(around, len(names[folder])))
+            if full := next((path for path in around if sizes[path] > MANY), None):
                 large.add(full)
                 sizes.subtract(dict.fromkeys(around, sizes[full]))
         files: dict[str, tuple[int, int, int]] = {}
-        kept = [each for each in found if large.isdisjoint([each, *each.parents])]
+        kept = [folder for folder in names if large.isdisjoint([folder, *folder.parents])]
         for folder in kept:
-            for name in found[folder]:
+            for name in names[folder]:
                 with suppress(OSError):
-                    its = (folder / name).lstat()
-                    place = str((folder / name).relative_to(root))
-                    files[place] = its.st_mtime_ns, its.st_size, its.st_ino
-        folders, apart = (
-            frozenset(str(each.relative_to(root)) for each in some) for some in (kept, large)
-        )
-        return cls(root, files, folders, apart)
+                    state = (folder / name).lstat()
+                    path_in_root = str((folder / name).relative_to(root))
+                    files[path_in_root] = state.st_mtime_ns, state.st_size, state.st_ino
+
+        def in_root(folders: Iterable[Path]) -> frozenset[str]:
+            return frozenset(str(folder.relative_to(root)) for folder in folders)
+
+        return cls(root, files, in_root(kept), in_root(large))
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy that a command runs in."""
+    """A copy of a folder, where a command runs."""
 
-    root: Path  # what it is a copy of
+    root: Path  # the original folder
     tree: Path
-    place: Path  # the folder of `tree` in which the command starts
-    log: Path  # where its runs note which files they use
-    recordings: Path  # the folder of ours in which its runs are recorded
+    start: Path  # the folder in `tree` where the command starts
+    log: Path  # where its runs note the files that they use
+    recordings: Path  # where torchrepro records its runs
     linked: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The files and folders that are links to those of `root`, as they were."""
+    """The files and folders that are links to those of `root`, with their state when linked."""
 
     @classmethod
     def of(cls, root: Path, folder: Path, temporary: Path, recordings: Path) -> Copy:
-        """Return the copy, still to be written, for a command that starts in `folder`.
+        """Return an empty copy for a command that starts in `folder`.
 
-        Its tree is called as `root` is.
+        Its tree has the name of `root`.
         """
         tree = temporary / "tree" / root.name
         tree.mkdir(parents=True)
-        place = tree / folder.relative_to(root)
-        return cls(root, tree, place, temporary / "files.jsonl", recordings.resolve())
+        start = tree / folder.relative_to(root)
+        return cls(root, tree, start, temporary / "files.jsonl", recordings.resolve())
 
     def link(self, names: Iterable[str]) -> None:
-        """Link files and folders of `root`; what is in the copy already stays."""
+        """Link files and folders of `root` that the copy does not have yet."""
         for name in names:
-            here = self.tree / name
-            if not os.path.lexists(here):
-                here.parent.mkdir(parents=True, exist_ok=True)
-                here.symlink_to(self.root / name)
+            link = self.tree / name
+            if not os.path.lexists(link):
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(self.root / name)
                 self.linked[name] = file_state(self.root / name, follow=True)
 
     def link_beside(self, uses: Iterable[Use]) -> None:
-        """Link what lies beside `root` and was used, so that relative paths lead there.
-
-        What was written to stays apart.
-        """
-        beside: dict[str, set[str]] = {}
+        """Link files and folders next to `root` that were only read, so relative paths work."""
+        neighbors: dict[str, set[str]] = {}
         for use in uses:
             path = Path(use.path)
             if self.root.parent in path.parents and self.root not in path.parents:
                 name = path.relative_to(self.root.parent).parts[0]
-                beside.setdefault(name, set()).add(use.kind)
-        for name in (each for each, kinds in beside.items() if WRITTEN not in kinds):
-            with suppress(FileExistsError):
-                (self.tree.parent / name).symlink_to(self.root.parent / name)
+                neighbors.setdefault(name, set()).add(use.kind)
+        for name, kinds in neighbors.items():
+            if WRITTEN not in kinds:
+                with suppress(FileExistsError):
+                    (self.tree.parent / name).symlink_to(self.root.parent / name)
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return the words of a command as they are in the copy.
+        """Return the words of a command for the copy.
 
-        Absolute paths into `root` lead into the copy. Relative ones out of `root`, or into a
-        virtual environment, lead from the copy elsewhere, so that they become absolute.
+        Absolute paths into `root` become paths into the copy. Relative paths that leave `root`, or
+        lead into a virtual environment, become absolute: in the copy they would lead elsewhere.
         """
-        folder = self.root / self.place.relative_to(self.tree)
+        folder = self.root / self.start.relative_to(self.tree)
 
         def is_copied(path: Path) -> bool:
             return path.is_relative_to(self.root) and not is_of_environment(path, self.root)
@@ -193,18 +192,18 @@ class Copy:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        self.place.mkdir(parents=True, exist_ok=True)
-        with chdir(self.place):
+        self.start.mkdir(parents=True, exist_ok=True)
+        with chdir(self.start):
             yield
 
     @property
     def environment(self) -> RunEnvironment:
-        """What a command is started in, so that it finds the copy's files and notes which."""
+        """The environment of a command that uses the files of the copy and notes which ones."""
         return noting_files(self.root, self.log, self.tree, self.recordings)
 
     @property
     def uses(self) -> list[Use]:
-        """The files that runs in the copy have used, but for what is recorded of them."""
+        """The files that runs in the copy have used, except for their recordings."""
         return [
             use for use in noted(self.log) if not Path(use.path).is_relative_to(self.recordings)
         ]
@@ -212,7 +211,7 @@ class Copy:
     def strayed(self) -> str:
         """Return a file of `root` that a run in the copy used, in words; empty if there is none.
 
-        What is linked may be read there, and not be written.
+        Linked files may be read, but not written.
         """
         linked = [self.root / name for name in self.linked]
         for use in self.uses:
@@ -224,23 +223,23 @@ class Copy:
                     what = f"it would have written {path.relative_to(self.tree)}"
                     return f"{what}, which is linked to your own"
             elif use.kind != LISTED and not is_of_environment(path, self.root):
-                is_linked = any(path.is_relative_to(each) for each in linked)
+                is_linked = any(path.is_relative_to(link) for link in linked)
                 if use.kind != READ or not is_linked:
                     verb = "would have written" if use.kind == WRITTEN else "read"
                     return f"it {verb} {path} in your own folder"
         for name, before in self.linked.items():
             if file_state(self.root / name, follow=True) != before:
-                return f"{name}, which is linked to your own, was changed meanwhile"
+                return f"{name}, which is linked to your own, was changed during the run"
         return ""
 
 
 @contextmanager
 def copy_of(state: FolderState, written: Set[str], recordings: Path) -> Iterator[Copy]:
-    """Be in a copy of a folder with the files that it had at one moment.
+    """Enter a copy of a folder with the files that it had at one moment.
 
-    Large files and folders of very many are links, but for those in `written`: what a run is known
-    to write, by absolute paths. Raises `CopyError` where that is too much, and for a link through
-    which a run would read or write what it shall not.
+    Large files, and folders of very many files, are links. Exceptions are those in `written`: the
+    absolute paths of files that a run is known to write. Raises `CopyError` if there is too much to
+    copy, and for a link through which a run could read or write files outside the copy.
     """
     root = state.root
     names = {*written, *map(os.path.realpath, written)}
@@ -250,19 +249,19 @@ def copy_of(state: FolderState, written: Set[str], recordings: Path) -> Iterator
         if _is_below(root / folder, names):
             raise CopyError(f"{folder} has more than {MANY:,} files, and a run writes there")
     copied, linked, size = [], [], 0
-    for name, (_, its_size, _) in state.files.items():
+    for name, (_, file_size, _) in state.files.items():
         path = root / name
         if path.is_symlink():
             target = path.resolve()
             leads_out = path.readlink().is_absolute() or not target.is_relative_to(root)
-            is_own = target.is_relative_to(root) or _is_below(path, names)
-            if leads_out and (is_own or _is_below(target, names)):
+            is_original = target.is_relative_to(root) or _is_below(path, names)
+            if leads_out and (is_original or _is_below(target, names)):
                 raise CopyError(f"{name} is a link that leads out of a copy")
-        if its_size > LARGE and str(path) not in names:
+        if file_size > LARGE and str(path) not in names:
             linked.append(name)
         else:
             copied.append(name)
-            size += its_size
+            size += file_size
     if size > MOST_BYTES:
         raise CopyError(f"a copy of {root} would take {size / 2**20:,.0f} MB")
     with temporary_folder() as temporary:
@@ -281,7 +280,7 @@ def _is_below(path: Path, names: Iterable[str]) -> bool:
 
 @contextmanager
 def edited_copy(edit: Edit, written: Set[str], recordings: Path) -> Iterator[Copy]:
-    """Be in a copy of this folder in which one line of a program is edited; raises as `copy_of`."""
+    """Enter a copy of this folder with one line of a program edited; raises as `copy_of`."""
     state = FolderState.now(recordings)
     file, _, number = edit.where.rpartition(":")
     if os.path.relpath(file, state.root) not in state.files:
@@ -289,7 +288,7 @@ def edited_copy(edit: Edit, written: Set[str], recordings: Path) -> Iterator[Cop
     with copy_of(state, {*written, file}, recordings) as copy:
         edited = copy.tree / Path(file).relative_to(state.root)
         lines = edited.read_text(encoding="utf-8").split("\n")
-        at = int(number) - 1
-        lines[at] = lines[at].replace(edit.before, edit.after)
+        index = int(number) - 1
+        lines[index] = lines[index].replace(edit.before, edit.after)
         edited.write_text("\n".join(lines), encoding="utf-8")
         yield copy

@@ -1,8 +1,8 @@
-"""Files that one run leaves for the next, and places in which a run does not find them.
+"""Files that one run leaves for the next, and runs that start without them.
 
-The folder of a program is looked at before and after its first run: what was created in between is
-left behind. A run that is to find none of it starts in a copy of the folder as it was before. No
-file of the user is moved, removed or changed.
+The program's folder is scanned before and after the first run: files created in between are left
+over. A run without them starts in a copy of the folder as it was before. No file of the user is
+moved, removed or changed.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from torchrepro.verification.result import Run
     from torchrepro.verification.runner import Runner
 
-_LINES = 100  # of what a run has printed last, with its traceback
+_LINES = 100  # the last lines of a run's output, which contain its traceback
 _LOCATION = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class CarriedFile(NamedTuple):
-    """A file that a run read as the run before it had left it."""
+    """A file that leaks state from one run to the next, which read it."""
 
     path: str
     written: str
-    """The line of the program that wrote it, as ``file:line``; empty where that was not heard."""
+    """The line of the program that wrote it, as ``file:line``; empty if it was not observed."""
     read: str  # the line that first read it in the later run
 
 
 def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
-    """Return the files that `second` read as they had been written since `first` began.
+    """Return the files written since `first` began that `second` read.
 
-    The runs are those of one command, one after the other. Empty where one has left no trace of
-    its files, which it writes at its end.
+    Both are runs of one command, one after the other. Returns nothing if a run recorded no list of
+    files: it is written as the run ends.
     """
     earlier, later = (
         [
@@ -63,35 +63,35 @@ def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
     if not (earlier and later):
         return ()
     begun, ended = (min(meta["began"] for meta in metas) for metas in (earlier, later))
-    written = {each["path"]: each["written"] for meta in earlier for each in meta["files"]}
+    written = {file["path"]: file["written"] for meta in earlier for file in meta["files"]}
     read = {
-        each["path"]: each["read"]
+        file["path"]: file["read"]
         for meta in later
-        for each in meta["files"]
-        if each["read"] and begun <= each["changed"] < ended
+        for file in meta["files"]
+        if file["read"] and begun <= file["changed"] < ended
     }
     return tuple(
-        CarriedFile(printable(path), printable(written.get(path, "")), printable(where))
-        for path, where in read.items()
+        CarriedFile(printable(path), printable(written.get(path, "")), printable(line))
+        for path, line in read.items()
     )
 
 
 def traces_of(run: Run) -> list[Trace]:
-    """Return the traces of a run without their records; empty where nothing was recorded."""
-    found: list[Trace] = []
+    """Return the traces of a run without their records; empty if nothing was recorded."""
+    traces: list[Trace] = []
     with suppress(TraceError):
-        found = read_run(run.folder, records=False)
-    for trace in found:
+        traces = read_run(run.folder, records=False)
+    for trace in traces:
         trace.close()
-    return found
+    return traces
 
 
 class RunLocation(NamedTuple):
-    """Where a run is tried: what starts it there, and in which environment."""
+    """The folder of a run of a trial: the runner that starts it there, and its environment."""
 
     runner: Runner
     environment: RunEnvironment
-    strayed: Callable[[], str]  # what of the user's own the run has used, in words
+    strayed: Callable[[], str]  # returns a use of the user's own files, in words; empty if none
 
 
 @contextmanager
@@ -107,12 +107,12 @@ def within(copy: Copy, runner: Runner) -> Iterator[RunLocation]:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What the first run of a command left behind, seen in its folder before and after it."""
+    """The files that the first run of a command left, from its folder before and after it."""
 
     before: FolderState
     after: FolderState
     runs: tuple[Run, Run]  # the first, and a later one
-    carried: tuple[CarriedFile, ...]  # what the later one read of it
+    carried: tuple[CarriedFile, ...]  # leftovers that the later run read
 
     @classmethod
     def of(cls, before: FolderState, after: FolderState, first: Run, later: Run) -> Leftovers:
@@ -120,54 +120,54 @@ class Leftovers:
 
     @property
     def created(self) -> list[str]:
-        """The files that the first run created, as they are named from here."""
+        """The files that the first run created, relative to the current folder."""
         names = self.after.files.keys() - self.before.files.keys()
         return sorted(from_here(str(self.before.root / name)) for name in names)
 
     @property
     def overwritten(self) -> list[str]:
-        """The carried files that were there before the first run, as they are named from here."""
-        names = (from_here(each.path) for each in self.carried)
+        """The carried files that existed before the first run, relative to the current folder."""
+        names = (from_here(file.path) for file in self.carried)
         return [name for name in names if name not in self.created]
 
     @property
     def cause(self) -> str:
-        """A carried file, rather one that was created, and the lines that use it, in words."""
-        one = min(self.carried, key=lambda each: from_here(each.path) in self.overwritten)
-        name = from_here(one.path)
+        """A carried file, preferably created by run 1, and the lines that use it, in words."""
+        file = min(self.carried, key=lambda file: from_here(file.path) in self.overwritten)
+        name = from_here(file.path)
         note = "" if name in self.created else ", overwritten by run 1"
-        wrote = f"written at {short(one.written)} and " if one.written else ""
+        wrote = f"written at {short(file.written)} and " if file.written else ""
         return (
             f"A file that one run leaves for the next: {name}{note}, {wrote}read at "
-            f"{short(one.read)}."
+            f"{short(file.read)}."
         )
 
     @contextmanager
     def copy_without_them(self, runner: Runner) -> Iterator[RunLocation]:
-        """Be in a copy of the folder as it was before the first run.
+        """Enter a copy of the folder as it was before the first run.
 
-        What the first run has overwritten is as it is now. Raises `CopyError` where there can be no
-        copy: for carried files of which the first run created none, or one that is elsewhere, a
-        link that leads out of the folder, and too much to copy.
+        Files that the first run overwrote have their present contents. Raises `CopyError` if no
+        copy is possible: if the first run created none of the carried files, if one is outside the
+        folder, if a link leads out of it, or if there is too much to copy.
         """
-        for each in self.carried:
-            if not Path(each.path).is_relative_to(self.before.root):
-                raise CopyError(f"{from_here(each.path)} is not in {self.before.root}")
+        for file in self.carried:
+            if not Path(file.path).is_relative_to(self.before.root):
+                raise CopyError(f"{from_here(file.path)} is not in {self.before.root}")
         if len(self.overwritten) == len(self.carried):
             raise CopyError(self.why_not_undone)
         with (
             copy_of(self.before, self.written, runner.folder) as copy,
-            within(copy, runner) as place,
+            within(copy, runner) as location,
         ):
-            yield place
+            yield location
 
     @property
     def why_not_undone(self) -> str:
-        return f"there before, and overwritten by run 1: {some(self.overwritten)}"
+        return f"existed before, and overwritten by run 1: {some(self.overwritten)}"
 
     @contextmanager
     def new_folder(self, runner: Runner) -> Iterator[RunLocation]:
-        """Be in an empty folder, from where the command's words lead to the same files."""
+        """Enter an empty folder, where the command has absolute paths to the same files."""
         with temporary_folder() as temporary:
             copy = Copy.of(self.before.root, Path.cwd(), temporary, runner.folder)
             runner = replace(runner, command=self.in_full(runner.command))
@@ -180,19 +180,19 @@ class Leftovers:
                 yield RunLocation(runner, copy.environment, strayed)
 
     def in_full(self, words: Sequence[str]) -> list[str]:
-        """Return a command with absolute paths, but to what the first run has created."""
+        """Return a command with absolute paths, except to files that the first run created."""
         created = {*self.created, *self._created_folders}
 
-        def whole(word: str) -> str:
+        def absolute(word: str) -> str:
             before, equals, path = word.rpartition("=")
             is_old = os.path.lexists(path) and os.path.normpath(path) not in created
             return f"{before}{equals}{Path(path).absolute()}" if is_old else word
 
-        return [*map(whole, words)]
+        return [*map(absolute, words)]
 
     @property
     def written(self) -> set[str]:
-        """The files that a run has opened for writing, or changed, by absolute paths."""
+        """The absolute paths of the files that a run opened for writing, or changed."""
         root, before, after = self.before.root, self.before.files, self.after.files
         changed = {str(root / name) for name in before if after.get(name) != before[name]}
         uses = (use for run in self.runs for use in _uses_of_files(run))
@@ -200,12 +200,12 @@ class Leftovers:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the later run failed and the first one did not."""
+        """Whether the later run failed but the first one did not."""
         first, later = self.runs
         return bool(later.status and not first.status)
 
     def explained(self, verdict: Verdict) -> Verdict:
-        """Return the verdict of both runs, with what was left behind as its cause, if it is."""
+        """Return the verdict of both runs, with the leftovers as its cause if they explain it."""
         first, later = self.runs
         if verdict.same:
             return verdict
@@ -215,7 +215,7 @@ class Leftovers:
             cause = self.cause
         elif later.steps < first.steps and self.created:
             steps = counted(later.steps, "step")
-            cause = f"Run 1 left {some(self.created)} behind, and run 2 then made {steps}."
+            cause = f"Run 1 left {some(self.created)}, and run 2 made only {steps}."
         else:
             return verdict
         advice = verdict.advice or Advice("")
@@ -223,25 +223,26 @@ class Leftovers:
 
     @property
     def refusal(self) -> str:
-        """Why the later run failed: its last line, the line of the program, what run 1 made."""
+        """Why the later run failed: its last line of output, the program line, files of run 1."""
         run = self.runs[1]
         lines = [line for line in last_lines(run, _LINES) if line.strip()]
-        said = lines[-1].strip() if lines else status_in_words(run.status)
-        found = (_LOCATION.search(line) for line in reversed(lines))
-        places = (f"{each[1]}:{each[2]}" for each in found if each and not is_library(each[1]))
-        place = next(places, "")
-        left = [name for name in (*self.created, *self._created_folders) if name in said]
-        parts = [
-            f"{run.name.replace('-', ' ')} failed: {said}",
-            f" ({short(place)})" * bool(place),
-            f"; run 1 made {some(left or self.created)}" * bool(left or self.created),
-        ]
-        return f"{''.join(parts)}."
+        message = lines[-1].strip() if lines else status_in_words(run.status)
+        matches = (_LOCATION.search(line) for line in reversed(lines))
+        program_lines = (
+            f"{match[1]}:{match[2]}" for match in matches if match and not is_library(match[1])
+        )
+        line = next(program_lines, "")
+        named = [name for name in (*self.created, *self._created_folders) if name in message]
+        files = named or self.created
+        cause = f"{run.name.replace('-', ' ')} failed: {message}"
+        cause += f" ({short(line)})" if line else ""
+        cause += f"; run 1 created {some(files)}" if files else ""
+        return f"{cause}."
 
     @property
     def _created_folders(self) -> list[str]:
         created = self.after.folders - self.before.folders
-        return sorted(from_here(str(self.before.root / each)) for each in created)
+        return sorted(from_here(str(self.before.root / folder)) for folder in created)
 
 
 def _uses_of_files(run: Run) -> Iterator[Mapping[str, str]]:

@@ -1,4 +1,4 @@
-"""The perturbations of `verify --stress`: a table of what a result must not depend on."""
+"""The perturbations of `verify --stress`: a table of conditions that results must not depend on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """What a command is started in, besides its profile."""
+    """The variables and in-process changes for a command, in addition to its profile."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     in_process: Mapping[str, Any] = field(default_factory=dict)
-    """What each Python process does to itself as it starts (see `at_start`)."""
+    """The changes that each Python process makes to itself as it starts (see `at_start`)."""
 
     def __or__(self, later: RunEnvironment) -> RunEnvironment:
         return RunEnvironment(
@@ -34,37 +34,37 @@ class RunEnvironment:
         )
 
     def all_variables(self) -> dict[str, str]:
-        """Return the variables, with the one that carries the rest to the command.
+        """Return the variables, including `VARIABLE`, which passes `in_process` to the command.
 
-        What a run around this one has its processes do to themselves, those of the command do too.
+        If an outer run has set that variable, the command's processes make its changes too.
         """
         if not self.in_process:
             return dict(self.variables)
-        around = json.loads(os.environ.get(VARIABLE) or "{}")
-        return {**self.variables, VARIABLE: json.dumps({**around, **self.in_process})}
+        outer = json.loads(os.environ.get(VARIABLE) or "{}")
+        return {**self.variables, VARIABLE: json.dumps({**outer, **self.in_process})}
 
 
-def holding(held: Mapping[str, Sequence[str]]) -> RunEnvironment:
-    """Return what holds sources the same in every run, each at some lines or, without any, at all.
+def pinning(pins: Mapping[str, Sequence[str]]) -> RunEnvironment:
+    """Return the environment that pins sources, each at its lines, or everywhere if it has none.
 
-    See `held_sources`.
+    See `pinned_sources`.
     """
-    fixed = {"PYTHONHASHSEED": "0"} if HASH in held else {}
-    return RunEnvironment(fixed, {"verification.pinned_sources:hold": held})
+    fixed = {"PYTHONHASHSEED": "0"} if HASH in pins else {}
+    return RunEnvironment(fixed, {"verification.pinned_sources:pin": pins})
 
 
 def noting_files(
     root: Path, log: Path, tree: Path | None = None, ours: Path | None = None
 ) -> RunEnvironment:
-    """Return what notes the uses of files below `root` in `log`.
+    """Return the environment that logs the uses of files below `root` in `log`.
 
-    With `tree`, a copy of `root`, what is there is found in place of what is in `root`, where
-    nothing can be written but what is below `ours`.
+    With `tree`, a copy of `root`, a process opens the files of the copy in place of the originals,
+    and can write below `root` only in `ours`.
     """
-    asked = {"root": str(root), "log": str(log), "tree": str(tree or ""), "ours": str(ours or "")}
-    # Files of a copy may be links: nothing is to be written beside what they point to.
+    paths = {"root": str(root), "log": str(log), "tree": str(tree or ""), "ours": str(ours or "")}
+    # Files of a copy may be links: Python must not write bytecode next to their targets.
     fixed = {"PYTHONDONTWRITEBYTECODE": "1"} if tree else {}
-    return RunEnvironment(fixed, {"lock.file_notes:begin": asked})
+    return RunEnvironment(fixed, {"lock.file_notes:begin": paths})
 
 
 _DAYS = 9 + 0.143  # another date, another day of the week, another hour and minute
@@ -75,17 +75,15 @@ _HASH_SEEDS = ("7919", "15838")
 @dataclass(frozen=True, slots=True)
 class Perturbation:
     name: str
-    action: str  # what is done
+    action: str  # what it does, as users read it
     finding: str  # the likely cause, if this perturbation alone makes two runs diverge
     variables: Callable[[int], Mapping[str, str]] = lambda number: {}  # by the number of the run
     in_process: Callable[[int], Any] | None = None
-    """What each process of a perturbed run does to itself, by the number of the run."""
+    """The argument of its function in `at_start.IN_PROCESS`, by the number of the run."""
     unperturbed: Mapping[str, str] = field(default_factory=dict)  # variables of any other run
-    obstacle: Callable[[], str] = lambda: ""  # why it cannot be done here, or nothing
-    reads_memory: bool = False  # whether what feels it reads memory that nothing has written
-    source: str = (
-        ""  # what a program reads that this perturbs, as `seeding.nondeterministic_calls` says it
-    )
+    obstacle: Callable[[], str] = lambda: ""  # why this machine cannot do it; empty if it can
+    reads_memory: bool = False  # whether only programs that read uninitialized memory are affected
+    source: str = ""  # the source in `seeding.nondeterministic_calls` that it perturbs, if any
 
 
 def _some_cpus(number: int) -> Mapping[str, Sequence[int]]:
@@ -95,7 +93,7 @@ def _some_cpus(number: int) -> Mapping[str, Sequence[int]]:
 
 
 def _another_zone(number: int) -> Mapping[str, str]:
-    # A time zone in which it is another day, as POSIX writes it: the sign is turned.
+    # A time zone where it is another day. In POSIX syntax the sign is inverted.
     return {"TZ": "<+14>-14" if time.gmtime().tm_hour >= 12 else "<-12>12"}  # noqa: PLR2004 - noon
 
 
@@ -105,7 +103,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     Perturbation(
         "memory contents",
         "glibc fills fresh and freed memory with another byte",
-        "the program reads memory that nothing has written",
+        "the program reads uninitialized memory",
         lambda number: {"MALLOC_PERTURB_": str(1 + number * 89 % 255)},
         reads_memory=True,
     ),
@@ -119,9 +117,9 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     ),
     Perturbation(
         "allocation",
-        "other sizes of malloc's arenas, and a heap with other things in it",
-        "the result depends on an address: the id of an object, the alignment of memory, or memory "
-        "that is read beyond its end",
+        "malloc gets other arena sizes, and the heap other contents",
+        "the result depends on an address: the id of an object, the alignment of memory, or a read "
+        "beyond the end of a buffer",
         lambda number: {
             "MALLOC_ARENA_MAX": "1",
             "MALLOC_MMAP_THRESHOLD_": str(1 << (14 + number % 8)),
@@ -132,7 +130,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     ),
     Perturbation(
         "thread scheduling",
-        f"Python's threads take turns every {_SWITCH * 1e6:.0f} microseconds",
+        f"Python switches threads every {_SWITCH * 1e6:.0f} microseconds",
         "threads race: the result depends on which of them comes first",
         in_process=lambda number: _SWITCH,
         source=THREADS,
@@ -147,21 +145,21 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     ),
     Perturbation(
         "loader timing",
-        "workers of a DataLoader hand over their batches late, at random",
+        "workers of a DataLoader return their batches with random delays",
         "batches are taken in the order in which workers finish",
         in_process=lambda number: number,
     ),
     Perturbation(
         "clock",
-        "Python's `time` tells another day",
+        "Python's `time` returns another day",
         "the result depends on the time of day: a seed, a name, a limit",
         in_process=lambda number: number * _DAYS * 24 * 60 * 60,
         source=CLOCK,
     ),
     Perturbation(
         "time zone",
-        "local time is that of another day",
-        "the result depends on the local date or hour, as `datetime.now` tells it",
+        "the local time is on another day",
+        "the result depends on the local date or hour, as from `datetime.now`",
         _another_zone,
     ),
     Perturbation(
@@ -172,12 +170,11 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         source=FILES,
     ),
 )
-"""Every perturbation, the most telling first: where runs diverge, each is tried in this order.
+"""Every perturbation, the most specific first: if runs diverge, each is tried in this order.
 
-A read of unwritten memory shows under most of them, so that row leads. The number of threads of an
-op is not perturbed, because no guarantee covers it: another number adds up in another order. Load
-from other processes is not perturbed either: on the planted faults that were tried, it caught
-nothing of its own.
+Most perturbations reveal a read of uninitialized memory, so its own row comes first. Two conditions
+are not perturbed. The number of threads of an op: no guarantee covers it, because another number
+sums in another order. Load from other processes: it caught no planted bug that the others missed.
 """
 
 EVERYTHING = tuple(row.name for row in PERTURBATIONS)
@@ -188,16 +185,16 @@ class StressPlan:
     rows: tuple[Perturbation, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     other_hash_seed: str = ""
-    """Another one than the profile sets, where it is to be perturbed: that of a run of its own."""
+    """A seed that differs from the profile's, for one more run; empty if none is needed."""
 
     @classmethod
     def of(cls, names: Iterable[str], resolved: ResolvedProfile | None) -> StressPlan:
-        """Return the perturbations of these names that can be used under a profile, if any.
+        """Return the plan of these perturbations; impossible ones are skipped.
 
         Raises `ProfileError` for an unknown name.
         """
         set_by_profile = resolved.environment() if resolved is not None else {}
-        rows, skipped, other = [], [], ""
+        rows, skipped, other_seed = [], [], ""
         for name in dict.fromkeys(names):
             row = next((row for row in PERTURBATIONS if row.name == name), None)
             if row is None:
@@ -207,15 +204,15 @@ class StressPlan:
                     near=near(name, EVERYTHING),
                     legal=", ".join(EVERYTHING),
                 )
-            settled = ", ".join(each for each in row.variables(1) if each in set_by_profile)
+            settled = ", ".join(name for name in row.variables(1) if name in set_by_profile)
             if name == HASH_SEED and settled:
                 present = set_by_profile[settled]
-                other = next(seed for seed in _HASH_SEEDS if seed != present)
+                other_seed = next(seed for seed in _HASH_SEEDS if seed != present)
             elif reason := f"the profile sets {settled}" if settled else row.obstacle():
                 skipped.append((name, reason))
             else:
                 rows.append(row)
-        return cls(tuple(rows), tuple(skipped), other)
+        return cls(tuple(rows), tuple(skipped), other_seed)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -223,11 +220,11 @@ class StressPlan:
 
     def environment(self, number: int, names: Sequence[str]) -> RunEnvironment:
         """Return the environment of run `number` if only these perturbations act on it."""
-        found = RunEnvironment()
+        environment = RunEnvironment()
         for row in self.rows:
             if row.name not in names:
-                found |= RunEnvironment(row.unperturbed)
+                environment |= RunEnvironment(row.unperturbed)
             else:
-                inner = {row.name: row.in_process(number)} if row.in_process else {}
-                found |= RunEnvironment(row.variables(number), inner)
-        return found
+                in_process = {row.name: row.in_process(number)} if row.in_process else {}
+                environment |= RunEnvironment(row.variables(number), in_process)
+        return environment

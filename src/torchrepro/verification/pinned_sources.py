@@ -1,9 +1,9 @@
-"""Sources that no seed controls, held the same in every run: whether they are why runs differ.
+"""Pins sources of nondeterminism, to find out whether they make runs differ.
 
-A process holds them from its start to its end, so nothing is undone. They give what a run may get:
-a clock goes on, files are sorted, threads run one after another. Only calls that a line of the
-program made are held, and generators that a library makes for it; a library that measures, waits or
-names something does so as before.
+A process pins them from its start to its end, so nothing is restored. A pinned source returns
+values that an ordinary run could get: a clock advances, files are sorted, threads run one after
+another. Only calls made by a line of the program are pinned, and generators that a library makes
+for it. A library that measures time, waits or names a file still gets the real values.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 _START, _TICK = 1_700_000_000, 0.05  # seconds
 _PROCESS = 4242
 _SEED = 1234
-_PATIENCE = 2.0  # seconds that a thread is waited for: it may wait for the one that started it
+_PATIENCE = 2.0  # seconds to wait for a thread, which may itself wait for its starter
 
 _ticks = count()
-_numbers: dict[int, tuple[int, Any]] = {}  # of objects by address; the object is kept alive
+_numbers: dict[int, tuple[int, Any]] = {}  # by address; objects are kept alive so it stays theirs
 _entropy = random.Random(_SEED)  # noqa: S311 - no secret comes from it
 
 
@@ -57,7 +57,7 @@ def _number(value: Any) -> int:
 
 
 def _clock(row: Source, _: Arguments, now: Any) -> Any:
-    begun = _START if row.module == "time" else 0  # what a timer tells begins with nothing
+    begun = _START if row.module == "time" else 0  # a timer starts at 0
     seconds = begun + next(_ticks) * _TICK
     return int(seconds * 1e9) if row.attribute.endswith("_ns") else type(now)(seconds)
 
@@ -84,17 +84,17 @@ def _from_a_seed(row: Source, arguments: Arguments, drawn: Any) -> Any:
 
 def _given_seed(row: Source, arguments: Arguments, done: Any) -> Any:
     function = attrgetter(row.attribute)(sys.modules[row.module])
-    own = arguments[0][:1] if "." in row.attribute else ()
-    found = function.__wrapped__(*own, _SEED)
-    return done if found is None else found
+    receiver = arguments[0][:1] if "." in row.attribute else ()
+    returned = function.__wrapped__(*receiver, _SEED)
+    return done if returned is None else returned
 
 
 def _stable_hash(_: Source, arguments: Arguments, done: Any) -> int:
     from zlib import crc32
 
     value = arguments[0][0]
-    own: Any = type(value).__hash__
-    return _number(value) if own is object.__hash__ else crc32(repr(value).encode())
+    hash_method: Any = type(value).__hash__
+    return _number(value) if hash_method is object.__hash__ else crc32(repr(value).encode())
 
 
 def _in_order(_: Source, __: Arguments, listed: Any) -> Any:
@@ -121,7 +121,7 @@ def _zeros(_: Source, __: Arguments, memory: Any) -> Any:
     return memory
 
 
-_HOLD: Mapping[str, Callable[[Source, Arguments, Any], Any]] = {
+_PINNED_VALUE: Mapping[str, Callable[[Source, Arguments, Any], Any]] = {
     CLOCK: _clock,
     ENTROPY: _from_a_seed,
     CLOCK_AND_CARD: lambda row, arguments, done: type(done)(int=next(_ticks)),
@@ -135,9 +135,9 @@ _HOLD: Mapping[str, Callable[[Source, Arguments, Any], Any]] = {
     WORKER: lambda row, arguments, done: _SEED if row.attribute == "initial_seed" else None,
 }
 
-TELL_OF_WORKER = (("torch.utils.data", "get_worker_info"), ("torch", "initial_seed"))
+IDENTIFY_WORKER = (("torch.utils.data", "get_worker_info"), ("torch", "initial_seed"))
 
-_MORE = (
+_FURTHER_SOURCES = (
     Source(
         *("concurrent.futures.thread", "ThreadPoolExecutor.submit", THREADS, ""),
         through=("concurrent.futures._base",),  # as its `map` does
@@ -147,60 +147,60 @@ _MORE = (
         for module in ("torch", "numpy")
         for like in ("", "_like")
     ),
-    *(Source(*each, WORKER, "") for each in TELL_OF_WORKER),
+    *(Source(*function, WORKER, "") for function in IDENTIFY_WORKER),
 )
-"""What is heard only in order to hold it: listening to it all the time would cost something."""
+"""Functions that are observed only to pin them: it costs too much to observe them in every run."""
 
-HELD_AT_ONCE = tuple(what for what in _HOLD if what not in (GIVEN_SEED, WORKER))
-"""What is held in a process that holds everything: all but the seeds of the program, and what tells
-one worker of a loader from another."""
+PINNED_TOGETHER = tuple(source for source in _PINNED_VALUE if source not in (GIVEN_SEED, WORKER))
+"""The sources that are pinned if all are: all but the seeds of the program, and the functions that
+distinguish the workers of a loader."""
 
 
-class _Holding(Watch):
-    def __init__(self, held: Mapping[str, Sequence[str]]) -> None:
-        self._held = held
-        super().__init__([row for row in (*EVERY_SOURCE, *_MORE) if row.what in held])
+class _Pin(Watch):
+    def __init__(self, pins: Mapping[str, Sequence[str]]) -> None:
+        self._pins = pins
+        super().__init__([row for row in (*EVERY_SOURCE, *_FURTHER_SOURCES) if row.what in pins])
 
     def heard(
         self, row: Source, arguments: Arguments, front: FrameType | None, where: str
     ) -> Change | None:
-        lines = self._held[row.what]
-        if lines and not any(where.endswith(each) for each in lines):
+        lines = self._pins[row.what]
+        if lines and not any(where.endswith(line) for line in lines):
             return None
         if row.attribute == "Thread.start" and front is not None:
-            return None  # a thread of a pool goes on; what it is given is waited for
-        return lambda done: _HOLD[row.what](row, arguments, done)
+            return None  # the threads of a pool do not end; its tasks are waited for instead
+        return lambda done: _PINNED_VALUE[row.what](row, arguments, done)
 
 
-_holding: list[_Holding] = []
+_pins: list[_Pin] = []
 
 
-def hold(held: Mapping[str, Sequence[str]]) -> None:
-    """Hold sources in this process, each at some lines or, without any, in all of the program."""
-    _holding.append(_Holding(held))
-    if ADDRESS in held and not held[ADDRESS]:
+def pin(pins: Mapping[str, Sequence[str]]) -> None:
+    """Pin sources in this process, each at its lines, or in the whole program if it has none."""
+    _pins.append(_Pin(pins))
+    if ADDRESS in pins and not pins[ADDRESS]:
         _number_objects()
 
 
 def _number_objects() -> None:
-    """Let objects be found by the order in which they are first asked for, and not by address.
+    """Hash each object by how many were hashed before it, and not by address.
 
-    These are tensors, modules, futures, and objects of the program's classes that say nothing
-    else of it: the order of a set of them is then the same in every run.
+    These are tensors, modules, futures, and objects of the program's classes without their own
+    `__hash__`: a set of them then has the same order in every run.
     """
     build = builtins.__build_class__
 
-    def build_class(body: Any, name: str, *bases: Any, **more: Any) -> Any:
-        made = build(body, name, *bases, **more)
+    def build_class(body: Any, name: str, *bases: Any, **keywords: Any) -> Any:
+        made = build(body, name, *bases, **keywords)
         caller = sys._getframe(1)  # noqa: SLF001 - documented
         if not is_library(caller.f_code.co_filename) and made.__hash__ is object.__hash__:
             made.__hash__ = _number
         return made
 
-    def number_those_of(module: str) -> None:
+    def number_classes_of(module: str) -> None:
         for name in numbered[module]:
             attrgetter(name)(sys.modules[module]).__hash__ = _number
 
     builtins.__build_class__ = build_class  # type: ignore[assignment]
     numbered = {"torch": ("Tensor", "nn.Module"), "concurrent.futures._base": ("Future",)}
-    AfterImport(numbered, number_those_of).watch_all()
+    AfterImport(numbered, number_classes_of).watch_all()

@@ -1,4 +1,4 @@
-"""The answer of a verification, in a terminal and as JSON."""
+"""The answer of a verification, in a terminal, as a page and as JSON."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ if TYPE_CHECKING:
 
 
 COMPARISONS = 8
-"""Runs that differ and that a page shows with all details."""
+"""The most differing runs that a page shows with all details."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A command that was run once and recorded."""
+    """One recorded run of a command."""
 
     name: str
     folder: str
-    """Where its traces are."""
+    """The folder of its traces."""
     log: str
-    """The file that has what it printed."""
+    """The file with its output."""
     status: int
-    """Its exit status; negative where a signal ended it."""
+    """Its exit status; negative if a signal ended it."""
     seconds: float
     steps: int
-    """Steps of its first process that were recorded; 0 for a program that has none."""
+    """The recorded steps of its first process; 0 for a program without steps."""
     recorded: bool
-    """Whether anything was recorded of it."""
+    """Whether anything was recorded."""
     perturbed: tuple[str, ...] = ()
     """The perturbations that acted on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StressResult:
-    """The perturbations, and which of them made the runs diverge."""
+    """The perturbations, and the culprits if the runs diverge."""
 
     perturbed: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...] = ()
-    """Perturbations that could not be used, each with the reason."""
+    """Perturbations that were not possible, each with the reason."""
     culprits: tuple[str, ...] = ()
-    """The perturbation that makes the runs diverge; several if it takes all of them together."""
+    """The perturbation that makes the runs diverge, or several that do so only together."""
     what: str = ""
-    """One sentence on that, if the runs diverge."""
+    """One sentence about the culprits; empty if the runs do not diverge."""
 
 
 UNCHANGED = "the command as it is"
-"""What a trial is called that changes nothing."""
+"""The name of a trial without a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlledRun:
-    """A change with which a command was run again, and whether its runs then agreed."""
+    """Runs of a command with one change, and whether they agreed."""
 
     what: str
     command: str
-    """The command line that makes the change; empty for a source that was held."""
+    """The command line that makes the change; empty for a pinned source."""
     same: bool
     runs: int
     answer: str
@@ -78,20 +78,20 @@ class Verification(Displayed):
     asked: str
     """``bits`` or ``tolerance``."""
     command: str
-    """The command line that was verified, as a shell takes it; what could be a secret is hidden."""
+    """The command line that was verified, as shell input; possible secrets are hidden."""
     profile: str | None
-    """The name of the profile that the command was started under; None for one run as it is."""
+    """The name of the profile under which the command was started; None without a profile."""
     own_profile: str | None
-    """The name of the one that the command put in force itself, where it was run as it is."""
+    """The name of the profile that the command applied itself; None if `profile` is set."""
     runs: tuple[Run, ...]
     verdicts: tuple[Verdict, ...]
-    """The first run against each of the others, in their order."""
+    """The comparisons of the first run with each later run, in order."""
     folder: str
-    """Where recordings and logs are; empty if they were removed because all runs were the same."""
+    """The folder of recordings and logs; empty if they were removed as all runs were the same."""
     stressed: StressResult | None = None
-    """None where nothing was perturbed."""
+    """None without perturbations."""
     tried: tuple[ControlledRun, ...] = ()
-    """What was tried after the runs diverged, in its order."""
+    """The trials after a divergence, in order."""
 
     @property
     def same(self) -> bool:
@@ -100,32 +100,33 @@ class Verification(Displayed):
 
     @property
     def verdict(self) -> Verdict:
-        """The first verdict that says no, or the first one if none does."""
-        return next((each for each in self.verdicts if not each.same), self.verdicts[0])
+        """The first verdict with a difference, or the first one if all runs are the same."""
+        return next((verdict for verdict in self.verdicts if not verdict.same), self.verdicts[0])
 
 
 @parts.register(Verification)
-def verification_parts(found: Verification) -> tuple[Part, ...]:
+def verification_parts(verification: Verification) -> tuple[Part, ...]:
     """Return the lines and tables that show a verification."""
-    rows = [(f"  {label:<10}", printable(text)) for label, text in _rows(found)]
-    return (*verdict_parts(found.verdict), listing(rows, style="bold"))
+    rows = [(f"  {label:<10}", printable(text)) for label, text in _rows(verification)]
+    return (*verdict_parts(verification.verdict), listing(rows, style="bold"))
 
 
-def verification_page(found: Verification) -> str:
-    """Return the page of a verification: all of its runs, and the comparisons that say no."""
-    first, *others = found.runs
-    pairs = list(zip(others, found.verdicts, strict=True))
+def verification_page(verification: Verification) -> str:
+    """Return the page of a verification: all runs, and the comparisons with a difference."""
+    first, *later = verification.runs
+    pairs = list(zip(later, verification.verdicts, strict=True))
     differing = [(run, verdict) for run, verdict in pairs if not verdict.same]
     shown = differing[:COMPARISONS] or pairs[:1]
     alone = len(shown) == 1
-    # The one comparison calls its runs A and B. Of several each has a link to its own.
-    sides = {first.name: "a", shown[0][0].name: "b"} if alone else {}
+    # A single comparison names its runs A and B. If there are several, each run links to its own.
+    letters = {first.name: "a", shown[0][0].name: "b"} if alone else {}
     linked = () if alone else [run.name for run, _ in shown]
     answers = {run.name: _short_answer(verdict) for run, verdict in differing}
-    about_first = next((each.about[0] for each in found.verdicts if each.about), None)
-    abouts = [about_first, *(each.about[1] if each.about else None for each in found.verdicts)]
+    pairs_of_facts = [verdict.about for verdict in verification.verdicts]
+    about_first = next((facts[0] for facts in pairs_of_facts if facts), None)
+    abouts = [about_first, *(facts[1] if facts else None for facts in pairs_of_facts)]
     rows = []
-    for run, about in zip(found.runs, abouts, strict=True):
+    for run, about in zip(verification.runs, abouts, strict=True):
         as_first = f"as {first.name}" if run is not first else "the reference"
         facts = {
             "Answer": answers.get(run.name, as_first),
@@ -135,9 +136,9 @@ def verification_page(found: Verification) -> str:
             "Exit status": str(run.status) if run.status else "",
             "Perturbed": ", ".join(run.perturbed),
         }
-        side, link = sides.get(run.name, ""), run.name if run.name in linked else ""
-        name = f"{side.upper()} = {run.name}" if side else run.name
-        rows.append(RunRow(name, facts, kind=side, link=link))
+        letter, link = letters.get(run.name, ""), run.name if run.name in linked else ""
+        name = f"{letter.upper()} = {run.name}" if letter else run.name
+        rows.append(RunRow(name, facts, kind=letter, link=link))
     comparisons = [
         PageSection(
             verdict,
@@ -146,81 +147,86 @@ def verification_page(found: Verification) -> str:
         )
         for run, verdict in shown
     ]
-    rest = len(differing) - len(shown)
-    more = (
-        f"{counted(rest, 'more run')} in the table above, without details: `torchrepro compare` two"
-        " folders"
-    )
-    lines = [f"{label}: {text}" if label else text for label, text in _rows(found)]
-    return page_of(
-        Answer(
-            found.same, headline(found.verdict), lines, rows, comparisons, more if rest > 0 else ""
-        )
-    )
+    omitted = len(differing) - len(shown)
+    note = ""
+    if omitted > 0:
+        runs = counted(omitted, "more run")
+        note = f"{runs} in the table above, without details: `torchrepro compare` two folders"
+    lines = [f"{label}: {text}" if label else text for label, text in _rows(verification)]
+    answer = headline(verification.verdict)
+    return page_of(Answer(verification.same, answer, lines, rows, comparisons, note))
 
 
 def _short_answer(verdict: Verdict) -> str:
     return headline(verdict).removeprefix("not the same: ")
 
 
-def _rows(found: Verification) -> Iterator[tuple[str, str]]:
-    runs = counted(len(found.runs), "run")
-    pairs = zip(found.runs[1:], found.verdicts, strict=True)
-    other = [run.name for run, verdict in pairs if not verdict.same]
-    differ = f"{some(other)} differ{'' if other[1:] else 's'} from {found.runs[0].name}"
-    more = sum(trial.runs for trial in found.tried)
-    after = f"; {counted(more, 'more run')} to find out why" if more else ""
-    yield "runs", f"{runs}, {differ}{after}" if other else f"{runs}, all the same"
-    if found.same:
-        profile = found.profile or (found.own_profile and f"its own, {found.own_profile}")
-        yield "command", found.command
+def _rows(verification: Verification) -> Iterator[tuple[str, str]]:
+    runs = counted(len(verification.runs), "run")
+    pairs = zip(verification.runs[1:], verification.verdicts, strict=True)
+    differing = [run.name for run, verdict in pairs if not verdict.same]
+    if differing:
+        verb = "differ" if differing[1:] else "differs"
+        runs += f", {some(differing)} {verb} from {verification.runs[0].name}"
+        in_trials = sum(trial.runs for trial in verification.tried)
+        after = f"; {counted(in_trials, 'more run')} to find out why" if in_trials else ""
+        yield "runs", f"{runs}{after}"
+    else:
+        yield "runs", f"{runs}, all the same"
+    if verification.same:
+        profile = verification.profile
+        if not profile and verification.own_profile:
+            profile = f"its own, {verification.own_profile}"
+        yield "command", verification.command
         yield "profile", profile or "none"
-    if found.stressed is not None:
-        names = ", ".join(found.stressed.perturbed) or "nothing"
-        yield "perturbed", names if found.same else shortened(names, LINE)
-        skipped = [f"{name} ({why})" for name, why in found.stressed.skipped]
-        if skipped and found.same:  # what was not tried limits a yes, and no no
+    if verification.stressed is not None:
+        names = ", ".join(verification.stressed.perturbed) or "nothing"
+        yield "perturbed", names if verification.same else shortened(names, LINE)
+        skipped = [f"{name} ({reason})" for name, reason in verification.stressed.skipped]
+        if skipped and verification.same:  # skipped perturbations only weaken a positive answer
             yield "not perturbed", "; ".join(skipped)
-    elif found.same:
-        yield from _may_differ(found.verdict)
+    elif verification.same:
+        yield from _may_differ(verification.verdict)
     if verbosity() is Verbosity.VERBOSE:
-        for trial in found.tried:
+        for trial in verification.tried:
             yield "tried", f"{trial.what}: {trial.answer}"
-    elif any(trial.what == UNCHANGED and trial.same for trial in found.tried):
+    elif any(trial.what == UNCHANGED and trial.same for trial in verification.tried):
         yield "tried", "most runs of it are the same: it differs too seldom to show what helps"
-    elif any(trial.command for trial in found.tried) and not found.verdict.repeats:
-        settings = [trial.what for trial in found.tried if trial.command]
+    elif any(trial.command for trial in verification.tried) and not verification.verdict.repeats:
+        settings = [trial.what for trial in verification.tried if trial.command]
         number = counted(len(settings), "setting")
         yield "tried", f"{number}, and none makes it repeatable: {some(settings)}"
-    if found.folder:
-        yield "recordings", found.folder
+    if verification.folder:
+        yield "recordings", verification.folder
 
 
 def _may_differ(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """Yield what the program reads that could be another next time, although the runs agree."""
-    reads = {each.what: each for each in verdict.program.reads}
-    found = [f"{what} at {short(reads[what].where)}" for what in SUSPECTS if what in reads]
-    if found:
-        yield "reads", f"{', '.join(found[:2])}: `--stress` changes what must not matter"
+    """Yield reads of the program that may differ in a later run, although these runs agree."""
+    reads = {read.what: read for read in verdict.program.reads}
+    suspects = [
+        f"{source} at {short(reads[source].where)}" for source in SUSPECTS if source in reads
+    ]
+    if suspects:
+        yield "reads", f"{', '.join(suspects[:2])}: `--stress` changes what must not matter"
     if IF_THERE in reads:
         file = reads[IF_THERE]
         yield "reads", f"{file.name} if it is there ({short(file.where)})"
 
 
-def verification_json(found: Verification) -> dict[str, Any]:
-    """Return a verification as plain JSON values: those of its verdict, and more."""
-    stressed = found.stressed
+def verification_json(verification: Verification) -> dict[str, Any]:
+    """Return a verification as plain JSON values, together with the fields of its verdict."""
+    stressed = verification.stressed
     return {
-        **found.verdict.to_json(),
-        "asked": found.asked,
-        "command": found.command,
-        "profile": found.profile,
-        "own_profile": found.own_profile,
+        **verification.verdict.to_json(),
+        "asked": verification.asked,
+        "command": verification.command,
+        "profile": verification.profile,
+        "own_profile": verification.own_profile,
         "runs": [
-            {**asdict(run), "same": position == 0 or found.verdicts[position - 1].same}
-            for position, run in enumerate(found.runs)
+            {**asdict(run), "same": position == 0 or verification.verdicts[position - 1].same}
+            for position, run in enumerate(verification.runs)
         ],
-        "folder": found.folder or None,
+        "folder": verification.folder or None,
         "stress": stressed
         and {
             "perturbed": list(stressed.perturbed),
@@ -228,5 +234,5 @@ def verification_json(found: Verification) -> dict[str, Any]:
             "culprits": list(stressed.culprits),
             "what": stressed.what,
         },
-        "tried": [asdict(trial) for trial in found.tried],
+        "tried": [asdict(trial) for trial in verification.tried],
     }

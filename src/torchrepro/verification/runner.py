@@ -1,4 +1,4 @@
-"""Runs a command in fresh processes, each time recorded, and compares two of its runs."""
+"""Runs a command in fresh processes, records each run, and compares two runs."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from torchrepro.verification.perturbations import RunEnvironment
 
     Setup = tuple[ResolvedProfile | None, RunEnvironment]
-    """The profile under which a run is started, if any, and what else it is started in."""
+    """The profile under which a run is started, if any, and its environment."""
 
-GRACE = 20.0  # seconds that a command has to end after it was asked to, before it is killed
+GRACE = 20.0  # seconds between the request to end a command and SIGKILL
 
-BETWEEN_LOOKS = 1.0  # seconds between two readings of how far a run is
+BETWEEN_LOOKS = 1.0  # seconds between two readings of the progress of a run
 
-LARGEST_LOG = 2**21  # bytes of what a run has printed that are kept, half of them the last ones
+LARGEST_LOG = 2**21  # bytes of output that are kept, half of them from the end
 
 _LAST_LINES = 12
-_NOT_IN_FORCE = 3  # the exit status of a command whose profile could not be put in force
+_NOT_APPLIED = 3  # the exit status of a command whose profile could not be applied
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked us to end; the command has ended too."""
+    """A signal asked this process to end; the command has ended too."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -62,19 +62,19 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A command, how it is recorded, and by what criteria its runs are compared."""
+    """A command, how it is recorded, and the criteria for comparing its runs."""
 
     command: Sequence[str]
     folder: Path  # the folder of all recordings and logs
-    request: RecordingRequest  # what is recorded. Its own folder is replaced by that of each run.
-    tolerance: tuple[float, float] | None  # rtol and atol; None asks for the same bits
-    say: Callable[[str], object]  # takes text on the progress, which has its own ends of lines
+    request: RecordingRequest  # what is recorded; each run replaces its folder
+    tolerance: tuple[float, float] | None  # rtol and atol; None compares bits
+    say: Callable[[str], object]  # receives progress, in text that contains its line ends
     meanwhile: Callable[[str], object] | None = None
-    """Takes what is going on at the moment, until the next text; None where nobody watches."""
-    ignore: Sequence[str] = ()  # lines whose records are left out
+    """Receives the state of the running command, for a line that the next text overwrites."""
+    ignore: Sequence[str] = ()  # lines whose records are ignored
     limit: float | None = None  # seconds after which a run is ended; None for no limit
     beside: Callable[[], object] = lambda: None
-    """Called once a run is prepared: what it begins goes on beside the command."""
+    """Called before the command starts, to begin work that runs at the same time."""
 
     def run(
         self,
@@ -83,10 +83,10 @@ class Runner:
         environment: RunEnvironment,
         perturbed: tuple[str, ...] = (),
     ) -> Run:
-        """Run the command once, under a profile or as it is without one.
+        """Run the command once, under a profile if there is one.
 
         Raises `ProfileError`, `ApplyError` and `TraceError` for a command that cannot be started
-        under the profile, or recorded, and `Interrupted` if a signal ends us.
+        under the profile, or recorded, and `Interrupted` if a signal ends this process.
         """
         traces, log = self.folder / name, self.folder / f"{name}.log"
         request = replace(self.request, folder=str(traces))
@@ -101,106 +101,107 @@ class Runner:
         with _watched(traces, self.meanwhile):
             status = run_to_end(program, self.command, variables, log, self.limit)
         seconds = time.monotonic() - begun
-        found = []
+        read = []
         with suppress(TraceError):
-            found = read_run(traces, records=False)
-        for trace in found:
+            read = read_run(traces, records=False)
+        for trace in read:
             trace.close()
-        recorded = bool(found and found[0].steps)
+        recorded = bool(read and read[0].steps)
         steps, amount = 0, "nothing recorded"
         if recorded:
-            steps = found[0].ended_steps
-            records = sum(row.records for row in found[0].steps.values())
+            steps = read[0].ended_steps
+            records = sum(row.records for row in read[0].steps.values())
             outside = f"{counted(records, 'record')} outside of any step"
             amount = counted(steps, "step") if steps else outside
         ended = f", exit status {status}" if status else ""
         self.say(f" {seconds:.1f} s, {amount}{ended}\n")
         return Run(name, str(traces), str(log), status, seconds, steps, recorded, perturbed)
 
-    def compare(self, first: Run, other: Run) -> Verdict:
-        """Compare two runs, of which one at least was recorded.
+    def compare(self, first: Run, second: Run) -> Verdict:
+        """Compare two runs. At least one of them must be recorded.
 
-        Runs that end with another exit status are not the same, whatever was recorded of them.
+        Runs with different exit statuses are not the same, even if their records are.
         """
         if self.meanwhile is not None:
-            self.meanwhile(f"comparing {other.name} with {first.name} ...")
-        exits = [f"{run.name} with {status_in_words(run.status)}" for run in (first, other)]
+            self.meanwhile(f"comparing {second.name} with {first.name} ...")
+        exits = [f"{run.name} with {status_in_words(run.status)}" for run in (first, second)]
         ended = f"they ended: {' and '.join(exits)}"
-        empty = next((run for run in (first, other) if not run.recorded), None)
+        empty = next((run for run in (first, second) if not run.recorded), None)
         if empty is not None:
-            what = f"{empty.name} ended before anything was recorded of it; {ended}"
-            after_last = not (first.steps or other.steps)
+            what = f"{empty.name} ended before anything was recorded; {ended}"
+            after_last = not (first.steps or second.steps)
             return Verdict(
                 same=False,
                 left=first.folder,
-                right=other.folder,
+                right=second.folder,
                 compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
                 first=Divergence(0, 0, kind=Kind.ENDED, what=what, after_last=after_last),
             )
-        found = compare_within(
-            first.folder, other.folder, self.tolerance, self.ignore, one_program=True
+        verdict = compare_within(
+            first.folder, second.folder, self.tolerance, self.ignore, one_program=True
         )
-        if first.status == other.status:
-            return self.advised(found, first)
-        if not found.same:
-            return self.advised(replace(found, notes=(ended, *found.notes)), first)
-        what = f"all that was recorded is the same; {ended}"
-        steps = found.compared.steps
+        if first.status == second.status:
+            return self.advised(verdict, first)
+        if not verdict.same:
+            return self.advised(replace(verdict, notes=(ended, *verdict.notes)), first)
+        what = f"all records are the same; {ended}"
+        steps = verdict.compared.steps
         return Verdict(
             same=False,
             left=first.folder,
-            right=other.folder,
-            compared=found.compared,
+            right=second.folder,
+            compared=verdict.compared,
             first=Divergence(0, steps, kind=Kind.ENDED, what=what, after_last=True),
-            losses=found.losses,
-            map=found.map,
+            losses=verdict.losses,
+            map=verdict.map,
         )
 
     def refuse_unrecorded(self, run: Run, todo: str = "") -> None:
-        """Raise `TraceError` if a run went well and nothing was recorded of it.
+        """Raise `TraceError` if a run succeeded but was not recorded.
 
-        `todo` is what helps, where that is known.
+        `todo` is advice for the user, if there is a specific one.
         """
         if run.status or run.recorded:
             return
-        ours = f"torchrepro: {run.folder}: "
-        said = (line.removeprefix(ours) for line in last_lines(run, _LAST_LINES))
-        why = next((line for line in said if line.endswith("nothing was recorded")), "")
+        prefix = f"torchrepro: {run.folder}: "
+        lines = (line.removeprefix(prefix) for line in last_lines(run, _LAST_LINES))
+        reason = next((line for line in lines if line.endswith("nothing was recorded")), "")
         computes = "it has to import torch and compute something with it"
         if self.request.level == LEVELS[0]:
             computes = "it has to make a step of an optimizer, or to call torchrepro.end_step()"
         raise TraceError.about(
-            why or "nothing was recorded of it, so nothing can be said of its runs",
+            reason or "nothing was recorded, so its runs cannot be compared",
             found=join(self.command),
-            todo=todo
-            or ("" if why else f"{computes}, in a Python in which torchrepro is installed"),
+            todo=todo or ("" if reason else f"{computes}, in a Python with torchrepro installed"),
         )
 
     def refuse_failed(self, runs: Sequence[Run], todo: str = "") -> None:
-        """Raise what says why, if the command has failed in all its runs with the same status.
+        """Raise an error with the last lines of output, if all runs failed with the same status.
 
-        `todo` is what helps, where that is known.
+        It is an `ApplyError` if the profile could not be applied, and else a `TraceError`. `todo`
+        is advice for the user, if there is a specific one.
         """
-        run = runs[-1]
-        if run.status == 0 or len({each.status for each in runs}) > 1:
+        last = runs[-1]
+        if last.status == 0 or len({run.status for run in runs}) > 1:
             return
-        lines = last_lines(run, _LAST_LINES)
-        if run.status == _NOT_IN_FORCE and any(line.startswith("torchrepro: ") for line in lines):
+        lines = last_lines(last, _LAST_LINES)
+        if last.status == _NOT_APPLIED and any(line.startswith("torchrepro: ") for line in lines):
             raise ApplyError("\n".join(line.removeprefix("torchrepro: ") for line in lines))
-        said = [f"    {line}" for line in lines] or ["    (it printed nothing)"]
-        ended = f"it ended with {status_in_words(run.status)}"
+        output = [f"    {line}" for line in lines] or ["    (it printed nothing)"]
+        ended = f"it ended with {status_in_words(last.status)}"
         ended = f"{ended} in each of {len(runs)} runs" if len(runs) > 1 else ended
-        raise TraceError.about("\n".join([f"{ended}:", *said]), found=join(self.command), todo=todo)
+        what = "\n".join([f"{ended}:", *output])
+        raise TraceError.about(what, found=join(self.command), todo=todo)
 
     def advised(self, verdict: Verdict, run: Run) -> Verdict:
-        """Return a verdict with advice by what the trace of a run says of the program."""
+        """Return a verdict with advice that is based on the metadata of a run's trace."""
         meta = read_run(run.folder, records=False)[0].meta
         command = shell_line(shareable(self.command, secrets_here()))
         return replace(verdict, advice=advice(verdict, meta, command))
 
 
 def last_lines(run: Run, most: int) -> list[str]:
-    """Return the last lines that a run has printed."""
+    """Return the last lines of a run's output."""
     with Path(run.log).open(encoding="utf-8", errors="replace") as file:
         return [printable(line.rstrip("\n")) for line in deque(file, most)]
 
@@ -209,22 +210,22 @@ def last_lines(run: Run, most: int) -> list[str]:
 def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path]:
     """Make the folder of all recordings, a temporary one if none is named.
 
-    It says where the folder is if the block fails. Raises `TraceError` for a folder that is not
-    empty.
+    If the block fails, a line of progress names the folder. Raises `TraceError` for a folder that
+    is not empty.
     """
     if folder:
         RecordingRequest(folder).prepare_folder()
-    place = Path(folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
+    output = Path(folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
     try:
-        with signals_raised():  # also between two runs: what is open then is closed
-            yield place
+        with signals_raised():  # also between two runs, so that open files are closed
+            yield output
     except BaseException:
-        if any(place.iterdir()):
-            say(f"\nwhat was recorded until then, and what the command printed, is in {place}\n")
+        if any(output.iterdir()):
+            say(f"\nthe recordings so far, and the output of the command, are in {output}\n")
         else:
-            say("\n")  # ends the line that a run had begun
+            say("\n")  # ends the line of a run that had begun
             if not folder:
-                place.rmdir()
+                output.rmdir()
         raise
 
 
@@ -237,13 +238,12 @@ def run_to_end(
 ) -> int:
     """Run a command with its output in `log`; return its exit status.
 
-    After `limit` seconds it is ended.
-
-    Its standard input is empty, so that every run has the same. It has a session of its own, so
-    that it and all processes that it started can be ended together, also where this process is
-    killed; a process that has begun another session is left alone. Of a long output its beginning
-    and its end are kept, also while the command runs. Raises `Interrupted` if a signal ends us,
-    once the command has ended, and `ProfileError` if it cannot be started.
+    After `limit` seconds it is ended. Its standard input is empty, so that every run has the same.
+    It runs in its own session, so that it and the processes that it started can be ended together,
+    even if this process is killed; a process that has started another session continues. Of a long
+    output the beginning and the end are kept, also while the command runs. Raises `ProfileError`
+    if the command cannot be started, and `Interrupted`, once it has ended, if a signal ends this
+    process.
     """
     with log.open("wb") as output, signals_raised():
         try:
@@ -261,10 +261,10 @@ def run_to_end(
             raise ProfileError.about(what, found=program) from None
         deadline = math.inf if limit is None else time.monotonic() + limit
         try:
-            with _ended_with_us(process):
-                while (left := deadline - time.monotonic()) > 0:
+            with _ended_with_parent(process):
+                while (remaining := deadline - time.monotonic()) > 0:
                     with suppress(subprocess.TimeoutExpired):
-                        return process.wait(min(left, BETWEEN_LOOKS))
+                        return process.wait(min(remaining, BETWEEN_LOOKS))
                     _free_middle(output)
                 end_group(process)
                 return process.returncode
@@ -275,7 +275,7 @@ def run_to_end(
             _shorten(log)
 
 
-_AFTER_US = """
+_AFTER_PARENT = """
 read -r over || {
     kill -s TERM -- "-$1"
     waited=0
@@ -283,14 +283,14 @@ read -r over || {
     kill -s KILL -- "-$1"
 }
 """
-"""Ends the process group $1, at first kindly and after $2 seconds not, once its input ends without
-a line: whoever holds the other end of that pipe has died."""
+"""Ends the process group $1, by SIGTERM and after $2 seconds by SIGKILL, once its input ends
+without a line: the process at the other end of that pipe has died."""
 
 
 @contextmanager
-def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    watcher = subprocess.Popen(  # noqa: S603 - a text of ours
-        ["/bin/sh", "-c", _AFTER_US, "sh", str(process.pid), str(int(GRACE))],
+def _ended_with_parent(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    watcher = subprocess.Popen(  # noqa: S603 - a constant script
+        ["/bin/sh", "-c", _AFTER_PARENT, "sh", str(process.pid), str(int(GRACE))],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -304,9 +304,9 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _free_middle(output: IO[bytes]) -> None:
-    # The command goes on at its own place in the file: only blocks are given back, and no byte that
-    # it writes meanwhile is lost. Python has no call for that; without it, or where the file system
-    # has none, `_shorten` does it at the end of the run.
+    # Frees blocks in the middle of the file. The command keeps its position, so no byte that it
+    # writes at the same time is lost. Python has no call for this. If libc or the file system has
+    # none either, `_shorten` cuts the file at the end of the run.
     size = os.fstat(output.fileno()).st_size
     if size > LARGEST_LOG:
         with suppress(AttributeError):
@@ -324,13 +324,13 @@ def _shorten(log: Path) -> None:
             file.seek(-half, os.SEEK_END)
             end = file.read()
             file.seek(half)
-            file.write(b"\n... %d bytes are left out here ...\n" % (size - LARGEST_LOG) + end)
+            file.write(b"\n... %d bytes omitted ...\n" % (size - LARGEST_LOG) + end)
             file.truncate()
 
 
 @contextmanager
-def _watched(traces: Path, tell: Callable[[str], object] | None) -> Iterator[None]:
-    if tell is None:
+def _watched(traces: Path, report: Callable[[str], object] | None) -> Iterator[None]:
+    if report is None:
         yield
         return
     over = threading.Event()
@@ -339,7 +339,7 @@ def _watched(traces: Path, tell: Callable[[str], object] | None) -> Iterator[Non
         while not over.wait(BETWEEN_LOOKS):
             steps = steps_so_far(traces)
             if steps:
-                tell(f" {counted(steps, 'step')} so far")
+                report(f" {counted(steps, 'step')} so far")
 
     thread = threading.Thread(target=watch, name="torchrepro-progress", daemon=True)
     thread.start()
@@ -357,12 +357,12 @@ def status_in_words(status: int) -> str:
 
 
 def end_group(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:
-    """Ask the process and all of its group to end; kill those that have not after a while."""
+    """Ask a process and its group to end; kill all that still run after `GRACE` seconds."""
     try:
         _signal(process, number)
         process.wait(GRACE)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        pass  # it takes too long, or the user does not want to wait
+        pass  # it took too long, or the user does not wait
     finally:
         _signal(process, signal.SIGKILL)
         process.wait()
@@ -375,7 +375,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 @contextmanager
 def signals_raised() -> Iterator[None]:
-    """Turn the signals that end a program into `Interrupted`, in the main thread."""
+    """Raise `Interrupted` for signals that end a program, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

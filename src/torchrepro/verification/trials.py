@@ -1,7 +1,7 @@
-"""What is proposed after a divergence, tried before it is said.
+"""Controlled re-runs after a divergence: advice is tested before it is shown.
 
-A trial runs the command again with one thing changed: a setting more, or a source that no seed
-controls held the same. Runs that then agree show the cause, or the command that repeats itself.
+A trial runs the command again with one change: one more setting, or one pinned source of
+nondeterminism. If its runs agree, the change shows the cause, or a command that is repeatable.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from torchrepro.verdict.render import from_here, headline, short, source_line
 from torchrepro.verdict.value import Advice, Kind, LineOfOrigin, SeedSource
 from torchrepro.verification.copies import edited_copy
 from torchrepro.verification.leftovers import Leftovers, RunLocation, own_folder, traces_of, within
-from torchrepro.verification.perturbations import RunEnvironment, holding
-from torchrepro.verification.pinned_sources import HELD_AT_ONCE
+from torchrepro.verification.perturbations import RunEnvironment, pinning
+from torchrepro.verification.pinned_sources import PINNED_TOGETHER
 from torchrepro.verification.result import UNCHANGED, ControlledRun, Run
 from torchrepro.verification.runner import status_in_words
 
@@ -68,355 +68,378 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Edit, UncontrolledRead, Verdict
     from torchrepro.verification.runner import Runner
 
-ENOUGH = 3  # runs under a setting that agree before it is proposed
+ENOUGH = 3  # runs that must agree before a setting is proposed
 
-ENOUGH_HELD = 2  # runs with a source held the same that agree before it is the cause
+ENOUGH_PINNED = 2  # runs that must agree before a pinned source is named as the cause
 
 EVERYTHING = "everything"
 
-MOST = 18  # runs that all trials of a divergence take at most, but for an escalation
+MOST = 18  # the limit of runs for all trials of one divergence; escalation has none
 
 _AGREED = f"the same in {ENOUGH} runs"
-_TRIED = f"edited so, {ENOUGH_HELD} runs agree"
-_SETTINGS, _ALONE, _LINES = 2, 4, 3  # settings, sources and lines that are tried one by one
-_PATIENCE, _AT_LEAST = 5.0, 10.0  # times either run, and seconds, that a trial may take
+_EDIT_AGREED = f"with this edit, {ENOUGH_PINNED} runs agree"
+_SETTINGS, _SOURCES, _LINES = 2, 4, 3  # the most settings, sources and lines tried one by one
+_PATIENCE = 5.0  # how many times longer than the original runs a run of a trial may take
+_AT_LEAST = 10.0  # seconds that a run of a trial may take in any case
 
 _DRAWING = ("random", "numpy", "torch", "torchvision")
 """Packages that draw from generators which a profile seeds."""
 
-_MAKES_UNWRITTEN = re.compile(r"\bempty(_like)?\(|\bndarray\(")
+_MAKES_UNINITIALIZED = re.compile(r"\bempty(_like)?\(|\bndarray\(")
 
-_UNHEARD = {
-    ADDRESS: "the order of a set or dict of objects, which are found by their addresses",
+_WITHOUT_A_CALL = {
+    ADDRESS: "the order of a set or dict of objects, which are hashed by their addresses",
     HASH: "the order of a set of strings, or a hash of text",
 }
-"""What may vary although no call was heard."""
+"""How each source can vary without a call that a recording could observe."""
 
 
 @dataclass
 class Trials:
     runner: Runner
-    profile: Any  # the profile as the user named it; None for a command that is run as it is
+    profile: Any  # the profile as the user named it; None for a command without one
     overrides: Sequence[str]
     resolved: ResolvedProfile | None
     between: tuple[Run, Run]  # two runs that differ
-    environments: Sequence[RunEnvironment]  # what they were started in
+    environments: Sequence[RunEnvironment]  # the environments of the two runs
     verdict: Verdict
     meta: Mapping[str, Any]
-    left: Leftovers  # what one of the runs left for the next one
-    most: float = MOST  # the runs that all trials take at most
+    leftovers: Leftovers  # the files that one of the two runs left for the next
+    most: float = MOST  # the limit of runs for all trials
     done: list[ControlledRun] = field(default_factory=list)
     _last: Run = field(init=False)  # the first run of the last trial whose runs agreed
-    _unchanged: list[Run] = field(default_factory=list)  # more runs of the command as it is
-    _differs_seldom: bool = False  # most of these are the same
+    _unchanged: list[Run] = field(default_factory=list)  # further runs of the unchanged command
+    _differs_seldom: bool = False  # most of the unchanged runs agree
 
     def advised(self) -> Verdict:
-        """Return the verdict with what trials show: its cause, the edit, the command that repeats.
+        """Return the verdict with the cause, the edit and the command that trials have confirmed.
 
-        Raises what `Runner.run` raises.
+        Raises the same exceptions as `Runner.run`.
         """
-        its = evidence_of(self.verdict, self.meta)
-        is_fault = its.holds("reads_unwritten_memory") or its.holds("is_race")
-        if self.left.carried and self._is_left_behind():
+        evidence = evidence_of(self.verdict, self.meta)
+        is_fault = evidence.holds("reads_unwritten_memory") or evidence.holds("is_race")
+        if self.leftovers.carried and self._differs_by_leftovers():
             return self.verdict
         if not (self.verdict.reaches or is_fault):
-            return self._left_out(its)
-        suspect = prime_suspect(its)
-        if its.holds("reads_unwritten_memory"):
-            if self._holds(UNWRITTEN, [], self.resolved):
-                return self._explained(UNWRITTEN, [], its)
-        elif suspect is not None and (
-            its.other_seeds or suspect.where in {side.source for side in its.sides}
-        ):
-            # A source that cannot be held is known by the seed that was made from it.
-            lines: list[Suspect] = [suspect, *its.other_seeds[:1]]
-            for read in lines:
-                held = read.what in {*HELD_AT_ONCE, GIVEN_SEED}
-                if held and self._holds(read.what, [read], self.resolved):
-                    return self._explained(suspect.what, [suspect], its)
-        origin = its.origin
-        if origin and not its.other_seeds and (origin.is_sure or not (origin.came_in or suspect)):
-            return self._from_line(its, origin)
-        if not (its.other_seeds or its.holds("own_generator")):
-            for profile, overrides in list(self._settings(its))[:_SETTINGS]:
-                if self._setting(profile, overrides):
-                    return self._with_command(its)
+            return self._with_line_ignored(evidence)
+        suspect, origin = prime_suspect(evidence), evidence.origin
+        if explained := self._explained_by_suspect(suspect, evidence):
+            return explained
+        is_at_fault = origin and (origin.is_sure or not (origin.came_in or suspect))
+        if origin and is_at_fault and not evidence.other_seeds:
+            return self._from_line(evidence, origin)
+        if not (evidence.other_seeds or evidence.holds("own_generator")):
+            for profile, overrides in islice(self._settings(evidence), _SETTINGS):
+                if self._setting_helps(profile, overrides):
+                    return self._with_command(evidence)
         base = self._base
-        (likeliest, its_reads), *others = self._sources(its).items()
-        if self._holds(likeliest, [], base):
-            return self._explained(likeliest, self._alone(likeliest, its_reads, base), its)
-        if not self._holds(EVERYTHING, [], base):
-            return self._by_what_cannot_be_held(its)
-        for what, reads in others[:_ALONE]:
-            if self._holds(what, [], base):
-                return self._explained(what, self._alone(what, reads, base), its)
-        return self._with(edit=None)  # several of them together
+        (likeliest, its_reads), *further = self._sources(evidence).items()
+        if self._pin_helps(likeliest, [], base):
+            reads = self._decisive(likeliest, its_reads, base)
+            return self._explained(likeliest, reads, evidence)
+        if not self._pin_helps(EVERYTHING, [], base):
+            return self._by_what_cannot_be_pinned(evidence)
+        for source, reads in further[:_SOURCES]:
+            if self._pin_helps(source, [], base):
+                return self._explained(source, self._decisive(source, reads, base), evidence)
+        return self._with(edit=None)  # several sources together
 
-    def _from_line(self, its: Evidence, origin: LineOfOrigin) -> Verdict:
-        """Return the verdict with what trials show of the line at which the difference began.
+    def _explained_by_suspect(self, suspect: Suspect | None, evidence: Evidence) -> Verdict | None:
+        """Return the verdict if runs agree once the suspect, or uninitialized memory, is pinned."""
+        if evidence.holds("reads_unwritten_memory"):
+            if self._pin_helps(UNWRITTEN, [], self.resolved):
+                return self._explained(UNWRITTEN, [], evidence)
+            return None
+        if suspect is None:
+            return None
+        if evidence.other_seeds or suspect.where in {run.source for run in evidence.sides}:
+            # A source that cannot be pinned itself is shown by the seed that was made from it.
+            lines: list[Suspect] = [suspect, *evidence.other_seeds[:1]]
+            for read in lines:
+                can_be_pinned = read.what in {*PINNED_TOGETHER, GIVEN_SEED}
+                if can_be_pinned and self._pin_helps(read.what, [read], self.resolved):
+                    return self._explained(suspect.what, [suspect], evidence)
+        return None
 
-        Nothing is tried of what other lines have read: these read and made the same.
+    def _from_line(self, evidence: Evidence, origin: LineOfOrigin) -> Verdict:
+        """Return the verdict with the results of trials at the line where the difference began.
+
+        Other lines are not tried: they read and computed the same in both runs.
         """
         base = self._base
-        heard: dict[str, list[UncontrolledRead]] = {}
-        for read in its.suspects:
-            if read.what in HELD_AT_ONCE:
-                heard.setdefault(read.what, []).append(read)
+        observed: dict[str, list[UncontrolledRead]] = {}
+        for read in evidence.suspects:
+            if read.what in PINNED_TOGETHER:
+                observed.setdefault(read.what, []).append(read)
         row = library_row(origin.called)
-        cause = cause_of(its.suspects[0]) if heard else cause_by_line(origin)
-        for edit in islice(edits_of(row, origin.where), _LINES) if row else ():
-            if self._repeats_with(edit, self.resolved):
-                return self._with(cause=cause, edit=edit, tried=_TRIED)
+        cause = cause_of(evidence.suspects[0]) if observed else cause_by_line(origin)
+        if row:
+            for edit in islice(edits_of(row, origin.where), _LINES):
+                if self._edit_helps(edit, self.resolved):
+                    return self._with(cause=cause, edit=edit, tried=_EDIT_AGREED)
         can_be_seeded = self.resolved is None and not self.own_profile
-        if can_be_seeded and HASH in heard and self._setting("seed-only", ()):
-            command = self.done[-1].command
-            return self._with(
-                cause=cause_of(heard[HASH][0]), command=command, tried=_AGREED, edit=None
-            )
-        for what, reads in heard.items():
-            if self._holds(what, reads, base):
-                return self._explained(what, reads, its)
+        if can_be_seeded and HASH in observed and self._setting_helps("seed-only", ()):
+            return self._with_last_command(cause_of(observed[HASH][0]))
+        for source, reads in observed.items():
+            if self._pin_helps(source, reads, base):
+                return self._explained(source, reads, evidence)
         lines = (*origin.path, *origin.within)
-        leaves_unwritten = any(_MAKES_UNWRITTEN.search(source_line(each)) for each in lines)
-        if (leaves_unwritten or self.verdict.program.unwritten) and self._holds(
-            UNWRITTEN, [], self.resolved
-        ):
-            return self._explained(UNWRITTEN, [], its)
-        of_order = {each.where for each in self._lines(ADDRESS)}
+        allocates = any(_MAKES_UNINITIALIZED.search(source_line(line)) for line in lines)
+        may_be_uninitialized = allocates or self.verdict.program.unwritten
+        if may_be_uninitialized and self._pin_helps(UNWRITTEN, [], self.resolved):
+            return self._explained(UNWRITTEN, [], evidence)
+        of_order = {suspect.where for suspect in self._lines(ADDRESS)}
         reads_order = origin.is_set or not of_order.isdisjoint(origin.path)
-        if reads_order and self._holds(ADDRESS, [], base):
-            return self._explained(ADDRESS, [], its)
-        # What no recording hears may be drawn, or go by the hashes of texts.
-        is_unheard = bool(origin.opaque) or origin.called.partition(".")[0] in _DRAWING
-        if can_be_seeded and (reads_order or is_unheard) and self._setting("seed-only", ()):
-            return self._with_command(its)
-        if reads_order and not can_be_seeded and self._holds(HASH, [], base):
-            return self._explained(HASH, [], its)
-        if origin.called and not (heard or self.own_profile):
-            one = (*self.overrides, "env.OMP_NUM_THREADS=1")
-            if self._setting(self.profile or "seed-only", one):
-                command = self.done[-1].command
-                return self._with(cause=cause, command=command, tried=_AGREED, edit=None)
-        if its.suspects:
-            return self._by_what_cannot_be_held(its)
-        threads = [each for each in self.verdict.program.reads if each.what == THREADS]
-        if threads and self._holds(THREADS, [], base):
-            return self._explained(THREADS, threads[:1], its)
+        if reads_order and self._pin_helps(ADDRESS, [], base):
+            return self._explained(ADDRESS, [], evidence)
+        # Code that a recording cannot observe may draw random numbers, or depend on hashes of text.
+        is_unobserved = bool(origin.opaque) or origin.called.partition(".")[0] in _DRAWING
+        seed_may_help = can_be_seeded and (reads_order or is_unobserved)
+        if seed_may_help and self._setting_helps("seed-only", ()):
+            return self._with_command(evidence)
+        if reads_order and not can_be_seeded and self._pin_helps(HASH, [], base):
+            return self._explained(HASH, [], evidence)
+        if origin.called and not (observed or self.own_profile):
+            one_thread = (*self.overrides, "env.OMP_NUM_THREADS=1")
+            if self._setting_helps(self.profile or "seed-only", one_thread):
+                return self._with_last_command(cause)
+        if evidence.suspects:
+            return self._by_what_cannot_be_pinned(evidence)
+        threads = [read for read in self.verdict.program.reads if read.what == THREADS]
+        if threads and self._pin_helps(THREADS, [], base):
+            return self._explained(THREADS, threads[:1], evidence)
         return self._with(cause=cause, edit=None)
 
     def with_one_hash_seed(self) -> Verdict:
-        """Return the verdict of runs that another hash seed makes differ, with what fixes it."""
-        self.environments = [RunEnvironment()] * 2  # as the command runs that is proposed
+        """Return the verdict of runs that differ by hash seed, with the command that fixes it."""
+        self.environments = [RunEnvironment()] * 2  # as for the proposed command
         overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
-        # That it is the hash seed was seen as each perturbation was tried alone.
+        # The perturbations, each tried alone, have shown already that the hash seed is the cause.
         if self.own_profile or not self._agrees_under(self.profile or "seed-only", overrides):
             return self.verdict
         return self._with(command=self.done[-1].command, tried=_AGREED, edit=None)
 
     def escalated(self) -> Verdict:
-        """Return the verdict with the first command, by ever stricter settings, that repeats."""
-        its = evidence_of(self.verdict, self.meta)
+        """Return the verdict with the first repeatable command; settings get ever stricter."""
+        evidence = evidence_of(self.verdict, self.meta)
         base = self.resolved or resolve("seed-only")
-        levels = levels_above(base.values, its.first, self.verdict.program)
-        steps = [
-            *self._settings(its),
-            *((self.profile or "seed-only", (*self.overrides, *each.overrides)) for each in levels),
+        levels = levels_above(base.values, evidence.first, self.verdict.program)
+        stricter = [
+            (self.profile or "seed-only", (*self.overrides, *level.overrides)) for level in levels
         ]
-        for profile, overrides in dict.fromkeys(steps):
-            if self._setting(profile, overrides):
-                return self._with_command(its)
+        for profile, overrides in dict.fromkeys([*self._settings(evidence), *stricter]):
+            if self._setting_helps(profile, overrides):
+                return self._with_command(evidence)
         return self.verdict
 
-    def _settings(self, its: Evidence) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    def _settings(self, evidence: Evidence) -> Iterator[tuple[Any, tuple[str, ...]]]:
         """Yield profiles with overrides that may help, the cheapest first."""
         if self.own_profile:
             return
         base = self.resolved
         if base is None:
             base = resolve("seed-only")
-            if not its.holds("is_computed"):
+            if not evidence.holds("is_computed"):
                 yield "seed-only", ()
         values = flatten(base.values)
-        for fix in open_fixes(its)[:1]:
+        for fix in open_fixes(evidence)[:1]:
             if not fix.is_met_by(None if values.get(fix.key) is None else str(values[fix.key])):
                 yield self.profile or "seed-only", (*self.overrides, f"{fix.key}={fix.value}")
-        may_be_any = its.holds("is_coarse") or its.first.kind is Kind.ENDED
-        if base.guarantee != "repeatable" and (its.holds("is_computed") or may_be_any):
+        may_be_any = evidence.holds("is_coarse") or evidence.first.kind is Kind.ENDED
+        if base.guarantee != "repeatable" and (evidence.holds("is_computed") or may_be_any):
             yield "debug-strict", ()
 
-    def _sources(self, its: Evidence) -> dict[str, list[UncontrolledRead]]:
-        """Return what the program has read, the surest first, with the lines that read it."""
-        found: dict[str, dict[str, UncontrolledRead]] = {}
-        for read in its.suspects:
-            if read.what in HELD_AT_ONCE:
-                found.setdefault(read.what, {})[read.where] = read
-        for what in (ADDRESS, HASH, UNWRITTEN):
-            found.setdefault(what, {})
-        return {what: list(reads.values()) for what, reads in found.items()}
+    def _sources(self, evidence: Evidence) -> dict[str, list[UncontrolledRead]]:
+        """Return the sources that the program reads, each with its reads, the likeliest first."""
+        by_line: dict[str, dict[str, UncontrolledRead]] = {}
+        for read in evidence.suspects:
+            if read.what in PINNED_TOGETHER:
+                by_line.setdefault(read.what, {})[read.where] = read
+        for source in (ADDRESS, HASH, UNWRITTEN):
+            by_line.setdefault(source, {})
+        return {source: list(reads.values()) for source, reads in by_line.items()}
 
-    def _alone(
-        self, what: str, reads: Sequence[UncontrolledRead], resolved: ResolvedProfile | None
+    def _decisive(
+        self, source: str, reads: Sequence[UncontrolledRead], resolved: ResolvedProfile | None
     ) -> Sequence[UncontrolledRead]:
-        """Return the one of some reads that it is enough to hold, or all where there is none."""
+        """Return the one read that is enough to pin, or all reads if no single one is."""
         if len(reads) > 1:
             for read in reads[:_LINES]:
-                if self._holds(what, [read], resolved):
+                if self._pin_helps(source, [read], resolved):
                     return [read]
         return reads
 
-    # Trials: each says whether runs agree with one thing changed.
+    # Trials: each returns whether runs agree with one change.
 
-    def _setting(self, profile: Any, overrides: tuple[str, ...]) -> bool:
+    def _setting_helps(self, profile: Any, overrides: tuple[str, ...]) -> bool:
         return self._agrees_under(profile, overrides) and not self._by_chance()
 
     def _agrees_under(self, profile: Any, overrides: tuple[str, ...]) -> bool:
         command = self._command(profile, overrides)
-        what = " ".join([str(profile), *overrides])
+        change = " ".join([str(profile), *overrides])
         try:
             resolved = resolve(profile, overrides)
-        except ProfileError as refused:
-            self.done.append(ControlledRun(what, command, same=False, runs=0, answer=str(refused)))
+        except ProfileError as error:
+            self.done.append(ControlledRun(change, command, same=False, runs=0, answer=str(error)))
             return False
-        return self._agrees(what, command, resolved, RunEnvironment())
+        return self._agrees(change, command, resolved, RunEnvironment())
 
-    def _holds(self, what: str, reads: Sequence[Suspect], resolved: ResolvedProfile | None) -> bool:
-        lines = ["/".join(each.where.split("/")[-2:]) for each in reads]
-        held = {what: lines} if what != EVERYTHING else {each: [] for each in HELD_AT_ONCE}
-        if what == THREADS:
-            held[ADDRESS] = []  # by which a set of futures is ordered
+    def _pin_helps(
+        self, source: str, reads: Sequence[Suspect], resolved: ResolvedProfile | None
+    ) -> bool:
+        lines = ["/".join(read.where.split("/")[-2:]) for read in reads]
+        pins: dict[str, list[str]] = {source: lines}
+        if source == EVERYTHING:
+            pins = {pinned: [] for pinned in PINNED_TOGETHER}
+        if source == THREADS:
+            pins[ADDRESS] = []  # a set of futures is ordered by address
         at = f" at {short(reads[0].where)}" if reads else ""
-        what = f"{what}{at} held the same"
-        same = self._agrees(what, "", resolved, holding(held), runs=ENOUGH_HELD)
+        change = f"{source}{at} pinned"
+        same = self._agrees(change, "", resolved, pinning(pins), runs=ENOUGH_PINNED)
         return same and not self._by_chance()
 
-    def _is_left_behind(self) -> bool:
-        """Whether runs differ by files that one leaves for the next; the verdict then says so.
+    def _differs_by_leftovers(self) -> bool:
+        """Whether files that one run leaves for the next make runs differ; updates the verdict.
 
-        Runs then agree without them, perhaps once the program is seeded as well.
+        In that case runs agree without these files, perhaps only if the program is seeded too.
         """
         seeded = [("seed-only", ())] if self.resolved is None and not self.own_profile else []
         for profile, overrides in [(self.profile, self.overrides), *seeded]:
-            resolved = self.resolved if profile == self.profile else resolve(profile)
-            under = f", under {profile}" if profile != self.profile else ""
-            what = f"each run without what the run before left{under}"
-            words = f"rm -f -- {join(self.left.created)}; exec "
-            command = self._command(profile, overrides, before=words)
-            if not all(map(os.path.lexists, self.left.created)):
-                command = ""  # a name that no terminal can show
-            change, place = RunEnvironment(), self.left.copy_without_them
-            if self._agrees(what, command, resolved, change, place=place):
-                without = self._last
-                if self.left.overwritten and not self.runner.compare(self.between[0], without).same:
-                    # All of these runs found the same there: it may be what differs.
-                    why = self.left.why_not_undone
-                    self.done[-1] = replace(self.done[-1], same=False, answer=why)
+            is_own = profile == self.profile
+            resolved = self.resolved if is_own else resolve(profile)
+            under = "" if is_own else f", under {profile}"
+            change = f"each run without the files that the previous run left{under}"
+            remove = f"rm -f -- {join(self.leftovers.created)}; exec "
+            command = self._command(profile, overrides, before=remove)
+            if not all(map(os.path.lexists, self.leftovers.created)):
+                command = ""  # a terminal cannot show the name of one of the files
+            environment, location = RunEnvironment(), self.leftovers.copy_without_them
+            if self._agrees(change, command, resolved, environment, location=location):
+                without, compare = self._last, self.runner.compare
+                if self.leftovers.overwritten and not compare(self.between[0], without).same:
+                    # All of these runs started with the overwritten files, which may differ from
+                    # the files that run 1 started with.
+                    reason = self.leftovers.why_not_undone
+                    self.done[-1] = replace(self.done[-1], same=False, answer=reason)
                     continue
-                what, words = f"each run in a new folder{under}", 'cd "$(mktemp -d)" && exec '
-                anew = self._command(profile, overrides, before=words, full=self.left.in_full)
-                is_same = self._agrees(
-                    what, anew, resolved, change, runs=1, place=self.left.new_folder
+                enter_new = 'cd "$(mktemp -d)" && exec '
+                in_new_folder = self._command(
+                    profile, overrides, before=enter_new, full=self.leftovers.in_full
                 )
-                if is_same and self.runner.compare(without, self._last).same:
-                    command = anew
-                cause = self.left.cause
-                if profile != self.profile:
-                    cause = f"{cause} And the program seeds no generator."
+                change, location = f"each run in a new folder{under}", self.leftovers.new_folder
+                is_same = self._agrees(
+                    change, in_new_folder, resolved, environment, runs=1, location=location
+                )
+                if is_same and compare(without, self._last).same:
+                    command = in_new_folder
+                cause = self.leftovers.cause
+                if not is_own:
+                    cause = f"{cause} Also, the program seeds no generator."
                 self.verdict = self._with(cause=cause, command=command, tried=_AGREED, edit=None)
                 return True
             if self.done and not self.done[-1].runs:
                 break  # no copy can be made
-        # A run that did less, since it found them, needs no further trial: the verdict says so.
+        # Run 2 made fewer steps because it found the files: the verdict says so without a trial.
         return self.between[0].steps > self.between[1].steps
 
-    def _edit_that_works(self, what: str, reads: Sequence[Suspect]) -> Edit | None:
-        """Return an edit of one of these lines, or elsewhere, with which runs of a copy agree."""
-        edits = [_edit(each.what, each, is_seed=False) for each in reads]
+    def _edit_that_works(self, source: str, reads: Sequence[Suspect]) -> Edit | None:
+        """Return an edit, at one of these lines or elsewhere, that makes runs in a copy agree."""
+        edits = [_edit(read.what, read, is_seed=False) for read in reads]
         files, steps = self.verdict.program.files, min(run.steps for run in self.between)
-        edits += edits_elsewhere(what, files, steps)
+        edits += edits_elsewhere(source, files, steps)
         for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
-            if self._repeats_with(edit, self.resolved):
+            if self._edit_helps(edit, self.resolved):
                 return edit
         return None
 
-    def _repeats_with(self, edit: Edit, resolved: ResolvedProfile | None) -> bool:
-        """Whether runs of a copy with an edit agree."""
-        what, change = f"{short(edit.where)} edited", RunEnvironment()
+    def _edit_helps(self, edit: Edit, resolved: ResolvedProfile | None) -> bool:
+        """Whether runs in an edited copy agree."""
+        change, environment = f"{short(edit.where)} edited", RunEnvironment()
         try:
-            with edited_copy(edit, self.left.written, self.runner.folder) as copy:
-                place = partial(within, copy)
-                return self._agrees(what, "", resolved, change, runs=ENOUGH_HELD, place=place)
-        except CopyError as refused:
-            self.done.append(ControlledRun(what, "", same=False, runs=0, answer=str(refused)))
+            with edited_copy(edit, self.leftovers.written, self.runner.folder) as copy:
+                location = partial(within, copy)
+                return self._agrees(
+                    change, "", resolved, environment, runs=ENOUGH_PINNED, location=location
+                )
+        except CopyError as error:
+            self.done.append(ControlledRun(change, "", same=False, runs=0, answer=str(error)))
         return False
 
     def _agrees(
         self,
-        what: str,
+        change: str,
         command: str,
         resolved: ResolvedProfile | None,
-        change: RunEnvironment,
+        environment: RunEnvironment,
         *,
         runs: int = ENOUGH,
-        place: Callable[[Runner], AbstractContextManager[RunLocation]] = own_folder,
+        location: Callable[[Runner], AbstractContextManager[RunLocation]] = own_folder,
     ) -> bool:
-        """Whether so many runs agree with a change; how they went is added to what was done."""
+        """Whether so many runs agree with a change; the trial is appended to `done`.
+
+        The environment of the change overrides the environments of the original runs.
+        """
         if self._differs_seldom or self._spent + runs > self.most:
             return False
         if not self.done:
             seconds = max(run.seconds for run in self.between)
             how_many = f"at most {self.most} more" if math.isfinite(self.most) else "more"
-            self.runner.say(f"why: {how_many} runs, of about {seconds:.0f} s each\n")
-        done, answer, same = [], "", False
+            self.runner.say(f"looking for the cause: {how_many} runs, about {seconds:.0f} s each\n")
+        finished: list[Run] = []
+        answer, same = "", False
         runner = replace(self.runner, limit=self._limit)
         for number in range(runs):
-            self.runner.say(f"tried: {what}, run {number + 1} of {runs} ...")
-            environment = self.environments[min(number, 1)] | change
+            self.runner.say(f"tried: {change}, run {number + 1} of {runs} ...")
+            changed = self.environments[min(number, 1)] | environment
             name = f"trial-{len(self.done) + 1}-{number + 1}"
             try:
-                with place(runner) as its:
-                    done.append(its.runner.run(resolved, name, environment | its.environment))
-                    strayed = its.strayed()
-            except (ApplyError, CopyError) as refused:
-                answer = str(refused)
+                with location(runner) as at:
+                    run = at.runner.run(resolved, name, changed | at.environment)
+                    finished.append(run)
+                    strayed = at.strayed()
+            except (ApplyError, CopyError) as error:
+                answer = str(error)
                 break
             if strayed:
-                answer = f"it did not stay in its copy: {strayed}"
+                answer = f"it used files outside its copy: {strayed}"
                 break
-            if done[-1].status != 0 or not done[-1].recorded:
-                answer = f"it ended with {status_in_words(done[-1].status)}: see {done[-1].log}"
+            if run.status != 0 or not run.recorded:
+                answer = f"it ended with {status_in_words(run.status)}: see {run.log}"
                 break
-            if self.between[0].steps and not done[-1].steps:
-                answer = "it made no step, and run 1 did"
+            if self.between[0].steps and not run.steps:
+                answer = "it recorded no step, but run 1 did"
                 break
             if number:
-                found = runner.compare(done[0], done[-1])
-                answer = headline(found)
-                if not found.same:
+                verdict = runner.compare(finished[0], run)
+                answer = headline(verdict)
+                if not verdict.same:
                     break
-                if any(found.not_finite) and not any(self.verdict.not_finite):
-                    answer = "the same, and its losses are no numbers"
+                if any(verdict.not_finite) and not any(self.verdict.not_finite):
+                    answer = "the same, but its losses are not finite"
                     break
         else:
-            self._last, same = done[0], True
-        self.done.append(ControlledRun(what, command, same=same, runs=len(done), answer=answer))
+            self._last, same = finished[0], True
+        trial = ControlledRun(change, command, same=same, runs=len(finished), answer=answer)
+        self.done.append(trial)
         return same
 
     def _by_chance(self) -> bool:
-        """Whether the runs of the last trial agree and may not the next time; that is noted."""
+        """Return whether the last trial may agree only by chance; its answer then says so."""
         reads = [read for trace in traces_of(self._last) for read in trace.meta.get("sources", ())]
         if all(read["what"] != FORKED for read in reads):
             return self._agrees_unchanged()
-        answer = "the same by chance: which child takes which task decides what it draws"
+        answer = "the same by chance: the draws depend on which child process gets which task"
         self.done[-1] = replace(self.done[-1], same=False, answer=answer)
         return True
 
     def _agrees_unchanged(self) -> bool:
-        """Whether most runs of the command as it is agree with the last trial, which is noted.
+        """Whether most runs of the unchanged command agree with the last trial; marks the trial.
 
-        Where no run of it was that of the trial, what was tried has changed what it computes.
+        If neither original run agrees with the trial, the change has changed the results: no
+        further run is needed.
         """
         trial, compare = self.done[-1], self.runner.compare
-        if not any(compare(each, self._last).same for each in self.between):
+        if not any(compare(run, self._last).same for run in self.between):
             return False
         runner = replace(self.runner, limit=self._limit)
         agree = differ = 0
@@ -435,16 +458,18 @@ class Trials:
         if differ > ENOUGH // 2:
             return False
         self._differs_seldom = agree > ENOUGH // 2
-        answer = "the same, perhaps by chance: so are runs without it"
+        answer = "the same, perhaps by chance: runs without this change agree too"
         self.done[-1] = replace(trial, same=False, answer=answer)
         return True
 
     @property
     def tried(self) -> tuple[ControlledRun, ...]:
-        """All trials, and the runs of the command as it is that they were held against."""
+        """All trials, and the runs of the unchanged command that they were compared with."""
         runs, same = len(self._unchanged), self._differs_seldom
+        if not runs:
+            return tuple(self.done)
         answer = "most are the same" if same else "most differ"
-        return (*self.done, *([ControlledRun(UNCHANGED, "", same, runs, answer)] if runs else ()))
+        return (*self.done, ControlledRun(UNCHANGED, "", same, runs, answer))
 
     @property
     def _spent(self) -> int:
@@ -456,97 +481,110 @@ class Trials:
 
     @property
     def _base(self) -> ResolvedProfile | None:
-        """The profile in which sources are held: one that seeds, where the command has none."""
+        """The profile under which sources are pinned: `seed-only` for a command without one."""
         if self.resolved is None and not self.own_profile:
             return resolve("seed-only")
         return self.resolved
 
     @property
     def own_profile(self) -> bool:
-        """Whether the command puts a profile in force itself, to which nothing can be added."""
+        """Whether the command applies a profile itself, so that no setting can be added to it."""
         return self.resolved is None and self.meta.get("profile") is not None
 
-    # Answers: the verdict with what trials have shown.
+    # Answers: the verdict with the results of trials.
 
     def _with(self, **advice: Any) -> Verdict:
         before = self.verdict.advice or Advice("")
         return replace(self.verdict, advice=replace(before, closer="", **advice))
 
-    def _left_out(self, its: Evidence) -> Verdict:
-        place = from_here(its.first.source)
-        runner = replace(self.runner, ignore=(*self.runner.ignore, place))
-        if place and runner.compare(*self.between).same:
-            command = self._command(self.profile, self.overrides, "--ignore", place)
+    def _with_last_command(self, cause: str) -> Verdict:
+        command = self.done[-1].command
+        return self._with(cause=cause, command=command, tried=_AGREED, edit=None)
+
+    def _with_line_ignored(self, evidence: Evidence) -> Verdict:
+        """Return the verdict with a command that ignores the first line, if all else agrees."""
+        line = from_here(evidence.first.source)
+        runner = replace(self.runner, ignore=(*self.runner.ignore, line))
+        if line and runner.compare(*self.between).same:
+            command = self._command(self.profile, self.overrides, "--ignore", line)
             return self._with(command=command, tried="the same without it")
         return self.verdict
 
-    def _with_command(self, its: Evidence) -> Verdict:
+    def _with_command(self, evidence: Evidence) -> Verdict:
         command = self.done[-1].command
-        if its.holds("is_of_program") and not its.holds("is_random") and self.resolved is None:
-            # The profile seeds, and fixes hashes: which of them was missing?
-            if self._holds(HASH, [], None):
-                reads = [each for each in its.suspects if each.what == HASH]
-                self.verdict = self._explained(HASH, reads[:1], its)
+        is_brought_in = evidence.holds("is_of_program") and not evidence.holds("is_random")
+        if is_brought_in and self.resolved is None:
+            # The profile seeds generators and fixes hashes: which of the two was missing?
+            if self._pin_helps(HASH, [], None):
+                reads = [read for read in evidence.suspects if read.what == HASH]
+                self.verdict = self._explained(HASH, reads[:1], evidence)
             else:
-                words = "The program seeds no generator, or not all that it draws from."
-                self.verdict = self._with(cause=words)
+                cause = "The program seeds no generator, or not every one that it draws from."
+                self.verdict = self._with(cause=cause)
         return self._with(command=command, tried=_AGREED, edit=None)
 
-    def _by_what_cannot_be_held(self, its: Evidence) -> Verdict:
-        """Return the verdict with no cause that holding it has shown to be none."""
-        if its.other_seeds:
+    def _by_what_cannot_be_pinned(self, evidence: Evidence) -> Verdict:
+        """Return the verdict without the causes that pinning has ruled out."""
+        if evidence.other_seeds:
             return self._with(edit=None)
         program = self.verdict.program
-        left: list[Suspect] = [each for each in its.suspects if each.what not in HELD_AT_ONCE]
+        remaining: list[Suspect] = [
+            read for read in evidence.suspects if read.what not in PINNED_TOGETHER
+        ]
         seeds = varying_seeds(scan(program.files, program.began), program.reads)
-        left += [source for _, source in seeds]
-        left += [each for each in its.suspects if each.what == THREADS]
-        cause = cause_of(left[0]) if left else cause_by_evidence(its)
-        what = left[0].what if left else ""
-        edit = self._edit_that_works(what, left[:1]) if what in (FORKED, THREADS) else None
-        if edit and what == THREADS and self._agrees_unchanged():
-            edit = None  # no run has shown that it is the threads
-        return self._with(cause=cause, edit=edit, tried=_TRIED * bool(edit))
+        remaining += [source for _, source in seeds]
+        remaining += [read for read in evidence.suspects if read.what == THREADS]
+        cause = cause_of(remaining[0]) if remaining else cause_by_evidence(evidence)
+        source = remaining[0].what if remaining else ""
+        edit = None
+        if source in (FORKED, THREADS):
+            edit = self._edit_that_works(source, remaining[:1])
+        if edit and source == THREADS and self._agrees_unchanged():
+            edit = None  # no run has shown that threads are the cause
+        return self._with(cause=cause, edit=edit, tried=_EDIT_AGREED if edit else "")
 
-    def _explained(self, what: str, reads: Sequence[Suspect], its: Evidence) -> Verdict:
-        """Return the verdict with a cause that a trial has shown, and its line if that is known."""
-        seeds = its.other_seeds[:1]
-        words = what if reads else _UNHEARD.get(what, what)
-        shown = self.verdict.origin.where if self.verdict.origin else its.first.source
-        if reads and reads[0].where and shown not in {each.where for each in reads}:
+    def _explained(self, source: str, reads: Sequence[Suspect], evidence: Evidence) -> Verdict:
+        """Return the verdict with the source that a trial has confirmed, and its line if known."""
+        seeds = evidence.other_seeds[:1]
+        words = source if reads else _WITHOUT_A_CALL.get(source, source)
+        shown = self.verdict.origin.where if self.verdict.origin else evidence.first.source
+        if reads and reads[0].where and shown not in {read.where for read in reads}:
             begins = LineOfOrigin(where=reads[0].where, changed=(), same=())
             self.verdict = replace(self.verdict, origin=begins)
-        reads = reads or self._lines(what)
+        reads = reads or self._lines(source)
         cause, edit = f"{words[:1].upper()}{words[1:]}.", None
         if len(reads) == 1:
             cause = cause_of(replace(reads[0], what=words), seeds)
-            if what != THREADS:
-                edit = _edit(what, reads[0], is_seed=bool(seeds))
+            if source != THREADS:
+                edit = _edit(source, reads[0], is_seed=bool(seeds))
         elif reads:
-            places = " and ".join(short(each.where) for each in reads[:2])
-            cause = f"{cause.removesuffix('.')}, at {places}."
-            distinct = {_edit(what, each, is_seed=False) for each in reads}
-            edit = distinct.pop() if len(distinct) == 1 else None  # one for all of these lines
-        tried = f"with that the same in each run, {ENOUGH_HELD} runs agree"
-        if what == THREADS or (what == CLOCK and edit is None):
-            lines = [*reads, *self._lines(what)] if what == THREADS else ()
-            edit = self._edit_that_works(what, lines)
-            tried = _TRIED if edit else tried
+            lines = " and ".join(short(read.where) for read in reads[:2])
+            cause = f"{cause.removesuffix('.')}, at {lines}."
+            distinct = {_edit(source, read, is_seed=False) for read in reads}
+            edit = distinct.pop() if len(distinct) == 1 else None  # the same one for all lines
+        tried = f"with that source pinned, {ENOUGH_PINNED} runs agree"
+        if source == THREADS or (source == CLOCK and edit is None):
+            candidates = [*reads, *self._lines(source)] if source == THREADS else ()
+            edit = self._edit_that_works(source, candidates)
+            tried = _EDIT_AGREED if edit else tried
         return self._with(cause=cause, edit=edit, tried=tried)
 
-    def _lines(self, what: str) -> list[Suspect]:
-        """Return the lines of the program whose text says that they may be what was held."""
-        words = {ADDRESS: (SET_ORDER, ADDRESS), HASH: (SET_ORDER,)}.get(what, (what,))
+    def _lines(self, source: str) -> list[Suspect]:
+        """Return the lines whose text suggests that they read the source that was pinned."""
+        sources = {ADDRESS: (SET_ORDER, ADDRESS), HASH: (SET_ORDER,)}.get(source, (source,))
         program = self.verdict.program
-        if what == UNWRITTEN and program.unwritten:
-            where = program.unwritten[0].allocated
-            return [SeedSource("torch.empty", what, where, is_sure=True)]
-        found = [each for each in scan(program.files, program.began) if each.what in words]
-        if what == UNWRITTEN and len(found) > 1:
-            alone = (each for each in found[:_LINES] if self._holds(what, [each], self.resolved))
-            return list(islice(alone, 1)) or list(found)
-        # A set may be sorted by a key that no two members share: where all else has an order.
-        return [each for each in found if each.name not in TIES] or list(found)
+        if source == UNWRITTEN and program.unwritten:
+            allocated = program.unwritten[0].allocated
+            return [SeedSource("torch.empty", source, allocated, is_sure=True)]
+        lines = [line for line in scan(program.files, program.began) if line.what in sources]
+        if source == UNWRITTEN and len(lines) > 1:
+            for line in lines[:_LINES]:
+                if self._pin_helps(source, [line], self.resolved):
+                    return [line]
+            return list(lines)
+        # A sorted set has a fixed order unless members share a key: such lines are likely only
+        # where no other line reads the order of a set.
+        return [line for line in lines if line.name not in TIES] or list(lines)
 
     def _command(
         self,
@@ -556,23 +594,23 @@ class Trials:
         before: str = "",
         full: Callable[[Sequence[str]], Sequence[str]] = list,
     ) -> str:
-        # It has what the user has said of what is the same. A shell does `before` in each run.
+        """Return a `verify` command with the user's criteria; a shell runs `before` each time."""
         secrets = secrets_here(*([self.resolved] if self.resolved else []))
         words = shareable(full(self.runner.command), secrets)
         if before:
             words = ["sh", "-c", f"{before}{shell_line(words)}"]
         level, tolerance = self.runner.request.level, self.runner.tolerance or ()
-        asked = ["--level", level] if level != LEVELS[-1] else []
-        for name, number in zip(("--rtol", "--atol"), tolerance, strict=False):
-            asked += [name, str(number)]
-        for place in self.runner.ignore:
-            asked += ["--ignore", place]
+        criteria = ["--level", level] if level != LEVELS[-1] else []
+        for option, number in zip(("--rtol", "--atol"), tolerance, strict=False):
+            criteria += [option, str(number)]
+        for line in self.runner.ignore:
+            criteria += ["--ignore", line]
         named = [str(profile), *overrides] if profile else []
-        return shell_line(["torchrepro", "verify", *named, *asked, *options, "--", *words])
+        return shell_line(["torchrepro", "verify", *named, *criteria, *options, "--", *words])
 
 
-def _edit(what: str, read: Suspect, *, is_seed: bool) -> Edit | None:
+def _edit(source: str, read: Suspect, *, is_seed: bool) -> Edit | None:
     if getattr(read, "in_sample", False):
         return edit_of_sample(read.name, read.where)
-    of = SET_ORDER if read.what == SET_ORDER and what != HASH else what
-    return edit_of(of, read.name, read.where, is_seed=is_seed)
+    edited_source = SET_ORDER if read.what == SET_ORDER and source != HASH else source
+    return edit_of(edited_source, read.name, read.where, is_seed=is_seed)

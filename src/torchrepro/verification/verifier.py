@@ -1,6 +1,7 @@
-"""Runs a command several times and says whether its runs are the same; and what follows if not.
+"""Runs a command several times, reports whether its runs are the same, and looks for the cause.
 
-A divergence is followed by a closer look, by trying each perturbation alone, and by escalation.
+After a divergence two more runs record it in detail. Then each perturbation is tried alone, and
+trials look for the cause and for a repeatable command.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Verdict
     from torchrepro.verification.runner import Setup
 
-FEWEST = 2  # runs that it takes to compare anything
+FEWEST = 2  # runs that a comparison needs
 
 
 def request_for(
@@ -54,7 +55,7 @@ def request_for(
     max_size: int | str | None,
     tolerance: tuple[float, float] | None,
 ) -> RecordingRequest:
-    """Return what is recorded of runs that are compared, within a tolerance if there is one."""
+    """Return the request for recording runs that are compared, with statistics for a tolerance."""
     return RecordingRequest(
         *("", level, None, tuple(keep)),
         statistics=tolerance is not None,
@@ -83,21 +84,23 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     say: Callable[[str], object] = lambda text: None,
     meanwhile: Callable[[str], object] | None = None,
 ) -> Verification:
-    """Run `command` under `profile` in fresh processes and say whether all runs are the same.
+    """Run `command` under `profile` in fresh processes and return whether all runs are the same.
 
-    Without a profile, which is None, the command runs as it is: recorded, and nothing set. The same
-    means the same bits; `rtol` and `atol`, or the guarantee `aligned`, ask for the same numbers
-    within a tolerance. What the lines of `ignore` compute, each as ``file:line``, is left out, with
-    what differs by that alone. `level`, `keep`, `every` and `max_size` say what is recorded, as of
-    `record`. Every run after the first is perturbed by the perturbations that `stress`
-    names (`perturbations.EVERYTHING` are all). If runs diverge, two more record the divergence in
-    detail unless `closer` is false, and `escalate` tries stricter settings level by level.
-    Recordings go into `folder`, which is new or empty; without one into a temporary folder that
-    stays only if runs diverge. `say` takes the progress as text, and `meanwhile` what is going on
-    at the moment, such as the number of steps so far. Raises
-    `ProfileError` for a wrong request, `ApplyError` where the profile cannot be put in force,
-    `TraceError` if the command fails in all runs or nothing is recorded of it, and
-    `runner.Interrupted` if a signal ends it.
+    If `profile` is None, the command is recorded and nothing is set. Runs are the same if their
+    bits are; `rtol` and `atol`, or the guarantee `aligned`, compare within a tolerance instead.
+    `ignore` names lines as ``file:line``: their results, and differences that these alone cause,
+    are ignored. `level`, `keep`, `every` and `max_size` select what is recorded, as in `record`.
+    `stress` names perturbations (`perturbations.EVERYTHING` names all); they act on every run but
+    the first. If runs diverge, two more record the divergence in detail unless `closer` is false,
+    and `escalate` tries stricter settings level by level.
+
+    Recordings are written to `folder`, which must be new or empty. Without it they are written to a
+    temporary folder, which is kept only if runs diverge. `say` receives the progress as text, and
+    `meanwhile` the state of the running command, such as the number of steps so far.
+
+    Raises `ProfileError` for a wrong request, `ApplyError` if the profile cannot be applied,
+    `TraceError` if the command fails in all runs or nothing is recorded, and `runner.Interrupted`
+    if a signal ends it.
     """
     if runs < FEWEST:
         raise ProfileError.about(
@@ -105,7 +108,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         )
     if profile is None and overrides:
         raise ProfileError.about(
-            "overrides, and no profile that they could change",
+            "overrides without a profile that they could change",
             found=" ".join(overrides),
             todo="name the profile before them",
         )
@@ -119,7 +122,9 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     with output_directory(os.fspath(folder), say) as output:
         runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
         # Every run but the first is perturbed, each differently.
-        environments = [plan.environment(at, plan.names if at else ()) for at in range(runs)]
+        environments = [
+            plan.environment(number, plan.names if number else ()) for number in range(runs)
+        ]
         done: list[Run] = []
         before = after = FolderState.now(output)
         for number, environment in enumerate(environments):
@@ -139,20 +144,21 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         recorded = next((run for run in done if run.recorded), None)
         meta = read_run(recorded.folder, records=False)[0].meta if recorded else {}
         tried: tuple[ControlledRun, ...] = ()
-        number = next((at for at, each in enumerate(verdicts, start=1) if not each.same), 0)
+        differing = (run for run, verdict in enumerate(verdicts, start=1) if not verdict.same)
+        number = next(differing, 0)
         if number:
             verdict = verdicts[number - 1]
-            left = Leftovers.of(before, after, done[0], done[number])
-            verdict = left.explained(verdict)
-            if closer and not (left.carried or left.is_refused):
+            leftovers = Leftovers.of(before, after, done[0], done[number])
+            verdict = leftovers.explained(verdict)
+            if closer and not (leftovers.carried or leftovers.is_refused):
                 setups = (resolved, environments[0]), (resolved, environments[number])
                 verdict = _look_closer(runner, verdict, setups)
-            if plan.names and not left.is_refused:
+            if plan.names and not leftovers.is_refused:
                 stressed = _culprits(runner, resolved, plan, done[0], number)
                 verdict = _with_perturbation(verdict, stressed, plan)
             culprits = stressed.culprits if stressed else ()
             is_tried = escalate or (closer and culprits in ((), (HASH_SEED,)))
-            if is_tried and not left.is_refused:
+            if is_tried and not leftovers.is_refused:
                 trials = Trials(
                     runner=runner,
                     profile=profile,
@@ -162,19 +168,19 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                     environments=(environments[0], environments[number]),
                     verdict=verdict,
                     meta=meta,
-                    left=left,
+                    leftovers=leftovers,
                     most=math.inf if escalate else MOST,
                 )
                 if escalate:
                     verdict = trials.escalated()
                     if not trials.done:
-                        verdict = _with_note(verdict, "no stricter setting is known that may help")
+                        verdict = _with_note(verdict, "no known stricter setting may help")
                 else:
                     verdict = trials.with_one_hash_seed() if culprits else trials.advised()
                 tried = trials.tried
             if stressed and plan.other_hash_seed:
-                why = "the profile sets it, and the runs differ without another one already"
-                stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, why)))
+                reason = "the profile sets it, and the runs already differ with the same one"
+                stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, reason)))
             verdicts[number - 1] = verdict
         elif plan.other_hash_seed and resolved is not None:
             run, verdict, stressed = _with_other_hash_seed(
@@ -182,7 +188,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             )
             done.append(run)
             verdicts.append(verdict)
-        found = Verification(
+        verification = Verification(
             asked="bits" if tolerance is None else "tolerance",
             command=command_line(profile, resolved, overrides, command),
             profile=resolved.name if resolved else None,
@@ -193,29 +199,29 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             stressed=stressed,
             tried=tried,
         )
-    if found.same and not folder:
+    if verification.same and not folder:
         shutil.rmtree(output, ignore_errors=True)
-        return replace(found, folder="")
-    return found
+        return replace(verification, folder="")
+    return verification
 
 
 def command_line(
     profile: Any, resolved: ResolvedProfile | None, overrides: Sequence[str], command: Sequence[str]
 ) -> str:
-    """Return the command line that is verified, as a shell takes it.
+    """Return the command line that is verified, as shell input.
 
-    What could be a secret is hidden, as it is in a manifest.
+    Possible secrets are hidden, as in a manifest.
     """
     secrets = secrets_here(*([resolved] if resolved else []))
     words = shareable(command, secrets)
     if resolved is not None:
-        named = isinstance(profile, str | os.PathLike)
-        ours = ["torchrepro", "run", os.fspath(profile) if named else resolved.name]
+        is_named = isinstance(profile, str | os.PathLike)
+        launcher = ["torchrepro", "run", os.fspath(profile) if is_named else resolved.name]
         for text in overrides:
             key, equals, _ = text.partition("=")
             secret = equals and sounds_secret(key)
-            ours.append(f"{key}={HIDDEN}" if secret else without_secrets(text, secrets))
-        words = [*ours, "--", *words]
+            launcher.append(f"{key}={HIDDEN}" if secret else without_secrets(text, secrets))
+        words = [*launcher, "--", *words]
     return shell_line(words)
 
 
@@ -223,27 +229,27 @@ _SPOT = attrgetter("rank", "step", "phase", "module", "op")
 
 
 def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) -> Verdict:
-    """Return a verdict with what two more runs, one in each of `setups`, show of its divergence.
+    """Return a verdict with more detail from two more runs, one in each of `setups`.
 
-    Where other data was loaded these runs record the loading. Any other divergence they record in
-    detail. The verdict stays, with a note, if these runs diverge at another place or not at all.
+    These runs record the divergence in detail, or the loading of data if the data differed. If they
+    diverge at another op, or not at all, the verdict only gets a note.
     """
     first = verdict.first
     if first is None or not first.op:
         return verdict  # it has no op
-    # Where other threads end steps, which of them is step 3 is an accident.
+    # If other threads end steps, the number of a step varies from run to run.
     steps = (max(first.step - 1, 0), first.step + 1) if verdict.compared.in_order else None
     keep = (*runner.request.keep, first.module)
     request = replace(runner.request, steps=steps, keep=keep, detail=True, every=1, max_size=None)
     when = moment(first.step, after_last=first.after_last)
     runs = _run_each(replace(runner, request=request), f"a closer look {when}".rstrip(), setups)
-    note = "a closer look showed nothing: its runs ended before they got there"
+    note = "a closer look showed nothing: its runs ended before the divergence"
     if all(run.recorded for run in runs):
         closer = runner.compare(*runs)
         verdict = replace(verdict, program=closer.program)
         if closer.first is not None and _SPOT(closer.first) == _SPOT(first):
             verdict = replace(verdict, first=closer.first, origin=closer.origin)
-            note = "the divergence is shown as two more runs recorded it, in detail"
+            note = "the divergence is shown as two more runs recorded it in detail"
         else:
             if closer.first is not None and closer.first.source == first.source:
                 verdict = replace(verdict, origin=closer.origin)
@@ -262,7 +268,7 @@ def _run_each(runner: Runner, what: str, setups: Sequence[Setup]) -> list[Run]:
 
 
 def _looked_closer(verdict: Verdict) -> Verdict:
-    # The advice does not ask for the closer look that has been taken.
+    # The advice must not propose the closer look again.
     return replace(verdict, advice=verdict.advice and replace(verdict.advice, closer=""))
 
 
@@ -273,8 +279,8 @@ def _with_note(verdict: Verdict, note: str) -> Verdict:
 def _culprits(
     runner: Runner, resolved: ResolvedProfile | None, plan: StressPlan, first: Run, number: int
 ) -> StressResult:
-    # Those of run `number`, which differs from `first`, are tried again one by one: to halve them
-    # would take as many runs, as the most telling come first.
+    # The perturbations of run `number`, which differs from `first`, are tried one by one. Bisecting
+    # them would take as many runs, since the most specific come first.
     def diverges(names: Sequence[str]) -> bool:
         runner.say(f"perturbed by {', '.join(names) or 'nothing'} ...")
         done = len(list(runner.folder.glob("stress-*.log")))
@@ -284,7 +290,7 @@ def _culprits(
 
     stressed = StressResult(plan.names, plan.skipped)
     if diverges(()):
-        return replace(stressed, what="the runs diverge without any perturbation as well")
+        return replace(stressed, what="the runs diverge without any perturbation too")
     is_one = len(plan.names) == 1
     alone = ((name,) for name in plan.names if is_one or diverges([name]))
     culprits = next(alone, plan.names)
@@ -300,11 +306,12 @@ def _with_perturbation(verdict: Verdict, stressed: StressResult, plan: StressPla
         return verdict
     row = next(row for row in plan.rows if row.name in stressed.culprits)
     reads = verdict.program.reads
-    seed = next((each for each in reads if each.is_other_seed), None)
-    last = next((each for each in reversed(reads) if each.what == row.source), None)
+    seed = next((read for read in reads if read.is_other_seed), None)
+    last = next((read for read in reversed(reads) if read.what == row.source), None)
     edit = edit_of(last.what, last.name, last.where, is_seed=seed is not None) if last else None
-    for read in verdict.program.unwritten if row.reads_memory else ():
-        edit = edit or edit_of(UNWRITTEN, "torch.empty", read.allocated)
+    if row.reads_memory:
+        for read in verdict.program.unwritten:
+            edit = edit or edit_of(UNWRITTEN, "torch.empty", read.allocated)
     cause = f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action})."
     if last:
         cause = cause_of(last, [seed] if seed else [])
@@ -319,19 +326,19 @@ def _with_other_hash_seed(
     *,
     closer: bool,
 ) -> tuple[Run, Verdict, StressResult]:
-    """Run under another hash seed than that of the profile; all runs under the profile's agree."""
+    """Run once with a hash seed that differs from the profile's; all earlier runs agree."""
     resolved, environment = setup
-    other = resolve(resolved, (f'env.PYTHONHASHSEED="{plan.other_hash_seed}"',))
-    runner.say(f"with another {HASH_SEED} than that of the profile ...")
-    run = runner.run(other, HASH_SEED.replace(" ", "-"), environment, (HASH_SEED,))
+    changed = resolve(resolved, (f'env.PYTHONHASHSEED="{plan.other_hash_seed}"',))
+    runner.say(f"with a {HASH_SEED} that differs from the profile's ...")
+    run = runner.run(changed, HASH_SEED.replace(" ", "-"), environment, (HASH_SEED,))
     verdict = runner.compare(first, run)
     stressed = StressResult((*plan.names, HASH_SEED), plan.skipped)
     if verdict.same:
         return run, verdict, stressed
     if closer:
-        verdict = _look_closer(runner, verdict, (setup, (other, environment)))
+        verdict = _look_closer(runner, verdict, (setup, (changed, environment)))
     what = (
-        "it differs when Python's hash seed does: `torchrepro run` and `verify` fix it, "
+        "the results depend on Python's hash seed: `torchrepro run` and `verify` fix it, "
         "`+repro=` alone does not"
     )
     advice = Advice(

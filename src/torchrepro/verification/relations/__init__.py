@@ -1,1 +1,1 @@
-"""Two executions of one program that ought to agree: a table of relations, and one protocol."""
+"""Relations: variants of a program that ought to agree with it, and how they are compared."""

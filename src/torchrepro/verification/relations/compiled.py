@@ -1,4 +1,4 @@
-"""Whether a program computes the same with torch.compile and without it."""
+"""Checks whether a program computes the same with and without torch.compile."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "float16": (1e-2, 1e-3),
     "bfloat16": (1.6e-2, 1e-3),
 }
-"""Dtype -> rtol and atol that its rounding earns, the finest dtype first.
+"""Dtype -> the default rtol and atol for its rounding, the finest dtype first.
 
-That of float32 is `ALIGNED`, for its reasons; those of the others are in proportion to theirs in
-https://docs.pytorch.org/docs/stable/testing.html, or what that page has.
+float32 has the values of `ALIGNED`. The others are from
+https://docs.pytorch.org/docs/stable/testing.html, or in the same proportion to float32 as there.
 """
 
-_MOST = 16  # children of a region that are tried
+_MOST = 16  # the most children of a region that are tried
 
 
 class Unit(NamedTuple):
-    """What one region, or one module outside of all, returned in one call."""
+    """The outputs of one call of a region, or of a module outside of all regions."""
 
     name: str
     where: str
@@ -52,12 +52,12 @@ class Unit(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option with which compiled code computes as eager code does."""
+    """An option that makes compiled code compute as eager code does."""
 
     name: str
     value: bool | str
     without: str  # what compiled code does without it
-    variable: str = ""  # that this torch reads if it has the option; empty where each torch has it
+    variable: str = ""  # read by each torch that has the option; empty if all have it
 
 
 OF_TORCH = Option(
@@ -84,53 +84,55 @@ ROUNDING = (
         variable="TORCHINDUCTOR_NUMERICS",
     ),
 )
-"""From that with the least effect on speed to that with the most."""
+"""The option with the least effect on speed first."""
 
 
 class Compiled(Relation):
-    """As it is, and with torch.compile off; where these differ, with options of `Option` too."""
+    """The plain program, and one without torch.compile; with `Option`s too if these differ."""
 
     agreement = "it computes the same with torch.compile and without it"
     takes = frozenset(("rtol", "atol"))
 
     def plain(self, name: str) -> Run:
-        return self.run(name, observed={REGIONS: {}})
+        return self.run(name, observers={REGIONS: {}})
 
-    def sides(self, plain: Run) -> Iterator[Variant]:
-        """Run it with torch.compile off; where that differs, look for the reason."""
-        notes = (note for notes in self.noted(plain) for note in notes)
+    def variants(self, plain: Run) -> Iterator[Variant]:
+        """Run the program without torch.compile; if it differs, look for the reason."""
+        notes = (note for notes in self.notes_of(plain) for note in notes)
         regions = {note["region"]: note["children"] for note in notes if "region" in note}
         if not regions:
-            yield Variant("eager", None, unknown="it compiles nothing by torch.compile")
+            yield Variant("eager", None, unknown="it never calls torch.compile")
             return
         run = self.run("eager", OFF, {REGIONS: {}})
         if run.status != plain.status:
-            unknown = f"without torch.compile it ends otherwise: see {run.log}"
+            unknown = f"without torch.compile it ends with another exit status: see {run.log}"
             yield Variant("eager", run, unknown=unknown)
             return
-        as_it_is = self._side("as it is", plain, run)
+        as_it_is = self._variant("as it is", plain, run)
         if as_it_is.status == AGREE:
             yield as_it_is
             return
-        options, exchanged = self._with_options_of(run)
-        verdict, decides = exchanged.verdict, as_it_is.verdict
+        options, with_options = self._with_options_of(run)
+        verdict, decides = with_options.verdict, as_it_is.verdict
         if verdict and verdict.first and regions.get(verdict.first.module):
             children = regions[verdict.first.module]
             verdict = self._look_inside(verdict, verdict.first, self._units(run), children)
         elif verdict and verdict.same and decides and decides.first:
-            decides = replace(decides, advice=_advice(decides.first, options, exchanged.said))
-        yield replace(exchanged, verdict=verdict)
+            decides = replace(decides, advice=_advice(decides.first, options, with_options.note))
+        yield replace(with_options, verdict=verdict)
         yield replace(as_it_is, verdict=decides)
 
     def _with_options_of(self, eager: Run) -> tuple[Sequence[Option], Variant]:
-        """Return the fewest options with which the program agrees; all of eager's random numbers
-        where it agrees with none."""
+        """Return the fewest options that make the program agree with eager code.
+
+        If none do, these are the options for random numbers.
+        """
 
         def tried(name: str, *options: Option) -> Variant:
             run_name = "-and-".join(option.name.rpartition(".")[2] for option in options)
             values = {option.name: option.value for option in options}
-            run = self.run(run_name, observed={REGIONS: {}, OPTIONS: {"options": values}})
-            return replace(self._side(name, run, eager), run=run)
+            run = self.run(run_name, observers={REGIONS: {}, OPTIONS: {"options": values}})
+            return replace(self._variant(name, run, eager), run=run)
 
         name = "with eager's random numbers"
         first = tried(name, OF_TORCH)
@@ -144,28 +146,29 @@ class Compiled(Relation):
         for option in ROUNDING:
             if option.variable and not inductor_reads(option.variable):
                 continue
-            found = tried(name, *RANDOM_NUMBERS, option)
-            if found.status == AGREE:
+            together = tried(name, *RANDOM_NUMBERS, option)
+            if together.status == AGREE:
                 alone = tried(name, option)
                 if alone.status == AGREE:
                     return [option], alone
-                return (*RANDOM_NUMBERS, option), found
+                return (*RANDOM_NUMBERS, option), together
         return RANDOM_NUMBERS, both
 
-    def _side(self, name: str, compiled: Run, eager: Run) -> Variant:
+    def _variant(self, name: str, compiled: Run, eager: Run) -> Variant:
         if compiled.status != eager.status:
-            return Variant(name, compiled, unknown=f"it ends otherwise: see {compiled.log}")
+            reason = f"it ends with another exit status: see {compiled.log}"
+            return Variant(name, compiled, unknown=reason)
         tolerance = self.runner.tolerance
-        amount, first, said = _compare(self._units(compiled), self._units(eager), tolerance)
+        amount, first, note = _compare(self._units(compiled), self._units(eager), tolerance)
         amount = replace(amount, level=self.runner.request.level)
         runs = compiled.folder, eager.folder
         verdict = Verdict(first is None, *runs, amount, first, tolerance=tolerance)
-        return Variant(name, eager, verdict, said=said)
+        return Variant(name, eager, verdict, note=note)
 
     def _units(self, run: Run) -> list[Unit]:
         return [
             Unit(*(note[key] for key in ("unit", "where", "step", "phase", "outputs")))
-            for notes in self.noted(run)
+            for notes in self.notes_of(run)
             for note in notes
             if "unit" in note
         ]
@@ -177,9 +180,9 @@ class Compiled(Relation):
         eager: Sequence[Unit],
         children: Mapping[str, Sequence[str]],
     ) -> Verdict:
-        """Compile the children of a region one at a time, and those of one that differs likewise.
+        """Compile the children of a region one at a time; descend into a child that differs.
 
-        Returns the verdict with the innermost that differs.
+        Returns the verdict with the innermost module that differs.
         """
         culprit = ""
         tried: list[str] = []
@@ -191,67 +194,66 @@ class Compiled(Relation):
                 REGIONS: {"only": [first.module, path]},
                 OPTIONS: {"options": {option.name: option.value for option in RANDOM_NUMBERS}},
             }
-            run = self.run(f"inside-{len(tried)}", observed=only)
+            run = self.run(f"inside-{len(tried)}", observers=only)
             name = f"{first.module}.{path}"
-            its = [each for each in self._units(run) if each.name == name]
-            if _compare(its, eager, self.runner.tolerance)[1] is not None:
+            units = [unit for unit in self._units(run) if unit.name == name]
+            if _compare(units, eager, self.runner.tolerance)[1] is not None:
                 culprit = name
                 paths = list(children.get(path, ()))[:_MOST]
         if not tried:
             return verdict
         if not culprit:
-            cause = f"None of its modules differs when it alone is compiled: {', '.join(tried)}."
+            cause = f"No module differs when it alone is compiled: {', '.join(tried)}."
             return replace(verdict, advice=Advice(cause=cause))
         cause = (
-            f"{culprit} differs when it alone of {first.module} is compiled. Leave it out by "
+            f"{culprit} differs when it alone of {first.module} is compiled. Exclude it with "
             "torch.compiler.disable, or report it with this module alone."
         )
-        found = replace(first, module=culprit)
-        return replace(verdict, first=found, advice=Advice(cause=cause))
+        return replace(verdict, first=replace(first, module=culprit), advice=Advice(cause=cause))
 
 
-def _advice(first: Divergence, options: Sequence[Option], said: str) -> Advice:
-    """Return the cause, and the lines with which compiled code computes as eager code does."""
+def _advice(first: Divergence, options: Sequence[Option], note: str) -> Advice:
+    """Return the cause, and the lines that make compiled code compute as eager code does."""
     lines = "; ".join(f"{option.name} = {option.value!r}" for option in options)
     cause = " and ".join(option.without for option in options)
     edit, before = None, source_line(first.source)
-    with suppress(SyntaxError):  # no line can begin so before a decorator or the head of a block
+    with suppress(SyntaxError):  # the lines cannot precede a decorator or the head of a block
         parse(after := f"{lines}; {before}")
         edit = Edit(first.source, before, after)
     cause = f"{cause[:1].upper()}{cause[1:]}. To compute as eager code does: {lines}"
-    return Advice(cause, edit, tried=f"set so, it agrees, {said}")
+    return Advice(cause, edit, tried=f"with these options it agrees, {note}")
 
 
 def _compare(
-    compiled: Sequence[Unit], eager: Sequence[Unit], asked: Tolerance | None
+    compiled: Sequence[Unit], eager: Sequence[Unit], tolerance: Tolerance | None
 ) -> tuple[Compared, Divergence | None, str]:
-    """Compare what both have, call by call in the order of the compiled run.
+    """Compare the calls that both runs have, in the order of the compiled run.
 
-    The tolerance is that of the coarsest dtype up to there: what is computed from its numbers has
-    its rounding.
+    Without a tolerance, the default of the coarsest dtype so far applies: its rounding affects all
+    later results.
     """
-    others = defaultdict[tuple[str, int, str], list[Unit]](list)
+    eager_calls = defaultdict[tuple[str, int, str], list[Unit]](list)
     for unit in reversed(eager):
-        others[unit.name, unit.step, unit.phase].append(unit)
-    names = [*TOLERANCES]
+        eager_calls[unit.name, unit.step, unit.phase].append(unit)
+    dtypes = [*TOLERANCES]
     coarsest, compared, unequal, steps = 0, 0, "", set[int]()
-    rtol, atol = asked or TOLERANCES[names[coarsest]]
+    rtol, atol = tolerance or TOLERANCES[dtypes[coarsest]]
     for unit in compiled:
-        partners = others[unit.name, unit.step, unit.phase]
+        partners = eager_calls[unit.name, unit.step, unit.phase]
         if not partners:
             continue
-        other = partners.pop()
+        partner = partners.pop()
         compared += 1
         steps.add(unit.step)
-        for one, two in zip(unit.outputs, other.outputs, strict=False):
-            (dtype, digest, *statistics), (_, other_digest, *others_statistics) = one, two
-            if dtype in names:
-                coarsest = max(coarsest, names.index(dtype))
-                rtol, atol = asked or TOLERANCES[names[coarsest]]
-            if digest == other_digest:
+        for left, right in zip(unit.outputs, partner.outputs, strict=False):
+            (dtype, digest, *statistics), (_, eager_digest, *eager_statistics) = left, right
+            if dtype in dtypes:
+                coarsest = max(coarsest, dtypes.index(dtype))
+                rtol, atol = tolerance or TOLERANCES[dtypes[coarsest]]
+            if digest == eager_digest:
                 continue
             unequal = unequal or f"{unit.name} ({short(unit.where)})"
-            how = out_of_tolerance(tuple(statistics), tuple(others_statistics), rtol, atol)
+            how = out_of_tolerance(tuple(statistics), tuple(eager_statistics), rtol, atol)
             if how:
                 within = f"rtol={rtol:g}, atol={atol:g}"
                 first = Divergence(
@@ -260,8 +262,8 @@ def _compare(
                     what=f"compiled and eager: {how}, which is not within {within}",
                 )
                 return Compared(1, len(steps), compared, 0, ""), first, ""
-    said = f"{counted(compared, 'call')} bit for bit"
+    note = f"{counted(compared, 'call')} bit for bit"
     if unequal:
-        why = "as was asked for" if asked else f"which {names[coarsest]} earns"
-        said = f"within rtol={rtol:g}, atol={atol:g}, {why}; bits differ first in {unequal}"
-    return Compared(1, len(steps), compared, 0, ""), None, said
+        reason = "as requested" if tolerance else f"the default for {dtypes[coarsest]}"
+        note = f"within rtol={rtol:g}, atol={atol:g}, {reason}; bits differ first in {unequal}"
+    return Compared(1, len(steps), compared, 0, ""), None, note

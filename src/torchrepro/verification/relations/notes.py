@@ -1,4 +1,4 @@
-"""What a process of a run notes of itself for a relation, in a file of its own."""
+"""The notes of one process of a run for a relation: a file with one JSON object a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Notes:
-    """The file of what this process notes."""
+    """The file of this process's notes."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -20,17 +20,17 @@ class Notes:
         self._file: Any = None
 
     def add(self, **values: Any) -> None:
-        """Write one line, at once: the process may be killed. A forked child writes none."""
+        """Write one line immediately, as the process may be killed. Forked children write none."""
         if os.getpid() != self._process:
             return
         if self._file is None:
             rank = os.environ.get("RANK", "0")
-            place = self._folder / f"{rank}-{self._process}.jsonl"
-            self._file = place.open("a", encoding="utf-8", buffering=1)
+            path = self._folder / f"{rank}-{self._process}.jsonl"
+            self._file = path.open("a", encoding="utf-8", buffering=1)
         self._file.write(json.dumps(values) + "\n")
 
     def discard(self) -> None:
-        """Remove what was noted, and note nothing more; a forked child changes nothing."""
+        """Remove the file, and write nothing more. A forked child does not remove it."""
         if self._file is not None and os.getpid() == self._process:
             Path(self._file.name).unlink()
         self._process = 0

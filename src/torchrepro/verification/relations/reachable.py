@@ -1,4 +1,4 @@
-"""What code of the program can reach: variables, attributes, and the globals that it names."""
+"""Values that code of the program can reach: variables, attributes, and globals that it names."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from torchrepro.trace.frames import is_of_program
 from torchrepro.trace.hooks import parts_of
 from torchrepro.trace.op_facts import tensors_in
 
-_MOST, _ITEMS = 2000, 200  # values that are looked at in all, and of one
+_MOST, _ITEMS = 2000, 200  # the most values that are visited in all, and in one value
 NUMBERS = (int, float)
 _WITHOUT_PARTS = (*NUMBERS, bool, complex, str, bytes, type(None), torch.Tensor, ModuleType)
 
 
 def digest(value: Any) -> str:
-    """Return one digest of all that can be compared in a value; empty where nothing can."""
+    """Return one digest of all comparable parts of a value; empty if it has none."""
     with unobserved():
-        parts = [(its, kind, mark.hex()) for its, kind, mark in parts_of(value)]
+        parts = [(path, part_type, mark.hex()) for path, part_type, mark in parts_of(value)]
     is_empty = isinstance(value, list | tuple | dict | None) and not value
     return text_digest(parts) if parts or is_empty else ""
 
 
 def batch_digest(batch: Any) -> str:
-    """Return a digest of a batch, the same in a worker and where it is handed out."""
+    """Return a digest of a batch that is the same in a worker and in the main process."""
     with unobserved():
-        return digest(batch) or text_digest([fingerprint(each) for each in tensors_in(batch)])
+        return digest(batch) or text_digest([fingerprint(tensor) for tensor in tensors_in(batch)])
 
 
 def text_digest(value: Any) -> str:
@@ -53,19 +53,19 @@ def global_generators() -> dict[str, Any]:
 
 
 def generators(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, GeneratorKind]]:
-    """Yield each generator that can be reached, with its first name."""
+    """Yield each reachable generator once, with its first name."""
     seen = set[int]()
     for name, value in reached(roots):
-        kind = None if isinstance(value, random.SystemRandom) else generator_kind(value)
-        if kind is not None and address(value) not in seen:
+        generator = None if isinstance(value, random.SystemRandom) else generator_kind(value)
+        if generator is not None and address(value) not in seen:
             seen.add(address(value))
-            yield name, value, kind
+            yield name, value, generator
 
 
 def reached(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield values by their names: the roots, what these have, and globals that functions read.
+    """Yield values with their names: the roots, their parts, and globals that functions read.
 
-    Below a root without a name, an attribute is called by its class, as ``rng of Rows``.
+    Below a root without a name, an attribute is named with its class, such as ``rng of Rows``.
     """
     seen = set[int]()
     todo = [*roots]
@@ -83,45 +83,48 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         value = value.__func__
     if isinstance(value, FunctionType):
         names, attributes = _read_by(value.__code__)
-        for each in names:
-            found = value.__globals__.get(each)
-            yield each, found
-            if isinstance(found, ModuleType) and is_own(found):
-                yield from ((its, vars(found)[its]) for its in attributes if its in vars(found))
+        for global_name in names:
+            global_value = value.__globals__.get(global_name)
+            yield global_name, global_value
+            if isinstance(global_value, ModuleType) and is_own(global_value):
+                in_module = vars(global_value)
+                yield from ((key, in_module[key]) for key in attributes if key in in_module)
     elif isinstance(value, list | tuple):
-        its = enumerate(value)
-        yield from ((f"{name}[{at}]", each) for at, each in its if type(each) not in NUMBERS)
+        for index, part in enumerate(value):
+            if type(part) not in NUMBERS:
+                yield f"{name}[{index}]", part
     elif isinstance(value, dict):
-        items = [*value.items()]
-        yield from ((f"{name}[{key!r}]", each) for key, each in items if isinstance(key, str | int))
+        for key, part in [*value.items()]:
+            if isinstance(key, str | int):
+                yield f"{name}[{key!r}]", part
     else:
-        kind = value if isinstance(value, type) else type(value)
+        cls = value if isinstance(value, type) else type(value)
         try:
-            own = {} if value is kind else vars(value)
-        except Exception:  # noqa: BLE001 - it has none, or is a proxy that stands for nothing now
-            own = {}
-        for members in (own, *_members_of(kind)):
-            for its, each in [*members.items()]:
-                is_code = isinstance(each, FunctionType | staticmethod | classmethod)
-                if is_code or not its.startswith("__"):
+            attributes_of_value = {} if value is cls else vars(value)
+        except Exception:  # noqa: BLE001 - it has none, or is a proxy without a target
+            attributes_of_value = {}
+        for members in (attributes_of_value, *_members_of(cls)):
+            for member, part in [*members.items()]:
+                is_code = isinstance(part, FunctionType | staticmethod | classmethod)
+                if is_code or not member.startswith("__"):
                     is_variable = name and " of " not in name
-                    yield f"{name}.{its}" if is_variable else f"{its} of {kind.__name__}", each
+                    yield f"{name}.{member}" if is_variable else f"{member} of {cls.__name__}", part
 
 
 @cache
 def _read_by(code: CodeType) -> tuple[list[str], list[str]]:
-    """Return the globals that code of the program reads, and the attributes that may be theirs."""
+    """Return the globals that code of the program reads, and attributes it may read of them."""
     codes = [code] if is_of_program(code) else []
-    for each in codes:
-        codes += [its for its in each.co_consts if isinstance(its, CodeType)]
-    read = [its for each in codes for its in dis.get_instructions(each)]
-    names = dict.fromkeys(its.argval for its in read if its.opname == "LOAD_GLOBAL")
-    return [*names], [name for each in codes for name in each.co_names]
+    for outer in codes:
+        codes += [inner for inner in outer.co_consts if isinstance(inner, CodeType)]
+    instructions = [step for code in codes for step in dis.get_instructions(code)]
+    names = dict.fromkeys(step.argval for step in instructions if step.opname == "LOAD_GLOBAL")
+    return [*names], [name for code in codes for name in code.co_names]
 
 
 @cache
-def _members_of(kind: type) -> list[Mapping[str, Any]]:
-    return [vars(each) for each in kind.__mro__ if is_own(sys.modules.get(each.__module__))]
+def _members_of(cls: type) -> list[Mapping[str, Any]]:
+    return [vars(base) for base in cls.__mro__ if is_own(sys.modules.get(base.__module__))]
 
 
 def is_own(module: ModuleType | None) -> bool:

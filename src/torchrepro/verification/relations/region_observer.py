@@ -1,7 +1,4 @@
-"""What processes note for `compile`: what each region that torch.compile takes returns.
-
-Modules outside of regions are noted too.
-"""
+"""Observes for `compile` the outputs of each compiled region, and of modules outside of regions."""
 
 from __future__ import annotations
 
@@ -25,58 +22,59 @@ from torchrepro.trace.hooks import on_worker_begun, watch_training
 from torchrepro.trace.op_facts import tensors_in
 from torchrepro.verification.relations.notes import Notes, numbered
 
-_TENSORS = 64  # of one value that are noted
+_TENSORS = 64  # the most tensors of one value that are noted
 _lasting = ExitStack()  # as long as the process
 
 
-def set_options(told: Mapping[str, Any]) -> None:
+def set_options(arguments: Mapping[str, Any]) -> None:
     """Set `options` of torch.compile to their values, each once its module is imported."""
+    options = arguments["options"]
 
-    def set_those(module: str) -> None:
-        for option, value in told["options"].items():
+    def set_options_of(module: str) -> None:
+        for option, value in options.items():
             if option.rpartition(".")[0] == module:
                 setattr(sys.modules[module], option.rpartition(".")[2], value)
 
-    AfterImport([each.rpartition(".")[0] for each in told["options"]], set_those).watch_all()
+    AfterImport([option.rpartition(".")[0] for option in options], set_options_of).watch_all()
 
 
-def note_regions(told: Mapping[str, Any]) -> None:
-    """Note regions; `only`, if it is told, is the child of a region that alone is compiled."""
-    notes = Notes(told["folder"])
+def note_regions(arguments: Mapping[str, Any]) -> None:
+    """Note regions; of the region in `only`, if there is one, only one child is compiled."""
+    notes = Notes(arguments["folder"])
     on_worker_begun(_lasting, notes.discard)
-    regions = _Regions(notes, told.get("only"))
+    regions = _Regions(notes, arguments.get("only"))
     wrap(_lasting, torch, "compile", regions.watched_compile)
     _lasting.enter_context(on_modules_called(regions.module_returned))
     watch_training(_lasting, regions)
 
 
 class _Regions:
-    # A region is called by the same name whether it is compiled or not: `torch.compile` is wrapped,
-    # and what it returns is watched. Of a region that is not compiled the modules are noted too.
+    # A region has the same name whether it is compiled or not: `torch.compile` is wrapped, and its
+    # return value is watched. The modules of a region that is not compiled are noted too.
 
     def __init__(self, notes: Notes, only: tuple[str, str] | None) -> None:
         self._notes, self._only = notes, only
         self._step = 0
-        self._now = threading.local()  # how deep within regions a thread is
-        self._names: dict[int, tuple[str, str]] = {}  # of modules, and their lines
-        self._kept: list[Any] = []  # so that no other object gets the address of one
+        self._now = threading.local()  # how many regions a thread has entered
+        self._names: dict[int, tuple[str, str]] = {}  # address of a module -> its name and line
+        self._kept: list[Any] = []  # kept alive, so that no other object gets their addresses
         self._owners: dict[int, str] = {}
         self._labels = Counter[str]()
 
     def watched_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def compile(model: Any = None, **options: Any) -> Any:  # noqa: A001 - it stands for that
+        def compile(model: Any = None, **options: Any) -> Any:  # noqa: A001 - it replaces torch.compile
             if model is None:
-                return lambda given: compile(given, **options)
-            place = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+                return lambda decorated: compile(decorated, **options)
+            line = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
             is_bound = not isinstance(model, torch.nn.Module)
             module = getattr(model, "__self__", None) if is_bound else model
             if isinstance(module, torch.nn.Module):
-                label = self._register(module, place)
+                label = self._register(module, line)
                 known = self._names.pop(address(module))
                 is_split = self._is_split(original, module, label, options)
                 compiled = model if is_split else original(model, **options)
                 if is_bound:  # `module.compile()`, which compiles its hooks
-                    return self._watched(compiled, label, place)
+                    return self._watched(compiled, label, line)
                 self._kept.append(compiled)
                 self._names[address(compiled)] = known
                 compiled.register_forward_pre_hook(lambda *_: self._enter(1))
@@ -84,11 +82,11 @@ class _Regions:
                 return compiled
             if isinstance(getattr(model, "__code__", None), type(compile.__code__)):
                 code = model.__code__
-                place = f"{code.co_filename}:{code.co_firstlineno}"
+                line = f"{code.co_filename}:{code.co_firstlineno}"
             name = getattr(model, "__qualname__", type(model).__name__).replace("<locals>.", "")
             label = numbered(name, self._labels)
-            self._notes.add(region=label, where=place, children={})
-            return self._watched(original(model, **options), label, place)
+            self._notes.add(region=label, where=line, children={})
+            return self._watched(original(model, **options), label, line)
 
         return compile
 
@@ -99,23 +97,23 @@ class _Regions:
         child.forward = original(child.forward, **options)
         return True
 
-    def _register(self, model: Any, place: str) -> str:
+    def _register(self, model: Any, line: str) -> str:
         label = numbered(type(model).__name__, self._labels)
         paths = {}
         for path, module in model.named_modules():
-            self._names[address(module)] = f"{label}.{path}".strip("."), place
+            self._names[address(module)] = f"{label}.{path}".strip("."), line
             self._kept.append(module)
             paths[path] = [f"{path}.{name}".strip(".") for name, _ in module.named_children()]
         for parameter in model.parameters():
             self._owners[address(parameter)] = label
-        self._notes.add(region=label, where=place, children=paths)
+        self._notes.add(region=label, where=line, children=paths)
         return label
 
-    def _enter(self, more: int) -> None:
+    def _enter(self, levels: int) -> None:
         if not torch.compiler.is_compiling():
-            self._now.depth = getattr(self._now, "depth", 0) + more
+            self._now.depth = getattr(self._now, "depth", 0) + levels
 
-    def _watched(self, compiled: Any, label: str, place: str) -> Any:
+    def _watched(self, compiled: Any, label: str, line: str) -> Any:
         @wraps(compiled)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -125,7 +123,7 @@ class _Regions:
                 result = compiled(*args, **kwargs)
             finally:
                 self._enter(-1)
-            self._note(label, place, "forward", result)
+            self._note(label, line, "forward", result)
             return result
 
         return watched
@@ -135,41 +133,43 @@ class _Regions:
         if known is not None:
             self._note(*known, "forward", result)
         elif not getattr(self._now, "depth", 0):
-            place = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
-            self._note(type(module).__name__, place, "forward", result)
+            line = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+            self._note(type(module).__name__, line, "forward", result)
 
-    def _note(self, unit: str, where: str, phase: str, value: Any) -> None:
+    def _note(self, unit: str, line: str, phase: str, value: Any) -> None:
         with unobserved():
             outputs = [
                 (str(t.dtype).removeprefix("torch."), fingerprint(t).hex(), *statistics(t))
                 for t in tensors_in(value)[:_TENSORS]
             ]
         if outputs:
-            self._notes.add(unit=unit, where=where, step=self._step, phase=phase, outputs=outputs)
+            self._notes.add(unit=unit, where=line, step=self._step, phase=phase, outputs=outputs)
 
     def _ignore(self, *_: Any) -> None: ...
 
     backward_ends = batch_begins = batch_ends = _ignore
 
     def backward_begins(self, losses: Any) -> None:
-        place = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
-        self._note("loss", place, "forward", losses)
+        line = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
+        self._note("loss", line, "forward", losses)
 
     def optimizer_begins(self, optimizer: Any, _closure: Any) -> None:
-        self._note_parameters(optimizer, "gradient", "backward", lambda each: each.grad)
+        self._note_parameters(optimizer, "gradients", "backward", lambda parameter: parameter.grad)
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        self._note_parameters(optimizer, "parameter", "optimizer", lambda each: each)
+        self._note_parameters(optimizer, "parameters", "optimizer", lambda parameter: parameter)
         self._step += 1
 
     def _note_parameters(
-        self, optimizer: Any, what: str, phase: str, of: Callable[[Any], Any]
+        self, optimizer: Any, unit: str, phase: str, tensor_of: Callable[[Any], Any]
     ) -> None:
-        place = program_place(sys._getframe(3))  # noqa: SLF001 - as `callers` does
+        line = program_place(sys._getframe(3))  # noqa: SLF001 - as `callers` does
         by_owner: dict[str, list[Any]] = {}
         for group in optimizer.param_groups:
-            for each in group["params"]:
-                if of(each) is not None:
-                    by_owner.setdefault(self._owners.get(address(each), ""), []).append(of(each))
+            for parameter in group["params"]:
+                tensor = tensor_of(parameter)
+                if tensor is not None:
+                    owner = self._owners.get(address(parameter), "")
+                    by_owner.setdefault(owner, []).append(tensor)
         for owner, tensors in by_owner.items():
-            self._note(f"{what}s of {owner or 'the program'}", place, phase, tensors)
+            self._note(f"{unit} of {owner or 'the program'}", line, phase, tensors)

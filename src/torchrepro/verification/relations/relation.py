@@ -1,6 +1,6 @@
-"""Runs a program in two ways that ought to agree, and says whether they do.
+"""Runs a program and its variants, which ought to agree, and reports whether they do.
 
-The plain program is run twice first: where it does not agree with itself, nothing can be said.
+The plain program runs twice first: if it does not agree with itself, no variant can be judged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RELATIONS = {
     "workers": "verification.relations.workers:Workers",
     "compile": "verification.relations.compiled:Compiled",
 }
-"""The relations, as the command line calls them; each is loaded when it is asked for."""
+"""The relations by their names on the command line; each is imported when it is requested."""
 
 
 def relate(  # noqa: PLR0913 - each is an option of the command
@@ -51,11 +51,11 @@ def relate(  # noqa: PLR0913 - each is an option of the command
     say: Callable[[str], object] = lambda text: None,
     meanwhile: Callable[[str], object] | None = None,
 ) -> Related:
-    """Run `command` as it is, and in the other ways of the relation `name`; say whether all agree.
+    """Run `command` and its variants under the relation `name`; return whether all agree.
 
-    The relations are those of `RELATIONS`. Parameters are as of `verify`; `checkpoint` says which
-    files are one, and `resume_command` what goes on from ``{checkpoint}``. Raises what
-    `verify` raises.
+    `name` is a key of `RELATIONS`. `checkpoint` is a pattern for checkpoint files, and
+    `resume_command` resumes from ``{checkpoint}``. All else is as in `verify`, which raises the
+    same exceptions.
     """
     if name not in RELATIONS:
         raise ProfileError.about(
@@ -65,40 +65,41 @@ def relate(  # noqa: PLR0913 - each is an option of the command
             near=near(name, RELATIONS),
             legal=", ".join(RELATIONS),
         )
-    kind: type[Relation] = named(RELATIONS[name])
-    given = {
+    relation_class: type[Relation] = named(RELATIONS[name])
+    options = {
         "checkpoint": checkpoint,
         "resume_command": resume_command,
         "rtol": rtol,
         "atol": atol,
         "ignore": tuple(ignore),
     }
-    for key, value in given.items():
-        if value not in (None, "", ()) and key not in kind.takes:
-            what = f"the relation {name} has no use for it"
+    for key, value in options.items():
+        if value not in (None, "", ()) and key not in relation_class.takes:
+            what = f"the relation {name} does not use it"
             raise ProfileError.about(what, key=key, found=shown(value), todo="leave it out")
     resolved = None if profile is None else resolve(profile, overrides)
     tolerance = tolerance_of(rtol, atol)
     request = request_for(level, keep, every, max_size, tolerance)
-    request = replace(request, loading=kind.loading)
+    request = replace(request, loading=relation_class.loading)
     with output_directory(os.fspath(folder), say) as output, ExitStack() as stack:
         runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
-        relation = kind(runner, resolved, stack, checkpoint, resume_command)
+        relation = relation_class(runner, resolved, stack, checkpoint, resume_command)
         try:
             plain = [relation.plain("plain-1")]
             runner.refuse_unrecorded(plain[0])
             plain.append(relation.plain("plain-2"))
             if not (relation.strayed and plain[0].recorded):
                 runner.refuse_failed(plain, relation.strayed)
-            agreed = runner.compare(*plain)
-            sides = tuple(relation.sides(plain[0])) if agreed.same else ()
+            verdict = runner.compare(*plain)
+            variants = tuple(relation.variants(plain[0])) if verdict.same else ()
         except TorchreproError as error:
-            reduced: Any = error.__reduce__()  # its class, and what it was made of
-            raise reduced[0](*relation.in_own(reduced[1])) from None
-        agreed, sides = relation.in_own((agreed, sides))
+            reduced: Any = error.__reduce__()  # its class, and the arguments of its constructor
+            raise reduced[0](*relation.with_users_paths(reduced[1])) from None
+        verdict, variants = relation.with_users_paths((verdict, variants))
         line = command_line(profile, resolved, overrides, command)
-        found = Related(name, kind.agreement, line, tuple(plain), agreed, sides, str(output))
-    if found.status == 0 and not folder:
+        agreement, runs = relation_class.agreement, tuple(plain)
+        related = Related(name, agreement, line, runs, verdict, variants, str(output))
+    if related.status == 0 and not folder:
         shutil.rmtree(output, ignore_errors=True)
-        return replace(found, folder="")
-    return found
+        return replace(related, folder="")
+    return related

@@ -1,4 +1,4 @@
-"""What processes note for `resume`: the state with which each backward pass begins."""
+"""Observes for `resume` the state of the program at the start of each backward pass."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from torchrepro.verification.relations.reachable import (
 if TYPE_CHECKING:
     from torchrepro.seeding.generators import GeneratorKind
 
-_MOST = 2000  # tensors of a program
-_LINES = 300  # of the program that are followed after a checkpoint was opened
+_MOST = 2000  # the most tensors of a program that are noted
+_LINES = 300  # the most program lines that are followed after a checkpoint was opened
 _WEIGHTS = (torch.Tensor, torch.nn.Parameter)
 _lasting = ExitStack()  # as long as the process
 
 
-def note_state(told: Mapping[str, Any]) -> None:
-    """Note what a resumed run has to have again; the rest that is told is for `Checkpoints`.
+def note_state(arguments: Mapping[str, Any]) -> None:
+    """Note in `folder` the state that a resumed run must restore; see `Checkpoints` for the rest.
 
-    It is parameters, gradients, optimizers, schedulers, scalers, generators, epochs of samplers
-    and batches as each backward pass begins, and buffers as the forward pass before it did.
+    These are parameters, gradients, optimizers, schedulers, scalers, generators, epochs of samplers
+    and batches at the start of each backward pass, and buffers at the start of its forward pass.
     """
-    notes = Notes(told["folder"])
+    notes = Notes(arguments["folder"])
     on_worker_begun(_lasting, notes.discard)
-    watched = {name: its for name, its in told.items() if name != "folder"}
-    state = _State(notes, Checkpoints(notes, **watched))
-    state.checkpoints.when_read = state.follow
-    on_worker_begun(_lasting, state.follow_no_more)
+    of_checkpoints = {name: value for name, value in arguments.items() if name != "folder"}
+    state = _State(notes, Checkpoints(notes, **of_checkpoints))
+    state.checkpoints.on_read = state.follow
+    on_worker_begun(_lasting, state.stop_following)
     watch_training(_lasting, state)
     within_loaders_begun(_lasting, state.loader_begins)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(state.module_begins)
@@ -59,28 +59,28 @@ def note_state(told: Mapping[str, Any]) -> None:
 
 
 class _State:
-    # It is noted for each backward pass, and each step without one: a checkpoint may lie in a
-    # window of accumulation, or after passes whose steps a scaler has skipped.
+    # The state is noted for each backward pass, and for each step without one: a checkpoint may be
+    # saved within an accumulation window, or after passes whose steps a scaler has skipped.
 
     def __init__(self, notes: Notes, checkpoints: Checkpoints) -> None:
         self._notes, self.checkpoints = notes, checkpoints
         self._step = 0
-        self._passes = 0  # that have begun
-        self._in_step = 0  # passes of the running step
-        self._losses = 0  # of the running step
-        self._names: dict[int, str] = {}  # of parameters
-        self._models: dict[int, tuple[str, Any]] = {}  # kept, so that addresses stay theirs
+        self._passes = 0  # the number that have begun
+        self._in_step = 0  # passes in the current step
+        self._losses = 0  # losses in the current step
+        self._names: dict[int, str] = {}  # address -> name of a parameter
+        self._models: dict[int, tuple[str, Any]] = {}  # kept alive, so that addresses stay theirs
         self._positions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._iterations = Counter[str]()
         self._global = GeneratorStates()
-        # What it is called, the generator, whose address stays its own, and what reads its state.
+        # Address -> name, generator (kept alive, so that the address stays its own) and reader.
         self._own: dict[int, tuple[str, Any, Callable[[], Any]]] = {}
         self._objects: list[tuple[str, Any]] = []
         self._last: dict[str, Any] = {}
-        self._first: dict[str, str] = {}  # what was first seen of the program's own values
-        self._moving: set[str] = set()  # which of them have changed
-        self._lines_left = 0  # of the program that are followed; none but after a checkpoint
-        self._line = ""  # of them the one that runs
+        self._first: dict[str, str] = {}  # the first values of the program's own variables
+        self._moving: set[str] = set()  # the variables whose values have changed
+        self._lines_left = 0  # lines still to follow; set when a checkpoint is opened
+        self._line = ""  # the followed line that runs now
         self._followed: list[tuple[str, str, Any]] = []
         self._begin_pass()
 
@@ -92,7 +92,7 @@ class _State:
         self._batches: list[Any] = []
 
     def follow(self) -> None:
-        """Note which lines of the program change a state, up to the first forward pass."""
+        """Note the program lines that change a state, until the first forward pass."""
         if self._passes or sys.gettrace() not in (None, self._line_begins):
             return
         self._line, self._lines_left = program_place(sys._getframe(1)), _LINES  # noqa: SLF001
@@ -106,15 +106,15 @@ class _State:
         is_generated = frame.f_code.co_filename[:1] == "<" and package(frame) != "__main__"
         if is_generated or not is_of_program(frame.f_code):
             return None
-        with suppress(Exception):  # an object that is only half made raises what it likes
+        with suppress(Exception):  # a partly initialized object can raise any exception
             self._sample()
         self._line = line(frame)
         self._lines_left -= 1
         if self._lines_left <= 0:
-            self.follow_no_more()
+            self.stop_following()
         return self._line_begins
 
-    def follow_no_more(self) -> None:
+    def stop_following(self) -> None:
         self._line = ""
         if sys.gettrace() == self._line_begins:
             sys.settrace(None)
@@ -123,13 +123,11 @@ class _State:
     def loader_begins(self, loader: Any) -> Iterator[None]:
         self._sample(loader)
         yield
-        # A loader without workers that draws no order draws a number that nothing depends on: its
-        # sampler has no generator.
-        self._sample(
-            loader, counts=bool(loader.num_workers) or hasattr(loader.sampler, "generator")
-        )
-        if loader.persistent_workers:  # the iterator is the one of the epoch before
-            # No public place has it. Without it, positions go on counting through the epochs.
+        # A loader without workers and without a shuffling sampler draws a seed that is never used.
+        is_used = bool(loader.num_workers) or hasattr(loader.sampler, "generator")
+        self._sample(loader, counts=is_used)
+        if loader.persistent_workers:  # the iterator of the previous epoch is reused
+            # The iterator is private. Without it, positions would count on through the epochs.
             self._positions.pop(getattr(loader, "_iterator", loader), None)
         self._objects = _objects_of_interest()
 
@@ -137,44 +135,45 @@ class _State:
         self._sample(getattr(iterator, "_dataset", None))
 
     def batch_ends(self, iterator: Any, batch: Any) -> None:
-        where = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
+        source_line = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
         if batch is not None:
             if iterator not in self._positions:
-                self._iterations[where] += 1
-                self._positions[iterator] = [self._iterations[where], 0]
-            place = self._positions[iterator]
-            place[1] += 1
-            self._batches.append([where, *place, batch_digest(batch)])
+                self._iterations[source_line] += 1
+                self._positions[iterator] = [self._iterations[source_line], 0]
+            position = self._positions[iterator]  # its epoch, and the batch in the epoch
+            position[1] += 1
+            self._batches.append([source_line, *position, batch_digest(batch)])
         self._sample()
 
     def module_begins(self, module: Any, _args: Any) -> None:
-        # The buffers of a model that is about to be trained are noted once for a pass.
+        # The buffers of a model in training are noted once for each pass.
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
         if address(module) in self._called:
             return
-        self.follow_no_more()
-        first = not self._called
-        self._called |= {address(each) for each in module.modules()}
-        new = address(module) not in self._models
-        beside = f"{type(module).__name__}." if self._models else ""
-        label, _ = self._models.setdefault(address(module), (beside, module))
-        for name, parameter in module.named_parameters() if new else ():
-            self._names.setdefault(address(parameter), f"{label}{name}")
+        self.stop_following()
+        is_first = not self._called
+        self._called |= {address(part) for part in module.modules()}
+        is_new = address(module) not in self._models
+        prefix = f"{type(module).__name__}." if self._models else ""
+        label, _ = self._models.setdefault(address(module), (prefix, module))
+        if is_new:
+            for name, parameter in module.named_parameters():
+                self._names.setdefault(address(parameter), f"{label}{name}")
         with unobserved():
             for name, buffer in module.named_buffers():
                 self._buffers[f"{label}{name}"] = fingerprint(buffer).hex()
-        if first:
+        if is_first:
             self._sample()
 
     def backward_begins(self, losses: Any) -> None:
         with unobserved():
-            digest = [fingerprint(each).hex() for each in tensors_in(losses)]
-        self._pass_begins(digest)
-        self._losses += len(digest)
+            digests = [fingerprint(loss).hex() for loss in tensors_in(losses)]
+        self._pass_begins(digests)
+        self._losses += len(digests)
 
     def backward_ends(self) -> None:
-        self._buffers, self._called = {}, set()  # a forward pass within it was no new one
+        self._buffers, self._called = {}, set()  # forget forward passes within the backward pass
 
     def optimizer_begins(self, _optimizer: Any, _closure: Any) -> None:
         if not self._in_step:
@@ -187,14 +186,15 @@ class _State:
 
     def _pass_begins(self, loss: list[str]) -> None:
         self._sample()
-        self.follow_no_more()
-        if self._passes < 2 or not self._objects:  # noqa: PLR2004 - some are made in the first step
+        self.stop_following()
+        if self._passes < 2 or not self._objects:  # noqa: PLR2004 - the first step may create some
             self._objects = _objects_of_interest()
         with unobserved():
             state = self._of_optimizers()
-        # A generator was found in variables of any function: here they are the same in all runs.
-        found = _generators().items()
-        names = {self._own[at][0]: name for at, (name, *_) in found if at in self._own}
+        # A generator is named after the first variable that refers to it, which may be in any
+        # function. At this point all runs have the same variables, and so the same names.
+        reachable = _generators().items()
+        names = {self._own[key][0]: name for key, (name, *_) in reachable if key in self._own}
         self._notes.add(
             step=self._step,
             within=self._in_step,
@@ -203,10 +203,10 @@ class _State:
             **state,
             buffers=self._buffers,
             **_fields_of(self._objects),
-            generators={names.get(name, name): [*its] for name, its in self._seen.items()},
+            generators={names.get(name, name): [*states] for name, states in self._seen.items()},
             drew=sorted(names.get(name, name) for name in self._drew),
             batches=self._batches,
-            followed=[(names.get(name, name), *its) for name, *its in self._followed],
+            followed=[(names.get(name, name), *change) for name, *change in self._followed],
             is_followed=self._lines_left > 0,
         )
         self._followed = []
@@ -218,84 +218,89 @@ class _State:
     def _of_optimizers(self) -> dict[str, Any]:
         parameters, gradients, state = {}, {}, dict[str, str]()
         known: dict[int, Any] = {}
-        optimizers = [each for kind, each in self._objects if kind == "optimizer"]
-        # A wrapper shares its groups with what it wraps.
-        unlike = {address(each.param_groups): each for each in optimizers}.values()
-        groups = [(each, its) for each in unlike for its in each.param_groups]
+        optimizers = [optimizer for kind, optimizer in self._objects if kind == "optimizer"]
+        # A wrapper shares its groups with the wrapped optimizer.
+        distinct = {address(optimizer.param_groups): optimizer for optimizer in optimizers}.values()
+        groups = [(optimizer, group) for optimizer in distinct for group in optimizer.param_groups]
         for number, (optimizer, group) in enumerate(groups):
-            for place, each in enumerate(group["params"]):
-                name = self._names.get(address(each), f"{number}.{place}")
-                parameters[name] = fingerprint(each).hex()
-                # A gradient of zeros is as good as none. Any of a distributed one is collective.
-                if type(each.grad) is torch.Tensor and bool(each.grad.any()):
-                    gradients[name] = fingerprint(each.grad).hex()
-                its = {**optimizer.state.get(each, {})}
-                for key, value in its.items():
+            for index, parameter in enumerate(group["params"]):
+                name = self._names.get(address(parameter), f"{number}.{index}")
+                parameters[name] = fingerprint(parameter).hex()
+                gradient = parameter.grad
+                # A zero gradient is equivalent to None. `any` of a DTensor would communicate.
+                if type(gradient) is torch.Tensor and bool(gradient.any()):
+                    gradients[name] = fingerprint(gradient).hex()
+                moments = {**optimizer.state.get(parameter, {})}
+                for key, value in moments.items():
                     is_tensor = isinstance(value, torch.Tensor)
                     state[f"{key} of {name}"] = (
                         fingerprint(value).hex() if is_tensor else repr(value)
                     )
-                known |= {address(value): value for value in (each, each.grad, *its.values())}
+                of_parameter = (parameter, gradient, *moments.values())
+                known |= {address(value): value for value in of_parameter}
             for key, value in group.items():
                 if isinstance(value, int | float | tuple):
                     state[f"{key} of group {number}"] = repr(value)
         shapes = {value.shape for value in known.values() if isinstance(value, torch.Tensor)}
-        own = self._own_values(known, shapes)
-        return {"parameters": parameters, "gradients": gradients, "optimizer": state, "own": own}
+        values = self._own_values(known, shapes)
+        return {"parameters": parameters, "gradients": gradients, "optimizer": state, "own": values}
 
     def _own_values(self, known: dict[int, Any], shapes: set[Any]) -> dict[str, str]:
-        # Numbers of the program, how much is in its containers, and weights that nothing trains: at
-        # first all, then those that have changed.
-        found: dict[str, str] = {}
+        """Return numbers of the program, sizes of its containers, and weights that are not trained.
+
+        Before the first pass these are all values, later only the values that have changed.
+        """
+        texts: dict[str, str] = {}
         for name, value in reached(_roots()):
             tensors = [("", value)]
             if isinstance(value, torch.nn.Module):
-                tensors = [(f".{each}", its) for each, its in value.named_parameters()]
+                tensors = [(f".{path}", weight) for path, weight in value.named_parameters()]
             elif type(value) in NUMBERS:
-                found.setdefault(name, repr(value))
+                texts.setdefault(name, repr(value))
             elif isinstance(value, list | dict | deque):
-                found.setdefault(f"len({name})", repr(len(value)))
-            for each, its in tensors:
-                is_weight = type(its) in _WEIGHTS and its.ndim > 1 and its.shape in shapes
-                if is_weight and address(its) not in known and len(known) < _MOST:
-                    known[address(its)] = its
-                    found[f"weights {name}{each}"] = fingerprint(its).hex()
-        for name, text in found.items():
+                texts.setdefault(f"len({name})", repr(len(value)))
+            for path, tensor in tensors:
+                is_weight = type(tensor) in _WEIGHTS and tensor.ndim > 1 and tensor.shape in shapes
+                if is_weight and address(tensor) not in known and len(known) < _MOST:
+                    known[address(tensor)] = tensor
+                    texts[f"weights {name}{path}"] = fingerprint(tensor).hex()
+        for name, text in texts.items():
             if self._first.setdefault(name, text) != text:
                 self._moving.add(name)
-        return {name: found[name] for name in found if name in self._moving or not self._passes}
+        is_all = not self._passes
+        return {name: text for name, text in texts.items() if is_all or name in self._moving}
 
     def _sample(self, root: Any = None, *, counts: bool = True) -> None:
-        """Note the states of all generators; `counts` is whether a draw since the last counts."""
+        """Note the states of all generators; draws since the last note only count if `counts`."""
         with unobserved():
-            found: dict[str, Any] = dict(self._global.read())
-            for number, (name, generator, kind) in _generators(root).items():
-                if number not in self._own:
-                    taken = {each for each, *_ in self._own.values()}
+            states: dict[str, Any] = dict(self._global.read())
+            for key, (name, generator, kind) in _generators(root).items():
+                if key not in self._own:
+                    taken = {label for label, *_ in self._own.values()}
                     label = name if name not in taken else f"{name}#{len(taken)}"
-                    self._own[number] = label, generator, kind.slot(generator).read
+                    self._own[key] = label, generator, kind.slot(generator).read
             drawn_from: dict[str, Any] = {"torch": torch.default_generator}
             for name, generator, read in self._own.values():
                 state, drawn_from[name] = read(), generator
                 if isinstance(state, torch.Tensor):
-                    found[name] = fingerprint(state).hex()
+                    states[name] = fingerprint(state).hex()
                 else:
-                    found[name] = xxhash.xxh3_128_hexdigest(repr(state).encode())
-        for name, now in found.items():
+                    states[name] = xxhash.xxh3_128_hexdigest(repr(state).encode())
+        for name, now in states.items():
             self._seen.setdefault(name, {}).pop(now, None)
-            self._seen[name][now] = None  # as the last one
+            self._seen[name][now] = None  # moves it to the end
             if counts and self._last.get(name, now) != now and not _is_fresh(drawn_from.get(name)):
                 self._drew.add(name)
         if self._line:
-            for sort, its in _fields_of(_objects_of_interest()).items():
-                found |= {f"{sort} {name}": fields for name, fields in its.items()}
-            changed = [name for name, now in found.items() if self._last.get(name, now) != now]
-            self._followed += [(name, self._line, found[name]) for name in changed]
-        self._last = found
+            for group, by_name in _fields_of(_objects_of_interest()).items():
+                states |= {f"{group} {name}": fields for name, fields in by_name.items()}
+            changed = [name for name, now in states.items() if self._last.get(name, now) != now]
+            self._followed += [(name, self._line, states[name]) for name in changed]
+        self._last = states
 
 
 def _is_fresh(generator: Any) -> bool:
-    """Whether nothing was drawn from a generator of torch since it was seeded."""
+    """Return whether nothing was drawn from a torch generator since it was seeded."""
     if not isinstance(generator, torch.Generator):
         return False
     with unobserved():
@@ -311,38 +316,39 @@ _KINDS = {
     "sampler": Sampler,
 }
 _NEEDED = {"optimizer": "param_groups", "sampler": "epoch"}
-"""Kind -> the attribute without which one is not looked at, such as one that is only half made."""
+"""Kind -> an attribute that objects must have; a partly initialized object may not have it."""
 
 
 def _objects_of_interest() -> list[tuple[str, Any]]:
-    # The oldest first. There are many objects of few types.
-    alive = [each for number in (2, 1, 0) for each in gc.get_objects(number)]
+    # The oldest first. Types are checked once each: there are many objects, but few types.
+    alive = [candidate for generation in (2, 1, 0) for candidate in gc.get_objects(generation)]
     types, bases = {*map(type, alive)}, _KINDS.items()
-    kinds = {its: kind for its in types for kind, base in bases if issubclass(its, base)}
-    found = [(kinds[type(each)], each) for each in alive if type(each) in kinds]
-    return [(kind, each) for kind, each in found if hasattr(each, _NEEDED.get(kind, "__class__"))]
+    kinds = {cls: kind for cls in types for kind, base in bases if issubclass(cls, base)}
+    known = [(kinds[type(made)], made) for made in alive if type(made) in kinds]
+    return [(kind, made) for kind, made in known if hasattr(made, _NEEDED.get(kind, "__class__"))]
 
 
 def _fields_of(objects: list[tuple[str, Any]]) -> dict[str, dict[str, dict[str, str]]]:
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS if kind != "optimizer"}
+    fields: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS if kind != "optimizer"}
     seen = Counter[str]()
-    for kind, each in objects:
+    for kind, tracked in objects:
         if kind != "optimizer":
-            its = {"epoch": each.epoch} if kind == "sampler" else each.state_dict()
-            plain = {key: repr(value) for key, value in its.items() if isinstance(value, _PLAIN)}
-            found[kind][numbered(type(each).__name__, seen)] = plain
-    return found
+            state = {"epoch": tracked.epoch} if kind == "sampler" else tracked.state_dict()
+            plain = {key: repr(value) for key, value in state.items() if isinstance(value, _PLAIN)}
+            fields[kind][numbered(type(tracked).__name__, seen)] = plain
+    return fields
 
 
 def _generators(root: Any = None) -> dict[int, tuple[str, Any, GeneratorKind]]:
-    # What the program calls each of its generators that can be reached.
-    shared = {address(each) for each in global_generators().values()}
-    found = {address(value): (name, value, kind) for name, value, kind in generators(_roots(root))}
-    return {number: each for number, each in found.items() if number not in shared}
+    """Return the program's own reachable generators by address, each with its name and kind."""
+    shared = {address(generator) for generator in global_generators().values()}
+    reachable = generators(_roots(root))
+    by_address = {address(value): (name, value, kind) for name, value, kind in reachable}
+    return {key: generator for key, generator in by_address.items() if key not in shared}
 
 
 def _roots(root: Any = None) -> Iterator[tuple[str, Any]]:
-    # What is in variables of the program's functions and in its modules.
+    """Yield the local variables of the program's running functions, and its global variables."""
     yield "loader", root
     for frame in frames():
         if is_of_program(frame.f_code):

@@ -1,4 +1,4 @@
-"""What relations have in common: how a program is run in other ways, and the answer."""
+"""The base of all relations: runs of a program and of its variants, and the answer."""
 
 from __future__ import annotations
 
@@ -29,83 +29,85 @@ AGREE, DIFFER, UNKNOWN = 0, 1, 4
 
 @dataclass
 class Relation:
-    """A program that is run in two ways which ought to agree."""
+    """A program and its variants, which ought to agree with it."""
 
-    agreement: ClassVar[str]  # what it is that holds where all agree, as a sentence
-    takes: ClassVar[frozenset[str]]  # options that it has a use for, which other relations refuse
+    agreement: ClassVar[str]  # a sentence that is true if all agree
+    takes: ClassVar[frozenset[str]]  # the options that it supports; other relations reject them
     loading: ClassVar[bool] = True
-    """Whether it is recorded by which ops the main process loads a batch."""
+    """True if ops are recorded while the main process loads a batch."""
 
     runner: Runner
     resolved: ResolvedProfile | None
-    open: ExitStack  # what has to be undone once all is over, also after a signal
+    open: ExitStack  # cleans up at the end, also after a signal
     checkpoint: str = ""
-    """The files that are a checkpoint, as a pattern; empty where their contents say so."""
-    resume_command: str = ""  # what goes on from a checkpoint; empty where the command itself does
+    """A pattern for checkpoint files; empty if they are recognized by their contents."""
+    resume_command: str = ""  # resumes from a checkpoint; empty if the command itself does
     copies: dict[str, str] = field(default_factory=dict)
-    """The folders in which runs are, each with that of the user which it is a copy of."""
-    strayed: str = ""  # what a run would have written outside of its copy, so that it may fail
+    """The folders of copies -> the user's folders."""
+    strayed: str = ""  # a use of files outside a copy, which may make a run fail; empty if none
 
     def plain(self, name: str) -> Run:
         return self.run(name)
 
-    def sides(self, plain: Run) -> Iterator[Variant]:
-        """Run the program in its other ways, each compared with a plain run."""
+    def variants(self, plain: Run) -> Iterator[Variant]:
+        """Run the variants of the program and compare each with a plain run."""
         raise NotImplementedError
 
     def run(
         self,
         name: str,
         environment: RunEnvironment | None = None,
-        observed: Mapping[str, Any] | None = None,
+        observers: Mapping[str, Any] | None = None,
         resolved: ResolvedProfile | None = None,
         runner: Runner | None = None,
     ) -> Run:
-        """Run the command once; `observed` is what its processes note (see `OBSERVED`)."""
+        """Run the command once; its processes start `observers` with arguments (see `OBSERVED`)."""
         self.runner.say(f"{name.replace('-', ' ')} ...")
         environment = environment or RunEnvironment()
-        if observed is not None:
+        if observers is not None:
             folder = self._notes(name)
             folder.mkdir()
-            told = {path: {"folder": str(folder), **its} for path, its in observed.items()}
-            environment |= RunEnvironment(in_process={OBSERVED: told})
+            arguments = {path: {"folder": str(folder), **args} for path, args in observers.items()}
+            environment |= RunEnvironment(in_process={OBSERVED: arguments})
         return (runner or self.runner).run(resolved or self.resolved, name, environment)
 
-    def noted(self, run: Run) -> list[list[dict[str, Any]]]:
-        """Return what each process of a run has noted, rank by rank."""
-        places = sorted(self._notes(run.name).glob("*.jsonl"))
-        texts = (place.read_text(encoding="utf-8").splitlines() for place in places)
+    def notes_of(self, run: Run) -> list[list[dict[str, Any]]]:
+        """Return the notes of each process of a run, rank by rank."""
+        files = sorted(self._notes(run.name).glob("*.jsonl"))
+        texts = (file.read_text(encoding="utf-8").splitlines() for file in files)
         # The last line may be cut off.
         return [[json.loads(line) for line in lines if line.endswith("}")] for lines in texts]
 
     def _notes(self, name: str) -> Path:
         return self.runner.folder / f"{name}.observed"
 
-    def in_own(self, value: Any) -> Any:
-        """Return an answer with the paths of copies, which are gone then, as the user's own."""
+    def with_users_paths(self, value: Any) -> Any:
+        """Return a value with paths of the user's files in place of paths into removed copies."""
         if type(value) is str:
-            for copy, own in self.copies.items():
-                value = value.replace(copy, own)
+            for copy, original in self.copies.items():
+                value = value.replace(copy, original)
             return value
         if isinstance(value, tuple):
-            kind = getattr(type(value), "_make", tuple)
-            return kind(map(self.in_own, value))
+            make = getattr(type(value), "_make", tuple)
+            return make(map(self.with_users_paths, value))
         if is_dataclass(value) and not isinstance(value, type):
-            names = [each.name for each in fields(value)]
-            return replace(value, **{name: self.in_own(getattr(value, name)) for name in names})
+            before = {field.name: getattr(value, field.name) for field in fields(value)}
+            return replace(
+                value, **{name: self.with_users_paths(part) for name, part in before.items()}
+            )
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class NotRestored:
-    """A part of the state of a run that a resumed run does not have again."""
+    """State of the whole run that the resumed run did not restore."""
 
     kind: str
     """``parameter``, ``gradient``, ``buffer``, ``optimizer``, ``scheduler``, ``scaler``,
     ``generator``, ``loader`` or ``sampler``."""
     name: str
-    what: str = ""  # one more sentence, where there is more to say
-    restored: str = ""  # the line that restored it, where another one has changed it since
+    what: str = ""  # details, if there are any
+    restored: str = ""  # the line that restored it, if a later line changed it again
 
     def __str__(self) -> str:
         if self.restored:
@@ -115,14 +117,14 @@ class NotRestored:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One other execution, and how it compares with the plain one."""
+    """A variant of the plain program, and how it compares with it."""
 
-    name: str  # as in ``2 workers``
-    run: Run | None  # None where it was not run
-    verdict: Verdict | None = None  # None where nothing can be said
-    unknown: str = ""  # why nothing can be said, and what to do; empty where something can
+    name: str  # such as ``2 workers``
+    run: Run | None  # None if it was not run
+    verdict: Verdict | None = None  # None if they cannot be compared
+    unknown: str = ""  # why they cannot be compared, and what to do; empty if they can
     not_restored: tuple[NotRestored, ...] = ()
-    said: str = ""  # what a reader has to know of a yes, as the tolerance within which it holds
+    note: str = ""  # a condition of the verdict, such as the tolerance
 
     @property
     def status(self) -> int:
@@ -133,21 +135,23 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Related(Displayed):
-    """The answer: whether executions of a program agree that ought to."""
+    """The answer: whether a program agrees with its variants."""
 
     relation: str
     agreement: str
     command: str
     plain: tuple[Run, ...]
-    plain_verdict: Verdict  # of the plain program with itself
-    sides: tuple[Variant, ...]
-    folder: str  # where recordings and logs are; empty if they were removed
+    plain_verdict: Verdict  # of the plain program compared with itself
+    variants: tuple[Variant, ...]
+    folder: str  # the folder of recordings and logs; empty if they were removed
 
     @property
     def status(self) -> int:
         """The exit status: 0 all agree, 1 one does not, 4 cannot tell."""
-        statuses = {side.status for side in self.sides} if self.plain_verdict.same else {UNKNOWN}
-        return next((each for each in (DIFFER, UNKNOWN) if each in statuses), AGREE)
+        if not self.plain_verdict.same:
+            return UNKNOWN
+        statuses = {variant.status for variant in self.variants}
+        return next((status for status in (DIFFER, UNKNOWN) if status in statuses), AGREE)
 
     @property
     def unknown(self) -> str:
@@ -155,83 +159,88 @@ class Related(Displayed):
             return ""
         if not self.plain_verdict.same:
             return "the plain program, run twice, does not agree with itself"
-        return next(side.unknown for side in self.sides if side.unknown)
+        return next(variant.unknown for variant in self.variants if variant.unknown)
 
     @property
     def deciding(self) -> Variant | None:
-        return next((side for side in self.sides if side.status == DIFFER), None)
+        return next((variant for variant in self.variants if variant.status == DIFFER), None)
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict that decides: of the side that differs, or of the plain program."""
-        side = self.deciding
-        return side.verdict if side and side.verdict else self.plain_verdict
+        """The verdict of the first variant that differs, or of the plain program if none does."""
+        variant = self.deciding
+        return variant.verdict if variant and variant.verdict else self.plain_verdict
 
 
-def _headline(found: Related) -> str:
-    if found.unknown:
-        return f"cannot tell: {found.unknown}"
-    side = found.deciding
-    return f"{side.name}: {headline(found.verdict)}" if side else f"agree: {found.agreement}"
+def _headline(related: Related) -> str:
+    if related.unknown:
+        return f"cannot tell: {related.unknown}"
+    variant = related.deciding
+    if variant is None:
+        return f"agree: {related.agreement}"
+    return f"{variant.name}: {headline(related.verdict)}"
 
 
 @parts.register(Related)
-def _related_parts(found: Related) -> tuple[Part, ...]:
-    verdict = verdict_parts(found.verdict)[1:] if not found.verdict.same else ()
-    rows = [(f"  {label:<10}", printable(text)) for label, text in _rows(found)]
-    return (_headline(found), *verdict, listing(rows, style="bold"))
+def _related_parts(related: Related) -> tuple[Part, ...]:
+    verdict = verdict_parts(related.verdict)[1:] if not related.verdict.same else ()
+    rows = [(f"  {label:<10}", printable(text)) for label, text in _rows(related)]
+    return (_headline(related), *verdict, listing(rows, style="bold"))
 
 
-def related_page(found: Related) -> str:
-    named = [("plain program", found.plain[0]), *((s.name, s.run) for s in found.sides if s.run)]
+def related_page(related: Related) -> str:
+    runs = [(variant.name, variant.run) for variant in related.variants if variant.run]
     rows = [
         RunRow(name, {"Steps": f"{run.steps:,}", "Seconds": f"{run.seconds:.1f}"})
-        for name, run in named
+        for name, run in [("plain program", related.plain[0]), *runs]
     ]
-    lines = [f"{label}: {text}" for label, text in _rows(found)]
-    compared = [PageSection(found.verdict)]
-    return page_of(Answer(found.status == AGREE, _headline(found), lines, rows, compared))
+    lines = [f"{label}: {text}" for label, text in _rows(related)]
+    compared = [PageSection(related.verdict)]
+    return page_of(Answer(related.status == AGREE, _headline(related), lines, rows, compared))
 
 
-def _rows(found: Related) -> Iterator[tuple[str, str]]:
-    for lost in found.deciding.not_restored if found.deciding else ():
-        yield "restored" if lost.restored else "not restored", str(lost)
-    yield "relation", found.relation
-    for each in found.sides:
-        if each.verdict is not None:
-            steps = counted(each.verdict.compared.steps, "step")
-            agrees = f"agrees, {steps} compared" if each.verdict.same else headline(each.verdict)
-            yield "compared", "; ".join(filter(None, (f"{each.name}: {agrees}", each.said)))
-        elif not found.unknown:
-            yield "cannot tell", f"{each.name}: {each.unknown}"
-    yield "command", found.command
-    if found.folder:
-        yield "recordings", found.folder
+def _rows(related: Related) -> Iterator[tuple[str, str]]:
+    if related.deciding:
+        for lost in related.deciding.not_restored:
+            yield "restored" if lost.restored else "not restored", str(lost)
+    yield "relation", related.relation
+    for variant in related.variants:
+        verdict = variant.verdict
+        if verdict is not None:
+            steps = counted(verdict.compared.steps, "step")
+            agrees = f"agrees, {steps} compared" if verdict.same else headline(verdict)
+            yield "compared", "; ".join(filter(None, (f"{variant.name}: {agrees}", variant.note)))
+        elif not related.unknown:
+            yield "cannot tell", f"{variant.name}: {variant.unknown}"
+    yield "command", related.command
+    if related.folder:
+        yield "recordings", related.folder
 
 
-def related_json(found: Related) -> dict[str, Any]:
-    """Return the answer as plain JSON values: those of the verdict that decides, and more."""
-    side, sides = found.deciding, []
-    for each in found.sides:
-        verdict = each.verdict and each.verdict.to_json()
-        sides.append(
+def related_json(related: Related) -> dict[str, Any]:
+    """Return the answer as plain JSON values, together with the fields of its verdict."""
+    deciding, variants = related.deciding, []
+    for variant in related.variants:
+        verdict = variant.verdict and variant.verdict.to_json()
+        variants.append(
             {
-                "name": each.name,
+                "name": variant.name,
                 "same": verdict and verdict["same"],
                 "first": verdict and verdict["first"],
-                "unknown": each.unknown or None,
-                "said": each.said or None,
-                "not_restored": [asdict(lost) for lost in each.not_restored],
+                "unknown": variant.unknown or None,
+                "said": variant.note or None,
+                "not_restored": [asdict(lost) for lost in variant.not_restored],
             }
         )
+    runs = [*related.plain, *(variant.run for variant in related.variants)]
     return {
-        **found.verdict.to_json(),
-        "same": None if found.unknown else found.status == AGREE,
-        "relation": found.relation,
-        "unknown": found.unknown or None,
-        "not_restored": [asdict(lost) for lost in side.not_restored] if side else [],
-        "sides": sides,
-        "command": found.command,
-        "runs": [asdict(run) for run in (*found.plain, *(each.run for each in found.sides)) if run],
-        "folder": found.folder or None,
+        **related.verdict.to_json(),
+        "same": None if related.unknown else related.status == AGREE,
+        "relation": related.relation,
+        "unknown": related.unknown or None,
+        "not_restored": [asdict(lost) for lost in deciding.not_restored] if deciding else [],
+        "sides": variants,
+        "command": related.command,
+        "runs": [asdict(run) for run in runs if run],
+        "folder": related.folder or None,
     }

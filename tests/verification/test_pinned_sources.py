@@ -1,4 +1,4 @@
-"""Laws of sources that are held: the same in every run, at some lines or everywhere."""
+"""Pinned sources return the same values in every run, at some lines or in the whole program."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchrepro.seeding.nondeterministic_calls import CLOCK, THREADS
-from torchrepro.verification.perturbations import holding
-from torchrepro.verification.pinned_sources import HELD_AT_ONCE
+from torchrepro.verification.perturbations import pinning
+from torchrepro.verification.pinned_sources import PINNED_TOGETHER
 
 PROGRAM = """
 import os, random, secrets, time, uuid
@@ -38,9 +38,9 @@ print(torch.empty(4).tolist(), np.empty(3).tolist())
 """
 
 
-def _lines(folder: Path, held: dict[str, list[str]]) -> list[str]:
+def _lines(folder: Path, pins: dict[str, list[str]]) -> list[str]:
     variables = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
-    variables |= holding(held).all_variables() if held else {}
+    variables |= pinning(pins).all_variables() if pins else {}
     done = subprocess.run(
         [sys.executable, "-m", "torchrepro", "run", "seed-only", "--", sys.executable, "reads.py"],
         cwd=folder,
@@ -54,16 +54,16 @@ def _lines(folder: Path, held: dict[str, list[str]]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_is_held_is_the_same_in_every_run(tmp_path: Path) -> None:
-    """Every source gives the same in two runs where it is held, and differs where it is not."""
+def test_a_pinned_source_is_the_same_in_every_run(tmp_path: Path) -> None:
+    """Every source is the same in two runs where it is pinned, and differs elsewhere."""
     for name in ("reads.py", "b", "a", "c"):
         (tmp_path / name).write_text(PROGRAM, encoding="utf-8")
-    everything: dict[str, list[str]] = {what: [] for what in HELD_AT_ONCE}
-    held = [_lines(tmp_path, everything) for _ in range(2)]
+    everything: dict[str, list[str]] = {source: [] for source in PINNED_TOGETHER}
+    pinned = [_lines(tmp_path, everything) for _ in range(2)]
     at_a_line = [_lines(tmp_path, {CLOCK: ["reads.py:6"]}) for _ in range(2)]
 
-    assert held[0] == held[1]
-    assert "['a', 'b', 'c', " in held[0][4]
+    assert pinned[0] == pinned[1]
+    assert "['a', 'b', 'c', " in pinned[0][4]
     assert at_a_line[0][1] == at_a_line[1][1]
     assert at_a_line[0][0] != at_a_line[1][0]
     assert at_a_line[0][2:5] != at_a_line[1][2:5]
@@ -71,7 +71,7 @@ def test_what_is_held_is_the_same_in_every_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_thread_that_waits_for_its_starter_ends(tmp_path: Path) -> None:
-    """Threads are held apart for a while, and not for ever: a consumer gets what it waits for."""
+    """A started thread is waited for only for a limited time: a consumer gets its item."""
     (tmp_path / "reads.py").write_text(
         "import queue, threading\n"
         "items, seen = queue.Queue(), []\n"
