@@ -1,7 +1,7 @@
 """Sentences and names read as those of the field: patterns that readers stumble over get fewer.
 
-`python -m tests.test_words` prints today's counts as the `limits` of `words.yaml`; with a title or a
-name it prints each place.
+`python -m tests.test_words` prints today's counts as the `limits` of `words.yaml`; with a title or
+a name it prints each place.
 """
 
 from __future__ import annotations

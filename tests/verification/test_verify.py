@@ -385,9 +385,9 @@ def test_a_meter_can_be_ignored(training, verified, tmp_path):
 
     assert not differs.same
     assert verification_json(differs)["reaches"] is False
-    assert found.same
-    assert found.verdict.notes[0] == f"ignored: 6 records of {_line_of('time_ns')}"
-    assert verification_json(found)["left_out"][0]["records"] == 6
+    assert verification.same
+    assert verification.verdict.notes[0] == f"ignored: 6 records of {_line_of('time_ns')}"
+    assert verification_json(verification)["left_out"][0]["records"] == 6
 
 
 @pytest.mark.usefixtures("forked")
