@@ -25,7 +25,7 @@ from torch.utils.data import dataloader as torchs_loaders
 
 import torchrepro
 from torchrepro.integrations import hydra_source
-from torchrepro.policies.deterministic_ops import TORCHS_OWN
+from torchrepro.policies.deterministic_ops import TORCH_NAMESPACES
 from torchrepro.seeding import unseeded_generators
 from torchrepro.trace import generator_states
 
@@ -256,7 +256,7 @@ def _namespaces_of_ops():
     import torch._inductor.inductor_prims
     import torch.distributed.tensor  # noqa: F401 - so that all of torch's own are defined
 
-    return {*ROWS["namespaces of ops"]["names"]} <= TORCHS_OWN | {"_c10d_functional"}
+    return {*ROWS["namespaces of ops"]["names"]} <= TORCH_NAMESPACES | {"_c10d_functional"}
 
 
 def _higher_order_ops():

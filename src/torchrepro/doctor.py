@@ -13,10 +13,10 @@ from typing import Any
 from torchrepro.application.planner import Plan, make_plan
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.torch_state import cann_too_old, compiled_ops_blocked
-from torchrepro.knobs.variables import ORDER_OF_SUMS, WITHOUT_EFFECT
+from torchrepro.knobs.variables import VARIABLES_FOR_ORDER_OF_SUMS, WITHOUT_EFFECT
 from torchrepro.profile.resolved import ResolvedProfile, flatten
 from torchrepro.reporting.outcomes import Outcome
-from torchrepro.reporting.process_state import closed_doors, untested_torch
+from torchrepro.reporting.process_state import closed_latches, untested_torch
 from torchrepro.reporting.report import absent_lines
 
 
@@ -31,7 +31,7 @@ class Finding:
 
 def examine(resolved: ResolvedProfile) -> list[Finding]:
     """Return the problems of `resolved` on this machine; imports torch, changes nothing else."""
-    closed = closed_doors()
+    closed = closed_latches()
     try:
         torch = import_module("torch")
     except ImportError as error:
@@ -68,7 +68,7 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
             'set env.CUBLAS_WORKSPACE_CONFIG to ":4096:8"',
         )
     strict = resolved.strict and torch.distributed.is_available()
-    for backend, variables in ORDER_OF_SUMS.items():
+    for backend, variables in VARIABLES_FOR_ORDER_OF_SUMS.items():
         missing = [
             name
             for name in variables

@@ -33,13 +33,13 @@ from torchrepro.ground.messages import printable, shown, some
 from torchrepro.ground.redaction import without_secrets
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import Knob, MissingState
-from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.contents import known_secrets
 from torchrepro.manifest.environment import hardware, software
 from torchrepro.profile.load import resolve
 from torchrepro.reporting.outcomes import Outcome
 from torchrepro.reporting.process_state import HARDWARE, absent_hardware
 from torchrepro.verdict.render import counted
-from torchrepro.verification.runner import end_group, signals_raised, status_in_words
+from torchrepro.verification.runner import end_group, raise_on_signals, status_in_words
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class NotHeldError(Exception):
     """A promise does not hold; the arguments are the expected and the actual behaviour."""
 
 
-class NotHereError(Exception):
+class CannotTestError(Exception):
     """This machine cannot test the promise; the message explains why."""
 
 
@@ -72,7 +72,7 @@ def _expect(holds: object, expected: str, actual: str) -> None:
 def knob_holds(name: str) -> None:
     """Set a knob to legal values until one changes it; read each value back and undo it.
 
-    Raises `NotHereError` if no value could be set that differs from the initial one.
+    Raises `CannotTestError` if no value could be set that differs from the initial one.
     """
     knob = knobs_by_name()[name]
     if knob.door == "interpreter":
@@ -100,7 +100,7 @@ def knob_holds(name: str) -> None:
         rows.append(row)
     refused = [row.why for row in rows if row.outcome is Outcome.UNSUPPORTED]
     values = " and ".join(dict.fromkeys(shown(row.after) for row in rows))
-    raise NotHereError(
+    raise CannotTestError(
         refused[0] if refused else f"already {values}: no legal value would change it"
     )
 
@@ -260,7 +260,7 @@ def fallback_runs_on_cpu(device: str) -> None:
     with apply({"backends": _DETERMINISTIC}):
         refused = [name for name in calls if refusal(name)]
     if not refused:
-        raise NotHereError(f"torch refuses none of {', '.join(calls)} on this device")
+        raise CannotTestError(f"torch refuses none of {', '.join(calls)} on this device")
     name = refused[0]
     with apply({"backends": _DETERMINISTIC, "device": {"fallback": "cpu"}}) as applied:
         why = refusal(name)
@@ -542,7 +542,7 @@ def selftest(meanwhile: Callable[[str], object] = print) -> SelfTest:
     signal, once the processes have ended.
     """
     began, date = time.monotonic(), datetime.now(UTC)
-    with tempfile.TemporaryDirectory(prefix="torchrepro-selftest-") as path, signals_raised():
+    with tempfile.TemporaryDirectory(prefix="torchrepro-selftest-") as path, raise_on_signals():
         folder = Path(path).resolve()
         meanwhile("importing torch ...")
         with _child([], folder) as answer:
@@ -586,7 +586,7 @@ def _row(trial: PromiseTrial, outcome: Mapping[str, Any]) -> Row:
 
 def _shareable(text: str) -> str:
     # Errors and logs of libraries can contain secrets and control characters.
-    return printable(without_secrets(text, secrets_here())) if text else ""
+    return printable(without_secrets(text, known_secrets())) if text else ""
 
 
 @contextmanager
@@ -694,7 +694,7 @@ def try_each() -> None:
             outcome: dict[str, Any] = {"result": Result.HELD}
             try:
                 attempts[name](subject)
-            except NotHereError as absent:
+            except CannotTestError as absent:
                 outcome = {"result": Result.NOT_HERE, "why": str(absent)}
             except NotHeldError as fault:
                 expected, actual = fault.args

@@ -26,7 +26,7 @@ def late(request):
     """Return a loader, and its iterator, whose epoch begins at the first batch."""
     with torchrepro.apply("seed-only"):
         loader = DataLoader(range(4), batch_size=2, **request.param)
-        loader_positions.begin_late(lambda: torch.manual_seed(7), together=1)
+        loader_positions.begin_at_first_batch(lambda: torch.manual_seed(7), together=1)
         yield loader, iter(loader)
 
 

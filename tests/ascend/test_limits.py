@@ -157,8 +157,8 @@ def test_without_a_device_nothing_of_ours_raises(rig: Any) -> None:
 
 VARIABLES = """
 from torchrepro.knobs.variables import ENV
-from torchrepro.reporting.process_state import closed_doors
-say([[knob.variable, knob.door, knob.door in closed_doors()] for knob in ENV
+from torchrepro.reporting.process_state import closed_latches
+say([[knob.variable, knob.door, knob.door in closed_latches()] for knob in ENV
      if knob.door in ("npu", "torch_npu")])
 mark("loaded"); torch.npu.init()
 mark("used")

@@ -5,7 +5,7 @@ They compare again where a second profile, or a second process group, comes in f
 
 import pytest
 
-from torchrepro.application.rank_agreement import name_what_is_not_pinned
+from torchrepro.application.rank_agreement import note_unpinned_sums
 
 HEAD = """
 import os, time, torch, torchrepro
@@ -124,11 +124,11 @@ def test_a_collective_library_with_an_order_of_its_own_is_named(capsys, monkeypa
     """Where the variables that fix a library's order of sums are not set, they are named."""
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     monkeypatch.setenv("NCCL_PROTO", "Simple")
-    name_what_is_not_pinned("cuda:nccl,cpu:gloo")
+    note_unpinned_sums("cuda:nccl,cpu:gloo")
 
     assert "nccl" in (said := capsys.readouterr().err)
     assert "NCCL_ALGO not set" in said
-    name_what_is_not_pinned("gloo")
+    note_unpinned_sums("gloo")
     assert capsys.readouterr().err == ""
 
 

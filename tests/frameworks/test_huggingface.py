@@ -10,7 +10,7 @@ import pytest
 import torchrepro
 from torchrepro.frameworks import huggingface
 from torchrepro.ground.console import say_once
-from torchrepro.ground.patching import variables_put_back
+from torchrepro.ground.patching import variables_restored
 from torchrepro.seeding.streams import World
 
 sys.path.append(str(Path(__file__).parent))
@@ -249,7 +249,7 @@ def test_the_profile_is_logged_by_the_reporters(tmp_path, monkeypatch):
 
 def test_switches_of_the_trainer_are_reported(tmp_path, capsys):
     """A switch that sets a knob of the profile is reported: it agrees, or why it does not."""
-    with variables_put_back(), torchrepro.apply("debug-strict", ["guard=none"]):
+    with variables_restored(), torchrepro.apply("debug-strict", ["guard=none"]):
         _trainer(tmp_path, full_determinism=True, save_strategy="no").train()
     with torchrepro.apply("seed-only", ["backends.cuda.matmul_fp32_precision=tf32"]):
         _trainer(tmp_path, tf32=False, save_strategy="no").train()

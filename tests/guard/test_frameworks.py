@@ -34,8 +34,8 @@ torch.optim.SGD(torch.nn.Linear(2, 1).parameters()).step()
 """
 END = """
 import json, os
-from torchrepro.application.applier import in_force
-(applied,) = in_force()
+from torchrepro.application.applier import active_profiles
+(applied,) = active_profiles()
 print(json.dumps(applied.report.to_json()))
 print(os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["HCCL_DETERMINISTIC"])
 print(torch.are_deterministic_algorithms_enabled())

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch._dynamo  # noqa: F401 - can be imported once only, and each run below imports it
 
-from torchrepro.lock.locked_results import hold_test, numbers_of_training
-from torchrepro.manifest.environment import kind_of_machine
+from torchrepro.lock.locked_results import check_test_results, numbers_of_training
+from torchrepro.manifest.environment import platform_name
 
 pytest_plugins = ("pytester",)
 
@@ -57,7 +57,7 @@ def test_results_are_written_once_and_checked_afterwards(pytester, monkeypatch):
     assert nothing_written
     differs.stdout.fnmatch_lines([OTHER, "*--repro-update*"])
     assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    tests = json.loads(lock.read_text())["machines"][kind_of_machine()]
+    tests = json.loads(lock.read_text())["machines"][platform_name()]
     assert [*tests] == ["test_training", "test_training 2"]
     assert tests["test_training"]["reason"] == "a larger rate"
     assert len(tests["test_training"]["steps"]) == 3
@@ -66,12 +66,12 @@ def test_results_are_written_once_and_checked_afterwards(pytester, monkeypatch):
 def test_results_of_another_platform_are_not_used(tmp_path, monkeypatch):
     """In CI missing results fail with a message on how to add them; elsewhere they are added."""
     path, numbers = tmp_path / "repro_numbers" / "a.lock", numbers_of_training([0.5, float("nan")])
-    check = partial(hold_test, path, "test_a", None, numbers)
+    check = partial(check_test_results, path, "test_a", None, numbers)
     monkeypatch.delenv("CI", raising=False)
     written = check("")
     contents = json.loads(path.read_text())
     machines = contents["machines"]
-    machines["H100"] = machines.pop(kind_of_machine())
+    machines["H100"] = machines.pop(platform_name())
     path.write_text(json.dumps(contents))
     monkeypatch.setenv("CI", "1")
     missing = check("")
@@ -80,4 +80,4 @@ def test_results_of_another_platform_are_not_used(tmp_path, monkeypatch):
     assert (written, added) == ("", ("", ""))
     assert "has no results of test_a" in missing
     assert "it has results for H100" in missing
-    assert set(json.loads(path.read_text())["machines"]) == {"H100", kind_of_machine()}
+    assert set(json.loads(path.read_text())["machines"]) == {"H100", platform_name()}

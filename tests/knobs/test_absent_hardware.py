@@ -116,7 +116,7 @@ def test_a_late_variable_for_absent_hardware_neither_stops_nor_relaunches(
     name = "CUBLAS_WORKSPACE_CONFIG"
     profile = {"on_late": "error", "env": {name: ":4096:8"}}
     inner = {"guarantee": "repeatable", "env": {name: ":16:8"}}
-    monkeypatch.setitem(process_state.DOORS, "cuda", (lambda: True, "CUDA is initialised"))
+    monkeypatch.setitem(process_state.LATCHES, "cuda", (lambda: True, "CUDA is initialised"))
     monkeypatch.setitem(process_state._ABSENCES, "cuda", lambda: NOT_HERE)
 
     with torchrepro.apply(profile) as applied:

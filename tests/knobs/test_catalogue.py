@@ -14,7 +14,7 @@ from torchrepro.knobs.variables import refusal
 from torchrepro.profile.resolved import OPAQUE, knobs_for_key
 from torchrepro.profile.schema import Profile
 from torchrepro.reporting.outcomes import Outcome
-from torchrepro.reporting.process_state import DOORS
+from torchrepro.reporting.process_state import LATCHES
 from torchrepro.seeding.global_seeds import SeedQueue
 
 ROWS = [pytest.param(knob, id=knob.name) for knob in CATALOGUE]
@@ -67,7 +67,7 @@ def test_every_row_is_complete(knob: Knob) -> None:
     assert knob.summary.endswith((".", ")"))
     assert knob.cost
     assert re.match(r"https://\S+\.\S+", knob.source)
-    assert knob.door in {"", *DOORS} & PHASES.keys()
+    assert knob.door in {"", *LATCHES} & PHASES.keys()
     assert knob.legal.words
     assert examples
     assert [value for value in examples if knob.legal.complaint(value)] == []

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.application.applier import in_force
+from torchrepro.application.applier import active_profiles
 from torchrepro.ground.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Attribute
@@ -93,7 +93,7 @@ def test_a_failure_at_any_step_leaves_the_state_before(
             assume(False)
 
     assert before == world()
-    assert in_force() == ()
+    assert active_profiles() == ()
 
 
 def _failing(
@@ -124,7 +124,7 @@ def test_a_refused_profile_is_not_active_even_if_its_undo_raises(
             {"guarantee": "repeatable", "backends": {"cpu": {"mkldnn_enabled": not now}}}
         )
 
-    assert in_force() == ()
+    assert active_profiles() == ()
 
 
 def test_every_knob_is_restored_even_if_one_restore_raises(world: World) -> None:

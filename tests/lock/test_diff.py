@@ -240,7 +240,7 @@ def test_ranks_that_only_one_run_has_are_reported(ranks, command, answer):
 
 
 ALGORITHMS = "backends.torch.deterministic_algorithms"
-DOORS = ("cuda", "communicator", "npu", "torch_npu", "transformer_engine")
+LATCHES = ("cuda", "communicator", "npu", "torch_npu", "transformer_engine")
 """The doors of variables that only an accelerator's libraries read."""
 
 
@@ -255,7 +255,7 @@ def _difference(*overrides):
 def _settings():
     """Yield each knob with its own profile key, and its current value in this process."""
     for knob in CATALOGUE:
-        if knob.profile_key != knob.name or knob.moves_on or knob.variable:
+        if knob.profile_key != knob.name or knob.changes_with_use or knob.variable:
             continue
         with suppress(MissingState):
             now = knob.access.read()
@@ -293,7 +293,7 @@ def test_each_knob_of_an_accelerator_names_its_hardware():
     """A knob that only an accelerator's libraries read names its hardware; every name is used."""
     for knob in CATALOGUE:
         is_section = {"cuda", "cudnn", "npu"} & {*knob.name.split(".")}
-        if (knob.variable and knob.door in DOORS) or is_section:
+        if (knob.variable and knob.door in LATCHES) or is_section:
             assert knob.hardware, knob.name
     assert {knob.hardware for knob in CATALOGUE} == {"", *HARDWARE}
 

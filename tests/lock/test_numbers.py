@@ -17,7 +17,7 @@ import torch
 import torchrepro
 from torchrepro.ground.imports import installed_version
 from torchrepro.lock.locked_results import Numbers, first_difference, numbers_of
-from torchrepro.manifest.environment import kind_of_machine
+from torchrepro.manifest.environment import platform_name
 
 from ..benchmarks.paired import compare, require
 from ..verification.repositories import write
@@ -57,7 +57,7 @@ def test_equal_results_are_reported_with_the_differences_that_have_no_effect(tra
     assert (status, "with the results of 3 steps" in out) == (0, True)
     assert equal == (
         0,
-        {"same": True, "first": None, "who": None, "steps": 3, "machine": kind_of_machine()},
+        {"same": True, "first": None, "who": None, "steps": 3, "machine": platform_name()},
     )
     assert other[0] == 0
     assert other[1].splitlines() == [
@@ -72,7 +72,7 @@ def test_a_lock_has_a_line_for_each_step(training):
     training.lock()
     text = (training.folder / "repro.lock").read_text()
     training.lock()
-    section = training.contents["machines"][kind_of_machine()]
+    section = training.contents["machines"][platform_name()]
     first, *others = section["numbers"]["steps"]
 
     assert (training.folder / "repro.lock").read_text() == text
@@ -154,7 +154,7 @@ def test_a_wrong_request_is_refused(training, name):
     if words[0] == "check" and "repro.lock" in words:
         training.run("lock", "plain.yaml", "-o", "repro.lock")
         its = {"command": ["python", "train.py"], "folder": ".", "steps": None, "every": 1}
-        its |= {**training.contents, "machines": {kind_of_machine(): {}}}
+        its |= {**training.contents, "machines": {platform_name(): {}}}
         (training.folder / "repro.lock").write_text(json.dumps(its))
     status, _, err = training.run(*words)
 
@@ -167,7 +167,7 @@ def test_a_wrong_request_is_refused(training, name):
 def test_each_platform_has_a_section(training):
     """Other sections are kept; a missing section is reported with exit status 4."""
     training.lock()
-    its, here = training.contents, kind_of_machine()
+    its, here = training.contents, platform_name()
     elsewhere = its["machines"].pop(here)
     (training.folder / "repro.lock").write_text(json.dumps(its | {"machines": {"H100": elsewhere}}))
     status, _, err = training.run("check", "repro.lock", "--", *COMMAND)
@@ -202,7 +202,7 @@ def test_an_update_stores_the_reason_and_the_new_results(training):
     assert (before[0], before[1]["who"]) == (1, None)
     assert before[1]["first"] == {**before[1]["first"], "step": 0, "what": "parameters"}
     assert (updated[0], after[0]) == (0, 0)
-    assert training.contents["machines"][kind_of_machine()]["reason"] == "a larger rate"
+    assert training.contents["machines"][platform_name()]["reason"] == "a larger rate"
 
 
 def test_ranks_have_one_digest_and_the_losses_of_the_first(tmp_path, monkeypatch):

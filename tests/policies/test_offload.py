@@ -35,7 +35,7 @@ class Elsewhere(nn.Module):
         self.part = part
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return placement.run_there(CPU, self.part, self.part.forward, args, kwargs)[0]
+        return placement.run_forward_on(CPU, self.part, self.part.forward, args, kwargs)[0]
 
 
 class Direct(Elsewhere):
@@ -289,7 +289,9 @@ def test_arguments_on_the_device_are_passed_unchanged(
     seen = []
     part = nn.Identity()
     cache = {"x": [torch.ones(1)]}
-    result, moved = placement.run_there(CPU, part, lambda *args: seen.append(args), (cache,), {})
+    result, moved = placement.run_forward_on(
+        CPU, part, lambda *args: seen.append(args), (cache,), {}
+    )
 
     assert (result, moved) == (None, 0)
     assert seen[0][0] is cache
@@ -353,7 +355,7 @@ def test_a_nested_value_survives_a_round_trip() -> None:
         changed.append(id(tensor))
         return tensor + 1
 
-    back = placement.NestedMap(lambda tensor: tensor - 1)(placement.NestedMap(raised)(value))
+    back = placement.NestedCopier(lambda tensor: tensor - 1)(placement.NestedCopier(raised)(value))
 
     assert _shape(back) == _shape(value) == before
     assert sorted(changed) == sorted(map(id, TENSORS))
@@ -364,7 +366,7 @@ def test_other_objects_keep_their_type() -> None:
     cache = type("Cache", (), {"keys": TENSORS[1]})()
     value: list[Any] = [TENSORS[1], cache, torch.tensor([1, 2]).max(0)]
     value.append(value)
-    found = placement.NestedMap(torch.neg)(value)
+    found = placement.NestedCopier(torch.neg)(value)
 
     assert torch.equal(found[0], -TENSORS[1])
     assert found[1] is cache
@@ -377,7 +379,7 @@ def test_an_output_of_transformers_keeps_its_type() -> None:
     """Outputs of transformers, both mappings and dataclasses, can be read in both ways."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     given_ = outputs.BaseModelOutput(last_hidden_state=torch.ones(1), attentions=(torch.ones(2),))
-    found = placement.NestedMap(torch.neg)(given_)
+    found = placement.NestedCopier(torch.neg)(given_)
 
     assert type(found) is type(given_)
     assert found["last_hidden_state"] is found.last_hidden_state

@@ -226,7 +226,7 @@ import json, random, numpy
 drawn = [random.random(), numpy.random.rand()]
 import torch, torchrepro.start.bootstrap
 drawn += [random.random(), numpy.random.rand()]
-report = torchrepro.start.bootstrap.in_force_now().report
+report = torchrepro.start.bootstrap.finish_applying().report
 print(json.dumps([drawn, [str(report[f"seed.{name}"].outcome) for name in ("python", "numpy")]]))
 """
     plain, ours = random.Random(1234), np.random.RandomState(1234)

@@ -86,8 +86,8 @@ def test_a_wrapped_command_other_than_python_is_started(torchrepro, words):
 
 def test_a_damaged_profile_stops_the_process(run_python):
     """A process whose inherited profile cannot be read ends with 3 and without a traceback."""
-    code = """from torchrepro.start.bootstrap import put_in_force_on_import
-put_in_force_on_import()
+    code = """from torchrepro.start.bootstrap import apply_on_import
+apply_on_import()
 import torch
 print('on')
 """

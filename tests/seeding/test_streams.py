@@ -256,9 +256,9 @@ def test_a_refused_call_does_not_count_as_a_draw() -> None:
     with torchrepro.apply({"seed": 1, "streams": {"augment": 3}}):
         with pytest.raises(torchrepro.SeedingError):
             torchrepro.stream("augment", rank=-1)
-        assert streams.never_drawn() == ("augment",)
+        assert streams.unused_streams() == ("augment",)
         torchrepro.stream("augment", rank=1)
-        assert streams.never_drawn() == ()
+        assert streams.unused_streams() == ()
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)

@@ -31,9 +31,9 @@ from torchrepro.seeding.nondeterministic_calls import (
     ENTROPY,
     ENVIRONMENT,
     EVERY_SOURCE,
+    EXISTING_FILE,
     FORKED,
     GIVEN_SEEDS,
-    IF_THERE,
     UNSEEDED,
 )
 from torchrepro.seeding.nondeterministic_reads import SourceRead, Watch
@@ -654,5 +654,5 @@ def test_files_are_recorded_with_the_lines_that_use_them(tmp_path: Path) -> None
         "n": [0, 17, 17],
     }
     assert [(read.name, read.what, read.where) for read in reads] == [
-        ("cache.npy", IF_THERE, f"{tmp_path}/p.py:6")
+        ("cache.npy", EXISTING_FILE, f"{tmp_path}/p.py:6")
     ]

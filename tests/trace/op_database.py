@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 M_PERTURB = -6  # of glibc's mallopt: the byte that fresh memory is filled with
-LEFT_OUT = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted")
+SKIPPED_FOLDERS = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted")
 """Ops whose results are uninitialized memory by definition."""
 
 
@@ -33,7 +33,7 @@ def ops() -> list[Any]:
     sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
     from torch.testing._internal.common_methods_invocations import op_db
 
-    promising = (op for op in op_db if op.name.rpartition(".")[2] not in LEFT_OUT)
+    promising = (op for op in op_db if op.name.rpartition(".")[2] not in SKIPPED_FOLDERS)
     return sorted(
         (op for op in promising if torch.float32 in op.dtypes),
         key=lambda op: (op.name, op.variant_test_name),

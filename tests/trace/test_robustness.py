@@ -19,7 +19,7 @@ import torchrepro
 from torchrepro import TraceError
 from torchrepro.ground.messages import shown
 from torchrepro.trace.fingerprint_cache import FingerprintCache
-from torchrepro.trace.format import UNINITIALISED
+from torchrepro.trace.format import UNINITIALIZED_INPUT
 from torchrepro.trace.reader import read_run
 
 from .conftest import Net, Recorder, seen, train
@@ -287,7 +287,7 @@ def test_entries_added_by_another_thread_survive_the_end_of_a_step(forget: str) 
 
     def add(_gone: object = None) -> None:
         added.append(torch.empty(2))
-        cache.add(added[-1], UNINITIALISED)
+        cache.add(added[-1], UNINITIALIZED_INPUT)
         cache.expect(added[-1], lambda _tensor, _fingerprint: None)
 
     class Meanwhile(dict):  # type: ignore[type-arg]

@@ -11,7 +11,7 @@ import torch
 
 import torchrepro
 from torchrepro.trace.fingerprint import fingerprint
-from torchrepro.trace.format import UNINITIALISED
+from torchrepro.trace.format import UNINITIALIZED_INPUT
 
 from ..planted.reproducible_training import averaged_and_clipped, lbfgs, two_models_in_turns
 from ..planted.small_models import STEPS as ITERATIONS
@@ -155,7 +155,7 @@ def test_a_read_of_uninitialized_memory_is_recorded(recorded: Recorder) -> None:
     (quantised,) = seen(recorded(lambda: empty([3])))
 
     assert found[0].outputs == quantised.outputs == ()
-    assert found[1].inputs == (UNINITIALISED,)
+    assert found[1].inputs == (UNINITIALIZED_INPUT,)
 
 
 def test_views_have_no_fingerprint_but_distinct_digests(recorded: Recorder) -> None:

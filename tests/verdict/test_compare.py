@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.trace import store
-from torchrepro.trace.format import UNINITIALISED
+from torchrepro.trace.format import UNINITIALIZED_INPUT
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
 
@@ -249,8 +249,8 @@ X, Y, A, B = (value(name) for name in "xyab")
 DROPOUT = replace(computed(Op("aten::dropout"), X), argument="(_, 0.5, True)")
 BATCH = Op("DataLoader", phase="data", outputs=(X,))
 ADD = computed(Op("aten::add", shapes="float32[4]"), X)
-READS = computed(Op("aten::add"), UNINITIALISED, X)
-DRAWS = computed(Op("aten::bernoulli_.float"), UNINITIALISED)
+READS = computed(Op("aten::add"), UNINITIALIZED_INPUT, X)
+DRAWS = computed(Op("aten::bernoulli_.float"), UNINITIALIZED_INPUT)
 ONE, TWO = (computed(Op("aten::relu", "one"), each) for each in (A, B))
 MOVED, MORE, FIRST, LAST = (
     computed(Op(f"aten::{name}"), value(name)) for name in ("view", "exp", "relu", "sum")

@@ -14,7 +14,7 @@ import torch
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.seeding.nondeterministic_calls import ENTROPY, GIVEN_SEED
+from torchrepro.seeding.nondeterministic_calls import ENTROPY, EXPLICIT_SEED
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Program, Setting
 
@@ -65,7 +65,7 @@ def test_reads_of_the_diverging_rank_come_first(tmp_path: Path) -> None:
     """Its reads come before those of other ranks; a differing seed counts on any rank."""
 
     def source(name: str, where: str, value: str | None = None) -> dict[str, Any]:
-        what = GIVEN_SEED if value else ENTROPY
+        what = EXPLICIT_SEED if value else ENTROPY
         read = {"name": name, "what": what, "where": where, "times": 1, "value": value}
         return {**read, "step": 0, "record": 0, "instead": "", "in_sample": False}
 
@@ -83,7 +83,7 @@ def test_reads_of_the_diverging_rank_come_first(tmp_path: Path) -> None:
     reads = compare(*folders).program.reads
 
     assert [read.name for read in reads] == ["os.urandom", "random.seed", "secrets.randbits"]
-    assert reads[1].is_other_seed
+    assert reads[1].is_differing_seed
 
 
 def test_a_collective_with_equal_inputs_and_unequal_outputs_is_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torchrepro
 from torchrepro.knobs.catalogue import explanations
 from torchrepro.profile.load import load
 from torchrepro.seeding import nondeterministic_calls
-from torchrepro.trace.format import UNINITIALISED
+from torchrepro.trace.format import UNINITIALIZED_INPUT
 from torchrepro.verdict.diagnosis import (
     DRAWING,
     DROPOUT,
@@ -39,9 +39,9 @@ from torchrepro.verdict.value import (
     Divergence,
     Kind,
     Loader,
+    NondeterministicRead,
     Program,
     Setting,
-    UncontrolledRead,
     Verdict,
 )
 
@@ -77,7 +77,7 @@ def case(
 
 OTHER_TORCH = {"differ": "version of torch: 2.6.0, 2.13.0"}
 OTHER_PROCESSOR = {"differ": "hardware: instruction set: AVX2, AVX512"}
-NOT_SET = {"both": {"input_fingerprints": (UNINITIALISED.hex(),)}}
+NOT_SET = {"both": {"input_fingerprints": (UNINITIALIZED_INPUT.hex(),)}}
 COLLECTIVE = {"phase": "collective", "thread": "MainThread"}
 ON_A_THREAD = {"thread": "Thread-3"}
 ATTENTION = "aten::_scaled_dot_product_{}"
@@ -165,7 +165,7 @@ CASES: dict[str, Case] = {
     "anything on CUDA": case("aten::gelu", meta=CUDA),
     "nothing known": case("aten::gelu"),
 }
-CLOCK = UncontrolledRead(
+CLOCK = NondeterministicRead(
     "time.time", nondeterministic_calls.CLOCK, "a/train.py:5", "do not compute with it", 0
 )
 OTHER_SEED = replace(CLOCK, name="seed", left="1", right="2")

@@ -11,25 +11,25 @@ from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
     ENTROPY,
+    EXPLICIT_SEED,
     FILES,
     FORKED,
-    GIVEN_SEED,
     HASH,
     OWN_GENERATOR,
     PROCESS,
     SET_ORDER,
     THREADS,
-    UNWRITTEN,
+    UNINITIALIZED_MEMORY,
 )
 from torchrepro.verdict.program_text import (
     edit_of,
     edit_of_sample,
-    edits_elsewhere,
+    edits_of_other_lines,
     scan,
     varying_seeds,
     with_source,
 )
-from torchrepro.verdict.value import Edit, UncontrolledRead
+from torchrepro.verdict.value import Edit, NondeterministicRead
 
 HEAD = """
 import datetime as dt, time, numpy as np, torch
@@ -72,12 +72,12 @@ SAID = {
     "x = {id(order): 1}": [("id", ADDRESS)],
     "for x in as_completed([]): pass": [("concurrent.futures.as_completed", THREADS)],
     "x = order.imap_unordered(f, [])": [("order.imap_unordered", THREADS)],
-    "x = torch.empty(3)": [("torch.empty", UNWRITTEN)],
-    "x = np.empty_like(order)": [("numpy.empty_like", UNWRITTEN)],
+    "x = torch.empty(3)": [("torch.empty", UNINITIALIZED_MEMORY)],
+    "x = np.empty_like(order)": [("numpy.empty_like", UNINITIALIZED_MEMORY)],
     "torch.Generator().seed()": [(".seed", ENTROPY)],
     "x = np.random.RandomState()": [("numpy.random.RandomState", ENTROPY)],
-    "x = np.random.PCG64(5)": [("numpy.random.PCG64", GIVEN_SEED)],
-    "torch.Generator().manual_seed(5)": [(".manual_seed", GIVEN_SEED)],
+    "x = np.random.PCG64(5)": [("numpy.random.PCG64", EXPLICIT_SEED)],
+    "torch.Generator().manual_seed(5)": [(".manual_seed", EXPLICIT_SEED)],
     "class B:\n    def __init__(self): self.s = {1}\n    def f(self): return tuple(self.s)": [
         ("set", SET_ORDER)
     ],
@@ -137,11 +137,11 @@ def test_the_source_of_a_seed_is_found(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(SEEDS)
 
-    def read(name: str, line: int, what: str = CLOCK, **more: str) -> UncontrolledRead:
-        return UncontrolledRead(name, what, f"{program}:{line}", "", 0, **more)
+    def read(name: str, line: int, what: str = CLOCK, **more: str) -> NondeterministicRead:
+        return NondeterministicRead(name, what, f"{program}:{line}", "", 0, **more)
 
-    def seeded(name: str, line: int, *reads: UncontrolledRead) -> tuple[str, int, bool] | None:
-        given = read(name, line, GIVEN_SEED, left="1", right="2")
+    def seeded(name: str, line: int, *reads: NondeterministicRead) -> tuple[str, int, bool] | None:
+        given = read(name, line, EXPLICIT_SEED, left="1", right="2")
         found = with_source(given, (*reads, given), None)
         its = found.source
         at = int(found.where.rpartition(":")[2])
@@ -161,7 +161,7 @@ def test_a_generator_is_traced_to_the_line_that_seeds_it(tmp_path: Path) -> None
     program = tmp_path / "program.py"
     drawing = "x = torch.rand(2, generator=noise)\n"
     program.write_text(f"noise = torch.Generator()\nnoise.manual_seed(\n    7,\n)\n{drawing}")
-    drawn = UncontrolledRead(OWN_GENERATOR, GIVEN_SEED, f"{program}:5", "", 0)
+    drawn = NondeterministicRead(OWN_GENERATOR, EXPLICIT_SEED, f"{program}:5", "", 0)
 
     assert with_source(drawn, (drawn,), None).where == f"{program}:2"
 
@@ -172,7 +172,7 @@ def test_a_seed_that_no_recording_observes_is_found_by_its_line(tmp_path: Path) 
     code = "x = np.random.RandomState({}), np.random.PCG64(5)\n"
     program.write_text(HEAD + "".join(map(code.format, ("tick()", "other()", "7"))))
     first = HEAD.count("\n") + 1
-    heard = UncontrolledRead("os.getpid", PROCESS, f"{program}:{first + 1}", "", 0)
+    heard = NondeterministicRead("os.getpid", PROCESS, f"{program}:{first + 1}", "", 0)
 
     found = varying_seeds(scan([str(program)]), (heard,))
 
@@ -215,8 +215,12 @@ CASES = {
     "under another name": ((FILES, "glob.glob"), "x = find('*.pt')", "x = sorted(find('*.pt'))"),
     "sorted already": ((FILES, "os.listdir"), "x = sorted(os.listdir(folder))", None),
     "scandir": ((FILES, "os.scandir"), "x = os.scandir(f)", ", key=lambda entry: entry.name)"),
-    "a seed by a name": ((GIVEN_SEED, "torch.manual_seed"), "torch.manual_seed(s)", "seed(1234)"),
-    "a constant seed": ((GIVEN_SEED, "torch.manual_seed"), "torch.manual_seed(7)", None),
+    "a seed by a name": (
+        (EXPLICIT_SEED, "torch.manual_seed"),
+        "torch.manual_seed(s)",
+        "seed(1234)",
+    ),
+    "a constant seed": ((EXPLICIT_SEED, "torch.manual_seed"), "torch.manual_seed(7)", None),
     "threads at once": ((THREADS, "threading.Thread.start"), "t.start()", "t.start(); t.join()"),
     "started elsewhere": ((THREADS, "threading.Thread.start"), "[t.start() for t in ts]", None),
     "a draw of a task": (
@@ -232,7 +236,11 @@ CASES = {
     "imap": ((THREADS, "submit"), "x = list(pool.imap_unordered(f, y))", "pool.imap(f, y)"),
     "another call": ((FILES, "os.listdir"), "x = folder", None),
     "a hash": ((HASH, "builtins.hash"), "x = hash(word) % 7", None),
-    "fresh memory": ((UNWRITTEN, "torch.empty"), "x = torch.empty(3, 4)", "torch.zeros(3, 4)"),
+    "fresh memory": (
+        (UNINITIALIZED_MEMORY, "torch.empty"),
+        "x = torch.empty(3, 4)",
+        "torch.zeros(3, 4)",
+    ),
     **{
         line: ((SET_ORDER, "set"), line, after)
         for line, after in (
@@ -288,7 +296,7 @@ def test_parallel_or_timed_work_is_limited(line: str, after: str | None, tmp_pat
     file = written(tmp_path, line).rpartition(":")[0]
     what = CLOCK if "time" in line else THREADS
 
-    edits = [edit.after for edit in edits_elsewhere(what, [file], 40)]
+    edits = [edit.after for edit in edits_of_other_lines(what, [file], 40)]
     assert [after in each for each in edits] == [True] * bool(after)
 
 

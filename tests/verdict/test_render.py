@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.ground.console import as_text
-from torchrepro.trace.format import UNINITIALISED
+from torchrepro.trace.format import UNINITIALIZED_INPUT
 from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.page import page
 from torchrepro.verdict.render import (
@@ -78,7 +78,7 @@ VERDICTS = {
     ),
     "one record passes it on": unequal(propagated=1),
     "memory that nothing wrote": unequal(
-        divergence(left=side(input_fingerprints=(UNINITIALISED.hex(),)))
+        divergence(left=side(input_fingerprints=(UNINITIALIZED_INPUT.hex(),)))
     ),
 }
 
@@ -166,7 +166,7 @@ def test_uninitialized_memory_is_not_shown_as_a_fingerprint() -> None:
     text = page(VERDICTS["memory that nothing wrote"])
 
     assert "(uninitialized)" in text
-    assert UNINITIALISED.hex() not in text
+    assert UNINITIALIZED_INPUT.hex() not in text
 
 
 @given(text=st.text(alphabet=st.characters(min_codepoint=0, max_codepoint=0x2FFF)))

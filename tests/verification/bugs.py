@@ -80,7 +80,7 @@ for step in range(3):
         group["lr"] = rate(step)
     optimizer.step()  # <- here
 """
-UNWRITTEN = _trained(
+UNINITIALIZED_MEMORY = _trained(
     """
 import torch
 def batch():
@@ -172,7 +172,7 @@ BUGS = {
     "race under a lock": Bug(RACE, "The timing of threads: threading.Thread.start at train.py:"),
     "learning rate from the clock": Bug(LEARNING_RATE, "The clock: time.time at train.py:"),
     "memory that nobody wrote": Bug(
-        UNWRITTEN,
+        UNINITIALIZED_MEMORY,
         "emory that nothing",
         has_edit=True,
         profile="seed-only",

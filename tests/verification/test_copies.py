@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.application.launch import prepared_as_it_is
+from torchrepro.application.launch import program_and_recording_environment
 from torchrepro.lock.file_notes import noted
 from torchrepro.lock.repository import (
     files_now,
@@ -54,7 +54,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _run(copy: Copy, *words: str) -> str:
     with copy.entered():
-        program, variables = prepared_as_it_is(copy.command([sys.executable, *words]))
+        program, variables = program_and_recording_environment(
+            copy.command([sys.executable, *words])
+        )
         done = subprocess.run(
             [program, *copy.command(words)],
             env={

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from torchrepro.application.launch import prepared_as_it_is
+from torchrepro.application.launch import program_and_recording_environment
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import VARIABLE, RecordingRequest
 from torchrepro.verification import runner
@@ -235,7 +235,7 @@ def test_loader_workers_are_not_compared_as_processes(method: str, options: str)
         },
         "verification.relations.region_observer:note_regions": {"folder": str(folder)},
     }
-    program, variables = prepared_as_it_is(command)
+    program, variables = program_and_recording_environment(command)
     environment = RunEnvironment(in_process={OBSERVED: noted})
     variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
 

@@ -13,7 +13,7 @@ import pytest
 
 from torchrepro.ground.console import as_text
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
-from torchrepro.seeding.nondeterministic_calls import IF_THERE
+from torchrepro.seeding.nondeterministic_calls import EXISTING_FILE
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.value import Kind
 from torchrepro.verification.leftovers import CarriedFile, carried
@@ -363,7 +363,9 @@ def test_reads_of_files_that_an_earlier_run_left_are_known(training, verified, t
     )
     assert agree.same
     assert {
-        (read.name, read.where) for read in agree.verdict.program.reads if read.what == IF_THERE
+        (read.name, read.where)
+        for read in agree.verdict.program.reads
+        if read.what == EXISTING_FILE
     } == {("cache.npy", lines["read"]), ("copy.npy", lines["copied"])}
 
 

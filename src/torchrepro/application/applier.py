@@ -32,12 +32,12 @@ from torchrepro.frameworks.known_frameworks import hook_frameworks
 from torchrepro.ground.console import Verbosity, say_once, verbosity
 from torchrepro.ground.errors import ApplyError, LateError, TorchreproError
 from torchrepro.ground.fork_safety import applying
-from torchrepro.ground.imports import put_off
+from torchrepro.ground.imports import deferred_callbacks
 from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
 from torchrepro.profile.load import resolve
 from torchrepro.reporting.outcomes import STOPPING, KnobRow, Outcome, process_facts
-from torchrepro.reporting.process_state import closed_doors, original_profile, other_than_started
+from torchrepro.reporting.process_state import closed_latches, original_profile, other_than_started
 from torchrepro.reporting.report import Report, make_report
 from torchrepro.seeding import streams
 from torchrepro.seeding.nondeterministic_reads import Watch, watch_unseeded
@@ -141,7 +141,7 @@ class Applied:
 
     def _make_report(self, **observed: Any) -> Report:
         rows = tuple(row for _, row in self._executed)
-        facts = process_facts(self.resolved, closed_doors())
+        facts = process_facts(self.resolved, closed_latches())
         return make_report(self.resolved, rows, facts, **observed)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
@@ -226,7 +226,7 @@ class Applied:
                 access.write(step.value)
             except BaseException:
                 # Some of torch's setters assign first and raise afterwards.
-                if knob.moves_on or access.read() != row.before:
+                if knob.changes_with_use or access.read() != row.before:
                     with unfrozen():
                         access.restore(saved)
                 raise
@@ -289,7 +289,7 @@ def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Apply `resolved` as `apply` does; an `obstacle` is the reason not to relaunch, if any."""
     with applying:
         past = len(_past)
-        for begin_now in put_off:
+        for begin_now in deferred_callbacks:
             begin_now()
         del _past[past:]  # these profiles begin only now: a relaunch would lose no work of theirs
         applied = begin(resolved, obstacle)
@@ -338,7 +338,7 @@ def applied_names() -> tuple[str, ...]:
     return tuple(_past)
 
 
-def in_force() -> tuple[Applied, ...]:
+def active_profiles() -> tuple[Applied, ...]:
     """Return the active profiles, outermost first."""
     return tuple(_active)
 

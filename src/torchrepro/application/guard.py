@@ -28,7 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from torchrepro.ground.callers import frames, line, package, program_place
+from torchrepro.ground.callers import frames, line, package, program_line
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import DriftError, ExitStatus, by_write
 from torchrepro.ground.messages import shown
@@ -36,7 +36,7 @@ from torchrepro.ground.patching import wrap
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
 from torchrepro.reporting.outcomes import KnobChange, Writer, in_words, why_equivalent
-from torchrepro.reporting.process_state import closed_doors
+from torchrepro.reporting.process_state import closed_latches
 from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class BaselineEntry:
             moved_on = bool(writer.where) and value != now
             return KnobChange(name, was, now, when, *writer, moved_on=moved_on)
         by = writer.by or _switch_that_sets(self.knob.variable, now)
-        if closed := closed_doors().get(self.knob.door):
+        if closed := closed_latches().get(self.knob.door):
             why = f"{why}; {closed}, and libraries that read it before keep {shown(was)}"
         return KnobChange(name, was, now, when, writer.where, writer.called, by, why=why)
 
@@ -522,7 +522,7 @@ def _present_writer() -> Writer:
     nearest = _nearest()
     if nearest is None:
         return UNSEEN
-    source_line, called = line(nearest), program_place(nearest)
+    source_line, called = line(nearest), program_line(nearest)
     return Writer(source_line, called if called != source_line else "", _switch(nearest))
 
 

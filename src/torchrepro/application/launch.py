@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchrepro.application.planner import Plan, make_plan
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
-from torchrepro.ground.patching import variables_put_back
+from torchrepro.ground.patching import variables_restored
 from torchrepro.ground.redaction import secret_values, shareable
 from torchrepro.manifest.contents import COMMAND
 from torchrepro.reporting.process_state import (
     PROFILE,
-    closed_doors,
+    closed_latches,
     interpreter_line,
     is_interactive,
     launcher,
@@ -190,7 +190,7 @@ def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, di
     return program, environment_for(before_python_starts)
 
 
-def prepared_as_it_is(command: Sequence[str]) -> tuple[str, dict[str, str]]:
+def program_and_recording_environment(command: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the program that `command` names, and the environment to record it without a profile.
 
     Raises `ProfileError` if the command does not exist, and `TraceError` if its Python would not
@@ -316,7 +316,7 @@ def untouched() -> Iterator[None]:
     get = getattr(os, "sched_getaffinity", None)
     cpus = get(0) if get else None
     try:
-        with variables_put_back():
+        with variables_restored():
             yield
     finally:
         if cpus is not None:
@@ -413,7 +413,7 @@ def _stdin_may_be_used_up() -> bool:
 
 def _has_begun() -> bool:
     children = getattr(sys.modules.get("multiprocessing"), "active_children", list)
-    used = {"cuda", "npu", "communicator"} & closed_doors().keys()
+    used = {"cuda", "npu", "communicator"} & closed_latches().keys()
     return bool(used) or threading.active_count() > 1 or bool(children())
 
 

@@ -28,7 +28,7 @@ from torchrepro.reporting.outcomes import (
     why_equivalent,
 )
 from torchrepro.reporting.process_state import (
-    closed_doors,
+    closed_latches,
     inherited,
     other_threads_in_torch,
     set_before_start,
@@ -132,7 +132,7 @@ def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
     `closed` replaces this process's closed latches, to plan for a process that has not started.
     """
     started_under = inherited()
-    closed = closed_doors() if closed is None else closed
+    closed = closed_latches() if closed is None else closed
     settings = resolved.settings()
     names = {_variable_row(knob).variable for knob, _ in settings} & set(os.environ)
     from_profiles = dict(started_under.environment()) if started_under else {}
@@ -196,7 +196,7 @@ def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> KnobRow:
         return KnobRow(knob.name, Outcome.UNSUPPORTED, now, now, refusal)
     if inert := knob.inert(value, wanted):
         return KnobRow(knob.name, Outcome.INEFFECTIVE, now, value, inert)
-    if knob.moves_on:  # seeding a generator again is never idle
+    if knob.changes_with_use:  # seeding a generator again is never idle
         return KnobRow(knob.name, Outcome.APPLIED, now, value)
     reached = knob.scope is Scope.EVERY_THREAD and other_threads_in_torch()
     why = f"it reaches threads that run torch now: {some(reached)}" if reached else ""

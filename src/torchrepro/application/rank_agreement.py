@@ -22,7 +22,7 @@ from torchrepro.ground.errors import ApplyError
 from torchrepro.ground.messages import shown
 from torchrepro.ground.patching import surround_everywhere
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.knobs.variables import ORDER_OF_SUMS
+from torchrepro.knobs.variables import VARIABLES_FOR_ORDER_OF_SUMS
 from torchrepro.seeding import streams
 from torchrepro.seeding.global_seeds import seed_as_this_rank
 
@@ -105,7 +105,7 @@ class Agreement:
         if program_seed:
             seeds = [keys.pop(_PROGRAM_SEED, None) for keys in differing.values()]
             agreed = None if any(seeds) else json.loads(program_seed[_PROGRAM_SEED])
-            streams.put_plan(replace(streams.current_plan(), agreed_seed=agreed))
+            streams.set_plan(replace(streams.current_plan(), agreed_seed=agreed))
         lines = [
             f"  {key}: {first} on rank 0, {second} on rank {number}"
             for number, keys in differing.items()
@@ -115,7 +115,7 @@ class Agreement:
             words = "\n".join(["ranks differ in settings or versions:", *lines])
             self._refuse(ApplyError(words, self._report()))
         elif rank == 0:
-            name_what_is_not_pinned(dist.get_backend())
+            note_unpinned_sums(dist.get_backend())
 
 
 def settings_of(report: Report) -> dict[str, str]:
@@ -192,9 +192,9 @@ def _store() -> Any:
     return get()
 
 
-def name_what_is_not_pinned(backend: str) -> None:
+def note_unpinned_sums(backend: str) -> None:
     """Name on stderr the missing variables without which `backend` chooses the order of sums."""
-    for library, variables in ORDER_OF_SUMS.items():
+    for library, variables in VARIABLES_FOR_ORDER_OF_SUMS.items():
         missing = [name for name in variables if name not in os.environ]
         if library in backend and missing:
             unset = ", ".join(missing)

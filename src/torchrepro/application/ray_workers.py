@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.imports import AfterImport
-from torchrepro.ground.patching import surround_everywhere, variables_put_back
+from torchrepro.ground.patching import surround_everywhere, variables_restored
 
 if TYPE_CHECKING:
     from torchrepro.ground.errors import TorchreproError
@@ -45,7 +45,7 @@ _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 _NEEDED = ("init", "is_initialized", "get_runtime_context")  # the functions of Ray that we call
 
-_APPLY_IN_WORKER = "torchrepro.start.bootstrap.put_in_force_in_worker"
+_APPLY_IN_WORKER = "torchrepro.start.bootstrap.apply_in_ray_worker"
 _PASSED_VARIABLES = (
     *("TORCHREPRO_SEED", "TORCHREPRO_FIRST", "TORCHREPRO_RECORD", "TORCHREPRO_AT_START"),
     *("TORCHREPRO_QUIET", "TORCHREPRO_VERBOSE"),
@@ -126,7 +126,7 @@ def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
         if not ray.is_initialized():
             submitted = _SUBMITTED in os.environ
             if submitted or os.environ.get(HOOK):  # the former hook may drop our entries
-                during_init.enter_context(variables_put_back((HOOK, FORMER)))
+                during_init.enter_context(variables_restored((HOOK, FORMER)))
                 os.environ[FORMER], os.environ[HOOK] = os.environ.get(HOOK, ""), _OURS
             if not submitted:
                 # Ray calls no hook for a driver that `uv run` started, and drops a runtime

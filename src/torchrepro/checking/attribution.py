@@ -40,14 +40,14 @@ from torchrepro.lock.repository import (
     write_commit,
     write_files,
 )
-from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.contents import known_secrets
 from torchrepro.profile.load import resolve
 from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.trace.request import LEVELS, RecordingRequest
 from torchrepro.verdict.comparison import compare_within
-from torchrepro.verdict.render import from_here, moment
+from torchrepro.verdict.render import moment, relative_location
 from torchrepro.verification.copies import Copy, temporary_folder
-from torchrepro.verification.perturbations import RunEnvironment, noting_files
+from torchrepro.verification.perturbations import RunEnvironment, logging_file_uses
 from torchrepro.verification.runner import Runner, last_lines
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class LockedCommand:
 
     def to_json(self) -> dict[str, Any]:
         """Return the command as a lock stores it, without the path of the interpreter."""
-        words = shareable(self.command, secrets_here())
+        words = shareable(self.command, known_secrets())
         folder = self.folder.relative_to(self.root) if self.root else Path()
         return {
             "command": [*(["python"] if is_python(words[0]) else words[:1]), *words[1:]],
@@ -102,7 +102,7 @@ class LockedCommand:
         files, began = runner.folder / f"{name}.files", time.time()
         noting = RunEnvironment()
         if self.root is not None:
-            noting = noting_files(self.root, files, ours=runner.folder)
+            noting = logging_file_uses(self.root, files, ours=runner.folder)
         run = runner.run(resolved, name, noting)
         return Recorded(run, files, began)
 
@@ -127,7 +127,7 @@ class LockedCommand:
             for changed, path in paths
             if changed / 1e9 < recorded.began and path not in tracked
         }
-        return [from_here(str(path)) for _, path in sorted(old, reverse=True)]
+        return [relative_location(str(path)) for _, path in sorted(old, reverse=True)]
 
     def dependencies(
         self, recorded: Recorded, files: Set[str], locked: Dependencies | None = None
@@ -183,7 +183,7 @@ class Who:
             yield "", f"{likeliest} {verb}{then}"
         if self.where is not None:
             divergence = self.where
-            source = from_here(divergence.source)
+            source = relative_location(divergence.source)
             text = "  ".join(filter(None, (source, divergence.module, divergence.op)))
             if when := moment(divergence.step, after_last=divergence.after_last):
                 phase = f"{divergence.phase} of " if divergence.phase else ""

@@ -19,7 +19,7 @@ from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.messages import printable, shown, some
 from torchrepro.ground.redaction import HIDDEN, without_secrets
 from torchrepro.ground.writing import write_in_place
-from torchrepro.lock.diff import OF_A_RUN, change
+from torchrepro.lock.diff import RUN_DEPENDENCIES, change
 from torchrepro.lock.lock_file import (
     SHARED,
     CheckResult,
@@ -33,12 +33,12 @@ from torchrepro.lock.repository import CopyError
 from torchrepro.manifest.contents import (
     MACHINES,
     as_text,
+    known_secrets,
     read_complete,
     read_contents,
     seal_of,
-    secrets_here,
 )
-from torchrepro.manifest.environment import kind_of_machine
+from torchrepro.manifest.environment import platform_name
 from torchrepro.profile.load import resolve
 from torchrepro.trace.request import is_range
 from torchrepro.verdict.render import counted
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchrepro.ground.console import Part
-    from torchrepro.lock.locked_results import NumbersDifference
+    from torchrepro.lock.locked_results import ResultsDifference
     from torchrepro.reporting.report import Report
     from torchrepro.verdict.value import Verdict
 
@@ -109,7 +109,7 @@ def lock_numbers(
         runner.refuse_failed(runs)
         left = Leftovers.of(states[0], states[1], runs[0], runs[1])
         verdict = left.explained(runner.compare(*runs))
-        machine = kind_of_machine()
+        machine = platform_name()
         if not verdict.same or any(run.status for run in runs):
             return LockedRun(str(path), report, None, verdict, machine, Dependencies())
         numbers = numbers_of(runs[0].folder, asked.every)
@@ -152,7 +152,7 @@ class NumbersCheck(Displayed):
     machine: str
     torch: str  # the version in the lock
     steps: int  # the number of steps of the run
-    first: NumbersDifference | None  # None if the results are equal
+    first: ResultsDifference | None  # None if the results are equal
     who: Who | None = None  # None if the results are equal, or without attribution
 
     @property
@@ -218,12 +218,12 @@ def check_numbers(
             except (CopyError, ApplyError, ProfileError, TraceError) as error:
                 who = Who(UNKNOWN, str(error))
         shutil.rmtree(output, ignore_errors=True)
-    return NumbersCheck(settings, kind_of_machine(), torch, len(here.steps), first, who)
+    return NumbersCheck(settings, platform_name(), torch, len(here.steps), first, who)
 
 
 def refuse_damaged(path: Path, contents: Mapping[str, Any]) -> None:
     """Raise `ProfileError` for files of a lock that are not valid, and for names without states."""
-    for key in ("files", *OF_A_RUN):
+    for key in ("files", *RUN_DEPENDENCIES):
         section = contents.get(key, {})
         for name, state in section.items() if isinstance(section, dict) else [("", section)]:
             is_inside = not {"", ".", "..", ".git"} & {*name.split("/")} and "\0" not in name
@@ -278,7 +278,7 @@ def update_numbers(
     if not text:
         todo = 'write a reason: --update "addmm of torch 2.14"'
         raise ProfileError.about("the reason is missing", key="--update", todo=todo)
-    if without_secrets(text, secrets_here()) != text:
+    if without_secrets(text, known_secrets()) != text:
         problem = "the reason may contain a secret, and a lock is shared"
         raise ProfileError.about(problem, key="--update", found=HIDDEN)
     kind, contents = read_contents(path)
@@ -287,7 +287,7 @@ def update_numbers(
         raise ProfileError.about("has no results to update", str(path), todo=todo)
     asked = _request_of(path, contents, command)
     name, overrides = named_in(path, contents)
-    platforms = sorted(contents[MACHINES].keys() - {kind_of_machine()})
+    platforms = sorted(contents[MACHINES].keys() - {platform_name()})
     if resolve(name, overrides, typed=False).digest != contents["digest"] and platforms:
         problem = f"its profile has changed, and the results of {some(platforms)} used the old one"
         todo = f"lock again, without them: torchrepro lock {name} -o {path} -- {join(command)}"

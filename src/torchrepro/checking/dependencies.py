@@ -18,10 +18,10 @@ import xxhash
 
 from torchrepro.ground.redaction import cleaner, sounds_secret
 from torchrepro.lock import file_notes
-from torchrepro.lock.diff import OF_A_RUN, Difference
+from torchrepro.lock.diff import RUN_DEPENDENCIES, Difference
 from torchrepro.lock.file_notes import LISTED, READ, VARIABLE, WRITTEN, Use
 from torchrepro.lock.repository import is_of_environment
-from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.contents import known_secrets
 
 MOST_FILES, MOST_BYTES, MOST_SECONDS = 1_000, 20 * 10**9, 10.0  # limits for computing digests
 _MOST_VARIABLES = 100  # a program that reads more iterates over all of them
@@ -53,7 +53,7 @@ class Dependencies(NamedTuple):
         parents = {str(parent) for path in written for parent in Path(path).parents}
         names: dict[str, str] = {}
         variables: dict[str, str] = {}
-        clean = cleaner(secrets_here())
+        clean = cleaner(known_secrets())
         for path, uses in sorted(kinds.items()):
             name = path if VARIABLE in uses else _name(path, root)
             parts = Path(name).parts
@@ -87,7 +87,7 @@ class Dependencies(NamedTuple):
 
     def differing(self, now: Dependencies, root: Path) -> Iterator[Difference]:
         """Yield the dependencies that are known to differ; some exist only in `now`."""
-        for section in OF_A_RUN:
+        for section in RUN_DEPENDENCIES:
             locked_states, states = getattr(self, section), getattr(now, section)
             for name in sorted({*locked_states, *states}):
                 before, after = locked_states.get(name), states.get(name)
@@ -117,7 +117,7 @@ def _digests(paths: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def _digest_of_names(folder: str) -> str:
-    names = sorted({*os.listdir(folder)} - {*file_notes.LEFT_OUT})  # noqa: PTH208 - names
+    names = sorted({*os.listdir(folder)} - {*file_notes.SKIPPED_FOLDERS})  # noqa: PTH208 - names
     return xxhash.xxh3_64(repr(names).encode()).hexdigest()
 
 

@@ -20,7 +20,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 import torchrepro
 from torchrepro.ground.console import Verbosity, environment_for, show
 from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.patching import variables_put_back
+from torchrepro.ground.patching import variables_restored
 
 if TYPE_CHECKING:
     from torchrepro.ground.console import Part
@@ -251,7 +251,7 @@ Overrides = Annotated[
 
 def _set_variables(context: typer.Context, variables: Mapping[str, str]) -> None:
     """Set variables in this process and its children until the command ends."""
-    context.with_resource(variables_put_back(variables))
+    context.with_resource(variables_restored(variables))
     os.environ.update(variables)
 
 

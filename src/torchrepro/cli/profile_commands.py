@@ -106,11 +106,11 @@ def plan_profile(
     """Show what the profile would set if it were applied at the start of a program."""
     from torchrepro.application.planner import make_plan
     from torchrepro.ground.imports import import_torch
-    from torchrepro.reporting.process_state import closed_doors
+    from torchrepro.reporting.process_state import closed_latches
     from torchrepro.reporting.report import headline_parts, knob_parts
 
     resolved = resolved_profile(profile, overrides)
-    closed = closed_doors()  # before torch is imported, as at the start of a program
+    closed = closed_latches()  # before torch is imported, as at the start of a program
     with doing(IMPORTING):
         import_torch()
     report = make_plan(resolved, closed=closed).report

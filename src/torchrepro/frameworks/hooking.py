@@ -24,10 +24,10 @@ from torchrepro.ground.messages import shown
 from torchrepro.ground.patching import MissingHookError
 from torchrepro.seeding.loader_positions import (
     await_loaders,
-    await_resting,
     place_of,
     places,
     resting,
+    restore_idle_loaders,
     take_up,
 )
 from torchrepro.seeding.state import (
@@ -254,7 +254,7 @@ def resume_from(entry: Any, checkpoint: str) -> Mapping[str, Any] | None:
     except SeedingError as error:
         report_not_resumed(checkpoint, str(error))
         return None
-    await_resting(state["resting"])
+    restore_idle_loaders(state["resting"])
     run_begins(resumed=True)
     compare_at_first_step(state["optimizers"], checkpoint)
     return state

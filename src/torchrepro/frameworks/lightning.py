@@ -22,7 +22,7 @@ from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import KEY, active_profile, log_profile, skip_on_error
 from torchrepro.ground.console import say
 from torchrepro.ground.patching import MissingHookError, surround, surround_everywhere
-from torchrepro.seeding.loader_positions import await_loaders, begin_late
+from torchrepro.seeding.loader_positions import await_loaders, begin_at_first_batch
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -126,7 +126,7 @@ class TrainerHooks:
         if not keeping and not any(saved is not None for _, saved in state["loaders"]):
             # A resumed Trainer starts the loaders of the next epoch before the program's hooks.
             self._pending = hooking.restore_of_generators(state)
-            begin_late(self.on_train_epoch_start, together=len(state["loaders"]))
+            begin_at_first_batch(self.on_train_epoch_start, together=len(state["loaders"]))
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Restore the generators again, since the start-up has drawn from them."""

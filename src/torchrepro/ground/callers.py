@@ -67,6 +67,6 @@ def call_text(frame: FrameType) -> str:
     return getline(frame.f_code.co_filename, first).encode()[start:end].decode(errors="replace")
 
 
-def program_place(frame: FrameType) -> str:
+def program_line(frame: FrameType) -> str:
     """Return ``file:line`` of the nearest caller in the program, or else of `frame`."""
     return line(next((f for f in frames(frame) if not is_library(f.f_code.co_filename)), frame))

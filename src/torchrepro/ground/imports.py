@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-put_off: list[Callable[[], object]] = []
+deferred_callbacks: list[Callable[[], object]] = []
 """Called at the import of torch, or earlier if code is about to change the same state."""
 
 

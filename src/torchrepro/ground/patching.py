@@ -83,7 +83,7 @@ def set_variable(name: str, text: str | None) -> None:
 
 
 @contextmanager
-def variables_put_back(names: Iterable[str] | None = None) -> Iterator[None]:
+def variables_restored(names: Iterable[str] | None = None) -> Iterator[None]:
     """Restore the variables `names`, or all, at the end of the block to their present values."""
     before = dict(os.environ)
     try:

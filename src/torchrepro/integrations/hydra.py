@@ -40,12 +40,17 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from torchrepro.application.applier import Applied, apply_resolved, in_force, stop_or_relaunch
+from torchrepro.application.applier import (
+    Applied,
+    active_profiles,
+    apply_resolved,
+    stop_or_relaunch,
+)
 from torchrepro.application.planner import plan
 from torchrepro.ground.console import note, say
 from torchrepro.ground.errors import ApplyError, TorchreproError
 from torchrepro.ground.messages import near, some
-from torchrepro.ground.patching import variables_put_back
+from torchrepro.ground.patching import variables_restored
 from torchrepro.ground.redaction import shareable
 from torchrepro.integrations.hydra_source import (
     APP_PREFIX,
@@ -63,17 +68,17 @@ from torchrepro.integrations.hydra_source import (
 )
 from torchrepro.manifest.contents import (
     FILE,
+    command_and_folder,
     hydra_folder,
+    known_secrets,
     manifest,
     note_sweep,
-    secrets_here,
-    sweep_or_this,
     write_manifest,
 )
 from torchrepro.reporting.process_state import inherited, other_than_original
 from torchrepro.reporting.report import Report, announce, announce_end, random_number_lines
-from torchrepro.seeding.streams import drawn_streams, never_drawn, world
-from torchrepro.start.bootstrap import agreeing_run, in_force_now
+from torchrepro.seeding.streams import drawn_streams, unused_streams, world
+from torchrepro.start.bootstrap import agreeing_run, finish_applying
 
 if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
@@ -153,7 +158,7 @@ class _NoRerun:
 
 def _no_rerun() -> _NoRerun:
     pickles = [Path(value) for value in _rerun_values() if Path(value).is_file()]
-    if pickles and not in_force():
+    if pickles and not active_profiles():
         say(
             "--experimental-rerun would run this job without its original profile\n"
             f"    to do: torchrepro rerun {pickles[0].parent.parent}"
@@ -180,7 +185,7 @@ class ReproCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Include the requests, because a launcher's processes have other command lines."""
-        command, folder = sweep_or_this()
+        command, folder = command_and_folder()
         requests = {"words": words_of_group(), "command": command, "folder": folder}
         return {**self.__dict__, **requests}
 
@@ -208,7 +213,7 @@ class ReproCallback(Callback):
                     alternative = ""
                     if resolved.asked:  # otherwise no command line can name the profile
                         words = shareable(
-                            ["torchrepro", "run", *resolved.asked], secrets_here(resolved)
+                            ["torchrepro", "run", *resolved.asked], known_secrets(resolved)
                         )
                         command = f"{shlex.join(words)} -- COMMAND"
                         alternative = f"; `{command}` sets everything in time"
@@ -247,12 +252,12 @@ class ReproCallback(Callback):
         with exit_on_error():
             # Hydra had set these for the job, and has restored them already.
             env_set = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
-            with variables_put_back(env_set):
+            with variables_restored(env_set):
                 os.environ.update(env_set)
                 under_run = inherited() is not None and config.hydra.mode is RunMode.RUN
                 # Of a job without a profile, unless that would need an import of torch.
                 needs_manifest = not _job and "torch" in sys.modules
-                if under_run and needs_manifest and (applied := in_force_now()) is not None:
+                if under_run and needs_manifest and (applied := finish_applying()) is not None:
                     _record(_Job(config, applied, applied.report, from_run=True))
                 _end()
                 _restore()
@@ -309,7 +314,7 @@ def _end() -> None:
         if world().rank == 0:
             note(*(f"seeded by the program itself: {call}" for call in job.applied.seeding_calls))
             note(*random_number_lines(job.applied.report))
-            for name in never_drawn():
+            for name in unused_streams():
                 close = near(name, drawn_streams())
                 drawn = some(drawn_streams()) or "none"
                 note(

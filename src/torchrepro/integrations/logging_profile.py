@@ -81,12 +81,12 @@ def log_to(*targets: Any) -> Logged:
     Without an active profile it writes nothing and prints a note once. Raises `TorchreproError` if
     there is nothing to log to, a target is not one of the above, or a tool refuses.
     """
-    from torchrepro.application.applier import in_force
+    from torchrepro.application.applier import active_profiles
     from torchrepro.manifest.destinations import DESTINATIONS, LEGAL
-    from torchrepro.start.bootstrap import in_force_now
+    from torchrepro.start.bootstrap import finish_applying
 
-    in_force_now()  # under `torchrepro run`, applies a profile that waits for the import of torch
-    if not in_force():
+    finish_applying()  # under `torchrepro run` a profile may wait for torch
+    if not active_profiles():
         say_once(
             "log_to: no profile is active, so nothing is logged; apply one with "
             "torchrepro.apply, with +repro=NAME of a Hydra app, or with torchrepro run"
@@ -104,7 +104,7 @@ def log_to(*targets: Any) -> Logged:
             todo=f"start one, {', '.join(startable)}, or pass a target: {LEGAL}",
         )
         raise TorchreproError(str(problem))
-    return Logged(in_force()[-1], tuple(chosen)).again()
+    return Logged(active_profiles()[-1], tuple(chosen)).again()
 
 
 def _destination_of(target: Any) -> tuple[Destination, Any]:
@@ -139,13 +139,13 @@ class ProfileTags:
         """Whether a profile is active."""
         # If the module is not loaded, no profile was applied, and the import would cost time.
         applier = sys.modules.get("torchrepro.application.applier")
-        return bool(applier and applier.in_force())
+        return bool(applier and applier.active_profiles())
 
     def tags(self) -> dict[str, str]:
         """Return the name, the satisfied guarantee and the digest of the innermost profile."""
-        from torchrepro.application.applier import in_force
+        from torchrepro.application.applier import active_profiles
 
-        report = in_force()[-1].report
+        report = active_profiles()[-1].report
         return {
             "torchrepro.name": report.profile,
             "torchrepro.guarantee": report.guarantee.held,

@@ -92,7 +92,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     from torchrepro.application.applier import apply_resolved
     from torchrepro.ground.errors import TorchreproError
     from torchrepro.ground.redaction import shareable
-    from torchrepro.manifest.contents import secrets_here
+    from torchrepro.manifest.contents import known_secrets
     from torchrepro.profile.load import resolve
     from torchrepro.start.bootstrap import agreeing_run
 
@@ -105,7 +105,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
             early_config.add_cleanup(applied.restore)
     except TorchreproError as error:
         raise pytest.UsageError(f"torchrepro: {error}") from None
-    secrets = secrets_here(resolved)
+    secrets = known_secrets(resolved)
     words = ["pytest", f"--repro={profile}", *(f"--repro-set={text}" for text in overrides)]
     command = shlex.join(shareable(words, secrets))
     run = shlex.join(shareable(["torchrepro", "run", profile, *overrides], secrets))
@@ -239,10 +239,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @contextmanager
 def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
     from torchrepro.application.applier import apply_resolved
-    from torchrepro.ground.patching import variables_put_back
+    from torchrepro.ground.patching import variables_restored
 
     with (
-        variables_put_back(resolved.environment()),
+        variables_restored(resolved.environment()),
         apply_resolved(resolved, _OBSTACLE) as applied,
     ):
         yield applied
@@ -338,17 +338,17 @@ def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfi
 @pytest.fixture
 def repro() -> Applied:
     """The active profile of this test, with its `report` and `digest`."""
-    from torchrepro.application.applier import in_force
-    from torchrepro.start.bootstrap import in_force_now
+    from torchrepro.application.applier import active_profiles
+    from torchrepro.start.bootstrap import finish_applying
 
-    in_force_now()  # under `torchrepro run`, applies a profile that waits for the import of torch
-    if not in_force():
+    finish_applying()  # under `torchrepro run` a profile may wait for torch
+    if not active_profiles():
         pytest.fail(
             "no torchrepro profile is active in this test: name one with --repro=PROFILE, the "
             'ini key `repro`, or @pytest.mark.repro("seed-only")',
             pytrace=False,
         )
-    return in_force()[-1]
+    return active_profiles()[-1]
 
 
 @pytest.fixture
@@ -359,20 +359,22 @@ def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
     ``repro_numbers(losses, model)``. Each platform has its own results.
     ``--repro-update REASON`` accepts the present ones.
     """
-    from torchrepro.application.applier import in_force
+    from torchrepro.application.applier import active_profiles
     from torchrepro.ground.errors import TorchreproError
-    from torchrepro.lock.locked_results import FOLDER, hold_test, numbers_of_training
+    from torchrepro.lock.locked_results import FOLDER, check_test_results, numbers_of_training
 
     file, calls = request.path, count(1)
     test_name = request.node.nodeid.partition("::")[2] or request.node.name
 
     def check(losses: Any, model: Any = None) -> None:
         name = test_name if (number := next(calls)) == 1 else f"{test_name} {number}"
-        profile = in_force()[-1].resolved.name if in_force() else None
+        profile = active_profiles()[-1].resolved.name if active_profiles() else None
         path = file.parent / FOLDER / f"{file.stem}.lock"
         reason = " ".join((request.config.getoption("--repro-update") or "").split())
         try:
-            differs = hold_test(path, name, profile, numbers_of_training(losses, model), reason)
+            differs = check_test_results(
+                path, name, profile, numbers_of_training(losses, model), reason
+            )
         except TorchreproError as error:
             differs = str(error)
         if differs:

@@ -27,7 +27,7 @@ from torchrepro.knobs.knob import (
     Switch,
     Text,
     WordOrMapping,
-    waits_for_refusal,
+    acts_only_on_refusal,
 )
 from torchrepro.knobs.torch_state import (
     CUBE_MATH_LOWERS,
@@ -553,7 +553,7 @@ POLICIES = (
         "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
         scope=Scope.EVERY_THREAD,
         needs="backends.torch.deterministic_algorithms",
-        needing=waits_for_refusal,
+        needing=acts_only_on_refusal,
         needed=("error",),
     ),
     _policy(

@@ -33,9 +33,9 @@ class Legal:
 
     def complaint(self, value: Any) -> str:
         """Return why `value` is illegal, or an empty string."""
-        return self.wrong_part(value)[1]
+        return self.first_illegal_part(value)[1]
 
-    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+    def first_illegal_part(self, value: Any) -> tuple[tuple[str, ...], str]:
         """Return the path of keys to the first illegal value in `value`, and why it is illegal."""
         return (), self.complaint(value)
 
@@ -186,7 +186,7 @@ class MappingOf(Legal):
     nested: str = ""
     """The complaint about a mapping where a plain value is expected, if `of` has no good one."""
 
-    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+    def first_illegal_part(self, value: Any) -> tuple[tuple[str, ...], str]:
         if not isinstance(value, Mapping) or not all(n and isinstance(n, str) for n in value):
             return (), f"not a mapping of {self.maps}"
         for name, inner in value.items():
@@ -218,15 +218,15 @@ class WordOrMapping(Legal):
     def words(self) -> str:
         return f"{self.word.words}, or {self.mapping.words}"
 
-    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+    def first_illegal_part(self, value: Any) -> tuple[tuple[str, ...], str]:
         if not isinstance(value, Mapping):
             return (), self.word.complaint(value)
         if not self.under:
-            return self.mapping.wrong_part(value)
+            return self.mapping.first_illegal_part(value)
         for key, inner in value.items():
             if key != self.under:
                 return (str(key),), f"unknown key: only `{self.under}` belongs here"
-            keys, why = self.mapping.wrong_part(inner)
+            keys, why = self.mapping.first_illegal_part(inner)
             if why:
                 return (key, *keys), why
         return (), ""
@@ -264,7 +264,7 @@ def is_pattern(name: str) -> bool:
     return any(sign in name for sign in "*?[")
 
 
-def waits_for_refusal(value: Value) -> bool:
+def acts_only_on_refusal(value: Value) -> bool:
     """Return whether `value` acts only on ops that torch refuses to run."""
     named = per_op(value)
     words = {value} if isinstance(value, str) else set(named.values())
@@ -352,7 +352,7 @@ class Knob:
     summary: str
     cost: str
     source: str  # URL of the documentation, paper or issue behind the summary
-    door: str = ""  # the latch after which a write has no effect, a key of `process_state.DOORS`
+    door: str = ""  # the latch after which a write has no effect, a key of `process_state.LATCHES`
     set_on_import: str = "torch"
     """`torchrepro run` sets the knob when this module is imported; if empty, at the very start."""
 
@@ -372,7 +372,7 @@ class Knob:
     enough: Callable[[str], bool] | None = None
     """For a variable: returns whether another text gives the same guarantee (`why_equivalent`)."""
 
-    misspelt: tuple[str, ...] = ()
+    misspellings: tuple[str, ...] = ()
     """For a variable: illegal texts that programs write for the value of the profile.
 
     The library raises an error for them, so nothing is ever computed with such a text.
@@ -381,7 +381,7 @@ class Knob:
     effect: EffectiveValue | None = None
     """For a variable: how to read the value that its library took, if the library exposes it."""
 
-    moves_on: bool = False
+    changes_with_use: bool = False
     """True if use changes the state and `read` does not show it, as with a generator.
 
     Such a knob is always written and always restored.

@@ -40,7 +40,7 @@ from torchrepro.knobs.knob import (
 )
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
 
-ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
+VARIABLES_FOR_ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
 """Backend of torch.distributed -> the variables that fix the order of its sums. gloo needs none:
 its order depends on sizes alone."""
 
@@ -309,7 +309,7 @@ def _knob(row: Mapping[str, Any]) -> Knob:
         scope=Scope.PROCESS_AND_CHILDREN,
         aliases=tuple(row.get("aliases", ())),
         enough=ENOUGH[row["enough"]] if "enough" in row else None,
-        misspelt=tuple(row.get("misspelt", ())),
+        misspellings=tuple(row.get("misspelt", ())),
         effect=effect,
         hardware=row.get("hardware", ""),
     )

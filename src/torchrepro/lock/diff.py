@@ -191,7 +191,7 @@ SECTIONS: Mapping[str, _SectionRow] = {
 }
 
 
-OF_A_RUN: Mapping[str, _SectionRow] = {
+RUN_DEPENDENCIES: Mapping[str, _SectionRow] = {
     "data": _SectionRow("data", prefix="file ", absent="does not exist"),
     "listed": _SectionRow("listed", prefix="names in ", absent="not listed"),
     "variables": _SectionRow("variables", prefix="variable ", absent="not read"),
@@ -201,7 +201,7 @@ OF_A_RUN: Mapping[str, _SectionRow] = {
 
 def _row_of(name: str) -> _SectionRow:
     # Recordings have sections of other names.
-    return SECTIONS.get(name) or OF_A_RUN.get(name, _SectionRow(""))
+    return SECTIONS.get(name) or RUN_DEPENDENCIES.get(name, _SectionRow(""))
 
 
 def _of_folder(name: str, folder: Path) -> Snapshot:
@@ -470,7 +470,7 @@ def _without_profile(key: str) -> Any:
     if key in DEFAULTS:
         return DEFAULTS[key]
     knobs = [knob for knob in knobs_for_key(key) if knob.name == key]
-    if not knobs or knobs[0].moves_on or knobs[0].variable or not knobs[0].loaded:
+    if not knobs or knobs[0].changes_with_use or knobs[0].variable or not knobs[0].loaded:
         return None
     try:
         return knobs[0].access.read()

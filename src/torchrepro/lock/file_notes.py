@@ -34,7 +34,10 @@ VARIABLE = "variable"  # an environment variable that the program reads; size 1 
 TYPED = "typed"  # the program came by `python -c` or by standard input
 CHANGED = "changed"  # other than its contents: refused in a checkout, but not logged
 _WRITING = os.O_WRONLY | os.O_RDWR
-LEFT_OUT = ("__pycache__", ".git")  # folders of a repository that hold no file of the program
+SKIPPED_FOLDERS = (
+    "__pycache__",
+    ".git",
+)  # folders of a repository that hold no file of the program
 
 _FINDERS = "__editable__"  # prefix of the finder modules of editable installs by setuptools
 
@@ -250,7 +253,9 @@ class _Notes:
 
 def is_of_cache(path: str) -> bool:
     """Return whether a path is below a folder that contains no files of the program."""
-    return any(f"{os.sep}{folder}{os.sep}" in f"{os.sep}{path}{os.sep}" for folder in LEFT_OUT)
+    return any(
+        f"{os.sep}{folder}{os.sep}" in f"{os.sep}{path}{os.sep}" for folder in SKIPPED_FOLDERS
+    )
 
 
 def _up_to_link(path: str, base: str) -> str:

@@ -32,10 +32,10 @@ from torchrepro.manifest.contents import (
     FORMAT,
     as_text,
     common_contents,
+    known_secrets,
     read_complete,
     read_contents,
     seal_of,
-    secrets_here,
 )
 from torchrepro.manifest.environment import hardware, software
 from torchrepro.profile.load import key_of, resolve
@@ -99,7 +99,7 @@ def contents_of_lock(
 ) -> tuple[dict[str, Any], Report]:
     """Return the contents of a lock at `path`, and the planned report; raises as `write_lock`."""
     resolved = resolve(profile, overrides)
-    secrets = secrets_here(resolved)
+    secrets = known_secrets(resolved)
     for text in overrides:
         if without_secrets(text, secrets) != text:
             problem = "the override may contain a secret, and a lock is shared"

@@ -22,7 +22,7 @@ from torchrepro.ground.imports import import_torch, installed_version
 from torchrepro.ground.messages import some
 from torchrepro.ground.writing import write_in_place
 from torchrepro.manifest.contents import MACHINES, as_text
-from torchrepro.manifest.environment import kind_of_machine
+from torchrepro.manifest.environment import platform_name
 from torchrepro.trace.format import ARGUMENTS
 from torchrepro.trace.reader import read_run
 
@@ -40,7 +40,7 @@ FOLDER = "repro_numbers"
 FORMAT = 1  # of the files in this folder
 
 
-class StepNumbers(NamedTuple):
+class StepResults(NamedTuple):
     losses: tuple[str, ...]
     """Hexadecimal floats; fingerprints of losses with several elements."""
     parameters: str
@@ -48,7 +48,7 @@ class StepNumbers(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    steps: Mapping[int, StepNumbers]
+    steps: Mapping[int, StepResults]
     end: str
     """A digest of the final parameters and optimizer states; empty if only some steps were
     requested."""
@@ -69,7 +69,7 @@ class Numbers(NamedTuple):
                 for text in losses.split():
                     if not text.startswith(_MARK):
                         float.fromhex(text)
-                steps[int(step)] = StepNumbers(tuple(losses.split()), digest)
+                steps[int(step)] = StepResults(tuple(losses.split()), digest)
             return cls(steps, str(value["end"]))
         except (TypeError, AttributeError, KeyError, ValueError, OverflowError):
             raise ProfileError.about("damaged: not the results of a run", path, "numbers") from None
@@ -115,7 +115,7 @@ def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
             ]
         trace.close()
     steps = {
-        number: StepNumbers(tuple(losses.get(number, ())), _digest_of_all(digests))
+        number: StepResults(tuple(losses.get(number, ())), _digest_of_all(digests))
         for number, digests in sorted(parameters.items())
     }
     if not any(row.losses or row.parameters for row in steps.values()):
@@ -125,7 +125,7 @@ def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
     return Numbers(steps, _digest_of_all(end))
 
 
-class NumbersDifference(NamedTuple):
+class ResultsDifference(NamedTuple):
     """The first difference between the results of a run and of a lock."""
 
     step: int
@@ -166,7 +166,7 @@ def _number(text: str) -> float | str:
     return text if value is None or value - value != 0 else value
 
 
-def first_difference(locked: Numbers, here: Numbers) -> NumbersDifference | None:
+def first_difference(locked: Numbers, here: Numbers) -> ResultsDifference | None:
     """Return the first difference between the results of two runs; None if they are equal.
 
     If one run has more steps, the common steps are compared first.
@@ -177,16 +177,16 @@ def first_difference(locked: Numbers, here: Numbers) -> NumbersDifference | None
             break
         for pair in zip((*expected.losses, ""), (*row.losses, ""), strict=False):
             if pair[0] != pair[1]:
-                return NumbersDifference(step, "loss", *pair)
+                return ResultsDifference(step, "loss", *pair)
         if expected.parameters != row.parameters:
-            return NumbersDifference(step, "parameters", expected.parameters, row.parameters)
+            return ResultsDifference(step, "parameters", expected.parameters, row.parameters)
     if locked.steps.keys() != here.steps.keys():
         step = min(locked.steps.keys() ^ here.steps.keys())
         sizes = (len(run.steps) for run in (locked, here))
         counts = (f"{size:,} step{'s' * (size != 1)}" for size in sizes)
-        return NumbersDifference(step, "steps", *counts)
+        return ResultsDifference(step, "steps", *counts)
     if locked.end != here.end:
-        return NumbersDifference(max(locked.steps), "end", locked.end, here.end)
+        return ResultsDifference(max(locked.steps), "end", locked.end, here.end)
     return None
 
 
@@ -204,7 +204,7 @@ def numbers_of_training(losses: Any, model: Any = None) -> Numbers:
     for step, loss in enumerate(loss_list):
         try:
             value = loss.item() if hasattr(loss, "item") else loss
-            steps[step] = StepNumbers((_exact(float(value)),), "")
+            steps[step] = StepResults((_exact(float(value)),), "")
         except (TypeError, ValueError, RuntimeError):
             legal = "a list of floats, or of tensors with one element"
             raise ProfileError.about(
@@ -215,14 +215,16 @@ def numbers_of_training(losses: Any, model: Any = None) -> Numbers:
     return Numbers(steps, _digest_of_all(fingerprint(tensor.detach()) for tensor in tensors))
 
 
-def hold_test(path: Path, name: str, profile: str | None, numbers: Numbers, reason: str) -> str:
+def check_test_results(
+    path: Path, name: str, profile: str | None, numbers: Numbers, reason: str
+) -> str:
     """Compare the results of the test `name` with the file `path`; return the error message.
 
     The message is empty if they are equal. `profile` is the name of the active profile. With a
     `reason`, and for a test without stored results, the results are written instead; a test
     without stored results fails if the variable `CI` is set.
     """
-    machine = kind_of_machine()
+    machine = platform_name()
     settings = {"torch": installed_version("torch"), "profile": profile}
     with _opened(path) as contents:
         section = contents[MACHINES].get(machine, {})

@@ -21,9 +21,9 @@ from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
 from torchrepro.lock.file_notes import (
-    LEFT_OUT,
     LISTED,
     READ,
+    SKIPPED_FOLDERS,
     TOO_MANY,
     TYPED,
     WRITTEN,
@@ -103,7 +103,7 @@ def entries(folder: Path, root: Path) -> tuple[list[Path], list[str]]:
             path = Path(entry)
             if not entry.is_dir(follow_symlinks=False):
                 names.append(entry.name)
-            elif entry.name not in LEFT_OUT and not is_of_environment(path, root):
+            elif entry.name not in SKIPPED_FOLDERS and not is_of_environment(path, root):
                 folders.append(path)
     return folders, names
 

@@ -25,7 +25,7 @@ from torchrepro.knobs.variables import RECORDED, other_variables
 from torchrepro.manifest.environment import (
     compiler_settings,
     hardware,
-    kind_of_machine,
+    platform_name,
     repository,
     software,
 )
@@ -74,7 +74,7 @@ def manifest(
     The manifest includes the use of random numbers so far: the streams that the run drew from, and
     the lines on which it seeded a generator itself.
     """
-    secrets = secrets_here(resolved)
+    secrets = known_secrets(resolved)
     hydra = hydra_job() if hydra is None else hydra
     at_start = {name: text for name, text in os.environ.items() if set_before_start(name)}
     return common_contents(
@@ -108,7 +108,7 @@ def common_contents(resolved: ResolvedProfile, report: Report, **sections: Any) 
         **({} if compiler is None else {"compiler": compiler}),
         **sections,
     }
-    cleaned: dict[str, Any] = without_secrets(contents, secrets_here(resolved))
+    cleaned: dict[str, Any] = without_secrets(contents, known_secrets(resolved))
     return cleaned
 
 
@@ -118,7 +118,7 @@ def seal_of(contents: Mapping[str, Any]) -> str:
     return f"sha256:{hashlib.sha256(as_text(sealed).encode()).hexdigest()}"
 
 
-def secrets_here(*profiles: ResolvedProfile) -> tuple[str, ...]:
+def known_secrets(*profiles: ResolvedProfile) -> tuple[str, ...]:
     """Return the secret values among the variables of this process and of the profiles."""
     environments = [os.environ, *(resolved.environment() for resolved in profiles)]
     return tuple({value for variables in environments for value in secret_values(variables)})
@@ -201,7 +201,7 @@ def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
     """
     written_as, contents = read_contents(path)
     if MACHINES in contents:
-        sections, machine = contents[MACHINES], kind_of_machine()
+        sections, machine = contents[MACHINES], platform_name()
         are_sections = isinstance(sections, dict) and all(
             isinstance(section, dict) for section in sections.values()
         )
@@ -364,7 +364,7 @@ def note_sweep(command: Sequence[str], folder: str) -> None:
     _sweep[:] = [(tuple(command), folder)]
 
 
-def sweep_or_this() -> tuple[tuple[str, ...], str]:
+def command_and_folder() -> tuple[tuple[str, ...], str]:
     """Return command line and folder of the sweep whose jobs run in this process, or its own."""
     return _sweep[0] if _sweep else (tuple(sys.orig_argv), FOLDER)
 

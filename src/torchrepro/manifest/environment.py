@@ -136,7 +136,7 @@ _VECTORS = {
 """Vector extension of a CPU -> the flags that indicate it, the widest first."""
 
 
-def kind_of_machine() -> str:
+def platform_name() -> str:
     """Return the platform: the model of the GPU or NPU, or the CPU's vendor and vector extension.
 
     Versions, variables and numbers of threads do not belong to it: they can be the cause of a

@@ -256,7 +256,7 @@ def implementation(packet: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return None if accumulates else IMPLEMENTATIONS.get(packet)
 
 
-TORCHS_OWN = frozenset(
+TORCH_NAMESPACES = frozenset(
     {
         *("_", "_c10d_functional", "_c10d_functional_autograd", "_caffe2", "_dtensor", "_native"),
         *("_inductor_debug", "_inductor_test", "_quantized", "_test", "_torch_testing", "ao"),
@@ -298,7 +298,7 @@ def _custom_ops() -> Iterator[str]:
     ops: dict[str, set[str]] = defaultdict(set)
     for name in all_names:
         namespace, _, rest = name.partition("::")
-        if namespace not in TORCHS_OWN and not _comes_with_torch(name):
+        if namespace not in TORCH_NAMESPACES and not _comes_with_torch(name):
             ops[namespace].add(rest.partition(".")[0])
     for namespace, names in ops.items():
         if len(names) > _FEW:

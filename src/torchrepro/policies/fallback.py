@@ -15,7 +15,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from torchrepro.ground.callers import frames, program_place
+from torchrepro.ground.callers import frames, program_line
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.fork_safety import fork_safe_lock
 from torchrepro.ground.messages import near
@@ -333,4 +333,4 @@ def _count(op: Any, action: str, moved: int = 0) -> None:
     # The caller of `interpose` is a line of the program; a thread of torch has no caller.
     inner = [frame for frame in frames() if frame.f_globals.get("__name__") == interpose.__name__]
     caller = inner[-1].f_back if inner else None
-    count(KNOB, op.name(), action, program_place(caller) if caller is not None else "", moved)
+    count(KNOB, op.name(), action, program_line(caller) if caller is not None else "", moved)

@@ -373,7 +373,7 @@ class PlacedForward:
         if not self._is_installed:
             return forward(*args, **kwargs)
         with self._lock:
-            result, moved = run_there(self.device, module, forward, args, kwargs)
+            result, moved = run_forward_on(self.device, module, forward, args, kwargs)
         self.calls += 1
         action = "ran on" if moved else "was already on"
         count(POLICY, self.name, f"{action} {self.device}", moved=moved)
@@ -395,7 +395,7 @@ class PlacedForward:
         return partial, (self._own,)
 
 
-def run_there(
+def run_forward_on(
     device: Any,
     module: Any,
     forward: Callable[..., Any],
@@ -505,8 +505,8 @@ class _Transfer:
         self._originals: dict[
             int, Any
         ] = {}  # id of a tensor on the device -> the tensor of the caller
-        self.over = NestedMap(self._send)
-        self._back = NestedMap(self._bring)
+        self.over = NestedCopier(self._send)
+        self._back = NestedCopier(self._bring)
 
     def back(self, value: Any) -> Any:
         """Return `value` with every tensor in it moved back."""
@@ -578,7 +578,7 @@ def _version(tensor: Any) -> int | None:
         return None
 
 
-class NestedMap:
+class NestedCopier:
     """Copies nested values and changes every tensor in them, each tensor and container once.
 
     If an object occurs twice, its copy occurs twice. The pytree of torch does not preserve that,

@@ -48,7 +48,7 @@ from torchrepro.knobs.knob import (
     Legal,
     OneOf,
     Text,
-    waits_for_refusal,
+    acts_only_on_refusal,
 )
 from torchrepro.knobs.variables import allowed, refusal
 from torchrepro.profile.document import LONGEST_NUMBER
@@ -106,7 +106,7 @@ def legal_values(legal_or_knob: str | Legal) -> GetPydanticSchema:
         legal = knobs_by_name()[legal].legal
 
     def check(value: Any) -> Any:
-        inside, complaint = ((), "") if value is None else legal.wrong_part(value)
+        inside, complaint = ((), "") if value is None else legal.first_illegal_part(value)
         if complaint:
             context = {"complaint": complaint, "legal": legal, "inside": inside}
             raise PydanticCustomError("illegal", "{complaint}", context)
@@ -275,7 +275,7 @@ def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
         found.append(("backends.npu.deterministic_level", shown(level), why))
     fallback = leaves.get("device.fallback")
     never_refuses = algorithms in ("none", "warn")
-    if never_refuses and fallback is not None and waits_for_refusal(fallback):
+    if never_refuses and fallback is not None and acts_only_on_refusal(fallback):
         why = f"with deterministic_algorithms: {algorithms} no op raises, so none falls back"
         found.append(("device.fallback", shown(fallback), why))
     return found

@@ -233,7 +233,7 @@ def why_equivalent(knob: Knob, value: Any) -> str:
         return ""
     if knob.enough is not None and knob.enough(value) and not knob.legal.complaint(value):
         return EQUIVALENT
-    if value in knob.misspelt and knob.hardware in absent_hardware():
+    if value in knob.misspellings and knob.hardware in absent_hardware():
         return f"of no effect without {knob.hardware}, which refuses it"
     return ""
 
@@ -323,7 +323,7 @@ class ProcessFacts:
 def process_facts(resolved: ResolvedProfile, closed: Mapping[str, str]) -> ProcessFacts:
     """Read the facts that affect the guarantee of `resolved`, in addition to its own knobs.
 
-    `closed` are the events that have ended a phase (see `DOORS`). A variable that may have been
+    `closed` are the events that have ended a phase (see `LATCHES`). A variable that may have been
     set after its phase ended may have no effect, so it is skipped.
     """
     kinds = present_kinds()

@@ -68,7 +68,7 @@ def _initialised(submodule: str) -> bool:
     return bool(check and check())
 
 
-DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
+LATCHES: Mapping[str, tuple[Callable[[], bool], str]] = {
     "interpreter": (lambda: True, "Python has started"),
     "torch": (lambda: _loaded("torch"), "torch is loaded"),
     "openmp": (lambda: _loaded("torch") or bool(openmp_of_torch()), "OpenMP is loaded"),
@@ -81,9 +81,9 @@ DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
 """The latches: each is an event that ends a phase -> a check for it, and its description."""
 
 
-def closed_doors() -> dict[str, str]:
+def closed_latches() -> dict[str, str]:
     """Return the latches that are closed in this process, each with its description."""
-    return {latch: words for latch, (is_closed, words) in DOORS.items() if is_closed()}
+    return {latch: words for latch, (is_closed, words) in LATCHES.items() if is_closed()}
 
 
 NOT_HERE = "not on this machine"

@@ -111,7 +111,7 @@ class Checkpoint:
             stepped = self._optimizers
             hook = register_optimizer_step_post_hook(lambda made, *_: stepped.add(made))
             finalize(self, hook.remove)
-        loader_positions.await_resting(())
+        loader_positions.restore_idle_loaders(())
         forget()  # an earlier run in this process may have ended before its first step
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
@@ -302,7 +302,7 @@ class Checkpoint:
         self.epoch, self.batch, self.step = saved["epoch"], saved["batch"], saved["step"]
         self._loop, self._progress, self._begun = saved["loop"], saved["place"], saved["begun"]
         self._root, self._rng = saved["root"], saved["rng"]
-        loader_positions.await_resting(saved["resting"])
+        loader_positions.restore_idle_loaders(saved["resting"])
         # Not started here: if this run is already done, the next step belongs to another run.
         self._compare = partial(compare_at_first_step, saved["optimizers"], str(path))
         set_epochs(saved["rng"]["loaders"])  # a loader needs its next epoch before its first batch

@@ -45,13 +45,13 @@ class PlanField:
     def write(self, value: Any) -> None:
         streams.drawn.clear()
         change: dict[str, Any] = {self.name: dict(value) if isinstance(value, Mapping) else value}
-        streams.put_plan(replace(streams.current_plan(), **change))
+        streams.set_plan(replace(streams.current_plan(), **change))
 
     def save(self) -> Any:
         return streams.current_plan()
 
     def restore(self, saved: Any) -> None:
-        streams.put_plan(saved)
+        streams.set_plan(saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class RootSeed(PlanField):
         loader.loaders.register = loader.Register()
         plan = replace(streams.current_plan(), agreed_seed=None)
         started_as = plan.coordinate() if plan.ranks_differ else plan.started_as
-        streams.put_plan(replace(plan, started_as=started_as))
+        streams.set_plan(replace(plan, started_as=started_as))
 
     def save(self) -> Any:
         return streams.current_plan(), loader.loaders.register
 
     def restore(self, saved: Any) -> None:
         plan, loader.loaders.register = saved
-        streams.put_plan(plan)
+        streams.set_plan(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +421,7 @@ def use_mesh(mesh: Any) -> Mesh:
     sizes = tuple(mesh.size(dimension) for dimension in range(mesh.ndim))
     mesh_of_plan = Mesh(tuple(names), sizes, tuple(position))
     plan = replace(plan, mesh=mesh_of_plan)
-    streams.put_plan(plan)
+    streams.set_plan(plan)
     _start(plan)
     return mesh_of_plan
 
@@ -441,7 +441,7 @@ def _start(plan: SeedPlan, moved: Collection[str] = ()) -> None:
     if plan.seed is None or not plan.ranks_differ:
         return
     rank = plan.coordinate()
-    streams.put_plan(replace(plan, started_as=rank))
+    streams.set_plan(replace(plan, started_as=rank))
     seed = seed_of_rank(plan.seed, rank)
     for name, generator in (("python", _PYTHON), ("numpy", _NUMPY), ("torch", TorchSeed())):
         if name not in moved:

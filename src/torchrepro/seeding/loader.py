@@ -460,7 +460,7 @@ class Loading:
         from torch.utils.data import get_worker_info
 
         if get_worker_info() is not None:
-            streams.put_plan(self.plan)
+            streams.set_plan(self.plan)
             seed_readers_of_worker(worker, self.stream, self.given)
         elif self.stream is not None:
             start_from(worker_stream(self.stream, worker))

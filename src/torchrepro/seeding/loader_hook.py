@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
-from torchrepro.ground.callers import program_place
+from torchrepro.ground.callers import program_line
 from torchrepro.ground.console import say_once
 from torchrepro.ground.errors import SeedingError
 from torchrepro.ground.fork_safety import fork_safe_lock
@@ -513,7 +513,7 @@ def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
     if in_loader():
         return
     seeder = worker_seeder(loader.worker_init_fn)
-    line = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
+    line = program_line(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if loading is not None and seeder is not None:
         is_iterable = loader_positions.reads_items(loader)
         loaders.register.notes[f"{seeder} at {line}"] = (

@@ -98,7 +98,7 @@ _DEPTH, _FEW = 5, 100  # how deep, and in how long lists, `_has_generator` searc
 @dataclass(slots=True)
 class _RunState:
     first_number: int = -1  # loaders and epochs with lower numbers belong to an earlier run
-    late_begin: tuple[Restore, int] | None = None  # see `begin_late`
+    late_begin: tuple[Restore, int] | None = None  # see `begin_at_first_batch`
     restored_unread: bool = False  # whether it has set a state of torch's that it had not read
 
 
@@ -408,7 +408,7 @@ def resting() -> list[dict[str, Any]]:
     ]
 
 
-def await_resting(saved: Sequence[Mapping[str, Any]]) -> None:
+def restore_idle_loaders(saved: Sequence[Mapping[str, Any]]) -> None:
     """Begin a run: restore the generators of each loader in `saved` once it begins an epoch.
 
     Loaders that were used before the run no longer count.
@@ -432,7 +432,7 @@ def _restore_resting(loader: Any) -> None:
         report_changed_reading(loader, before["reading"])
 
 
-def begin_late(restore: Restore, together: int) -> None:
+def begin_at_first_batch(restore: Restore, together: int) -> None:
     """Call `restore`, and then begin the epochs of the next loaders, when a first batch is read.
 
     The first `together` of them begin at once. For frameworks that make the iterators earlier in

@@ -27,10 +27,10 @@ HASH = "a hash"
 CLOCK = "the clock"
 THREADS = "the timing of threads"
 FORKED = "random numbers in a child process"
-IF_THERE = "a file if it is there"
+EXISTING_FILE = "a file if it is there"
 SET_ORDER = "the order of a set"
 HOST = "the name of the machine"
-UNWRITTEN = "memory that nothing had written"
+UNINITIALIZED_MEMORY = "memory that nothing had written"
 WORKER = "the worker that loads a sample"
 SUSPECTS = (
     *(ENTROPY, FORKED, CLOCK_AND_CARD, PROCESS, FILES, ADDRESS, HASH),
@@ -39,7 +39,7 @@ SUSPECTS = (
 """Sources of nondeterminism, the most probable cause of a difference first: the clock comes late,
 because most programs read it only to measure."""
 
-GIVEN_SEED = "a seed that the program gives"
+EXPLICIT_SEED = "a seed that the program gives"
 OWN_GENERATOR = "torch.Generator.manual_seed"
 """The name of a seed that is read from the program's own generator at a line that draws from it."""
 
@@ -100,7 +100,7 @@ def _given(module: str, attribute: str, position: int, **options: Any) -> Source
     return Source(
         module,
         attribute,
-        GIVEN_SEED,
+        EXPLICIT_SEED,
         "give a seed that is the same in every run, such as 1234",
         applies=lambda arguments: _text(_seed(arguments, position)) is not None,
         value=lambda arguments: _text(_seed(arguments, position)),
@@ -251,7 +251,7 @@ FORKED_DRAWS: tuple[Source, ...] = tuple(
 """Draws from a global generator, which are observed in forked children only."""
 
 FILE_IF_THERE = Source(
-    *("builtins", "open", IF_THERE),
+    *("builtins", "open", EXISTING_FILE),
     "remove the file before a run, or name it by all that it is made from",
 )
 

@@ -44,13 +44,13 @@ from torchrepro.seeding.nondeterministic_calls import (
     CHEAP_SOURCES,
     ENTROPY,
     EVERY_SOURCE,
+    EXISTING_FILE,
+    EXPLICIT_SEED,
     FILE_IF_THERE,
     FOR_THEMSELVES,
     FORKED,
     FORKED_DRAWS,
-    GIVEN_SEED,
     GIVEN_SEEDS,
-    IF_THERE,
     MADE_BY_NUMPY,
     OWN_GENERATOR,
     UNSEEDED,
@@ -117,7 +117,7 @@ class SourceRead:
 def seed_of_generator(where: str, step: int, record: int, seed: str) -> SourceRead:
     """Return the seed of a generator that a line draws from, as an explicit seed of the program."""
     first = 1, step, record, seed, GIVEN_SEEDS[0].instead
-    return SourceRead(OWN_GENERATOR, GIVEN_SEED, where, *first, in_sample=False)
+    return SourceRead(OWN_GENERATOR, EXPLICIT_SEED, where, *first, in_sample=False)
 
 
 class ChildNotes:
@@ -209,7 +209,7 @@ class FileUses:
         """Return the files that the program asked for and read, and an earlier run had written."""
         first = 1, -1, 0, None, FILE_IF_THERE.instead
         return [
-            SourceRead(Path(file.path).name, IF_THERE, file.read, *first, in_sample=False)
+            SourceRead(Path(file.path).name, EXISTING_FILE, file.read, *first, in_sample=False)
             for file in self._files.values()
             if file.asked and file.read and file.changed < self.began
         ]
@@ -398,7 +398,7 @@ class Watch:
     def _listener(self, row: Source) -> Listener:
         function = f"{row.module}.{row.attribute}"
         generator = row.module.removesuffix(".random")
-        seeds = row.what == GIVEN_SEED and (row.module, row.attribute) in FUNCTIONS
+        seeds = row.what == EXPLICIT_SEED and (row.module, row.attribute) in FUNCTIONS
 
         def listener(
             name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType

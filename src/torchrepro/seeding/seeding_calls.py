@@ -12,7 +12,7 @@ from hashlib import blake2b
 from types import FrameType
 from typing import Any
 
-from torchrepro.ground.callers import package, program_place
+from torchrepro.ground.callers import package, program_line
 from torchrepro.ground.console import note
 from torchrepro.ground.messages import shown
 from torchrepro.policies.policy import count
@@ -178,7 +178,7 @@ def _note(
         frame = frame.f_back
     if package(frame) in OWN:
         return
-    line = program_place(frame)  # skips our wrappers of a framework's functions
+    line = program_line(frame)  # skips our wrappers of a framework's functions
     seeds = ", ".join(shown(value) for value in (*args, *kwargs.values()))
     policy = sys.modules.get("torchrepro.policies.host_rng")  # None if it was never applied
     if function.startswith(_DEVICES) and policy is not None and policy.policy.is_on:

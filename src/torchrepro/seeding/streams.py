@@ -362,7 +362,7 @@ def current_plan() -> SeedPlan:
     return _plan
 
 
-def put_plan(plan: SeedPlan) -> None:
+def set_plan(plan: SeedPlan) -> None:
     global _plan  # noqa: PLW0603 - the plan is one piece of process state, and this its only writer
     _plan = plan
 
@@ -375,7 +375,7 @@ def remember_program_seed() -> None:
 def set_program_seed(seed: int | None) -> None:
     """Remember `seed` as the program's own; None if torch's generator still has it."""
     if _plan.program_seed != seed:
-        put_plan(replace(_plan, program_seed=seed))
+        set_plan(replace(_plan, program_seed=seed))
 
 
 SEEDED_AT_RANDOM = ("torch.seed", "torch.random.seed")
@@ -403,7 +403,7 @@ def is_given(seed: int) -> bool:
     return seed not in of_profile and seed not in _not_given
 
 
-def never_drawn() -> tuple[str, ...]:
+def unused_streams() -> tuple[str, ...]:
     return tuple(sorted(set(_plan.streams) - drawn))
 
 

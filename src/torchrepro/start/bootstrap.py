@@ -13,7 +13,7 @@ import os
 import sys
 from importlib import import_module
 
-from torchrepro.ground.imports import AfterImport, put_off
+from torchrepro.ground.imports import AfterImport, deferred_callbacks
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
@@ -34,30 +34,30 @@ _state: dict[str, Any] = {}
 _seeded_alone: list[str] = []
 
 
-def put_in_force_on_import() -> None:
+def apply_on_import() -> None:
     """Apply the profile on import of random, numpy.random and torch; changes `sys.meta_path`.
 
     Also watches Ray, to start its workers under the profile.
     """
-    put_off.append(_begin)
+    deferred_callbacks.append(_begin)
     _watch_sources_if_asked()
     AfterImport(_MODULES, _when_imported).watch_all()
     AfterImport(["ray"], _reach_workers).watch_all()
 
 
-def put_in_force_in_worker() -> None:
+def apply_in_ray_worker() -> None:
     """Apply the inherited profile in a Ray worker and its child processes.
 
     Ray calls this before the first task. The worker may have started without our sitecustomize,
     for example in a cluster that is older than the program.
     """
-    if _begin in put_off or not os.environ.get("TORCHREPRO_PROFILE"):
+    if _begin in deferred_callbacks or not os.environ.get("TORCHREPRO_PROFILE"):
         return
     from pathlib import Path  # imported by Ray already
 
     search_path = [str(Path(__file__).parent / "boot"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
-    put_in_force_on_import()
+    apply_on_import()
 
 
 def _reach_workers(module: str) -> None:
@@ -88,9 +88,9 @@ def record_on_import() -> None:
     waiting.watch()
 
 
-def in_force_now() -> Applied | None:
+def finish_applying() -> Applied | None:
     """Import the modules that are still missing, and return the profile, now fully applied."""
-    if _begin not in put_off:
+    if _begin not in deferred_callbacks:
         return None
     for module in _MODULES:
         import_module(module)
@@ -105,7 +105,7 @@ def agreeing_run(resolved: ResolvedProfile, asker: str) -> Applied | None:
     """
     from torchrepro.reporting.process_state import outer_run
 
-    return in_force_now() if outer_run(resolved, asker) is not None else None
+    return finish_applying() if outer_run(resolved, asker) is not None else None
 
 
 def _when_imported(module: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from torchrepro.trace.format import PARTLY, UNINITIALISED
+from torchrepro.trace.format import PARTLY, UNINITIALIZED_INPUT
 from torchrepro.trace.tensor_reads import fingerprint_of, version_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ UNREAD = b"not read"
 Digest = Any
 """The first bytes of a fingerprint, or a `Pending` or `InFlight` one that is not computed yet."""
 
-PLACEHOLDERS = frozenset({UNREAD[:4], UNINITIALISED[:4], PARTLY})
+PLACEHOLDERS = frozenset({UNREAD[:4], UNINITIALIZED_INPUT[:4], PARTLY})
 """The first 4 bytes of digests that were not computed from memory."""
 
 

@@ -25,7 +25,7 @@ from torchrepro.trace.digests import (
     is_uninitialized,
 )
 from torchrepro.trace.fingerprint import unobserved
-from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
+from torchrepro.trace.format import INPUT, PARTLY, UNINITIALIZED_INPUT
 from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
 from torchrepro.trace.tensor_reads import (
     fingerprint_of,
@@ -331,7 +331,7 @@ class FingerprintCache:
         self, facts: OpFacts, tensor: Any, version: int, fingerprints: list[Any], shapes: list[Any]
     ) -> None:
         if facts.allocates:
-            short: Digest = UninitializedDigest(UNINITIALISED)
+            short: Digest = UninitializedDigest(UNINITIALIZED_INPUT)
         else:
             if facts.collective:
                 digest: Digest = InFlight(tensor)

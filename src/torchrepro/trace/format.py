@@ -70,7 +70,7 @@ OUTPUT = 16
 MAIN = 0
 """The number of the main thread. Its records have a fixed order; that of others may vary."""
 
-UNINITIALISED = b"not set "
+UNINITIALIZED_INPUT = b"not set "
 """Placeholder for the digest of an uninitialized input."""
 
 PARTLY = b"part"

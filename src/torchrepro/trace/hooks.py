@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrepro.ground.callers import frames, package, program_place
+from torchrepro.ground.callers import frames, package, program_line
 from torchrepro.ground.imports import AfterImport
 from torchrepro.ground.patching import patch, surround
 from torchrepro.trace.op_facts import shape_of
@@ -109,7 +109,7 @@ def watch_training(undo: ExitStack, listener: Any) -> None:
     _surround_once_imported(undo, _ITERATORS, "__next__", around_batch)
 
 
-def within_loaders_begun(
+def wrap_loader_iteration(
     undo: ExitStack, around: Callable[[Any], AbstractContextManager[None]]
 ) -> None:
     """Run ``iter(loader)`` within ``around(loader)``.
@@ -125,7 +125,7 @@ def within_loaders_begun(
     _surround_once_imported(undo, _LOADERS, "__iter__", within)
 
 
-def on_worker_begun(undo: ExitStack, call: Callable[[], object]) -> None:
+def on_worker_started(undo: ExitStack, call: Callable[[], object]) -> None:
     """Call `call` if this process becomes a worker of a loader, before it loads a batch.
 
     By then a worker that is not forked has imported the program, to unpickle the dataset. Workers
@@ -242,7 +242,7 @@ def note_hidden_ops(undo: ExitStack, note: Callable[[str], object]) -> None:
         if any(frame.f_code.co_name == _HIDES for frame in islice(callers, 4)):
             caller = next(frame for frame in callers if package(frame) != "contextlib")
             if package(caller) != "torch":
-                note(program_place(caller))
+                note(program_line(caller))
         return pop(*args)
 
     if hasattr(_python_dispatch, "_pop_mode"):

@@ -40,9 +40,9 @@ from torchrepro.trace.format import ARGUMENTS, INPUT, MAIN, OUTPUT, StepRow
 from torchrepro.trace.frames import call_site_of_program, parameters_of, source_of
 from torchrepro.trace.generator_states import GeneratorStates
 from torchrepro.trace.hooks import (
-    on_worker_begun,
+    on_worker_started,
     watch_training,
-    within_loaders_begun,
+    wrap_loader_iteration,
 )
 from torchrepro.trace.op_facts import PLAIN, value_text
 from torchrepro.trace.recording_levels import LEVELS, StepLevel, arguments_of
@@ -118,10 +118,10 @@ class Recording:
             undo.callback(register_module_parameter_registration_hook(self._model_is_built).remove)
             undo.callback(register_module_module_registration_hook(self._module_is_wrapped).remove)
             watch_training(undo, self)
-            on_worker_begun(undo, self._ignore_worker)
+            on_worker_started(undo, self._ignore_worker)
             self._full.begin(undo)
             if not self.request.loading:
-                within_loaders_begun(undo, lambda _: self._full.paused())
+                wrap_loader_iteration(undo, lambda _: self._full.paused())
             undo.enter_context(self._naming)
             _recordings.append(self)
             undo.callback(_recordings.remove, self)

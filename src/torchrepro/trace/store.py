@@ -26,12 +26,12 @@ from typing import Any
 
 import xxhash
 
-from torchrepro.application.applier import in_force
+from torchrepro.application.applier import active_profiles
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import TraceError
 from torchrepro.ground.messages import shown, size
 from torchrepro.ground.redaction import cleaner
-from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.contents import known_secrets
 from torchrepro.manifest.environment import commit, hardware, software
 from torchrepro.seeding import generators
 from torchrepro.seeding.streams import world
@@ -262,7 +262,7 @@ class Store:
         Knobs that changed to an equivalent value during the run are stored with that value. Raises
         `TraceError` if the file was removed while it was written.
         """
-        changes = [change for applied in in_force() for change in applied.report.as_good]
+        changes = [change for applied in active_profiles() for change in applied.report.as_good]
         changed = {change.knob: shown(change.now) for change in changes}
         knobs = {"knobs": json.loads(self._meta["knobs"]) | changed} if changed else {}
         self.write_meta({**knobs, **values, "finished": True, "rows": self._steps})
@@ -414,8 +414,8 @@ class _Redaction:
     def __call__(self, value: Any) -> Any:
         environment = os.environ.copy()
         if environment != self._environment:
-            profiles = (applied.resolved for applied in in_force())
-            self._environment, self._clean = environment, cleaner(secrets_here(*profiles))
+            profiles = (applied.resolved for applied in active_profiles())
+            self._environment, self._clean = environment, cleaner(known_secrets(*profiles))
         return self._clean(value)
 
 
@@ -455,7 +455,7 @@ def open_store(request: RecordingRequest) -> Store:
         device_type = torch.accelerator.current_accelerator().type
         devices = f"{device_type} x{torch.accelerator.device_count()}"
         about["hardware"] |= {"accelerator": devices}
-    profiles = in_force()
+    profiles = active_profiles()
     if profiles:
         resolved = profiles[-1].resolved
         rows = [row for applied in profiles for row in applied.report]

@@ -83,7 +83,7 @@ def compare(
     that contains no trace, for recordings that cannot be compared in this way, for a line without a
     record, and if nothing is compared.
     """
-    refuse_no_line(ignore)
+    refuse_malformed_lines(ignore)
     tolerance = tolerance_of(rtol, atol)
     runs = str(run_a), str(run_b)
     resumed = None
@@ -95,7 +95,7 @@ def compare(
     return verdict
 
 
-def refuse_no_line(ignore: Sequence[str]) -> None:
+def refuse_malformed_lines(ignore: Sequence[str]) -> None:
     """Raise `TraceError` for a text that is not ``file:line``."""
     for location in ignore:
         file, _, line = location.rpartition(":")

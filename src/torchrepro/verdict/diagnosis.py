@@ -21,13 +21,13 @@ from torchrepro.ground.messages import some
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.profile.resolved import flatten
-from torchrepro.seeding.nondeterministic_calls import GIVEN_SEED, SUSPECTS, THREADS
+from torchrepro.seeding.nondeterministic_calls import EXPLICIT_SEED, SUSPECTS, THREADS
 from torchrepro.trace.format import (
     BY_PROGRAM,
     NEW_TENSOR,
     OPTIMIZER_STEP,
     PARTLY,
-    UNINITIALISED,
+    UNINITIALIZED_INPUT,
 )
 from torchrepro.verdict.libraries import library_row
 from torchrepro.verdict.program_text import edit_of
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
         Divergence,
         LineOfOrigin,
         Loader,
+        NondeterministicRead,
         Program,
         RunAtDivergence,
         SeedSource,
         Setting,
-        UncontrolledRead,
         Verdict,
     )
 
-Suspect: TypeAlias = "UncontrolledRead | SeedSource"
+Suspect: TypeAlias = "NondeterministicRead | SeedSource"
 """A line that may be the cause, from an observed read or from a scan of the source."""
 
 _TABLE: Mapping[str, Any] = yaml.load(
@@ -183,7 +183,7 @@ DECLARED = ("guarantee", "profile", "digest", "program", "level", *NOT_ALIKE)
 SET_BY = {"hardware: threads": "env.OMP_NUM_THREADS"}
 """Observed settings, and the knobs that set them."""
 
-_NOT_SET, _PARTLY_SET = UNINITIALISED.hex(), PARTLY.hex()
+_NOT_SET, _PARTLY_SET = UNINITIALIZED_INPUT.hex(), PARTLY.hex()
 _PROBABILITY = re.compile(r"(?<![=\w.])0?\.\d*[1-9]\d*")
 NO_VALUE = (None, "", "-", "null", "None")
 
@@ -218,19 +218,19 @@ class Evidence:
         return {text for run in self.sides for text in run.input_fingerprints}
 
     @property
-    def earlier_reads(self) -> tuple[UncontrolledRead, ...]:
+    def earlier_reads(self) -> tuple[NondeterministicRead, ...]:
         """Nondeterministic reads before the divergence, the last first."""
         position = self.first.step, self.first.record
         earlier = [read for read in self.program.reads if (read.step, read.record) <= position]
         return tuple(reversed(earlier))
 
     @property
-    def other_seeds(self) -> tuple[UncontrolledRead, ...]:
+    def differing_seeds(self) -> tuple[NondeterministicRead, ...]:
         """Seeds before the divergence that differ between the runs, the last first."""
-        return tuple(read for read in self.earlier_reads if read.is_other_seed)
+        return tuple(read for read in self.earlier_reads if read.is_differing_seed)
 
     @property
-    def suspects(self) -> list[UncontrolledRead]:
+    def suspects(self) -> list[NondeterministicRead]:
         """Nondeterministic reads that may be the cause, those on the line of the divergence first.
 
         If the origin is certain, only reads on its path count: other reads before the divergence
@@ -339,7 +339,7 @@ PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
     "own_generator": lambda case: any("generator=Generator" in run.argument for run in case.sides),
     "nothing_is_seeded": lambda case: (
         case.value("seed.torch") is None
-        and not any(read.what == GIVEN_SEED for read in case.earlier_reads)
+        and not any(read.what == EXPLICIT_SEED for read in case.earlier_reads)
     ),
     "is_race": _is_race,
     # Inputs and outputs of the record.
@@ -409,11 +409,11 @@ def advice(
     if rule.rerecord:
         closer = _rerecord_command(verdict, meta, command, detail=may_hide_a_change)
     suspect = None
-    if rule.by_program or (evidence.other_seeds and rule.rerecord and not rule.kernel):
+    if rule.by_program or (evidence.differing_seeds and rule.rerecord and not rule.kernel):
         suspect = prime_suspect(evidence)
     if suspect is not None:
-        is_seed = bool(evidence.other_seeds)
-        cause = cause_of(suspect, evidence.other_seeds[:1])
+        is_seed = bool(evidence.differing_seeds)
+        cause = cause_of(suspect, evidence.differing_seeds[:1])
         edit = edit_of(suspect.what, suspect.name, suspect.where, is_seed=is_seed)
         return Advice(cause=cause, edit=edit, closer=closer)
     cause = cause_by_evidence(evidence)
@@ -435,12 +435,12 @@ def prime_suspect(evidence: Evidence) -> Suspect | None:
     The first choice is the source of a differing seed, then reads on the line of the divergence,
     then other reads by their probability.
     """
-    for seed in evidence.other_seeds:
+    for seed in evidence.differing_seeds:
         return seed.source or seed
     return next(iter(evidence.suspects), None)
 
 
-def cause_of(read: Suspect, seeds: Sequence[UncontrolledRead] = ()) -> str:
+def cause_of(read: Suspect, seeds: Sequence[NondeterministicRead] = ()) -> str:
     """Return the sentence that names a read as the cause, with the seeds that it determined."""
     sentence = f"{read.what[:1].upper()}{read.what[1:]}: {read.name} at {short(read.where)}"
     for seed in seeds:

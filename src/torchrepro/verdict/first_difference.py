@@ -18,7 +18,7 @@ from torchrepro.trace.format import (
     NEW_TENSOR,
     OPTIMIZER_STEP,
     OUTPUT,
-    UNINITIALISED,
+    UNINITIALIZED_INPUT,
 )
 from torchrepro.verdict.criteria import NAMES, Pair
 from torchrepro.verdict.diagnosis import DATALOADER, DRAWING, OVERWRITING, PLAIN, op_name
@@ -209,7 +209,7 @@ def _explain(
         return Explanation(Kind.VALUES)
     if op_name(op) in OVERWRITING | DRAWING or op.endswith("out"):
         return Explanation(Kind.OUTPUTS)
-    positions = [str(at) for at, value in enumerate(left.inputs) if value == UNINITIALISED]
+    positions = [str(at) for at, value in enumerate(left.inputs) if value == UNINITIALIZED_INPUT]
     note = f"input {', '.join(positions)} is uninitialized memory" if positions else ""
     return Explanation(Kind.OUTPUTS, note)
 
@@ -281,8 +281,8 @@ def _explain_inputs(pair: Pair, inputs: Sequence[Input]) -> Explanation:
         )
         if explanation is not None:
             return explanation
-    if UNINITIALISED in first.values:
-        name = NAMES[first.values.index(UNINITIALISED)]
+    if UNINITIALIZED_INPUT in first.values:
+        name = NAMES[first.values.index(UNINITIALIZED_INPUT)]
         note = f"{first.name} is uninitialized memory in {name}"
         return Explanation(Kind.DATA, note)
     return Explanation(

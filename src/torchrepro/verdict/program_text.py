@@ -23,20 +23,20 @@ from torchrepro.seeding.nondeterministic_calls import (
     CLOCK,
     CLOCK_AND_CARD,
     ENTROPY,
+    EXISTING_FILE,
+    EXPLICIT_SEED,
     FILES,
     FORKED,
-    GIVEN_SEED,
     HASH,
     HOST,
-    IF_THERE,
     OWN_GENERATOR,
     PROCESS,
     SET_ORDER,
     THREADS,
-    UNWRITTEN,
+    UNINITIALIZED_MEMORY,
 )
 from torchrepro.verdict.render import short, source_line
-from torchrepro.verdict.value import Edit, SeedSource, UncontrolledRead
+from torchrepro.verdict.value import Edit, NondeterministicRead, SeedSource
 
 if TYPE_CHECKING:
     Replacement = tuple[ast.expr | ast.stmt | ast.keyword, str]  # a node of a line, its new source
@@ -54,11 +54,13 @@ _CALLS = {
         "timeit.default_timer pandas.Timestamp.now",
         ADDRESS: "id",
         THREADS: "concurrent.futures.as_completed asyncio.as_completed",
-        UNWRITTEN: "numpy.empty numpy.empty_like torch.empty torch.empty_like torch.empty_strided",
+        UNINITIALIZED_MEMORY: (
+            "numpy.empty numpy.empty_like torch.empty torch.empty_like torch.empty_strided"
+        ),
     }.items()
     for name in names.split()
 }
-_METHODS = {"imap_unordered": THREADS, "new_empty": UNWRITTEN}
+_METHODS = {"imap_unordered": THREADS, "new_empty": UNINITIALIZED_MEMORY}
 
 # Calls that take a seed. Types and methods that draw entropy if they are called without one; then
 # all seeding functions, by the last component of their names.
@@ -73,7 +75,16 @@ _SEEDING = {
     *("default_rng", "Random", "RandomState", "SeedSequence", "Generator", "PCG64", "Philox"),
 }
 _BECOME_SEEDS = {CLOCK, CLOCK_AND_CARD, ENTROPY, PROCESS, ADDRESS, HASH}
-_NO_SOURCE = (GIVEN_SEED, SET_ORDER, THREADS, UNWRITTEN, IF_THERE, FILES, FORKED, HOST)
+_NO_SOURCE = (
+    EXPLICIT_SEED,
+    SET_ORDER,
+    THREADS,
+    UNINITIALIZED_MEMORY,
+    EXISTING_FILE,
+    FILES,
+    FORKED,
+    HOST,
+)
 """Causes that cannot explain a differing seed in two runs on one machine."""
 
 _GIVE_BYTES = {"urandom", "token_bytes", "randbytes"}
@@ -174,7 +185,7 @@ def _varying_calls(module: Module) -> Iterator[tuple[int, str, str]]:
             name, method = module.name(node.func), _method(node)
             cause = _CALLS.get(name) or _METHODS.get(method)
             if name in _SEEDED or method in _SEEDING_METHODS:
-                cause = GIVEN_SEED if node.args or node.keywords else ENTROPY
+                cause = EXPLICIT_SEED if node.args or node.keywords else ENTROPY
             if cause is not None:
                 yield node.lineno, cause, name
         if any(map(sets.is_set, sets.iterated_by(node))):
@@ -287,7 +298,7 @@ def _method(node: ast.Call) -> str:
 
 
 def varying_seeds(
-    lines: Sequence[SeedSource], reads: Sequence[UncontrolledRead]
+    lines: Sequence[SeedSource], reads: Sequence[NondeterministicRead]
 ) -> tuple[tuple[SeedSource, SeedSource], ...]:
     """Return the lines of `scan` that seed a generator from a varying source, with that source.
 
@@ -295,13 +306,13 @@ def varying_seeds(
     """
     heard = [SeedSource(read.name, read.what, read.where, is_sure=True) for read in reads]
     sources = {line.where: line for line in (*lines, *heard) if line.what not in _NO_SOURCE}
-    seeds = (line for line in lines if line.what == GIVEN_SEED and line.where in sources)
+    seeds = (line for line in lines if line.what == EXPLICIT_SEED and line.where in sources)
     return tuple((line, sources[line.where]) for line in seeds)
 
 
 def with_source(
-    seed: UncontrolledRead, reads: Sequence[UncontrolledRead], before: float | None
-) -> UncontrolledRead:
+    seed: NondeterministicRead, reads: Sequence[NondeterministicRead], before: float | None
+) -> NondeterministicRead:
     """Return a seed that differs with its likely source: one of `reads`, or a call on its line.
 
     The recording knows the program's own generators by the lines that draw from them. Such a line
@@ -318,7 +329,7 @@ def with_source(
         candidates = {line.where for line in likely or seeding}
         seed = replace(seed, where=candidates.pop()) if len(candidates) == 1 else seed
     earlier = [read for read in reads if (read.step, read.record) <= (seed.step, seed.record)]
-    sure: list[UncontrolledRead | SeedSource] = [
+    sure: list[NondeterministicRead | SeedSource] = [
         *[read for read in earlier if "seed" in source_line(read.where).lower()],
         *[line for line in lines if line.where == seed.where and line.what not in _NO_SOURCE],
         *[read for read in earlier if short(read.where) == short(seed.where)],
@@ -350,7 +361,7 @@ def edit_of_sample(name: str, location: str) -> Edit | None:
     return edit and replace(edit, after=f"import torchrepro; {edit.after}")
 
 
-def edits_elsewhere(cause: str, files: Iterable[str], steps: int) -> Iterator[Edit]:
+def edits_of_other_lines(cause: str, files: Iterable[str], steps: int) -> Iterator[Edit]:
     """Yield edits that may remove the effect of `cause` in other lines than those that read it.
 
     A pool of threads or processes gets a single worker, which runs its tasks in order. A training
@@ -432,7 +443,7 @@ class _Lines:
                     yield from ((iterated, f"sorted({iterated.id}{key})") for iterated in loops)
                 elif id(call) not in inside:
                     yield call, f"sorted({self._source(call)}{key})"
-        elif cause == GIVEN_SEED:
+        elif cause == EXPLICIT_SEED:
             for call in self.calls(*_SEEDING):
                 if call.args and not isinstance(call.args[0], ast.Constant | ast.Starred):
                     yield call.args[0], SEED
@@ -454,7 +465,7 @@ class _Lines:
                         if line in task.body and call in ast.walk(line):
                             parameters = ", ".join(parameter.arg for parameter in task.args.args)
                             yield line, f"{owner}.seed(repr([{parameters}])); {self._source(line)}"
-        elif cause == UNWRITTEN:
+        elif cause == UNINITIALIZED_MEMORY:
             for call, owner, called in self._of_owners(*_WRITTEN):
                 yield call.func, f"{owner}.{_WRITTEN[called]}"
         elif cause == SET_ORDER or function == "set":

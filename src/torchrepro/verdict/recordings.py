@@ -29,11 +29,11 @@ from torchrepro.verdict.value import (
     IgnoredLine,
     Kind,
     Loader,
+    NondeterministicRead,
     NotFinite,
     Program,
     RunFacts,
     Setting,
-    UncontrolledRead,
     UninitializedRead,
 )
 
@@ -202,8 +202,8 @@ def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
     )
 
 
-def _reads(pairs: Sequence[Pair]) -> tuple[UncontrolledRead, ...]:
-    by_key: dict[tuple[str, str, str], UncontrolledRead] = {}
+def _reads(pairs: Sequence[Pair]) -> tuple[NondeterministicRead, ...]:
+    by_key: dict[tuple[str, str, str], NondeterministicRead] = {}
     for pair in pairs:
         left, right = (
             {(call["name"], call["what"], short(call["where"])): call for call in sources or ()}
@@ -214,7 +214,7 @@ def _reads(pairs: Sequence[Pair]) -> tuple[UncontrolledRead, ...]:
             row = row_of_read(call["name"], call["what"])
             if row is None:
                 continue
-            read = UncontrolledRead(
+            read = NondeterministicRead(
                 name,
                 what=row.what,
                 where=call["where"],
@@ -225,12 +225,14 @@ def _reads(pairs: Sequence[Pair]) -> tuple[UncontrolledRead, ...]:
                 left=left.get(key, {}).get("value") or "",
                 right=right.get(key, {}).get("value") or "",
             )
-            if key not in by_key or (read.is_other_seed and not by_key[key].is_other_seed):
+            if key not in by_key or (read.is_differing_seed and not by_key[key].is_differing_seed):
                 by_key[key] = read
     reads = tuple(by_key.values())
     began = [trace.meta.get("began") for pair in pairs for trace in pair.traces]
     until = min((time for time in began if time is not None), default=None)
-    return tuple(with_source(read, reads, until) if read.is_other_seed else read for read in reads)
+    return tuple(
+        with_source(read, reads, until) if read.is_differing_seed else read for read in reads
+    )
 
 
 _NEAR = 3  # how many near lines are proposed

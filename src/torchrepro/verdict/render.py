@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from torchrepro.ground.console import Part, UnbrokenText, Verbosity, listing, verbosity
 from torchrepro.ground.messages import printable, shortened, shown, size, some
-from torchrepro.trace.format import UNINITIALISED
+from torchrepro.trace.format import UNINITIALIZED_INPUT
 from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Kind, LineOfOrigin, Verdict
 
 if TYPE_CHECKING:
     Rows = list[tuple[str, str]]
 
-_NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(uninitialized)"
+_NOT_WRITTEN, NEVER_WRITTEN = UNINITIALIZED_INPUT.hex(), "(uninitialized)"
 # Limits of what is shown.
 _WIDE = 72  # characters of a line of source, of shapes or of arguments
 _AROUND = 16  # characters before the first difference of two long texts
@@ -53,7 +53,7 @@ def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
         rows += [("cause", proposal.cause)]
         if proposal.edit:
             rows += [
-                ("edit", f"{from_here(proposal.edit.where)}   {proposal.edit.before}"),
+                ("edit", f"{relative_location(proposal.edit.where)}   {proposal.edit.before}"),
                 ("becomes", proposal.edit.after),
             ]
         if proposal.command:
@@ -91,7 +91,7 @@ def _beginning(origin: LineOfOrigin) -> Rows:
 
 
 def _with_code(location: str) -> str:
-    line = f"{from_here(location)}   "
+    line = f"{relative_location(location)}   "
     return line + shortened(source_line(location), max(LINE - len(line), _LEAST))
 
 
@@ -104,7 +104,7 @@ def short(location: str) -> str:
     return location.replace("\\", "/").rpartition("/")[2]
 
 
-def from_here(location: str) -> str:
+def relative_location(location: str) -> str:
     """Return ``file:line`` relative to the current folder, if the file is below it."""
     return printable(location.removeprefix(f"{os.getcwd()}/"))  # noqa: PTH109 - a text, not a path
 

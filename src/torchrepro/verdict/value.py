@@ -200,7 +200,7 @@ class SeedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class UncontrolledRead:
+class NondeterministicRead:
     """A line that reads a source of nondeterminism, or seeds a generator."""
 
     name: str  #: The function, as in ``time.time_ns``.
@@ -217,7 +217,7 @@ class UncontrolledRead:
     """Whether the read loads a sample, which has its own generator (`torchrepro.sample_rng`)."""
 
     @property
-    def is_other_seed(self) -> bool:
+    def is_differing_seed(self) -> bool:
         """Whether both runs passed a seed on this line, and the seeds differ."""
         return bool(self.left and self.right) and self.left != self.right
 
@@ -250,7 +250,7 @@ class Program:
     accelerator: str = ""
     """The type of accelerator that it used, as in ``cuda``; empty if none."""
     loaders: tuple[Loader, ...] = ()
-    reads: tuple[UncontrolledRead, ...] = ()  #: In the order of reading.
+    reads: tuple[NondeterministicRead, ...] = ()  #: In the order of reading.
     threads: tuple[str, ...] = ()  #: Threads other than the main thread that computed something.
     unwritten: tuple[UninitializedRead, ...] = ()
     """Reads of uninitialized memory that made a loss NaN, or that are the divergence."""

@@ -27,7 +27,7 @@ from torchrepro.lock.repository import (
     repository_root,
     write_files,
 )
-from torchrepro.verification.perturbations import RunEnvironment, noting_files
+from torchrepro.verification.perturbations import RunEnvironment, logging_file_uses
 
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Edit
@@ -199,7 +199,7 @@ class Copy:
     @property
     def environment(self) -> RunEnvironment:
         """The environment of a command that uses the files of the copy and notes which ones."""
-        return noting_files(self.root, self.log, self.tree, self.recordings)
+        return logging_file_uses(self.root, self.log, self.tree, self.recordings)
 
     @property
     def uses(self) -> list[Use]:

@@ -21,7 +21,7 @@ from torchrepro.ground.messages import printable, some
 from torchrepro.lock.file_notes import WRITTEN
 from torchrepro.lock.repository import CopyError
 from torchrepro.trace.reader import read_run
-from torchrepro.verdict.render import counted, from_here, short
+from torchrepro.verdict.render import counted, relative_location, short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import Copy, FolderState, copy_of, temporary_folder
 from torchrepro.verification.perturbations import RunEnvironment
@@ -122,19 +122,19 @@ class Leftovers:
     def created(self) -> list[str]:
         """The files that the first run created, relative to the current folder."""
         names = self.after.files.keys() - self.before.files.keys()
-        return sorted(from_here(str(self.before.root / name)) for name in names)
+        return sorted(relative_location(str(self.before.root / name)) for name in names)
 
     @property
     def overwritten(self) -> list[str]:
         """The carried files that existed before the first run, relative to the current folder."""
-        names = (from_here(file.path) for file in self.carried)
+        names = (relative_location(file.path) for file in self.carried)
         return [name for name in names if name not in self.created]
 
     @property
     def cause(self) -> str:
         """A carried file, preferably created by run 1, and the lines that use it, in words."""
-        file = min(self.carried, key=lambda file: from_here(file.path) in self.overwritten)
-        name = from_here(file.path)
+        file = min(self.carried, key=lambda file: relative_location(file.path) in self.overwritten)
+        name = relative_location(file.path)
         note = "" if name in self.created else ", overwritten by run 1"
         wrote = f"written at {short(file.written)} and " if file.written else ""
         return (
@@ -152,7 +152,7 @@ class Leftovers:
         """
         for file in self.carried:
             if not Path(file.path).is_relative_to(self.before.root):
-                raise CopyError(f"{from_here(file.path)} is not in {self.before.root}")
+                raise CopyError(f"{relative_location(file.path)} is not in {self.before.root}")
         if len(self.overwritten) == len(self.carried):
             raise CopyError(self.why_not_undone)
         with (
@@ -242,7 +242,7 @@ class Leftovers:
     @property
     def _created_folders(self) -> list[str]:
         created = self.after.folders - self.before.folders
-        return sorted(from_here(str(self.before.root / folder)) for folder in created)
+        return sorted(relative_location(str(self.before.root / folder)) for folder in created)
 
 
 def _uses_of_files(run: Run) -> Iterator[Mapping[str, str]]:

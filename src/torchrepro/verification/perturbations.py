@@ -53,7 +53,7 @@ def pinning(pins: Mapping[str, Sequence[str]]) -> RunEnvironment:
     return RunEnvironment(fixed, {"verification.pinned_sources:pin": pins})
 
 
-def noting_files(
+def logging_file_uses(
     root: Path, log: Path, tree: Path | None = None, ours: Path | None = None
 ) -> RunEnvironment:
     """Return the environment that logs the uses of files below `root` in `log`.

@@ -26,12 +26,12 @@ from torchrepro.seeding.nondeterministic_calls import (
     CLOCK_AND_CARD,
     ENTROPY,
     EVERY_SOURCE,
+    EXPLICIT_SEED,
     FILES,
-    GIVEN_SEED,
     HASH,
     PROCESS,
     THREADS,
-    UNWRITTEN,
+    UNINITIALIZED_MEMORY,
     WORKER,
     Source,
 )
@@ -130,8 +130,8 @@ _PINNED_VALUE: Mapping[str, Callable[[Source, Arguments, Any], Any]] = {
     HASH: _stable_hash,
     FILES: _in_order,
     THREADS: _one_after_another,
-    GIVEN_SEED: _given_seed,
-    UNWRITTEN: _zeros,
+    EXPLICIT_SEED: _given_seed,
+    UNINITIALIZED_MEMORY: _zeros,
     WORKER: lambda row, arguments, done: _SEED if row.attribute == "initial_seed" else None,
 }
 
@@ -143,7 +143,7 @@ _FURTHER_SOURCES = (
         through=("concurrent.futures._base",),  # as its `map` does
     ),
     *(
-        Source(module, f"empty{like}", UNWRITTEN, "")
+        Source(module, f"empty{like}", UNINITIALIZED_MEMORY, "")
         for module in ("torch", "numpy")
         for like in ("", "_like")
     ),
@@ -151,7 +151,7 @@ _FURTHER_SOURCES = (
 )
 """Functions that are observed only to pin them: it costs too much to observe them in every run."""
 
-PINNED_TOGETHER = tuple(source for source in _PINNED_VALUE if source not in (GIVEN_SEED, WORKER))
+PINNED_TOGETHER = tuple(source for source in _PINNED_VALUE if source not in (EXPLICIT_SEED, WORKER))
 """The sources that are pinned if all are: all but the seeds of the program, and the functions that
 distinguish the workers of a loader."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.ground.console import Displayed, Verbosity, listing, parts, verbosity
 from torchrepro.ground.messages import printable, shortened, some
-from torchrepro.seeding.nondeterministic_calls import IF_THERE, SUSPECTS
+from torchrepro.seeding.nondeterministic_calls import EXISTING_FILE, SUSPECTS
 from torchrepro.verdict.page import Answer, PageSection, RunRow, facts_of, page_of
 from torchrepro.verdict.render import LINE, counted, headline, short, verdict_parts
 
@@ -208,8 +208,8 @@ def _may_differ(verdict: Verdict) -> Iterator[tuple[str, str]]:
     ]
     if suspects:
         yield "reads", f"{', '.join(suspects[:2])}: `--stress` changes what must not matter"
-    if IF_THERE in reads:
-        file = reads[IF_THERE]
+    if EXISTING_FILE in reads:
+        file = reads[EXISTING_FILE]
         yield "reads", f"{file.name} if it is there ({short(file.where)})"
 
 

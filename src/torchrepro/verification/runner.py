@@ -18,11 +18,11 @@ from pathlib import Path
 from shlex import join
 from typing import IO, TYPE_CHECKING
 
-from torchrepro.application.launch import prepared, prepared_as_it_is
+from torchrepro.application.launch import prepared, program_and_recording_environment
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.messages import printable
 from torchrepro.ground.redaction import shareable, shell_line
-from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.contents import known_secrets
 from torchrepro.trace.reader import read_run, steps_so_far
 from torchrepro.trace.request import LEVELS, VARIABLE, RecordingRequest
 from torchrepro.verdict.comparison import compare_within
@@ -91,7 +91,7 @@ class Runner:
         traces, log = self.folder / name, self.folder / f"{name}.log"
         request = replace(self.request, folder=str(traces))
         if resolved is None:
-            program, variables = prepared_as_it_is(self.command)
+            program, variables = program_and_recording_environment(self.command)
         else:
             program, variables = prepared(resolved, self.command)
         request.prepare_folder()
@@ -196,7 +196,7 @@ class Runner:
     def advised(self, verdict: Verdict, run: Run) -> Verdict:
         """Return a verdict with advice that is based on the metadata of a run's trace."""
         meta = read_run(run.folder, records=False)[0].meta
-        command = shell_line(shareable(self.command, secrets_here()))
+        command = shell_line(shareable(self.command, known_secrets()))
         return replace(verdict, advice=advice(verdict, meta, command))
 
 
@@ -217,7 +217,7 @@ def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path
         RecordingRequest(folder).prepare_folder()
     output = Path(folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
     try:
-        with signals_raised():  # also between two runs, so that open files are closed
+        with raise_on_signals():  # also between two runs, so that open files are closed
             yield output
     except BaseException:
         if any(output.iterdir()):
@@ -245,7 +245,7 @@ def run_to_end(
     if the command cannot be started, and `Interrupted`, once it has ended, if a signal ends this
     process.
     """
-    with log.open("wb") as output, signals_raised():
+    with log.open("wb") as output, raise_on_signals():
         try:
             process = subprocess.Popen(  # noqa: S603 - what the user asks for, without a shell
                 list(command),
@@ -374,7 +374,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextmanager
-def signals_raised() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """Raise `Interrupted` for signals that end a program, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield

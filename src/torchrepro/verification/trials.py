@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.ground.errors import ApplyError, ProfileError
 from torchrepro.ground.redaction import shareable, shell_line
 from torchrepro.lock.repository import CopyError
-from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.contents import known_secrets
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
 from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
+    EXPLICIT_SEED,
     FORKED,
-    GIVEN_SEED,
     HASH,
     SET_ORDER,
     THREADS,
-    UNWRITTEN,
+    UNINITIALIZED_MEMORY,
 )
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict.diagnosis import (
@@ -47,11 +47,11 @@ from torchrepro.verdict.program_text import (
     TIES,
     edit_of,
     edit_of_sample,
-    edits_elsewhere,
+    edits_of_other_lines,
     scan,
     varying_seeds,
 )
-from torchrepro.verdict.render import from_here, headline, short, source_line
+from torchrepro.verdict.render import headline, relative_location, short, source_line
 from torchrepro.verdict.value import Advice, Kind, LineOfOrigin, SeedSource
 from torchrepro.verification.copies import edited_copy
 from torchrepro.verification.leftovers import Leftovers, RunLocation, own_folder, traces_of, within
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import Evidence, Suspect
-    from torchrepro.verdict.value import Edit, UncontrolledRead, Verdict
+    from torchrepro.verdict.value import Edit, NondeterministicRead, Verdict
     from torchrepro.verification.runner import Runner
 
 ENOUGH = 3  # runs that must agree before a setting is proposed
@@ -126,9 +126,9 @@ class Trials:
         if explained := self._explained_by_suspect(suspect, evidence):
             return explained
         is_at_fault = origin and (origin.is_sure or not (origin.came_in or suspect))
-        if origin and is_at_fault and not evidence.other_seeds:
+        if origin and is_at_fault and not evidence.differing_seeds:
             return self._from_line(evidence, origin)
-        if not (evidence.other_seeds or evidence.holds("own_generator")):
+        if not (evidence.differing_seeds or evidence.holds("own_generator")):
             for profile, overrides in islice(self._settings(evidence), _SETTINGS):
                 if self._setting_helps(profile, overrides):
                     return self._with_command(evidence)
@@ -147,16 +147,16 @@ class Trials:
     def _explained_by_suspect(self, suspect: Suspect | None, evidence: Evidence) -> Verdict | None:
         """Return the verdict if runs agree once the suspect, or uninitialized memory, is pinned."""
         if evidence.holds("reads_unwritten_memory"):
-            if self._pin_helps(UNWRITTEN, [], self.resolved):
-                return self._explained(UNWRITTEN, [], evidence)
+            if self._pin_helps(UNINITIALIZED_MEMORY, [], self.resolved):
+                return self._explained(UNINITIALIZED_MEMORY, [], evidence)
             return None
         if suspect is None:
             return None
-        if evidence.other_seeds or suspect.where in {run.source for run in evidence.sides}:
+        if evidence.differing_seeds or suspect.where in {run.source for run in evidence.sides}:
             # A source that cannot be pinned itself is shown by the seed that was made from it.
-            lines: list[Suspect] = [suspect, *evidence.other_seeds[:1]]
+            lines: list[Suspect] = [suspect, *evidence.differing_seeds[:1]]
             for read in lines:
-                can_be_pinned = read.what in {*PINNED_TOGETHER, GIVEN_SEED}
+                can_be_pinned = read.what in {*PINNED_TOGETHER, EXPLICIT_SEED}
                 if can_be_pinned and self._pin_helps(read.what, [read], self.resolved):
                     return self._explained(suspect.what, [suspect], evidence)
         return None
@@ -167,7 +167,7 @@ class Trials:
         Other lines are not tried: they read and computed the same in both runs.
         """
         base = self._base
-        observed: dict[str, list[UncontrolledRead]] = {}
+        observed: dict[str, list[NondeterministicRead]] = {}
         for read in evidence.suspects:
             if read.what in PINNED_TOGETHER:
                 observed.setdefault(read.what, []).append(read)
@@ -186,8 +186,8 @@ class Trials:
         lines = (*origin.path, *origin.within)
         allocates = any(_MAKES_UNINITIALIZED.search(source_line(line)) for line in lines)
         may_be_uninitialized = allocates or self.verdict.program.unwritten
-        if may_be_uninitialized and self._pin_helps(UNWRITTEN, [], self.resolved):
-            return self._explained(UNWRITTEN, [], evidence)
+        if may_be_uninitialized and self._pin_helps(UNINITIALIZED_MEMORY, [], self.resolved):
+            return self._explained(UNINITIALIZED_MEMORY, [], evidence)
         of_order = {suspect.where for suspect in self._lines(ADDRESS)}
         reads_order = origin.is_set or not of_order.isdisjoint(origin.path)
         if reads_order and self._pin_helps(ADDRESS, [], base):
@@ -249,19 +249,19 @@ class Trials:
         if base.guarantee != "repeatable" and (evidence.holds("is_computed") or may_be_any):
             yield "debug-strict", ()
 
-    def _sources(self, evidence: Evidence) -> dict[str, list[UncontrolledRead]]:
+    def _sources(self, evidence: Evidence) -> dict[str, list[NondeterministicRead]]:
         """Return the sources that the program reads, each with its reads, the likeliest first."""
-        by_line: dict[str, dict[str, UncontrolledRead]] = {}
+        by_line: dict[str, dict[str, NondeterministicRead]] = {}
         for read in evidence.suspects:
             if read.what in PINNED_TOGETHER:
                 by_line.setdefault(read.what, {})[read.where] = read
-        for source in (ADDRESS, HASH, UNWRITTEN):
+        for source in (ADDRESS, HASH, UNINITIALIZED_MEMORY):
             by_line.setdefault(source, {})
         return {source: list(reads.values()) for source, reads in by_line.items()}
 
     def _decisive(
-        self, source: str, reads: Sequence[UncontrolledRead], resolved: ResolvedProfile | None
-    ) -> Sequence[UncontrolledRead]:
+        self, source: str, reads: Sequence[NondeterministicRead], resolved: ResolvedProfile | None
+    ) -> Sequence[NondeterministicRead]:
         """Return the one read that is enough to pin, or all reads if no single one is."""
         if len(reads) > 1:
             for read in reads[:_LINES]:
@@ -346,7 +346,7 @@ class Trials:
         """Return an edit, at one of these lines or elsewhere, that makes runs in a copy agree."""
         edits = [_edit(read.what, read, is_seed=False) for read in reads]
         files, steps = self.verdict.program.files, min(run.steps for run in self.between)
-        edits += edits_elsewhere(source, files, steps)
+        edits += edits_of_other_lines(source, files, steps)
         for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
             if self._edit_helps(edit, self.resolved):
                 return edit
@@ -503,7 +503,7 @@ class Trials:
 
     def _with_line_ignored(self, evidence: Evidence) -> Verdict:
         """Return the verdict with a command that ignores the first line, if all else agrees."""
-        line = from_here(evidence.first.source)
+        line = relative_location(evidence.first.source)
         runner = replace(self.runner, ignore=(*self.runner.ignore, line))
         if line and runner.compare(*self.between).same:
             command = self._command(self.profile, self.overrides, "--ignore", line)
@@ -525,7 +525,7 @@ class Trials:
 
     def _by_what_cannot_be_pinned(self, evidence: Evidence) -> Verdict:
         """Return the verdict without the causes that pinning has ruled out."""
-        if evidence.other_seeds:
+        if evidence.differing_seeds:
             return self._with(edit=None)
         program = self.verdict.program
         remaining: list[Suspect] = [
@@ -545,7 +545,7 @@ class Trials:
 
     def _explained(self, source: str, reads: Sequence[Suspect], evidence: Evidence) -> Verdict:
         """Return the verdict with the source that a trial has confirmed, and its line if known."""
-        seeds = evidence.other_seeds[:1]
+        seeds = evidence.differing_seeds[:1]
         words = source if reads else _WITHOUT_A_CALL.get(source, source)
         shown = self.verdict.origin.where if self.verdict.origin else evidence.first.source
         if reads and reads[0].where and shown not in {read.where for read in reads}:
@@ -573,11 +573,11 @@ class Trials:
         """Return the lines whose text suggests that they read the source that was pinned."""
         sources = {ADDRESS: (SET_ORDER, ADDRESS), HASH: (SET_ORDER,)}.get(source, (source,))
         program = self.verdict.program
-        if source == UNWRITTEN and program.unwritten:
+        if source == UNINITIALIZED_MEMORY and program.unwritten:
             allocated = program.unwritten[0].allocated
             return [SeedSource("torch.empty", source, allocated, is_sure=True)]
         lines = [line for line in scan(program.files, program.began) if line.what in sources]
-        if source == UNWRITTEN and len(lines) > 1:
+        if source == UNINITIALIZED_MEMORY and len(lines) > 1:
             for line in lines[:_LINES]:
                 if self._pin_helps(source, [line], self.resolved):
                     return [line]
@@ -595,7 +595,7 @@ class Trials:
         full: Callable[[Sequence[str]], Sequence[str]] = list,
     ) -> str:
         """Return a `verify` command with the user's criteria; a shell runs `before` each time."""
-        secrets = secrets_here(*([self.resolved] if self.resolved else []))
+        secrets = known_secrets(*([self.resolved] if self.resolved else []))
         words = shareable(full(self.runner.command), secrets)
         if before:
             words = ["sh", "-c", f"{before}{shell_line(words)}"]

@@ -22,12 +22,12 @@ from torchrepro.ground.redaction import (
     sounds_secret,
     without_secrets,
 )
-from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.contents import known_secrets
 from torchrepro.profile.load import resolve
-from torchrepro.seeding.nondeterministic_calls import UNWRITTEN
+from torchrepro.seeding.nondeterministic_calls import UNINITIALIZED_MEMORY
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import RecordingRequest, bytes_of
-from torchrepro.verdict.comparison import refuse_no_line, refuse_unknown_lines, tolerance_of
+from torchrepro.verdict.comparison import refuse_malformed_lines, refuse_unknown_lines, tolerance_of
 from torchrepro.verdict.criteria import ALIGNED
 from torchrepro.verdict.diagnosis import cause_of
 from torchrepro.verdict.program_text import edit_of
@@ -114,7 +114,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         )
     resolved = None if profile is None else resolve(profile, overrides)
     tolerance = tolerance_of(rtol, atol)
-    refuse_no_line(ignore)
+    refuse_malformed_lines(ignore)
     if tolerance is None and resolved is not None and resolved.guarantee == "aligned":
         tolerance = ALIGNED
     plan = StressPlan.of(stress, resolved)
@@ -212,7 +212,7 @@ def command_line(
 
     Possible secrets are hidden, as in a manifest.
     """
-    secrets = secrets_here(*([resolved] if resolved else []))
+    secrets = known_secrets(*([resolved] if resolved else []))
     words = shareable(command, secrets)
     if resolved is not None:
         is_named = isinstance(profile, str | os.PathLike)
@@ -306,12 +306,12 @@ def _with_perturbation(verdict: Verdict, stressed: StressResult, plan: StressPla
         return verdict
     row = next(row for row in plan.rows if row.name in stressed.culprits)
     reads = verdict.program.reads
-    seed = next((read for read in reads if read.is_other_seed), None)
+    seed = next((read for read in reads if read.is_differing_seed), None)
     last = next((read for read in reversed(reads) if read.what == row.source), None)
     edit = edit_of(last.what, last.name, last.where, is_seed=seed is not None) if last else None
     if row.reads_memory:
         for read in verdict.program.unwritten:
-            edit = edit or edit_of(UNWRITTEN, "torch.empty", read.allocated)
+            edit = edit or edit_of(UNINITIALIZED_MEMORY, "torch.empty", read.allocated)
     cause = f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action})."
     if last:
         cause = cause_of(last, [seed] if seed else [])

@@ -70,7 +70,7 @@ def load(name: str, path: Path) -> ModuleType:
 
 
 def _run(task: bytes) -> bytes:
-    from torchrepro.application.applier import in_force
+    from torchrepro.application.applier import active_profiles
 
     module, path, name, args = pickle.loads(task)
     police = sys.modules.get("police") or load("police", POLICE)
@@ -83,7 +83,7 @@ def _run(task: bytes) -> bytes:
         faults.reset()
         kernels.log.clear()
         after = police._flags_and_variables()
-        left = [f"a profile in force: {applied.resolved.name}" for applied in in_force()]
+        left = [f"a profile in force: {applied.resolved.name}" for applied in active_profiles()]
         changed = [key for key in before | after if before.get(key) != after.get(key)]
         left += [f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed]
         if left:

@@ -28,7 +28,7 @@ def _begin():
     if sys.version_info < (3, 11):  # noqa: UP036 - the command may start any Python
         return False
     try:
-        from torchrepro.start.bootstrap import put_in_force_on_import, record_on_import
+        from torchrepro.start.bootstrap import apply_on_import, record_on_import
 
         if os.environ.get("TORCHREPRO_AT_START"):
             from torchrepro.verification.at_start import begin
@@ -37,7 +37,7 @@ def _begin():
     except ImportError:
         return False  # this Python has no torchrepro
     if os.environ.get("TORCHREPRO_PROFILE"):
-        put_in_force_on_import()
+        apply_on_import()
     else:
         record_on_import()
     return True

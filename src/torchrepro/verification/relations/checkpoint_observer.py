@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.lock.file_notes import LEFT_OUT
+from torchrepro.lock.file_notes import SKIPPED_FOLDERS
 
 if TYPE_CHECKING:
     from torchrepro.verification.relations.notes import Notes
@@ -97,7 +97,7 @@ class Checkpoints:
     def _scan(self) -> dict[str, tuple[int, int, int]]:
         states = {}
         for folder, folders, files in os.walk(self._tree):
-            folders[:] = [name for name in folders if name not in LEFT_OUT]
+            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
             for name in files:
                 path = os.path.join(folder, name)  # noqa: PTH118 - many of them
                 with suppress(OSError):  # it was removed

@@ -19,13 +19,13 @@ from typing import Any
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
-from torchrepro.ground.callers import line, program_place
+from torchrepro.ground.callers import line, program_line
 from torchrepro.ground.patching import patch, surround
 from torchrepro.seeding.generators import Slot, States, plain_state
 from torchrepro.seeding.streams import derive
 from torchrepro.trace.fingerprint import unobserved
 from torchrepro.trace.frames import is_of_program
-from torchrepro.trace.hooks import within_loaders_begun
+from torchrepro.trace.hooks import wrap_loader_iteration
 from torchrepro.verification.relations.notes import Notes
 from torchrepro.verification.relations.reachable import (
     batch_digest,
@@ -48,7 +48,7 @@ def observe_loading(arguments: Mapping[str, Any]) -> None:
     same state before each batch is loaded, and are restored after it.
     """
     loading = _Loading(arguments)
-    within_loaders_begun(_lasting, loading.loader_begins)
+    wrap_loader_iteration(_lasting, loading.loader_begins)
     # Private, because torch has no public hook between a loader and its dataset.
     for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
         surround(_lasting, getattr(fetch, name), "fetch", loading.around_fetch)
@@ -99,7 +99,7 @@ class _Loading:
 
         def assign(dataset: Any, name: str, value: Any) -> None:
             original(dataset, name, value)
-            line = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+            line = program_line(sys._getframe(1))  # noqa: SLF001 - as `callers` does
             self._set[f"{name} of {type(dataset).__name__}"] = line
 
         patch(_lasting, cls, "__setattr__", assign, original)

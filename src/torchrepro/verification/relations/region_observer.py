@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from torchrepro.ground.callers import address, program_place
+from torchrepro.ground.callers import address, program_line
 from torchrepro.ground.imports import AfterImport
 from torchrepro.ground.patching import wrap
 from torchrepro.seeding.observed_calls import on_modules_called
 from torchrepro.trace.buffer import statistics
 from torchrepro.trace.fingerprint import fingerprint, unobserved
-from torchrepro.trace.hooks import on_worker_begun, watch_training
+from torchrepro.trace.hooks import on_worker_started, watch_training
 from torchrepro.trace.op_facts import tensors_in
 from torchrepro.verification.relations.notes import Notes, numbered
 
@@ -41,7 +41,7 @@ def set_options(arguments: Mapping[str, Any]) -> None:
 def note_regions(arguments: Mapping[str, Any]) -> None:
     """Note regions; of the region in `only`, if there is one, only one child is compiled."""
     notes = Notes(arguments["folder"])
-    on_worker_begun(_lasting, notes.discard)
+    on_worker_started(_lasting, notes.discard)
     regions = _Regions(notes, arguments.get("only"))
     wrap(_lasting, torch, "compile", regions.watched_compile)
     _lasting.enter_context(on_modules_called(regions.module_returned))
@@ -65,7 +65,7 @@ class _Regions:
         def compile(model: Any = None, **options: Any) -> Any:  # noqa: A001 - it replaces torch.compile
             if model is None:
                 return lambda decorated: compile(decorated, **options)
-            line = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+            line = program_line(sys._getframe(1))  # noqa: SLF001 - as `callers` does
             is_bound = not isinstance(model, torch.nn.Module)
             module = getattr(model, "__self__", None) if is_bound else model
             if isinstance(module, torch.nn.Module):
@@ -133,7 +133,7 @@ class _Regions:
         if known is not None:
             self._note(*known, "forward", result)
         elif not getattr(self._now, "depth", 0):
-            line = program_place(sys._getframe(1))  # noqa: SLF001 - as `callers` does
+            line = program_line(sys._getframe(1))  # noqa: SLF001 - as `callers` does
             self._note(type(module).__name__, line, "forward", result)
 
     def _note(self, unit: str, line: str, phase: str, value: Any) -> None:
@@ -150,7 +150,7 @@ class _Regions:
     backward_ends = batch_begins = batch_ends = _ignore
 
     def backward_begins(self, losses: Any) -> None:
-        line = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
+        line = program_line(sys._getframe(2))  # noqa: SLF001 - as `callers` does
         self._note("loss", line, "forward", losses)
 
     def optimizer_begins(self, optimizer: Any, _closure: Any) -> None:
@@ -163,7 +163,7 @@ class _Regions:
     def _note_parameters(
         self, optimizer: Any, unit: str, phase: str, tensor_of: Callable[[Any], Any]
     ) -> None:
-        line = program_place(sys._getframe(3))  # noqa: SLF001 - as `callers` does
+        line = program_line(sys._getframe(3))  # noqa: SLF001 - as `callers` does
         by_owner: dict[str, list[Any]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchrepro.ground.errors import TraceError
 from torchrepro.ground.messages import shortened
 from torchrepro.ground.messages import size as in_units
-from torchrepro.lock.file_notes import LEFT_OUT
+from torchrepro.lock.file_notes import SKIPPED_FOLDERS
 from torchrepro.lock.repository import (
     FAILED,
     CopyError,
@@ -336,7 +336,7 @@ def _ignored(root: Path) -> list[str]:
         if path.is_dir() and not path.is_symlink() and not is_of_environment(path, root):
             contents = []
             for folder, folders, files in os.walk(path):
-                folders[:] = [name for name in folders if name not in LEFT_OUT]
+                folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
                 contents += [Path(folder, file) for file in files]
         expanded += contents if len(contents) <= MANY else [path]
     return [str(path.relative_to(root)) for path in expanded]

@@ -15,11 +15,11 @@ import xxhash
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
-from torchrepro.ground.callers import address, frames, line, package, program_place
+from torchrepro.ground.callers import address, frames, line, package, program_line
 from torchrepro.trace.fingerprint import fingerprint, unobserved
 from torchrepro.trace.frames import is_of_program
 from torchrepro.trace.generator_states import GeneratorStates
-from torchrepro.trace.hooks import on_worker_begun, watch_training, within_loaders_begun
+from torchrepro.trace.hooks import on_worker_started, watch_training, wrap_loader_iteration
 from torchrepro.trace.op_facts import tensors_in
 from torchrepro.verification.relations.checkpoint_observer import Checkpoints
 from torchrepro.verification.relations.notes import Notes, numbered
@@ -47,13 +47,13 @@ def note_state(arguments: Mapping[str, Any]) -> None:
     and batches at the start of each backward pass, and buffers at the start of its forward pass.
     """
     notes = Notes(arguments["folder"])
-    on_worker_begun(_lasting, notes.discard)
+    on_worker_started(_lasting, notes.discard)
     of_checkpoints = {name: value for name, value in arguments.items() if name != "folder"}
     state = _State(notes, Checkpoints(notes, **of_checkpoints))
     state.checkpoints.on_read = state.follow
-    on_worker_begun(_lasting, state.stop_following)
+    on_worker_started(_lasting, state.stop_following)
     watch_training(_lasting, state)
-    within_loaders_begun(_lasting, state.loader_begins)
+    wrap_loader_iteration(_lasting, state.loader_begins)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(state.module_begins)
     _lasting.callback(hook.remove)
 
@@ -95,7 +95,7 @@ class _State:
         """Note the program lines that change a state, until the first forward pass."""
         if self._passes or sys.gettrace() not in (None, self._line_begins):
             return
-        self._line, self._lines_left = program_place(sys._getframe(1)), _LINES  # noqa: SLF001
+        self._line, self._lines_left = program_line(sys._getframe(1)), _LINES  # noqa: SLF001
         self._sample()
         for frame in frames():
             if is_of_program(frame.f_code):
@@ -135,7 +135,7 @@ class _State:
         self._sample(getattr(iterator, "_dataset", None))
 
     def batch_ends(self, iterator: Any, batch: Any) -> None:
-        source_line = program_place(sys._getframe(2))  # noqa: SLF001 - as `callers` does
+        source_line = program_line(sys._getframe(2))  # noqa: SLF001 - as `callers` does
         if batch is not None:
             if iterator not in self._positions:
                 self._iterations[source_line] += 1
