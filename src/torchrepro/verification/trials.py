@@ -308,7 +308,7 @@ class Trials:
             is_own = profile == self.profile
             resolved = self.resolved if is_own else resolve(profile)
             under = "" if is_own else f", under {profile}"
-            change = f"each run without the files that the previous run left{under}"
+            change = f"each run without files that run 1 left{under}"
             remove = f"rm -f -- {join(self.leftovers.created)}; exec "
             command = self._command(profile, overrides, before=remove)
             if not all(map(os.path.lexists, self.leftovers.created)):
