@@ -629,7 +629,7 @@ POLICIES = (
 def _seed(
     of: str, access: str, summary: str, source: str, cost: str = "none", **columns: Any
 ) -> Knob:
-    columns = {"library": "torch", "moves_on": True, "guarded": False, **columns}
+    columns = {"library": "torch", "changes_with_use": True, "guarded": False, **columns}
     path = LazyAccess(f"seeding.global_seeds:{access}")
     return Knob(f"seed.{of}", SEED, path, summary, cost, source, key="seed", **columns)
 
