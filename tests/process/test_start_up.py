@@ -65,7 +65,7 @@ def test_quiet_says_a_lowered_guarantee(little):
     assert len(done.tasks) == 1
     assert len(lines) == 2
     assert (
-        "debug-strict is in force: repeatable, except the contents of uninitialized memory"
+        "debug-strict is active: repeatable, except the contents of uninitialized memory"
         in lines[0]
     )
     assert lines[1].endswith("fill_uninitialized_memory is false")
