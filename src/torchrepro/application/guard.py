@@ -282,7 +282,7 @@ def _guards_at_steps() -> tuple[Guard, ...]:
 def _update_watched() -> None:
     """Update which baseline is watched for each knob.
 
-    Changes of knobs up to this call come from a profile and are no drift.
+    A change before this call comes from a profile and does not count as drift.
     """
     before = {baseline.knob.name: baseline.last for baseline, _ in _watched}
     deciding: dict[str, tuple[BaselineEntry, Guard]] = {}

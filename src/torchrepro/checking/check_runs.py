@@ -222,7 +222,7 @@ def check_numbers(
 
 
 def refuse_damaged(path: Path, contents: Mapping[str, Any]) -> None:
-    """Raise `ProfileError` for files of a lock that are not valid, and for names without states."""
+    """Raise `ProfileError` if a lock lists an invalid file, or a dependency without a state."""
     for key in ("files", *RUN_DEPENDENCIES):
         section = contents.get(key, {})
         for name, state in section.items() if isinstance(section, dict) else [("", section)]:

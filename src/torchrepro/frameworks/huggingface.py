@@ -51,13 +51,13 @@ _original_of: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
 
 
 def attach(accelerator: Any) -> None:
-    """Check that `accelerator` is an Accelerator; its checkpoints then contain the run's state.
+    """Check that `accelerator` is an Accelerator; optional, and without any other effect.
 
     Under a profile, `save_state` of every Accelerator writes one more file for each rank: its
-    generators, the positions of its loaders, and the profile with the manifest. After `load_state`
-    and `skip_first_batches` the run continues like the uninterrupted run. This needs no call, also
-    if the Accelerator was created before the profile was applied. Without a profile nothing is
-    written. Changes nothing; raises `SeedingError` for any other object.
+    generators, the positions of its loaders, and the profile with the manifest. After
+    `load_state` and `skip_first_batches` the run continues like the uninterrupted run, even if
+    the Accelerator was created before the profile was applied. Without a profile nothing is
+    written. Raises `SeedingError` for any other object.
     """
     is_class = isinstance(accelerator, type)
     if is_class or not all(callable(getattr(accelerator, name, None)) for name in _REGISTER):

@@ -30,8 +30,8 @@ EXIT_STATUSES = {
 class TorchreproError(Exception):
     """Base class of all errors of torchrepro; the command line exits with `exit_status`.
 
-    If one of them ends a program, the traceback stops at the program's own call and omits the
-    frames of torchrepro. For that the first of them wraps `sys.excepthook`.
+    If such an error ends a program, the traceback stops at the call in the program and omits the
+    frames of torchrepro. The first error that is created wraps `sys.excepthook` for this.
     """
 
     exit_status = 3

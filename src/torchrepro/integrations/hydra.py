@@ -142,11 +142,11 @@ _MARKER = "torchrepro"
 
 
 class _NoRerun:
-    """Refuses Hydra 1.3's `--experimental-rerun`, as a part of a job's pickled config.
+    """A marker in the pickled config of a job that refuses Hydra 1.3's `--experimental-rerun`.
 
-    Hydra 1.3 loads the pickle and calls the task, without any plugin, source or callback. Hydra 1.4
-    composes the config again, as for any run. The marker is stored in the cache that OmegaConf
-    keeps with a config (OmegaConf.get_cache).
+    Hydra 1.3 loads the pickle and calls the task, without any plugin, source or callback. Hydra
+    1.4 composes the config again, as for any run. The marker is stored in the cache that
+    OmegaConf keeps with a config (OmegaConf.get_cache).
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -23,17 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Logged:
-    """The destinations to which a profile was logged; the end of a `with` block logs it again."""
+    """The destinations to which a profile was logged.
+
+    In a `with` statement, the profile is logged again when the block ends.
+    """
 
     applied: Applied | None  #: None if no profile was active.
     targets: tuple[tuple[Destination, Any], ...]
     places: tuple[str, ...] = ()  #: What was written, and where: one line per destination.
 
     def again(self) -> Logged:
-        """Log the present state of the profile, and replace what was logged before.
+        """Log the present state of the profile, and replace the earlier log.
 
-        Does nothing if no profile was active at the first call. Raises `TorchreproError` if a tool
-        refuses, after it has written to all others.
+        Does nothing if no profile was active at the first call. If a logging tool rejects the
+        profile, the other tools still receive it; then `TorchreproError` is raised.
         """
         if self.applied is None:
             return self

@@ -274,9 +274,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, Any, Any]:
-    """Set up a fixture that several tests share under the session's profile, with its own seed.
+    """Set up a shared fixture under the profile of the session, with a separate seed.
 
-    Otherwise its draws would change the random numbers of the first test that uses it.
+    Otherwise the draws of the fixture would change the random numbers of the first test that uses
+    it.
     """
     stash = request.config.stash
     if fixturedef.scope == "function" or _NAMED not in stash:

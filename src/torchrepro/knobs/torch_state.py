@@ -340,7 +340,10 @@ def native(name: str) -> Any:
 
 
 def option_text(name: str) -> str:
-    """Return the text of an option, empty if it is not set; raises `MissingState` if unknown."""
+    """Return the value of an option as text, empty if it is not set.
+
+    Raises `MissingState` if this torch does not know the option.
+    """
     if not hasattr(npu(), "set_option"):
         raise MissingState("this torch.npu has no set_option")
     getter = native("_npu_getOption")
@@ -488,7 +491,7 @@ class MatmulHf32(NpuOption):
 
 
 class DeterministicLevel:
-    """The level of torch_npu, and the flag of torch, which the public setter changes too."""
+    """The determinism level of torch_npu; its public setter also changes the flag of torch."""
 
     def read(self) -> Any:
         getter = native("_npu_get_deterministic_level")

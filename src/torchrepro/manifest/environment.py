@@ -100,7 +100,7 @@ def _gpus() -> list[str]:
 
 
 def _in_use(backend: str, device_files: str) -> list[str]:
-    """Return the names of the devices that torch uses; it may use none of existing ones."""
+    """Return the names of the devices that torch uses; empty if it uses none of the machine's."""
     module = getattr(sys.modules.get("torch"), backend, None)
     if module is not None and module.is_initialized():
         return [module.get_device_name(index) for index in range(module.device_count())]

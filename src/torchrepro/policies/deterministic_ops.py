@@ -280,9 +280,10 @@ _FEW = 3  # up to so many ops of a package are listed by name
 
 
 def unseen_kernels() -> tuple[str, ...]:
-    """Return the custom ops and Triton kernels in this process; counts ops if they are many.
+    """Return the custom ops and Triton kernels in this process.
 
-    Imports nothing, so modules that are not loaded yet do not count.
+    Many ops are counted instead of named. Imports nothing, so modules that are not loaded do not
+    count.
     """
     return (*sorted(_custom_ops()), *sorted(_triton_kernels()))
 

@@ -283,7 +283,7 @@ def random_ops() -> tuple[Any, ...]:
 
 
 def packet_name(op: Any) -> str:
-    """Return the name of the overload `op` without namespace and overload, as in ``median``."""
+    """Return the name of `op` without its namespace and its overload name, as in ``median``."""
     return str(op.name()).partition("::")[2].partition(".")[0]
 
 

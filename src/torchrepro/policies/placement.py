@@ -354,7 +354,7 @@ class PlacedForward:
             vars(module)["forward"] = self
 
     def uninstall(self) -> None:
-        """Run the module on its original device again, even if other code wrapped this forward."""
+        """Run the module on its original device again, even if other code wrapped `forward`."""
         self._is_installed = False
         module = self.module()
         if module is None or vars(module).get("forward") is not self:
@@ -569,8 +569,8 @@ def is_there(tensor: Any, device: Any) -> bool:
 def _version(tensor: Any) -> int | None:
     """Return a number that grows with each write to `tensor`, or None if torch counts no writes.
 
-    Private (``_version``), though error messages of torch show it: no public API detects a write
-    that does not change the values. Without it, contents are compared.
+    ``_version`` is private, but no public API detects a write of equal values. Without the
+    attribute, contents are compared.
     """
     try:
         return int(tensor._version)  # noqa: SLF001 - see above

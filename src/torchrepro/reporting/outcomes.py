@@ -86,8 +86,8 @@ class KnobRow:
     def is_written(self) -> bool:
         """True if the profile wrote the knob.
 
-        A late knob is still written if its hardware is absent: nothing in this process reads it,
-        but child processes may.
+        If its hardware is absent, a late knob is written too, because child processes may read
+        it.
         """
         late = self.outcome is Outcome.TOO_LATE
         return self.outcome is Outcome.APPLIED or (late and self.after != self.before)

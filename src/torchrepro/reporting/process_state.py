@@ -321,10 +321,11 @@ def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfil
 
 
 def original_meaning(name: str) -> ResolvedProfile | None:
-    """Return the profile that `name` meant in the original run, or None if it had no meaning there.
+    """Return the profile that `name` meant in the original run.
 
-    Below `torchrepro run`, every accepted name meant the profile of that run. None also unless
-    this process repeats a run: then the files of a profile count.
+    Under `torchrepro run`, every accepted name meant the profile of that run. Returns None if the
+    name had no meaning there, or if this process repeats no run: the files of profiles then
+    decide.
     """
     original = _original()
     if original is None:

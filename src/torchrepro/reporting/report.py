@@ -243,7 +243,7 @@ def knob_parts(report: Report) -> tuple[Part, ...]:
 
 
 def absent_lines(report: Report) -> list[str]:
-    """Return one line per reason on the knobs whose hardware is absent."""
+    """Return lines about the knobs whose hardware is absent, one for each reason."""
     by_reason: dict[str, list[str]] = {}
     for row in report:
         if row.absent:

@@ -139,11 +139,11 @@ class Checkpoint:
             self._within_epochs = False
 
     def steps(self, count: int) -> Iterator[int]:
-        """Yield the numbers, from 0, of the steps that are left of `count`: a loop without loaders.
+        """Yield the number of each step that remains of `count`, for a loop without loaders.
 
-        The generators are restored before the first step, so draw each batch in the step that
-        trains on it. A loader that a step reads starts from its first batch: use `epochs` and
-        `batches` for loaders. Raises `SeedingError` within `epochs`.
+        Steps count from 0. The generators are restored before the first step, so draw each batch
+        in the step that trains on it. A loader that a step reads starts from its first batch: use
+        `epochs` and `batches` for loaders. Raises `SeedingError` inside a loop over `epochs`.
         """
         if self._within_epochs:
             raise SeedingError.about(

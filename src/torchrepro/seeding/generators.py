@@ -285,9 +285,10 @@ _numpy_seed: Callable[[], Any] = cache(lambda: unwrap(import_module("numpy.rando
 
 
 def seed_sample(source: Stream, python: bytes, numpy: bytes) -> None:
-    """Start the three generators from `source`, and Python's and numpy's also from given seeds.
+    """Seed the generators of Python, numpy and torch from `source`.
 
-    Quicker than `seed_host`: Python's starts from 256 bits, torch's from 64, numpy's from 32.
+    Explicit seeds of Python and numpy are mixed in. This is faster than `seed_host`: Python's
+    generator starts from 256 bits, torch's from 64 and numpy's from 32.
     """
     import torch
 

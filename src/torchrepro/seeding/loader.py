@@ -630,7 +630,10 @@ class SeededSampler:
 
 
 class _Requests:
-    """The requests of one epoch. Loads of a repeated sample are counted, so that each differs."""
+    """The requests of one epoch.
+
+    If a sample is loaded several times, the loads are numbered, so that each draws differently.
+    """
 
     def __init__(
         self, indices: Iterator[Any], loading: Loading, skipped: int, repeats: str

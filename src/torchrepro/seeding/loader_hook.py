@@ -310,7 +310,7 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
 
 
 def _unbegun_iterator(loader: Any) -> Any:
-    """Return the iterator that torch would return for `loader`, before its epoch has begun.
+    """Create the iterator that torch would return for `loader`, without starting the epoch.
 
     Returns None if the class of `loader` makes its iterators itself.
     """

@@ -150,9 +150,9 @@ class ChildNotes:
                 os.close(file)
 
     def take(self) -> list[dict[str, Any]]:
-        """Return all notes and remove them; in a child, return nothing.
+        """Return all notes and remove them; in a child process, return nothing.
 
-        A line that a child has not finished is skipped.
+        A note that a child process has written only in part is skipped.
         """
         notes: list[dict[str, Any]] = []
         if self.in_child:
@@ -502,7 +502,10 @@ class Watch:
 
 
 def _in_task(frame: FrameType) -> bool | None:
-    """Return whether a pool's worker runs a task, not its initializer; None outside of a pool."""
+    """Return whether this worker of a pool runs a task.
+
+    False during the initializer of the pool, None outside of a pool.
+    """
     for caller in frames(frame):
         variable = _POOLS.get((caller.f_globals.get("__name__", ""), caller.f_code.co_name))
         if variable is not None:

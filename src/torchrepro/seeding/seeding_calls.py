@@ -96,7 +96,7 @@ def notes_of_spawned() -> Any:
 
 
 def note_in_first_worker(key: str, text: str) -> None:
-    """Print `text` in the first worker of a loader, unless a worker has printed `key` before.
+    """Print `text` in the first worker of a loader, once for each `key`.
 
     Workers cannot report to the main process, and most loaders start new workers in every epoch.
     """
@@ -107,7 +107,7 @@ def note_in_first_worker(key: str, text: str) -> None:
 
 
 class SeedingCalls:
-    """The knob that records seeding calls of the program, until its undo."""
+    """The knob that records the seeding calls of the program until the profile is undone."""
 
     __slots__ = ()
 
@@ -199,10 +199,10 @@ def _note(
 def _note_state(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
-    """Note that the program has read or set the state of a generator, which also sets its seed.
+    """Note that the program has read or set the state of a generator.
 
-    The seed of a state is known if this process has read the state before, or if nothing was drawn
-    since the seeding.
+    Setting a state also sets the seed. This seed is known if the process read the same state
+    earlier, or if nothing was drawn since the seeding.
     """
     if package(frame) in OWN or in_loader():
         return
@@ -225,7 +225,7 @@ def _note_state(
 
 
 def generators_set_by_program() -> set[str]:
-    """Return the generators that the program has seeded or restored since the profile's seed.
+    """Return the generators that the program seeded or restored after the profile seeded them.
 
     Their names are `python`, `numpy`, `torch`, and the type of a device in use, such as `cuda`.
     """

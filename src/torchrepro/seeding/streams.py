@@ -33,7 +33,10 @@ LARGEST = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One independent source of random numbers; every call starts it from its beginning."""
+    """One independent source of random numbers.
+
+    Each method starts at the beginning of the stream, so two equal calls return equal numbers.
+    """
 
     name: str
     key: bytes
@@ -315,11 +318,12 @@ class SeedPlan:
         return int(seed) % 2**64
 
     def coordinate(self, policy: RankPolicy = None) -> int:
-        """Return the number of this process among all ranks that draw differently; 0 under `same`.
+        """Return the index of this process among the ranks that draw different numbers.
 
-        With a mesh, dimensions that the policy does not name differ, except those in `AGREEING`.
-        Raises `SeedingError` if the policy names mesh dimensions, and `use_mesh` was not called or
-        its mesh does not have them.
+        It is 0 under the policy `same`. With a mesh, ranks draw differently along each dimension
+        that the policy does not name, except those in `AGREEING`. Raises `SeedingError` if the
+        policy names mesh dimensions, and `use_mesh` was not called or its mesh does not have
+        them.
         """
         policy = self.ranks if policy is None else policy
         if policy == "same":
@@ -442,9 +446,9 @@ def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Gen
 
 @cache
 def _layout() -> tuple[Any, Any]:
-    """Return the state of a freshly seeded generator, and a view of its words, to be overwritten.
+    """Return the state of a newly seeded generator, and a writable view of its words.
 
-    Raises `SeedingError` if the layout differs, because all streams would differ then.
+    Raises `SeedingError` for an unexpected layout, because every stream would then differ.
     """
     import numpy as np
     import torch

@@ -1,6 +1,6 @@
-"""The digests of the inputs and outputs of ops, by their tensors.
+"""A cache of digests, keyed by the tensors that ops read and write.
 
-A tensor is fingerprinted again only where its memory may have changed.
+A tensor is fingerprinted again only if its memory may have changed.
 """
 
 from __future__ import annotations

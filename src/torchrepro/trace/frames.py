@@ -134,7 +134,10 @@ class ModuleNames:
         return call_site_at(self.of_module(module, frame), *_user_code(frame))
 
     def of_parameter(self, parameter: Any) -> tuple[str, str] | None:
-        """Return the module that owns `parameter` and its name there, if its model was called."""
+        """Return the module that owns `parameter`, and the name of the parameter in it.
+
+        Modules are known once their model was called.
+        """
         known = self._parameters.get(address(parameter))
         return known[1:] if known is not None and known[0]() is parameter else None
 

@@ -237,7 +237,7 @@ def facts_of(op: Any) -> OpFacts:
 
 
 def _returns_memory_of_first(schema: Any) -> bool:
-    """Whether an op returns the memory of its first argument, a tensor: their alias sets match."""
+    """Whether an op returns the memory of its first argument: they have the same alias set."""
     if not schema.arguments or not schema.returns or str(schema.arguments[0].type) != "Tensor":
         return False
     first, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info

@@ -458,12 +458,11 @@ def _written_by_region(args: Any) -> list[Any]:
 
 
 class SuspendedMode:
-    """Removes an idle mode from the stack of its thread, and restores it.
+    """Removes an idle mode from the stack of its thread, and restores the mode when it is needed.
 
-    Even an idle mode costs a call of Python for every op. But a stack can be changed only on its
-    own thread, and not during a backward pass: autograd restores the stack that the pass began
-    with. So modes stay on the stack in a program whose steps end during backward passes, or on
-    several threads.
+    Even an idle mode costs a Python call for every op. But a stack can be changed only on its own
+    thread, and not during a backward pass: autograd restores the stack from the start of the
+    pass. So modes stay on the stack if steps end during backward passes, or on several threads.
     """
 
     def __init__(self) -> None:

@@ -132,7 +132,7 @@ class Pair:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the main thread ends all steps, so that its records fall into fixed steps."""
+        """Whether the main thread ends every step, which fixes the step of each of its records."""
         return not any(row.thread for trace in self.traces for row in trace.steps.values())
 
     @cached_property

@@ -583,7 +583,7 @@ class Origins:
         )
 
     def _lines_within(self, paired: _PairedRuns, number: int) -> Iterator[ProgramLine]:
-        """Yield the lines that ran in the calls of a line."""
+        """Yield the lines that ran inside the functions that a line called."""
         waiting = [*paired.called(number)]
         for pair in waiting:
             yield paired.both(pair)[0].line

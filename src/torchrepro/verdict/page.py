@@ -351,7 +351,10 @@ class AgreementMap:
 def agreement_map(
     cells: Sequence[Cell], first: Divergence | None = None, *, after_last: bool = False
 ) -> AgreementMap:
-    """Return the map of `cells`, at least one; with `after_last`, the last step is no real step."""
+    """Return the map of `cells`, of which there is at least one.
+
+    With `after_last`, the last column shows the ops after the last step.
+    """
     groups = _grouped(list(dict.fromkeys(cell.module for cell in cells)))
     steps = sorted({cell.step for cell in cells})
     stride = -(-len(steps) // COLUMNS)

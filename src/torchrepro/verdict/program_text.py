@@ -160,9 +160,9 @@ def _parsed(file: str, _changed: int) -> Module:
 def scan(files: Iterable[str], before: float | None = None) -> tuple[SeedSource, ...]:
     """Return the lines of Python files that may vary between runs, in the order of the files.
 
-    Each has the function that it calls; ``set`` if it iterates a set in any way. Files that are
-    gone, too large or not Python are skipped. So are files that were changed after `before`, in
-    seconds since 1970: the program that ran was a different one.
+    A line comes with the function that it calls, or with ``set`` if it iterates over a set.
+    Missing files, large files and files in other languages are skipped. A file that changed after
+    `before`, in seconds since 1970, is skipped too, because the run used an earlier version.
     """
     sources: list[SeedSource] = []
     for file in dict.fromkeys(files):

@@ -139,7 +139,7 @@ class Reader:
         self._known: dict[Outline, tuple[Array, _Digests, _Digests]] = {}
 
     def algorithms(self, outputs: str) -> frozenset[str]:
-        """Return the algorithms of the fingerprints of outputs, which depend on their devices."""
+        """Return the fingerprint algorithm of each output, which depends on its device."""
         known: Mapping[str, str] = self.trace.meta.get("algorithm") or {}
         devices = _DEVICE.findall(outputs)
         devices += ["cpu"] * (len(_SIZE.findall(outputs)) > len(devices))

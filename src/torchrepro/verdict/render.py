@@ -82,7 +82,7 @@ def _where_in_short(first: Divergence, origin: LineOfOrigin | None) -> Rows:
 
 
 def _beginning(origin: LineOfOrigin) -> Rows:
-    """Return the line where a divergence began, with its equal inputs and differing results."""
+    """Return the line where the runs diverged, its equal inputs and its differing results."""
     rows = [("where", _with_code(origin.where))]
     same = f"the same before it: {some(origin.same)}" if origin.same else ""
     changed = f"different after it: {some(origin.changed)}" if origin.changed else ""

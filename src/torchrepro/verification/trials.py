@@ -424,7 +424,7 @@ class Trials:
         return same
 
     def _by_chance(self) -> bool:
-        """Return whether the last trial may agree only by chance; its answer then says so."""
+        """Return whether the runs of the last trial may agree by chance, and note it there."""
         reads = [read for trace in traces_of(self._last) for read in trace.meta.get("sources", ())]
         if all(read["what"] != FORKED for read in reads):
             return self._agrees_unchanged()

@@ -53,7 +53,7 @@ def global_generators() -> dict[str, Any]:
 
 
 def generators(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, GeneratorKind]]:
-    """Yield each reachable generator once, with its first name."""
+    """Yield each reachable generator once, with the name under which it is found first."""
     seen = set[int]()
     for name, value in reached(roots):
         generator = None if isinstance(value, random.SystemRandom) else generator_kind(value)

@@ -128,7 +128,7 @@ class _Trials:
         return self._relation.run(name, environment, observers, setup.resolved, runner)
 
     def _trials(self) -> Iterator[_Trial]:
-        """Yield possible causes; the first need no run, or only one."""
+        """Yield possible causes, the cheapest first: the first ones need one run or none."""
         # The notes of each process, without workers and with workers.
         without, loaded = (
             self._relation.notes_of(self._run(setup, _Trial("", ""))) for setup in self._setups
