@@ -99,6 +99,20 @@ def test_imports_run_one_way():
     assert upward == []
 
 
+def test_architecture_names_what_exists():
+    """Every file and every identifier that ARCHITECTURE.md shows is found in the repository."""
+    root = PAGE.parent
+    shown = re.findall(r"`([\w./*]+)`", PAGE.read_text(encoding="utf-8"))
+    files = [name for name in shown if name.endswith((".py", ".yaml", ".json", ".html", ".md"))]
+    sources = [*MODULES.values(), PACKAGE / "knobs" / "variables.json"]
+    words = {path.stem for path in sources}
+    words.update(*(re.findall(r"\w+", path.read_text(encoding="utf-8")) for path in sources))
+    identifiers = [name for name in shown if re.fullmatch(r"[A-Za-z]\w*_\w+", name)]
+
+    assert [f for f in files if not [*root.glob(f), *PACKAGE.glob(f)]] == []
+    assert [name for name in identifiers if name not in words] == []
+
+
 def test_no_imports_form_a_circle():
     """No module imports itself through others, in strings that name a module included."""
     TopologicalSorter(_graph(*STATEMENTS, ast.Constant)).prepare()
