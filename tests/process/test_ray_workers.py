@@ -117,7 +117,7 @@ DEAF = {
     "a variable of its own": (
         "ray.init(os.environ['CLUSTER'],"
         " runtime_env={'env_vars': {'CUBLAS_WORKSPACE_CONFIG': ':0:0'}})",
-        "CUBLAS_WORKSPACE_CONFIG is :0:0 there",
+        "CUBLAS_WORKSPACE_CONFIG is :0:0 in it",
     ),
     "a client": ("ray.init('ray://127.0.0.1:1')", "no set-up hook for a client"),
     "a hook named later": (
@@ -227,7 +227,7 @@ def test_workers_that_get_no_profile_are_said_and_stop_a_strict_run(deaf, under,
 
     done = under("debug-strict", "driver.py", env={**QUIET, "CLUSTER": cluster})
 
-    assert re.search("workers of Ray are not (wholly )?under debug-strict: ", done.stderr)
+    assert re.search("workers of Ray are not (fully )?under debug-strict: ", done.stderr)
     assert reason in done.stderr
     assert "\n  to do: " in done.stderr
     assert (done.returncode, done.stdout) == (3, "")
