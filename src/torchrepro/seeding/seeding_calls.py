@@ -50,7 +50,7 @@ _MANY = 1000
 
 @dataclass(slots=True)
 class SeedingCall:
-    """A line at which the program seeds a global generator itself."""
+    """A line of the program that seeds a global generator."""
 
     function: str
     value: str  # the seed of the latest call
@@ -141,7 +141,7 @@ class SeedingCalls:
 
 
 def seeding_calls() -> tuple[SeedingCall, ...]:
-    """Return the lines at which the program has seeded a generator since the profile's seed."""
+    """Return the lines of the program that seeded a generator after the profile seeded it."""
     return tuple(_calls.values())
 
 
