@@ -33,7 +33,7 @@ from torchrepro.ground.console import say
 from torchrepro.ground.errors import DriftError, ExitStatus, by_write
 from torchrepro.ground.messages import shown
 from torchrepro.ground.patching import wrap
-from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
 from torchrepro.reporting.outcomes import KnobChange, Writer, in_words, why_equivalent
 from torchrepro.reporting.process_state import closed_latches
@@ -385,22 +385,6 @@ def _report(drifts: Iterable[tuple[Guard, KnobChange]]) -> None:
 
 # Attribution of writes.
 
-_SETTERS = (
-    "_set_cublas*",
-    "_set_cudnn_*",
-    "_cuda_set_cudnn_*",
-    "_set_mkldnn_*",
-    "_set_onednn_*",
-    "_set_sdp_use_*",
-    "_set_deterministic_*",
-    "_set_float32_matmul_precision",
-    "_set_fp32_precision_setter",
-    "_set_*_preferred_backend",
-    "_set_default_dtype",
-    "set_num_threads",
-)
-"""Patterns for the names of the functions in torch's C module that write knobs."""
-
 _NOT_THE_PROGRAM = frozenset({"torch", "torch_npu", "torchrepro", *sys.stdlib_module_names})
 
 _HUGGING_FACE = "transformers.trainer_utils"
@@ -499,7 +483,8 @@ def setters() -> Iterator[tuple[Any, str]]:
     """
     torch: Any = import_module("torch")
     written_in_c = vars(torch._C)  # noqa: SLF001 - see above
-    for name in [name for pattern in _SETTERS for name in names_like(written_in_c, pattern)]:
+    patterns = dict.fromkeys(pattern for knob in CATALOGUE for pattern in knob.setters)
+    for name in [name for pattern in patterns for name in names_like(written_in_c, pattern)]:
         yield torch._C, name  # noqa: SLF001 - see above
         if vars(torch).get(name) is written_in_c[name]:
             yield torch, name

@@ -52,9 +52,14 @@ NUMERICS = f"{DOCS}/notes/cuda.html"
 RANDOMNESS = f"{DOCS}/notes/randomness.html"
 
 _torch = partial(Knob, library="torch")
-_cuda = partial(_torch, hardware="CUDA", source=f"{BACKENDS}-cuda")
-_cudnn = partial(_torch, hardware="CUDA", source=f"{BACKENDS}-cudnn")
-_cpu = partial(_torch, source=f"{BACKENDS}-mkldnn")
+_cuda = partial(_torch, hardware="CUDA", source=f"{BACKENDS}-cuda", setters=("_set_cublas*",))
+_cudnn = partial(
+    _torch,
+    hardware="CUDA",
+    source=f"{BACKENDS}-cudnn",
+    setters=("_set_cudnn_*", "_cuda_set_cudnn_*"),
+)
+_cpu = partial(_torch, source=f"{BACKENDS}-mkldnn", setters=("_set_mkldnn_*", "_set_onednn_*"))
 _npu = partial(_torch, hardware="Ascend", source="https://pypi.org/project/torch-npu/")
 
 
@@ -75,6 +80,11 @@ def _precision(owner: str, summary: str, since: str, *aliases: str, **columns: A
         source=f"{NUMERICS}#tf32-on-ampere",
         since=f"2.9; before that {since}",
         aliases=(f"torch.backends.{owner}.fp32_precision", *aliases, "allow_tf32"),
+        decides_results=True,
+        setters=(
+            *("_set_fp32_precision_setter", "_set_float32_matmul_precision"),
+            *("_set_cublas*", "_set_cudnn_*", "_cuda_set_cudnn_*"),
+        ),
         **columns,
     )
 
@@ -91,6 +101,7 @@ TORCH = (
         source=f"{GENERATED}.use_deterministic_algorithms.html",
         since="1.8",
         aliases=("torch.use_deterministic_algorithms", "torch.set_deterministic_debug_mode"),
+        setters=("_set_deterministic_*",),
     ),
     _flag(
         _torch,
@@ -105,6 +116,7 @@ TORCH = (
         "include_buffers=True",
         source=f"{DOCS}/deterministic.html",
         since="2.2",
+        setters=("_set_deterministic_*",),
     ),
     _torch(
         name="backends.torch.inductor_deterministic",
@@ -151,6 +163,8 @@ TORCH = (
         source=f"{GENERATED}.set_default_dtype.html",
         since="1.0",
         aliases=("torch.set_default_dtype",),
+        decides_results=True,
+        setters=("_set_default_dtype",),
     ),
 )
 
@@ -174,6 +188,7 @@ CUDA = (
             cost="off: slower products with a long inner dimension on some GPUs",
             source=f"{NUMERICS}#reduced-precision-reduction-in-{dtype}-gemms",
             since=since,
+            decides_results=True,
         )
         for dtype, since in (("fp16", "1.10"), ("bf16", "1.12"))
     ),
@@ -185,6 +200,7 @@ CUDA = (
         cost="on: faster on some GPUs, with larger errors",
         source=f"{NUMERICS}#full-fp16-accmumulation-in-fp16-gemms",
         since="2.7",
+        decides_results=True,
     ),
     _flag(
         _cuda,
@@ -220,6 +236,7 @@ CUDA = (
             cost=cost,
             since=since,
             aliases=(f"torch.backends.cuda.enable_{kernel}_sdp",),
+            setters=("_set_sdp_use_*",),
         )
         for kernel, since, cost in (
             ("flash", "2.0", "its backward is not deterministic unless algorithms are `error`"),
@@ -242,6 +259,7 @@ CUDA = (
             cost="which library is fastest depends on the shapes",
             since=since,
             aliases=(f"torch.backends.cuda.preferred_{domain}_library",),
+            setters=(f"_set_{domain}_preferred_backend",),
         )
         for domain, choices, since in (
             ("linalg", ("default", "cusolver", "magma"), "1.11"),
@@ -341,6 +359,8 @@ CPU = (
             source=f"{DOCS}/notes/mkldnn.html",
             since="2.9",
             aliases=(f"torch.backends.mkldnn.{operation}.fp32_precision",),
+            decides_results=True,
+            setters=("_set_fp32_precision_setter", "_set_onednn_*"),
         )
         for operation in ("matmul", "conv", "rnn")
     ),
@@ -353,6 +373,8 @@ CPU = (
         source=f"{GENERATED}.set_num_threads.html",
         since="1.0",
         aliases=("torch.set_num_threads",),
+        decides_results=True,
+        setters=("set_num_threads",),
     ),
 )
 
@@ -367,6 +389,7 @@ def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: st
         cost=cost,
         since="torch_npu 2.1; torchrepro checks whether it exists",
         aliases=aliases,
+        decides_results=field.endswith("_hf32"),
     )
 
 
@@ -528,6 +551,7 @@ POLICIES = (
         "zero: less than dropout, a copy instead of a random mask (a step of a small transformer "
         "took 0.6 times as long); 5 us per call of any other random op, to count it",
         scope=Scope.EVERY_THREAD,
+        decides_results=True,
     ),
     _policy(
         "device.rng",
@@ -538,6 +562,7 @@ POLICIES = (
         "host: 16 us per random op, 2 ns per uniform number (a million: 2.2 ms, measured on "
         "2 cores), and the copy to the device; none without an accelerator",
         scope=Scope.EVERY_THREAD,
+        decides_results=True,
     ),
     _policy(
         "device.fallback",
@@ -567,12 +592,14 @@ POLICIES = (
         "any module",
         "https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html",
         scope=Scope.EVERY_THREAD,
+        decides_results=True,
     ),
     _policy(
         "streams",
         SEEDS_OF_STREAMS,
         LazyAccess("seeding.global_seeds:streams_field"),
         "Explicit seeds for single streams, to vary one source of randomness at a time.",
+        decides_results=True,
         **_SEED_PLAN,
     ),
     _policy(
@@ -583,6 +610,7 @@ POLICIES = (
         "By default, named streams differ per rank and the global generators start from one "
         "seed. The order of samples comes from torch: ranks with equal generators get the same "
         "order, and a DistributedSampler divides one order among the ranks.",
+        decides_results=True,
         **_SEED_PLAN,
     ),
     _policy(
@@ -598,6 +626,7 @@ POLICIES = (
         source=RANDOMNESS,
         needs="seed.streams",
         needing=lambda value: value == "auto",
+        decides_results=True,
     ),
     _policy(
         "dataloader.num_workers",
@@ -630,6 +659,7 @@ def _seed(
     of: str, access: str, summary: str, source: str, cost: str = "none", **columns: Any
 ) -> Knob:
     columns = {"library": "torch", "changes_with_use": True, "guarded": False, **columns}
+    columns["decides_results"] = True
     path = LazyAccess(f"seeding.global_seeds:{access}")
     return Knob(f"seed.{of}", SEED, path, summary, cost, source, key="seed", **columns)
 

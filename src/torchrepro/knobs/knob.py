@@ -394,6 +394,12 @@ class Knob:
     """
 
     guarded: bool = True  # whether the drift guard reads the knob again
+    decides_results: bool = False
+    """True if the value decides results directly; other knobs choose kernels, which may agree."""
+
+    setters: tuple[str, ...] = ()
+    """Patterns for the names of the functions of ``torch._C`` that write the knob."""
+
     hardware: str = ""
     """The hardware that the knob affects, a key of `process_state.HARDWARE`; empty: all."""
 

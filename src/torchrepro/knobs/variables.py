@@ -9,6 +9,7 @@ The fields of a row:
 - `instead`: published recipes set the variable, but no library reads it.
 - `legal`: a name in `KINDS`, words such as ``LAZY|EAGER`` (``~`` in front ignores case), or the
   fields of a `Text`.
+- `decides_results`: as the field of a `Knob`; in any section.
 - `enough` and `effect`: names in `ENOUGH` and `EFFECTS`.
 """
 
@@ -312,6 +313,7 @@ def _knob(row: Mapping[str, Any]) -> Knob:
         misspellings=tuple(row.get("misspelt", ())),
         effect=effect,
         hardware=row.get("hardware", ""),
+        decides_results=row.get("decides_results", False),
     )
 
 
@@ -321,6 +323,9 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     row["name"]: row["instead"] for row in ROWS if "instead" in row
 }
 """Variables that published recipes set but no library reads -> the setting to use instead."""
+
+DECIDE_RESULTS = frozenset(row["name"] for row in ROWS if row.get("decides_results"))
+"""The variables, in any section, whose values decide results directly."""
 
 RECORDED = tuple(
     sorted(row["name"] for row in ROWS if row.get("set_in") == "env" or row.get("recorded"))

@@ -25,6 +25,7 @@ from torchrepro.ground.messages import printable, shown, some
 from torchrepro.ground.redaction import HIDDEN
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import MissingState, variable
+from torchrepro.knobs.variables import DECIDE_RESULTS
 from torchrepro.manifest.contents import manifest_in, read_complete
 from torchrepro.manifest.environment import UNKNOWN
 from torchrepro.profile.load import resolve
@@ -312,13 +313,6 @@ FOLLOWS = {"python patch": "python", "torch commit": "torch", "cpu family": "cpu
 THREADS = ("backends.cpu.num_threads", "env.OMP_NUM_THREADS", "env.MKL_NUM_THREADS")
 """Knobs that set the number of threads. A lock records the number before they are applied."""
 
-DECIDES_NUMBERS = (
-    *("seed", "streams*", "ranks*", "dropout", "device.rng", "device.modules*"),
-    *("dataloader.seeding", "*precision*", "*_hf32", "*tf32*", "*FPMATH*", "*fp16_accumulation"),
-    *("*default_dtype", "*num_threads", "*NUM_THREADS", "*CPU_CAPABILITY", "*MAX_CPU_ISA"),
-)
-"""Keys that determine results directly. Others select kernels, which may round identically."""
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -459,7 +453,7 @@ def effective(comparison: SnapshotDiff) -> SnapshotDiff:
                 impact = Impact.SHOULD_NOT  # such a key refuses runs, but computes nothing
             elif knobs and all(knob.hardware in absent for knob in knobs):
                 impact = Impact.NOTHING_HERE
-            elif not any(fnmatchcase(key, pattern) for pattern in DECIDES_NUMBERS):
+            elif not any(k.decides_results or k.variable in DECIDE_RESULTS for k in knobs):
                 impact = Impact.MAY
         kept.append(replace(difference, here=impact))
     return replace(comparison, differences=_ordered(kept))
