@@ -502,9 +502,9 @@ def compare_resumed(
 ) -> Verdict | None:
     """Compare the run `whole` with a run that resumed from a checkpoint of `whole`.
 
-    Returns None if `resumed` is not recognized as such a run. It is recognized by its parameters at
-    the start: `whole` has the same parameters after one of its steps, but not at the start. Also
-    returns None if both runs were recorded under the guarantee `aligned`.
+    Returns None if `resumed` is not recognized as such a run. It is recognized if it begins with
+    the parameters that `whole` had after a step, and not with the initial parameters of `whole`.
+    Also returns None if both runs were recorded under the guarantee `aligned`.
     """
     left, right = _trained(whole), _trained(resumed)
     shifts = {_shift(Pair(*processes, runs)) for processes in zip(left, right, strict=False)}

@@ -156,7 +156,7 @@ class Pair:
 
     @cached_property
     def misses_steps(self) -> bool:
-        """Whether the ops of different steps were recorded in the two runs.
+        """Whether the two runs recorded the ops of different steps.
 
         Then a tensor from an earlier step may be known in one recording, but new in the other.
         """
@@ -211,7 +211,7 @@ class Pair:
         return [b"".join(sorted(getattr(row, name) for row in of_run)) for of_run in rows]
 
     def unequal_digest(self, number: int, fields: Sequence[str]) -> Divergence | None:
-        """Return a divergence for the first digest in `fields` that differs; None if none does."""
+        """Return a divergence for the first digest in `fields` that differs, or None."""
         for name in fields:
             digests = self.digests(number, name)
             if not all(digests) or digests[0] == digests[1]:

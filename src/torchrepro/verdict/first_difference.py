@@ -170,7 +170,7 @@ def describe(
 def _explain_lone(
     pair: Pair, shown: RecordView, instead: int | None, *, only_left: bool
 ) -> Explanation:
-    """Explain a record that only one run has. In its place the other run has record `instead`."""
+    """Explain a record that only one run has. `instead` is the other run's next record, or None."""
     has, lacks = NAMES if only_left else NAMES[::-1]
     other_trace = pair.right if only_left else pair.left
     if instead is not None:

@@ -473,7 +473,7 @@ class Origins:
         return self._trace_opaque(paired, number) or self._origin_at(paired, number)
 
     def _filling_pair(self, paired: _PairedRuns, number: int) -> int | None:
-        """Return the pair that fills the memory that pair `number` allocates, as by ``empty``.
+        """Return the pair that fills the uninitialized memory that pair `number` allocates.
 
         Returns None if no pair fills it. The earlier contents of the memory affect no result.
         """

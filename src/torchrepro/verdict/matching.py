@@ -180,11 +180,11 @@ def _equal_ends(left: Array, right: Array) -> tuple[int, int]:
 
 
 def _in_order(runs: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs, bool]:
-    """Align the records between equal ends. Returns the pairs, and whether lines were used.
+    """Align records in order. Returns the pairs, and whether lines were used.
 
-    Lines are used if both runs have the same source, because an edit of the program shifts line
-    numbers. Otherwise ops are used. An alignment that matches all records of the shorter run is
-    accepted at once: the longer run then only has additional ops.
+    `between` has the records without the equal beginning and end of both runs. Lines are used if
+    both runs have the same source, because an edit of the program shifts line numbers. Otherwise
+    ops are used. An alignment that matches all records of the shorter run is accepted at once.
     """
     shorter = min(map(len, between))
     columns = [name for name in finest if name != "key"]
@@ -235,9 +235,10 @@ def cheapest_alignment(
 ) -> Pairs | None:
     """Return the cheapest alignment of equal tokens in order; None if the sequences are too long.
 
-    As few tokens as possible stay unmatched. Of all such alignments, the cheapest is chosen: a pair
-    costs each price whose two arrays differ in the pair. If several are equally cheap, unmatched
-    tokens come as early as possible. An additional op then comes before the differences it causes.
+    As few tokens as possible stay unmatched. Of all such alignments, the cheapest is chosen. Each
+    of the `prices` has two arrays, and a pair costs the price if they differ at its positions. If
+    several alignments are equally cheap, unmatched tokens come as early as possible. An additional
+    op then comes before the differences that it causes.
 
     S. Wu, U. Manber, G. Myers, W. Miller, "An O(NP) sequence comparison algorithm", Information
     Processing Letters 35 (6), 1990. https://doi.org/10.1016/0020-0190(90)90035-V

@@ -239,8 +239,8 @@ class _Sets:
     def made_once(self, node: ast.AST) -> tuple[ast.expr, ast.expr, ast.expr | None] | None:
         """Return how a set is created, if a dict with the same keys could replace it.
 
-        Returns the assigned expression, the iterable of the members, and the set that is subtracted
-        from the members or None. Returns None if the set is assigned more than once, or used for
+        Returns the assigned expression, the iterable of the members, and the set subtracted from
+        the members (or None). Returns None if the set is assigned more than once, or used for
         anything other than iteration and membership tests.
         """
         if not isinstance(node, ast.Name | ast.Attribute):
@@ -354,7 +354,7 @@ def edit_of(cause: str, name: str, location: str, *, is_seed: bool = False) -> E
 
 
 def edit_of_sample(name: str, location: str) -> Edit | None:
-    """Return the edit that replaces a call by `torchrepro.sample_rng()` in the code of a sample."""
+    """Return the edit that makes code that loads a sample draw from `torchrepro.sample_rng()`."""
     line = _Lines.of(location)
     calls = line.calls(name.rpartition(".")[2]) if line else []
     edit = line.edited((calls[0], "torchrepro.sample_rng()")) if line and calls else None
@@ -362,7 +362,7 @@ def edit_of_sample(name: str, location: str) -> Edit | None:
 
 
 def edits_of_other_lines(cause: str, files: Iterable[str], steps: int) -> Iterator[Edit]:
-    """Yield edits that may remove the effect of `cause`, but leave the line that reads it.
+    """Yield edits of other lines than the line that reads `cause`. They may remove its effect.
 
     If `cause` is the clock, a time limit of a training becomes a limit of `steps`. For any other
     cause, a pool of threads or processes gets a single worker, which runs its tasks in order.

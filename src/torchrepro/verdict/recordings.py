@@ -416,7 +416,7 @@ def _in_words(steps: Sequence[int]) -> str:
 
 
 def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence for each rank whose parameters no longer agree with the first rank.
+    """Yield a sentence for each rank whose parameters no longer equal those of the first rank.
 
     Ranks whose parameters never agree have different parts of the model, and are skipped. If
     parameters agree only until an optimizer changes them, the ranks may just share a seed. Such

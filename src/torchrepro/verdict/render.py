@@ -40,7 +40,7 @@ _COPIED = ("where", "edit", "becomes", "try")
 
 
 def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
-    """Return the lines and tables that show a verdict: all of it with `Verbosity.VERBOSE`."""
+    """Return the lines and tables that show a verdict. `Verbosity.VERBOSE` shows every detail."""
     if verbosity() is Verbosity.VERBOSE:
         return _in_full(verdict)
     rows = [("reaches", text)] if (text := reach(verdict)) else []
@@ -206,7 +206,7 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def agreement(verdict: Verdict) -> str:
-    """Return in words how far two runs agree; empty if no step was compared coarsely."""
+    """Return in words how far two runs agree; empty if all steps are compared as recorded."""
     agreed = verdict.agreed
     if agreed is None or verdict.compared.is_at_its_level:
         return ""
