@@ -8,7 +8,7 @@ from torchrepro.verdict.value import Verdict
 
 @parts.register(Verdict)
 def _(verdict: Verdict) -> tuple[Part, ...]:
-    """Render a verdict wherever it comes from, be it a pickle."""
+    """Return the parts that show a verdict in a terminal, also if it comes from a pickle."""
     from torchrepro.verdict.render import verdict_parts
 
     return verdict_parts(verdict)

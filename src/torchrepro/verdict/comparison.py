@@ -1,8 +1,9 @@
 """Comparison of two recorded runs: are they the same, and if not, where do they diverge first?
 
-The traces of the two runs are paired, process by process. Each step of a pair is compared in the
-finest mode that both recordings allow (`criteria`): record by record (`records`), or by digests.
-The verdict has the earliest difference of all pairs, and `diagnosis` adds advice.
+Each trace of one run is paired with the trace of the same process in the other run. Each step is
+compared in the finest mode that both recordings allow (see `criteria`): record by record (see
+`records`), or by digests of losses, gradients and parameters. The verdict names the earliest
+difference in any pair of traces. `diagnosis` adds advice.
 """
 
 from __future__ import annotations
@@ -75,13 +76,15 @@ def compare(
     atol: float | None = None,
     ignore: Sequence[str] = (),
 ) -> Verdict:
-    """Compare two recorded runs, by their bits or, with a tolerance, by statistics of tensors.
+    """Compare two recorded runs bit by bit or, within a tolerance, by statistics of their tensors.
 
-    Returns a `Verdict`: the same, or the first divergence. Runs that were both recorded under the
-    guarantee `aligned` are compared within its tolerance. What the lines of `ignore` computed, each
-    as ``file:line``, is left out, with what differs by that alone. Raises `TraceError` for a folder
-    that contains no trace, for recordings that cannot be compared in this way, for a line without a
-    record, and if nothing is compared.
+    The `Verdict` states whether the runs are the same and, if not, where they diverge first. If
+    both runs were recorded under the guarantee `aligned`, there is a default tolerance. `ignore`
+    lists lines of the program as ``file:line``. The records of these lines are ignored, and so are
+    differences that only these records cause.
+
+    Raises `TraceError` if a folder contains no trace, if the recordings cannot be compared in this
+    way, if an ignored line has no record, or if there is nothing to compare.
     """
     refuse_malformed_lines(ignore)
     tolerance = tolerance_of(rtol, atol)
@@ -96,7 +99,7 @@ def compare(
 
 
 def refuse_malformed_lines(ignore: Sequence[str]) -> None:
-    """Raise `TraceError` for a text that is not ``file:line``."""
+    """Raise `TraceError` if a text in `ignore` is not ``file:line``."""
     for location in ignore:
         file, _, line = location.rpartition(":")
         if not file or not line.isdecimal():
@@ -105,7 +108,7 @@ def refuse_malformed_lines(ignore: Sequence[str]) -> None:
 
 
 def refuse_unknown_lines(verdict: Verdict) -> None:
-    """Raise `TraceError` if a line to ignore has no record."""
+    """Raise `TraceError` if nothing was recorded for a line that the user asked to ignore."""
     for skipped in verdict.left_out:
         if not skipped.records:
             todo = "name the line that computes it"
@@ -115,7 +118,7 @@ def refuse_unknown_lines(verdict: Verdict) -> None:
 
 
 def tolerance_of(rtol: float | None, atol: float | None) -> tuple[float, float] | None:
-    """Return rtol and atol; None if both are None. Raises `TraceError` for an illegal value."""
+    """Return rtol and atol, or None if neither is set. Raises `TraceError` for an invalid value."""
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not 0 <= value < math.inf:
             raise TraceError.about(
@@ -132,7 +135,7 @@ def compare_within(
     *,
     one_program: bool = False,
 ) -> Verdict:
-    """Compare two runs by the criteria that `criteria_for` chooses."""
+    """Compare two runs like `compare`, but do not check arguments or recognize a resumed run."""
     runs = str(run_a), str(run_b)
     with _opened(runs) as traces:
         return _verdict(runs, traces, tolerance, ignore, one_program=one_program)
@@ -141,13 +144,13 @@ def compare_within(
 @contextmanager
 def _opened(runs: tuple[str, str]) -> Iterator[Sequence[Traces]]:
     def order(trace: Trace) -> tuple[int, bool, str, str, int]:
-        # By name: the processes of a rank may start in any order.
+        # Sort the processes of a rank by name, because they may start in any order.
         name, meta = str(trace.meta.get("process", "")), trace.meta
         program, ordinal = str(meta.get("program", "")), int(meta.get("ordinal", 0))
         return trace.rank, name != "MainProcess", name, program, ordinal
 
     with ExitStack() as stack:
-        if gc.isenabled():  # millions of rows would trigger it, and it would free none of them
+        if gc.isenabled():  # millions of rows would trigger collections that free nothing
             gc.disable()
             stack.callback(gc.enable)
         opened: list[Traces] = []
@@ -167,7 +170,7 @@ def _opened(runs: tuple[str, str]) -> Iterator[Sequence[Traces]]:
 
 
 class PairComparison:
-    """Compares two traces, each step in the finest mode that both recordings allow."""
+    """Compares two traces. Each step is compared in the finest mode that both recordings allow."""
 
     def __init__(self, pair: Pair, criteria: Criteria, ignore: Sequence[str]) -> None:
         self.pair, self.tolerance = pair, criteria.tolerance
@@ -179,7 +182,7 @@ class PairComparison:
             self.records.refuse_unequal_algorithms()
         self.steps: dict[int, StepComparison] = {}
         first: Divergence | None = None
-        self.sort = ""  # how the first record differs; empty if a digest or the last step differs
+        self.sort = ""  # how the first differing record differs; empty if no record differs
         for number, mode in self.modes.items():
             comparison = StepComparison() if mode.fields else self.records.step(number)
             self.steps[number] = comparison
@@ -192,11 +195,11 @@ class PairComparison:
             elif comparison.first is not None:
                 first, self.sort = self.records.describe(comparison.first), comparison.first.sort
             if first is not None and first.kind is Kind.VALUES and first.phase != "forward":
-                # Only values at the end of the step differ: a loss is nearer to the cause.
+                # Only values at the end of the step differ. A loss is computed before them.
                 of_loss = (pair.unequal_digest(at, [LOSS]) for at in (number, ANY_STEP))
                 loss = next(filter(None, of_loss), None)
                 first, self.sort = (first, self.sort) if loss is None else (loss, "")
-        self.unread: Sequence[Site] = ()  # sites whose random numbers differ, but are never read
+        self.unread: Sequence[Site] = ()  # sites whose random numbers differ, but are never used
         if self.sort and first and not within and draws_outside(first.op, first.module):
             first = self._first_that_reaches(first)
         if first is None:
@@ -206,7 +209,10 @@ class PairComparison:
         self.first = first
 
     def _first_that_reaches(self, first: Divergence) -> Divergence | None:
-        """Return the first difference, without random numbers that nothing reads; None if none."""
+        """Return the first difference, but skip random numbers that are never used.
+
+        Returns `first` if their use is unknown, and None if only unused random numbers differ.
+        """
         reach = self.records.reach
         origin = reach.first()
         if origin is None and False in reach.drawn:
@@ -251,7 +257,7 @@ class PairComparison:
         return next(filter(None, digests), None) or pair.unequal_seeded_generator()
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences on the limits of the comparison."""
+        """Yield notes for the user, each a sentence, on the limits of this comparison."""
         if self.unread and self.first is None:
             lines = dict.fromkeys(f"{short(site.source)} ({site.op})" for site in self.unread)
             yield (
@@ -279,7 +285,7 @@ class PairComparison:
 
     @property
     def has_anything(self) -> bool:
-        """Whether both recordings have anything that can be compared."""
+        """Whether at least one step has records, or a digest in both runs, to be compared."""
         pair = self.pair
         return any(
             any(all(pair.digests(at, name)) for at in (step, ANY_STEP) for name in mode.fields)
@@ -290,8 +296,8 @@ class PairComparison:
 
 
 def _order(first: Divergence) -> tuple[int, bool, int, int]:
-    # Within a step, what a rank computed comes before what it received. Of the values at the end of
-    # a step, losses come before gradients, which are summed over ranks.
+    # Within a step, values that a rank computed come before values that it received. Of the values
+    # at the end of a step, losses come before gradients, which are summed over ranks.
     sent = first.phase == "collective" and first.kind is Kind.OUTPUTS
     late = first.kind in (Kind.ENDED, Kind.INCOMPARABLE)
     made = [PHASE_OF[name] for name in FIELDS]
@@ -329,7 +335,7 @@ def _verdict(
             tally.update(step_comparison.tally)
             by_module.update(step_comparison.differing)
     if earliest is not None and tally[earliest.sort]:
-        tally[earliest.sort] -= 1  # without the first difference; digests are not counted at all
+        tally[earliest.sort] -= 1  # count later differences only; digests are not in the tally
     first = earliest.first if earliest else next(iter(missing), None)
     if first is None and not any(comparison.has_anything for comparison in comparisons):
         raise TraceError.about(
@@ -393,7 +399,7 @@ def _verdict(
         origin = origins.of(first)
         if origin and origin.where == first.source and not origin.is_sure and not origin.called:
             origin = None  # the op and its inputs are more informative
-        # A recording that the program makes itself begins too late to follow its lines.
+        # A recording that the program starts itself begins too late to follow the lines.
         if all(meta.get("detail") and meta.get("recorded_by") != BY_PROGRAM for meta in metas):
             notes += origins.notes
     reaches = first is not None and (bool(missing) or not pairs or any(map(_reaches, pairs)))
@@ -451,7 +457,7 @@ def _cells(comparisons: Sequence[PairComparison]) -> Iterator[Cell]:
 
 
 def _compared(comparisons: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Compared:
-    """Return how much was compared."""
+    """Return the extent of the comparison: numbers of ranks, steps, ops and bytes, and modes."""
     pairs = [comparison.pair for comparison in comparisons]
     last = max(modes, default=0)
     ended = {step for pair in pairs for step in pair.ended_steps}
@@ -466,7 +472,7 @@ def _compared(comparisons: Sequence[PairComparison], modes: Mapping[int, Mode]) 
     return Compared(
         ranks=len({pair.left.rank for pair in pairs}),
         steps=len(ended),
-        # Other steps have another level, or their records were not compared.
+        # Steps at other levels, or without compared records, are not counted.
         ops=sum(
             pair.left.steps[step].records
             for pair, step, mode in compared_steps
@@ -486,7 +492,7 @@ def _compared(comparisons: Sequence[PairComparison], modes: Mapping[int, Mode]) 
     )
 
 
-# Phases before the phase of a digest, in addition to those of the digests before it in `FIELDS`.
+# Phase of a digest -> earlier phases that have no digest in `FIELDS`.
 _LOADING = {"forward": (), "backward": ("data",), "optimizer": ("data", "collective")}
 _ALLOCATES = "aten::empty"
 
@@ -494,15 +500,16 @@ _ALLOCATES = "aten::empty"
 def compare_resumed(
     runs: tuple[str, str], whole: Iterable[Trace], resumed: Iterable[Trace]
 ) -> Verdict | None:
-    """Compare a run with a run that resumed from its checkpoint; None if that is not recognized.
+    """Compare the run `whole` with a run that resumed from a checkpoint of `whole`.
 
-    It is recognized if the first step of `resumed` begins with the parameters after some step of
-    `whole`, and these are not the initial parameters of `whole`.
+    Returns None if `resumed` is not recognized as such a run. It is recognized if it begins with
+    the parameters that `whole` had after a step, and not with the initial parameters of `whole`.
+    Also returns None if both runs were recorded under the guarantee `aligned`.
     """
     left, right = _trained(whole), _trained(resumed)
     shifts = {_shift(Pair(*processes, runs)) for processes in zip(left, right, strict=False)}
     shift = shifts.pop() if len(shifts) == 1 and len(left) == len(right) else None
-    # Aligned runs are compared within a tolerance, which digests do not support.
+    # Runs under `aligned` are compared within a tolerance, which digests do not support.
     if shift is None or all(trace.meta.get("guarantee") == "aligned" for trace in (*left, *right)):
         return None
     verdict, pair = _compared_from(runs, left, right, shift)
@@ -560,11 +567,11 @@ def _not_restored(pair: Pair, first: Divergence) -> str:
 
 
 def compare_from(whole: str, resumed: str, shift: int, losses: int = 0) -> Verdict:
-    """Compare a resumed run, whose first step is step `shift` of `whole`, with the rest of `whole`.
+    """Compare a resumed run with the run `whole`, from step `shift` of `whole` on.
 
-    Within that step, `losses` losses came before the checkpoint. Steps are compared by losses,
-    gradients and parameters, as ops of the setup and of logging may differ. If the first op with
-    another result is known, the divergence names it.
+    The checkpoint was saved in that step, after `losses` losses of the step were computed. Steps
+    are compared by losses, gradients and parameters, because ops of the setup and of logging may
+    differ. The divergence names the first op with a different result, if it is known.
     """
     runs = whole, resumed
     with _opened(runs) as sides:
@@ -581,7 +588,7 @@ def _compared_from(
 ) -> tuple[Verdict, Pair]:
     pairs = []
     for left, right in zip(whole, resumed, strict=False):
-        # Number the steps of the resumed run as those of the whole run.
+        # Give each step of the resumed run its number in the whole run.
         right.steps = {n + shift: replace(row, step=n + shift) for n, row in right.steps.items()}
         right.losses = [replace(loss, step=loss.step + shift) for loss in right.losses]
         positions = [number for number, loss in enumerate(left.losses) if loss.step == shift]
@@ -611,13 +618,13 @@ def _compared_from(
 
 
 def _trained(traces: Iterable[Trace]) -> Sequence[Trace]:
-    """Return the trace with the most steps of each rank."""
+    """Return one trace for each rank: the trace of the process with the most finished steps."""
     by_rank = groupby(traces, key=attrgetter("rank"))
     return [max(processes, key=attrgetter("ended_steps")) for _, processes in by_rank]
 
 
 def _first_from(pair: Pair, losses_before: int) -> Divergence | None:
-    for step in pair.steps:  # also a step that did not end, as far as it got
+    for step in pair.steps:  # including a last step that did not end
         first = pair.unequal_digest(step, FIELDS)
         if first is not None:
             is_whole = step != pair.steps[0] or not losses_before
@@ -636,8 +643,8 @@ def _first_from(pair: Pair, losses_before: int) -> Divergence | None:
             f"the resumed one after step {right}{cut[1]}"
         )
         return pair.at_step(min(left, right) + 1, Kind.ENDED, sentence)
-    # Compare the final states whose values the resumed run does not have under any name: names
-    # number optimizers and models by order of appearance, which a resumed run may change.
+    # A final state differs only if the resumed run has its value under no name. Names number the
+    # optimizers and models in order of appearance, which may be another order in a resumed run.
     mine, theirs = (trace.meta.get("end") or {} for trace in pair.traces)
     for group in ("optimizers", "buffers"):
         resumed_values = theirs.get(group) or {}
@@ -649,9 +656,10 @@ def _first_from(pair: Pair, losses_before: int) -> Divergence | None:
 
 
 def _first_op(pair: Pair, step: int, phase: str) -> Divergence | None:
-    """Return the first differing op of a step, if known. Phases before `phase` are equal.
+    """Return a divergence for the first op of a step that differs; None if the op is unknown.
 
-    Ops that only one run has are skipped, as they set up or log, and ops that only allocate memory.
+    Phases before `phase` are known to be equal, and are skipped. So are ops that only allocate
+    memory, and ops that only one run has, because these set up the run or log.
     """
     if any(trace.steps[step].level in COARSE for trace in pair.traces):
         return None

@@ -1,7 +1,7 @@
 """Criteria of a comparison: the mode for each step, tolerances, and differences outside of records.
 
-A step is compared in the finest mode that both recordings allow. If records cannot be compared, the
-digests of the losses, gradients and parameters of the step are.
+A step is compared in the finest mode that both recordings allow. If the records of the step cannot
+be compared, the digests of its losses, gradients and parameters are compared instead.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torchrepro.trace.format import Loss
     from torchrepro.trace.reader import Trace
 
-# The step of records of other threads, since timing decides into which step these fall.
+# In place of the step of records of other threads: timing decides into which step they fall.
 ANY_STEP = -1
 
-NAMES = ("A", "B")  # of the runs in sentences: names of folders are long and often similar
+NAMES = ("A", "B")  # names of the runs in sentences: folder names are long and often similar
 
 RERECORD = (
     "record both again with --statistics, or under a profile whose guarantee is aligned, "
@@ -50,11 +50,11 @@ Statistics = tuple[int, float | None, float | None, float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Criteria:
-    """The conditions for two runs to count as the same."""
+    """The conditions under which two runs count as the same."""
 
-    tolerance: tuple[float, float] | None = None  # for statistics; None: bits are compared
-    # Whether a record that only one run has is a difference. This is false across devices and
-    # precisions, which may use different ops.
+    tolerance: tuple[float, float] | None = None  # rtol and atol for statistics; None for bits
+    # Whether a record that only one run has is a difference. False if the runs may have used
+    # different devices or precisions, which may execute different ops.
     needs_partner: bool = True
     notes: tuple[str, ...] = ()  # the reason for these criteria, unless the user chose them
     note_if_different: str = ""  # an additional note if the runs differ
@@ -63,12 +63,12 @@ class Criteria:
 def criteria_for(
     pairs: Sequence[Pair], tolerance: tuple[float, float] | None, *, one_program: bool = False
 ) -> Criteria:
-    """Return the criteria for the traces of two runs; `tolerance` is rtol and atol.
+    """Return the criteria for comparing the traces of two runs.
 
-    Without a tolerance bits are compared, unless both runs were recorded under the guarantee
-    `aligned`, which has its own tolerance. Bits are also compared if the recordings have no
-    statistics in common, because equal bits are within any tolerance. With `one_program`, both runs
-    are of one command on one machine.
+    `tolerance` is rtol and atol. Without a tolerance, bits are compared, except that two runs
+    recorded under the guarantee `aligned` get the tolerance `ALIGNED`. Bits are also compared if
+    the recordings have no statistics in common, because equal bits are within any tolerance.
+    `one_program` is true if both runs executed the same command on the same machine.
     """
     notes: tuple[str, ...] = ()
     metas = [trace.meta for pair in pairs for trace in pair.traces]
@@ -132,15 +132,15 @@ class Pair:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the main thread ends every step, which fixes the step of each of its records."""
+        """Whether the main thread ends every step. If not, timing decides the step of a record."""
         return not any(row.thread for trace in self.traces for row in trace.steps.values())
 
     @cached_property
     def losses(self) -> tuple[Mapping[int, Sequence[Loss]], ...]:
-        """The losses of each step in both runs.
+        """Two mappings, one for each run, from a step to the losses of that step.
 
-        Losses of other threads than the main thread are under `ANY_STEP`, and so are all losses if
-        other threads end steps.
+        Losses of threads other than the main thread are under the key `ANY_STEP`. If such threads
+        end steps, all losses are under that key.
         """
         losses_of_runs = []
         for trace in self.traces:
@@ -156,9 +156,9 @@ class Pair:
 
     @cached_property
     def misses_steps(self) -> bool:
-        """Whether the recordings have ops of different steps.
+        """Whether the two runs recorded the ops of different steps.
 
-        Then fully recorded steps do not know the same tensors from before the step.
+        Then a tensor from an earlier step may be known in one recording, but new in the other.
         """
         left, right = (trace.meta.get("every") or 1 for trace in self.traces)
         return bool(left != right)
@@ -178,9 +178,9 @@ class Pair:
         ]
 
     def is_after_last(self, number: int) -> bool:
-        """Whether the number belongs to the records after the last step of both runs.
+        """Whether step `number` has only records after the last step of both runs.
 
-        The last step of a run that was cut off is unknown, and has to be known from the other run.
+        One run is enough to prove this, because a run that was cut off hides its last step.
         """
         rows = (trace.steps.get(number) for trace in self.traces)
         return not any(row is not None and row.finished for row in rows) and any(
@@ -190,15 +190,16 @@ class Pair:
     def at_step(
         self, number: int, kind: Kind, what: str, phase: str = "", op: str = ""
     ) -> Divergence:
-        """Return a divergence in a step that no record shows."""
+        """Return a divergence in step `number`, for a difference that no record shows."""
         after = self.is_after_last(number)
         position = self.left.rank, number, phase
         return Divergence(*position, op=op, kind=kind, what=what, after_last=after)
 
     def digests(self, number: int, name: str) -> Sequence[bytes]:
-        """Return a digest of a step in both runs; empty for a run without it.
+        """Return the digest called `name` of a step in both runs, empty if a run does not have it.
 
-        For `ANY_STEP` it covers all steps in any order, if other threads end them.
+        If threads other than the main thread end steps, a single step has no digest. Then
+        `ANY_STEP` has a digest of all steps, in any order.
         """
         if name == LOSS:
             of_runs = (losses.get(number, ()) for losses in self.losses)
@@ -210,7 +211,7 @@ class Pair:
         return [b"".join(sorted(getattr(row, name) for row in of_run)) for of_run in rows]
 
     def unequal_digest(self, number: int, fields: Sequence[str]) -> Divergence | None:
-        """Return a divergence for the first differing digest of a step, or of `ANY_STEP`."""
+        """Return a divergence for the first digest in `fields` that differs, or None."""
         for name in fields:
             digests = self.digests(number, name)
             if not all(digests) or digests[0] == digests[1]:
@@ -257,17 +258,17 @@ class Pair:
         return replace(divergence, source=shown.source)
 
     def unequal_generators(self, number: int) -> list[str]:
-        """Return the random generators whose states differ at the end of a step."""
+        """Return the names of the generators whose states differ at the end of a step."""
         rows = [trace.steps[number] for trace in self.traces]
         if rows[0].finished != rows[1].finished:
             return []  # one of the runs ended in this step
         if not self.in_order and number != self.steps[-1]:
-            return []  # depends on the timing of threads
+            return []  # states before the last step depend on the timing of threads
         left, right = (row.random for row in rows)
         return [name for name in left if name in right and left[name] != right[name]]
 
     def moved_generators(self) -> set[str]:
-        """Return the random generators that one of the runs seeded or drew from."""
+        """Return the names of the generators that at least one run seeded or drew from."""
         moved: set[str] = set()
         for trace in self.traces:
             known = dict(trace.meta.get("generators") or {})
@@ -278,10 +279,10 @@ class Pair:
         return moved
 
     def unequal_seeded_generator(self) -> Divergence | None:
-        """Return the first step at whose end a generator that both profiles seed has two states.
+        """Return a divergence for the first step that ends with unequal states of a generator.
 
-        Unseeded generators have a different state in every run; they matter only if their numbers
-        are used, which shows in other differences.
+        Only generators that both profiles seed are compared. An unseeded generator has a different
+        state in every run. If the program uses random numbers from it, other values differ too.
         """
         knobs = [trace.meta.get("knobs") or {} for trace in self.traces]
         for number in self.steps:
@@ -297,9 +298,9 @@ class Pair:
         return None
 
     def unequal_end(self) -> Divergence | None:
-        """Return the divergence of a final optimizer state, parameter or buffer.
+        """Return a divergence if a final optimizer state, parameter or buffer differs, else None.
 
-        If all results of ops were equal, something else wrote it after the last op that read it.
+        If all ops returned equal results, something other than an op has written this value.
         """
         ends = [trace.meta.get("end") or {} for trace in self.traces]
         for group in ("optimizers", "parameters", "buffers"):
@@ -315,12 +316,12 @@ class Pair:
 
 
 class Mode(Enum):
-    """How a step is compared, from the finest to the coarsest."""
+    """A way to compare a step. The modes are in order, the finest first."""
 
     OPS = AT_ONE_LEVEL["op"], ()
     MODULES = AT_ONE_LEVEL["module"], ()
     STATE = AT_ONE_LEVEL["step"], ()
-    # One of the runs has dropped the records of the step.
+    # The records cannot be compared, for example because one run has dropped them.
     DIGESTS = AT_ONE_LEVEL["step"], (LOSS, "gradients", ARGUMENTS, "parameters")
     # Without gradients: levels treat gradients in uninitialized memory differently.
     DIGESTS_OF_UNEQUAL_LEVELS = "by parameters and losses", (LOSS, ARGUMENTS, "parameters")
@@ -332,7 +333,7 @@ class Mode(Enum):
 
     @property
     def is_in_full(self) -> bool:
-        """Whether all results of a step are compared, and not only its final state."""
+        """Whether all results in a step are compared, not only the state at the end of the step."""
         return self in (Mode.OPS, Mode.MODULES)
 
 
@@ -371,7 +372,7 @@ def mode_of(pair: Pair, step: int, *, within_tolerance: bool) -> Mode:
 
 
 def agreed_before(modes: Mapping[int, Mode], step: int) -> Agreed | None:
-    """Return the last steps before `step` in which the runs are known to agree; None if none."""
+    """Return how far two runs agree before `step`; None if no earlier step was compared."""
     before = {number: mode for number, mode in modes.items() if number < step}
     if not before:
         return None
@@ -384,7 +385,7 @@ def agreed_before(modes: Mapping[int, Mode], step: int) -> Agreed | None:
 def excess(
     left: Sequence[Statistics], right: Sequence[Statistics], rtol: float, atol: float
 ) -> str:
-    """Return a clause on the first output out of tolerance; empty if all are within it."""
+    """Return a clause on the first output out of tolerance; empty if all are within tolerance."""
     if len(left) != len(right):
         return f"statistics of {counted(len(left), 'output')} and of {len(right)}"
     if not left:
@@ -397,11 +398,12 @@ def excess(
 
 
 def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: float) -> str:
-    """Return a clause on the first statistic that is out of tolerance; empty if none is.
+    """Return a clause on the first statistic out of tolerance; empty if all are within tolerance.
 
-    With elements within ``atol + rtol * |right|``, means are at most ``atol + rtol * rms`` apart,
-    rms likewise (Minkowski), and extremes at most ``atol + rtol * max|right|``. The bound of the
-    mean is relative to the rms because values around zero cancel in the mean.
+    If all elements are within ``atol + rtol * |right|``, both the means and the root mean squares
+    (rms) are at most ``atol + rtol * rms`` apart, by Minkowski's inequality. Extremes are at most
+    ``atol + rtol * max|right|`` apart. The bound of the mean is relative to the rms, because values
+    around zero cancel each other in the mean.
     """
     if left[0] != right[0]:
         return f"{left[0]} and {right[0]} numbers that are not NaN"

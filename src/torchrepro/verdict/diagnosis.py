@@ -1,7 +1,7 @@
-"""Diagnosis: the likely cause of a divergence, by the rules and predicates of `diagnosis.yaml`.
+"""Diagnosis of a divergence: finds the likely cause by the table of rules in `diagnosis.yaml`.
 
-The advice has the cause and the edit that removes it. If there is no such edit, `verify --escalate`
-tries levels of stricter settings.
+The advice names the cause, and an edit of the program that removes it. If no such edit is known,
+`verify --escalate` re-runs the program with settings that become stricter from level to level.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ _IS_OF: Mapping[str, Callable[[str], object]] = {
             "summing": "|".join(f"(?:{text})" for text in _SUMMING.values()),
         }.items()
     },
-}  # family -> whether it has an op of this name
+}  # family -> function that returns whether an op of this name belongs to the family
 
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A key of a profile and the value that helps."""
+    """A setting that may remove a divergence: a key of a profile, and a value for it."""
 
     key: str
     value: str  # in the syntax of an override: words that YAML reads as booleans are quoted
     enough: Sequence[str] = ()  # other values that help too; ``*`` for any
-    needs: str = ""  # it affects only programs with this feature (see `FEATURES`)
+    needs: str = ""  # the setting affects only programs with this feature (see `FEATURES`)
 
     def is_met_by(self, value: str | None) -> bool:
         return value is not None and ("*" in self.enough or value in (self.value, *self.enough))
@@ -92,7 +92,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A cause of divergences and when it applies. The YAML table documents the fields."""
+    """A cause of divergences, with its conditions. `diagnosis.yaml` documents the fields."""
 
     cause: str
     kinds: Sequence[str] = tuple(Kind.__members__)
@@ -108,13 +108,13 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class EscalationRow:
-    """Settings that are tried together."""
+    """A row of `ESCALATION`: settings that `verify --escalate` tries together."""
 
     name: str
     fixes: Sequence[Fix]
-    helps: str  # the predicate for divergences that it may remove
+    helps: str  # the predicate for divergences that these settings may remove
     needs: str = ""  # as in `Fix`; ``device`` is any accelerator
-    of_module: bool = False  # whether its setting applies to the module of the divergence
+    of_module: bool = False  # whether the setting is only for the module of the divergence
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ COARSE = {
 
 
 def op_name(op: str) -> str:
-    """Return the name of an op without namespace and overload, as in ``add``."""
+    """Return an op's name without namespace and overload: ``add`` for ``aten::add.Tensor``."""
     return op.rpartition("::")[2].partition(".")[0]
 
 
@@ -160,14 +160,14 @@ DEVICES = (DEVICE, "cuda", "npu")  # any accelerator, and the types that have th
 
 
 def uses(program: Program, feature: str) -> bool:
-    """Whether a program may use a feature; an empty name is true for all programs."""
+    """Whether a program may use a feature or a device. An empty name is true for all programs."""
     if feature in DEVICES:
         return feature == program.accelerator or (feature == DEVICE and bool(program.accelerator))
     return not feature or program.features is None or feature in program.features
 
 
 def accelerator(meta: Mapping[str, Any]) -> str:
-    """Return the type of accelerator that a recorded process had; empty if none."""
+    """Return the type of accelerator of a recorded process, as in ``cuda``; empty if none."""
     hardware = meta.get("hardware") or {}
     return str(hardware.get("accelerator", "")).partition(" ")[0]
 
@@ -194,7 +194,7 @@ class Evidence:
 
     first: Divergence
     settings: tuple[Setting, ...] = ()  # the settings in which the runs differ
-    meta: Mapping[str, Any] = field(default_factory=dict)  # of one of the traces
+    meta: Mapping[str, Any] = field(default_factory=dict)  # metadata of one of the traces
     tolerance: bool = False  # whether statistics were compared rather than bits
     program: Program = UNKNOWN_PROGRAM
     origin: LineOfOrigin | None = None
@@ -205,7 +205,7 @@ class Evidence:
 
     @property
     def namespace(self) -> str:
-        """``aten`` in ``aten::add.Tensor``; empty for records that are not ops of torch."""
+        """The namespace of the op, as in ``aten``; empty if the record is not an op of torch."""
         return self.first.op.rpartition("::")[0]
 
     @property
@@ -214,27 +214,28 @@ class Evidence:
 
     @property
     def read(self) -> set[str]:
-        """The fingerprints of the op's inputs in both runs."""
+        """The fingerprints of all inputs that the op read in the two runs."""
         return {text for run in self.sides for text in run.input_fingerprints}
 
     @property
     def earlier_reads(self) -> tuple[NondeterministicRead, ...]:
-        """Nondeterministic reads before the divergence, the last first."""
+        """Nondeterministic reads before the divergence, the latest first."""
         position = self.first.step, self.first.record
         earlier = [read for read in self.program.reads if (read.step, read.record) <= position]
         return tuple(reversed(earlier))
 
     @property
     def differing_seeds(self) -> tuple[NondeterministicRead, ...]:
-        """Seeds before the divergence that differ between the runs, the last first."""
+        """Lines before the divergence that pass a different seed in each run, the latest first."""
         return tuple(read for read in self.earlier_reads if read.is_differing_seed)
 
     @property
     def suspects(self) -> list[NondeterministicRead]:
-        """Nondeterministic reads that may be the cause, those on the line of the divergence first.
+        """Nondeterministic reads that may have caused the divergence, the likeliest first.
 
-        If the origin is certain, only reads on its path count: other reads before the divergence
-        may differ without effect on it.
+        Reads on the line of origin come first. If no origin is known, reads on the line of the
+        divergence come first. If the origin is certain, only reads on the path from the origin to
+        the divergence count, because other reads may differ without an effect.
         """
         lines = {short(run.source) for run in self.sides}
         reads = [read for read in self.earlier_reads if read.what in SUSPECTS]
@@ -250,14 +251,14 @@ class Evidence:
 
     @property
     def own_worker_init(self) -> Loader | None:
-        """The loader of the batch, if its workers have a `worker_init_fn` of the program."""
+        """The loader of the differing batch, if the program passed a `worker_init_fn` to it."""
         loaders = self.program.loaders
         with_init = (loader for loader in loaders if loader.workers and loader.worker_init_fn)
         return next((loader for loader in with_init if loader.where == self.first.source), None)
 
     @property
     def differing_knobs(self) -> tuple[Setting, ...]:
-        """Differing settings that are knobs of the catalogue, or that a knob sets."""
+        """Differing settings that a profile can set: the knobs of the catalogue."""
         keys = {name for knob in CATALOGUE for name in (knob.name, knob.profile_key)}
         return tuple(
             {setting.name: setting for setting in self.settings if setting.name in keys}.values()
@@ -265,7 +266,7 @@ class Evidence:
 
     @property
     def differing_platform(self) -> tuple[Setting, ...]:
-        """Differing settings that no profile sets: versions and hardware."""
+        """Differing settings that no profile can set: versions and hardware."""
         known = {*DECLARED, *(setting.name for setting in self.differing_knobs)}
         return tuple(setting for setting in self.settings if setting.name not in known)
 
@@ -277,7 +278,7 @@ class Evidence:
         ]
 
     def holds(self, predicate: str) -> bool:
-        """Evaluate a predicate of the table; ``not `` before its name negates it."""
+        """Whether a predicate of the table is true. ``not `` before the name negates it."""
         name = predicate.removeprefix("not ")
         return bool(PREDICATES[name](self)) == (name == predicate)
 
@@ -292,9 +293,9 @@ class Evidence:
         )
 
     def value(self, key: str) -> str | None:
-        """Return the effective value of a knob, or of a profile key; None if it has none.
+        """Return the effective value of a knob or a profile key; None if it is not set.
 
-        ``True`` is returned as ``true``, and ``False`` as ``false``.
+        Booleans are returned as ``true`` and ``false``.
         """
         knobs = self.meta.get("knobs") or {}
         names = [key, *(knob.name for knob in CATALOGUE if knob.profile_key == key)]
@@ -317,7 +318,6 @@ def _is_race(case: Evidence) -> bool:
 
 
 PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
-    # The record of the divergence.
     "is_coarse": lambda case: case.first.op in COARSE or case.first.is_at_the_latest,
     "is_batch": lambda case: case.first.op == DATALOADER,
     "is_made_outside": lambda case: case.first.op in (DATALOADER, NEW_TENSOR),
@@ -342,7 +342,6 @@ PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
         and not any(read.what == EXPLICIT_SEED for read in case.earlier_reads)
     ),
     "is_race": _is_race,
-    # Inputs and outputs of the record.
     "some_outputs_agree": lambda case: any(
         len(values) > 1 and len(set(values)) == 1
         for values in zip(*(run.output_fingerprints for run in case.sides), strict=False)
@@ -355,7 +354,6 @@ PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
     "has_other_dtypes": lambda case: (
         len({tuple(re.findall(r"(\w+)\[", run.outputs)) for run in case.sides}) > 1
     ),
-    # Other differences between the runs, and the criteria of the comparison.
     "own_worker_init": lambda case: case.own_worker_init,
     "differing_platform": lambda case: case.differing_platform,
     "differs_beyond_random_numbers": lambda case: (
@@ -386,11 +384,12 @@ PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
 def advice(
     verdict: Verdict, meta: Mapping[str, Any] | None = None, command: str = ""
 ) -> Advice | None:
-    """Return the likely cause of the first divergence and an edit to remove it; None if the same.
+    """Return the likely cause of the first divergence, and an edit that removes it if one is known.
 
-    `meta` belongs to one of the traces and has its profile and knobs. `command` is the program's
-    command line in shell syntax. Observed reads take precedence over the rules. The advice proposes
-    no settings: these have to be tried first.
+    Returns None if the runs are the same. `meta` is the metadata of one of the traces, which has
+    the profile and the knobs. `command` is the command line of the program in shell syntax. An
+    observed read takes precedence over the rules. The advice proposes no settings, because only a
+    re-run shows whether they help.
     """
     if verdict.first is None:
         return None
@@ -430,10 +429,10 @@ def rule_of(evidence: Evidence) -> Rule:
 
 
 def prime_suspect(evidence: Evidence) -> Suspect | None:
-    """Return the read that most likely explains a divergence that the program itself causes.
+    """Return the read that most likely caused the divergence; None if no read is suspect.
 
-    The first choice is the source of a differing seed, then reads on the line of the divergence,
-    then other reads by their probability.
+    The source of a differing seed comes first, or the seed itself if its source is unknown. Other
+    reads follow in the order of `Evidence.suspects`.
     """
     for seed in evidence.differing_seeds:
         return seed.source or seed
@@ -441,7 +440,7 @@ def prime_suspect(evidence: Evidence) -> Suspect | None:
 
 
 def cause_of(read: Suspect, seeds: Sequence[NondeterministicRead] = ()) -> str:
-    """Return the sentence that names a read as the cause, with the seeds that it determined."""
+    """Return a sentence that names `read` as the cause, and the values of the differing `seeds`."""
     sentence = f"{read.what[:1].upper()}{read.what[1:]}: {read.name} at {short(read.where)}"
     for seed in seeds:
         at = "" if seed is read else f" {seed.name} at {short(seed.where)}"
@@ -450,7 +449,7 @@ def cause_of(read: Suspect, seeds: Sequence[NondeterministicRead] = ()) -> str:
 
 
 def cause_by_line(origin: LineOfOrigin) -> str:
-    """Return the sentence that describes how a difference began at a line."""
+    """Return a sentence on how the difference began at the line of origin."""
     out_of = [
         f"{value.name}{f', made at {short(value.made)}' if value.made else ''}"
         f"{f', changed at {short(value.changed)}' if value.changed else ''}"
@@ -470,13 +469,13 @@ def cause_by_line(origin: LineOfOrigin) -> str:
 
 
 def open_fixes(evidence: Evidence) -> list[Fix]:
-    """Return settings of the matching rule that may help and are not set, the likeliest first."""
+    """Return the fixes of the matching rule that may help and are not set, likeliest first."""
     fixes = (fix for fix in rule_of(evidence).fixes if uses(evidence.program, fix.needs))
     return [fix for fix in fixes if not fix.is_met_by(evidence.value(fix.key))]
 
 
 def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
-    """Return the evidence on the first divergence of `verdict`; ValueError if it has none."""
+    """Return the evidence on the first divergence. Raises ValueError if the runs do not diverge."""
     if verdict.first is None:
         raise ValueError("the runs do not diverge")
     settings = (
@@ -488,12 +487,12 @@ def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
 
 
 def cause_by_evidence(evidence: Evidence) -> str:
-    """Return the cause by the line of origin, if known, or else by the rules, as a sentence."""
+    """Return a sentence on the cause, from the line of origin if known, or else from the rules."""
     return cause_by_line(evidence.origin) if evidence.origin else _cause_by_rule(evidence)
 
 
 def _cause_by_rule(evidence: Evidence) -> str:
-    """Return the cause of the matching rule as a sentence."""
+    """Return the sentence on the cause of the matching rule, with its placeholders filled in."""
     rule = rule_of(evidence)
     known, first = row_of(evidence.op), evidence.first
     threads = [first.thread, *first.writers]
@@ -519,9 +518,9 @@ def _cause_by_rule(evidence: Evidence) -> str:
 
 
 def worker_init_sentence(worker_init_fn: str, *, seeded: bool) -> str:
-    """Return a sentence on the effect of a program's `worker_init_fn`, ``name at file:line``.
+    """Return a sentence on `worker_init_fn` (``name at file:line``), which a loader's workers call.
 
-    `seeded` is whether torchrepro seeds loaders that the program did not seed.
+    `seeded` is whether torchrepro would seed the workers if the loader had no such function.
     """
     name, _, location = worker_init_fn.partition(" at ")
     left = ", which seeds the workers in place of torchrepro" if seeded else ""
@@ -547,22 +546,22 @@ def _rerecord_command(
     if first is None or (first.elements and not detail) or first.kind is Kind.ENDED:
         return ""
     if meta.get("detail"):
-        return ""  # no recording has more detail than these
+        return ""  # no recording has more detail than this one
     if command and not meta.get("profile"):
-        return ""  # `verify` ran it without a profile, which `run` needs
+        return ""  # `verify` ran the command without a profile, but `run` needs one
     keep = ""
     agreed = verdict.agreed
-    # Known if both runs have all ops of the step of the divergence and of the step before it.
+    # The step is known if both runs have all of its ops and all ops of the step before it.
     before = agreed.in_full if agreed and agreed.then_in_full else None
     is_known = verdict.compared.level == "op" and first.kind not in (Kind.VALUES, Kind.UNSEEN)
     if is_known and (before == first.step - 1 if agreed else first.step == 0):
-        # Tensors are kept only if the step is known: those of many steps would fill the disk.
+        # Keep tensors only if the step is known: the tensors of many steps would fill the disk.
         kept = any(fnmatchcase(first.module, str(pattern)) for pattern in meta.get("keep") or ())
         keep = "" if kept else first.module
         if not (keep or detail):
             return ""
-    # Begin with a step in which the runs agree: its final values show whether a change occurred
-    # between two steps.
+    # Begin with a step in which the runs agree. The values at its end show whether something
+    # changed between this step and the next.
     begins = max(first.step - 1, 0)
     if agreed is not None and first.kind is Kind.UNSEEN:
         begins = agreed.in_full or 0
@@ -587,16 +586,16 @@ _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class EscalationLevel(NamedTuple):
-    """Settings to add to a profile."""
+    """A level of escalation: overrides to add to a profile."""
 
     name: str
-    overrides: tuple[str, ...]  # of this level and all lower ones, if not set yet
+    overrides: tuple[str, ...]  # for this level and all lower levels, if not set yet
 
 
 def levels_above(
     profile_values: Mapping[str, Any], divergence: Divergence, program: Program = UNKNOWN_PROGRAM
 ) -> Iterator[EscalationLevel]:
-    """Yield the levels above a profile from the lowest, each with the overrides of lower levels."""
+    """Yield the escalation levels that may help and would change a profile, the lowest first."""
     values = flatten(profile_values)
     overrides: tuple[str, ...] = ()
     may_be_any = divergence.op in COARSE or divergence.kind is Kind.ENDED
@@ -626,7 +625,7 @@ def _module_override(fix: Fix, values: Mapping[str, Any], module: str) -> tuple[
 
 
 def _is_read_as_it_is(key: str) -> bool:
-    # False for `0.`, which is read as 0.0, for null, and for instructions such as `_target_`.
+    # False for `0.` (which is read as 0.0), for null, and for instructions such as `_target_`.
     from torchrepro.profile.load import parsed  # late: comparisons alone do not need it
 
     try:
@@ -638,6 +637,6 @@ def _is_read_as_it_is(key: str) -> bool:
 def _is_set(fix: Fix, values: Mapping[str, Any]) -> bool:
     value = values.get(fix.key)
     if value is None or isinstance(value, Mapping):
-        return value is not None  # a mapping has a decision for each op
+        return value is not None  # a mapping already decides for each op
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text == "null" or fix.is_met_by(text)  # null: this platform has no such knob

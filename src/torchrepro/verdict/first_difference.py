@@ -1,4 +1,4 @@
-"""Description of the first difference of two runs: kind, origin, and distances of kept tensors."""
+"""Describes the first difference of two runs: its kind, its origin, and how far tensors differ."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
 
-MOST = 8  # inputs whose origin is searched: each may need a pass over a trace
-LOOK_BACK = 3  # an optimizer writes the parameters that it trains within so many steps
+MOST = 8  # the most inputs whose origin is searched: each search may read a whole trace
+LOOK_BACK = 3  # steps within which an optimizer writes each parameter that it trains
 _FEW_OPTIONS = 3
 SHOWN = 5  # elements that a divergence lists
 
@@ -52,18 +52,18 @@ KeptTensor = tuple[str, int, str, str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """The ids of the first records that differ; None for the run that has no such record."""
+    """The first record that differs, by its id in each run. A run that lacks it has the id None."""
 
     left: int | None
     right: int | None
-    sort: str  # how it differs
+    sort: str  # how the record differs, for example `records.ALONE`
     position: float  # in the left run: the id of a record, or a number between two ids
     instead: int | None = None  # id of the record that the other run has at this position
     read: Sequence[tuple[int, int]] = ()  # earlier pairs with equal outputs and different inputs
 
 
 class Explanation(NamedTuple):
-    """How two records diverge, and the origin of the difference."""
+    """The kind of a divergence, with the origin of the difference in words."""
 
     kind: Kind
     what: str = ""
@@ -71,7 +71,7 @@ class Explanation(NamedTuple):
 
 
 class RecordView(NamedTuple):
-    """A record with its site, argument and thread looked up in its trace."""
+    """A record of a trace, together with the site, the argument and the thread of the record."""
 
     trace: Trace
     id: int
@@ -117,7 +117,7 @@ class RecordView(NamedTuple):
 def describe(
     pair: Pair, difference: FirstDifference, out_of_tolerance: str | None = None
 ) -> Divergence:
-    """Return the divergence for the first difference, with its kind and origin as far as known."""
+    """Return a divergence that describes `difference`, with its origin as far as it is known."""
     left, right = (
         None if number is None else RecordView.read(trace, number)
         for trace, number in zip(pair.traces, (difference.left, difference.right), strict=True)
@@ -135,8 +135,8 @@ def describe(
             (RecordView.read(pair.left, left_id), RecordView.read(pair.right, right_id))
             for left_id, right_id in difference.read
         ]
-        # If something outside torch changed a tensor, the first op that read it may have returned
-        # equal results by chance, so that it is not the first difference.
+        # If something outside torch changed a tensor, the first op that read the tensor may have
+        # returned equal results by chance. The runs then diverge at this op, before `difference`.
         for earlier_left, earlier_right in earlier:
             inputs = _unequal_inputs(earlier_left, earlier_right)
             if earlier_left.outputs and inputs and _explain_inputs(pair, inputs).kind is Kind.INPUT:
@@ -170,7 +170,7 @@ def describe(
 def _explain_lone(
     pair: Pair, shown: RecordView, instead: int | None, *, only_left: bool
 ) -> Explanation:
-    """Explain a record that only one run has; `instead` is the record of the other run there."""
+    """Explain a record that only one run has. `instead` is the other run's next record, or None."""
     has, lacks = NAMES if only_left else NAMES[::-1]
     other_trace = pair.right if only_left else pair.left
     if instead is not None:
@@ -190,7 +190,6 @@ def _explain(
     earlier: Sequence[tuple[RecordView, RecordView]],
 ) -> Explanation:
     op = left.site.op
-    # First, arguments of the program.
     if left.is_optimizer_step:
         return Explanation(Kind.ARGUMENT, _unequal_options(left, right))
     if left.argument != right.argument:
@@ -201,7 +200,6 @@ def _explain(
     if len(left.inputs) != len(right.inputs):
         counts = f"{counted(len(left.inputs), 'tensor')} as input and {len(right.inputs)}"
         return Explanation(Kind.ARGUMENT, counts)
-    # Then, the input tensors.
     if _unequal_inputs(left, right):
         before = chain.from_iterable(_unequal_inputs(*both) for both in reversed(earlier))
         return _explain_inputs(pair, [*_unequal_inputs(left, right), *before])
@@ -219,7 +217,7 @@ def _unequal_options(left: RecordView, right: RecordView) -> str:
     for record in (left, right):
         try:
             groups = json.loads(record.argument)
-            # Compared as text, in which NaN is equal to NaN.
+            # Compare as text, because the text of NaN equals itself.
             by_run.append(
                 [{name: json.dumps(option) for name, option in group.items()} for group in groups]
             )
@@ -241,7 +239,7 @@ def _unequal_options(left: RecordView, right: RecordView) -> str:
 
 
 class Input(NamedTuple):
-    """A differing input of two records."""
+    """An input that differs between two paired records."""
 
     left: RecordView
     right: RecordView
@@ -262,7 +260,7 @@ def _unequal_inputs(left: RecordView, right: RecordView) -> list[Input]:
 
 
 def _explain_inputs(pair: Pair, inputs: Sequence[Input]) -> Explanation:
-    """Return the origin of unequal inputs; all earlier records are equal."""
+    """Return the origin of unequal inputs of an op. All earlier records are known to be equal."""
     inputs = inputs[:MOST]
     first = inputs[0]
     missed = _steps_missed(pair, first.left.step)
@@ -341,7 +339,7 @@ def _explain_by_writers(
 
 
 def _explain_by_step_before(this: Input) -> Explanation | None:
-    """Explain an input by its value in the previous step; None if it is new in every step."""
+    """Explain an input by its value in the previous step; None if that value explains nothing."""
     before = [
         record.inputs[this.position] if record and this.position < len(record.inputs) else None
         for record in map(_in_step_before, this[:2])
@@ -376,10 +374,10 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
 def _last_writers(
     trace: Trace, before: int, values: Iterable[bytes], after: int = 0
 ) -> Mapping[bytes, RecordView]:
-    """Return the last record that wrote each value, between the ids `after` and `before`.
+    """Return for each value the last record that wrote it, between the ids `after` and `before`.
 
-    It reads backwards until all writers are found. A value without a writer costs a pass over all
-    records in between.
+    The search runs backwards until all writers are found. If a value has no writer, all records
+    between the two ids are read.
     """
     missing = set(values)
     writers: dict[bytes, RecordView] = {}
@@ -398,9 +396,10 @@ def _last_writers(
 
 
 def _in_step_before(this: RecordView) -> RecordView | None:
-    """Return the same occurrence of the same op in the previous step.
+    """Return the record of the previous step that corresponds to the given record, or None.
 
-    None for ops of other threads than the main thread, which do not run in step with it.
+    The nth record of an op corresponds to the nth record of the same op in the previous step. Only
+    records of the main thread are searched: timing decides the steps of other threads' records.
     """
     trace, key = this.trace, this.site.key
     earlier = [step for step in trace.steps if step < this.step]
@@ -425,9 +424,9 @@ def _in_step_before(this: RecordView) -> RecordView | None:
 def differences(
     left: Iterable[KeptTensor], right: Iterable[KeptTensor]
 ) -> tuple[tuple[Element, ...], tuple[Distance, ...]]:
-    """Return the first differing elements of the kept tensors of two records, and distances.
+    """Return the first elements that differ in the kept tensors of two records, and distances.
 
-    Tensors with a dtype without a decoder, or with different shapes, are skipped.
+    Tensors whose shapes differ, or whose dtype is not in `DECODED`, are skipped.
     """
     mine, theirs = (
         {f"{role} {at}": (dtype, shape, data) for role, at, dtype, shape, data in kept}
@@ -450,7 +449,7 @@ def differences(
 
 
 def decoded(dtype: str, memory: bytes) -> Any:
-    """Return the memory of a tensor that is not empty as a numpy array."""
+    """Return the elements of a tensor as a numpy array. The tensor must not be empty."""
     if dtype in BY_TORCH:
         torch = import_module("torch")
         torch_dtype = getattr(torch, dtype)
@@ -495,7 +494,7 @@ def _difference(
     wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
     if left.dtype != right.dtype:
         unequal = (left != right) & ~((left != left) & (right != right))  # noqa: PLR0124 - NaN
-    else:  # byte by byte
+    else:  # byte by byte, so that -0.0 differs from 0.0 and NaN may equal NaN
         mine, theirs = (np.ascontiguousarray(array).view("uint8") for array in (left, right))
         size = -1, left.dtype.itemsize
         unequal = (mine.reshape(size) != theirs.reshape(size)).any(axis=1)

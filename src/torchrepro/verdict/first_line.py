@@ -1,8 +1,8 @@
 """Search for the line of a program at which a difference between two runs began.
 
-The search pairs the executed lines of two runs that followed them (see `trace.followed_lines`),
-thread by thread. It starts at the line of the op that differs and traces each differing value back
-to the line that set it, until a line read equal values and set different ones.
+Both runs recorded the lines that they executed (see `trace.followed_lines`). The search pairs these
+lines, thread by thread. It starts at the line of the op that differs, and traces each differing
+value back to the line that set it. It ends at a line that read equal values but set different ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CAUSED_BY_PROGRAM = (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE, Kind.INPUT)
 """Divergences that the program itself causes, outside of any op."""
 
 _UNKNOWN, _PARTLY, _PARTLY_SET = (text.hex() for text in (OPAQUE, PARTLY, PARTLY + SET))
-_WINDOW, _MATCHING = 2000, 3  # after a mismatch: lines to search, equal lines in a row to resume
-_MOST_QUEUED = 50  # further differing values that are traced back
+_WINDOW, _MATCHING = 2000, 3  # after a mismatch: lines to search for so many equal ones in a row
+_MOST_QUEUED = 50  # the most further differing values that are traced back
 _MAIN = ("MainProcess", "MainThread")
 
 Key = tuple[str, str, str]
@@ -37,10 +37,10 @@ Key = tuple[str, str, str]
 
 
 class ProgramLine(NamedTuple):
-    """A line of the program, as recorded."""
+    """A line of the program, by its number in a file."""
 
     file: str
-    name: str  # of the file, without its folder
+    name: str  # the name of the file, without its folder
     function: str
     number: int
 
@@ -49,13 +49,13 @@ class ProgramLine(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Identity of the line across runs: without the folder, which may differ."""
+        """The fields that identify the line in both runs, without the folder, which may differ."""
         return self[1:]
 
 
 @dataclass(slots=True)
 class Execution:
-    """One execution of a line by a frame."""
+    """One execution of a line in a frame."""
 
     line: ProgramLine
     frame: int
@@ -68,7 +68,7 @@ class Execution:
 
 @dataclass(slots=True)
 class Thread:
-    """The followed lines of one thread of a run."""
+    """The lines that one thread of a run executed."""
 
     executions: list[Execution] = field(default_factory=list)
     called: dict[ProgramLine, Sequence[str]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Thread:
 
 
 def threads_of(folder: str) -> dict[Key, Thread]:
-    """Read the followed lines of all threads of a run, without threads that share a name."""
+    """Read the executed lines of each thread of a run. Threads that share a name are omitted."""
     threads: dict[Key, list[Thread]] = defaultdict(list)
     for path in sorted(Path(folder).glob(f"{PREFIX}*")):
         with path.open(encoding="utf-8", errors="surrogateescape") as lines:
@@ -148,10 +148,10 @@ def _read(records: Iterator[list[str]]) -> Thread:
 
 
 class _PairedRuns:
-    """The executions of one thread in two runs, paired in order. A pair is known by its index.
+    """The executed lines of one thread in two runs, paired in order. A pair is named by its index.
 
-    If `right` resumes at step `begins` of `left`, that step is paired backwards from its end,
-    because a resumed run sets up again what the other run already has.
+    If `right` resumes at step `begins` of `left`, the lines of this step are paired from the last
+    line backwards. The reason is that the resumed run executes its setup before them.
     """
 
     def __init__(self, left: Thread, right: Thread, begins: int = 0) -> None:
@@ -180,13 +180,13 @@ class _PairedRuns:
         return left.frame, right.frame
 
     def caller(self, number: int) -> int:
-        """Return the pair that called the frames of a pair; -1 if there is none."""
+        """Return the pair of lines that called the functions of a pair, or -1 if unknown."""
         left, right = self.both(number)
         caller = self._number.get(left.caller, -1)
         return caller if caller >= 0 and self.pairs[caller][1] == right.caller else -1
 
     def called(self, number: int) -> Sequence[int]:
-        """Return the pairs in the frames that a pair called, in order."""
+        """Return the pairs of lines in the functions that a pair called, in order."""
         return self._children[number]
 
     def differing_reads(self, number: int) -> list[str]:
@@ -198,10 +198,10 @@ class _PairedRuns:
         return _unequal(left.changes, right.changes)
 
     def last_common_pair(self, is_after: Callable[[Execution, int], bool]) -> int | None:
-        """Return the last pair of the same frame before an unpaired execution.
+        """Return the last pair before a line that only one run executed, in the same frame.
 
-        That is the first unpaired execution of a run for which `is_after(execution, run)` is true;
-        `run` is 0 or 1.
+        This line is the first unpaired execution for which `is_after(execution, run)` is true.
+        `run` is 0 for the left run and 1 for the right run.
         """
         for which, thread in enumerate(self.threads):
             paired = {pair[which] for pair in self.pairs}
@@ -214,7 +214,7 @@ class _PairedRuns:
         return None
 
     def last_setting(self, name: str, before: int) -> int | None:
-        """Return the pair that set a name to the values which the pair `before` reads."""
+        """Return the pair that set `name` to the values that the pair `before` reads, or None."""
         frames = self.frames(before)
         wanted = tuple(execution.reads.get(name) for execution in self.both(before))
         for number in range(before - 1, -1, -1):
@@ -227,7 +227,7 @@ class _PairedRuns:
         return None
 
     def last_making(self, values: tuple[str, str], before: int) -> int | None:
-        """Return the last pair before pair `before` that set any name to these values."""
+        """Return the last pair before pair `before` that set any name to `values`, or None."""
         for number in range(before - 1, -1, -1):
             left, right = self.both(number)
             for name, value in left.changes.items():
@@ -245,9 +245,9 @@ def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
 
 
 def _paired(left: Sequence[Execution], right: Sequence[Execution]) -> list[tuple[int, int]]:
-    """Pair the executions of two runs; an execution may stay unpaired.
+    """Return the pairs of executions of two runs, as indices. An execution may stay unpaired.
 
-    Each coroutine is paired separately, because their interleaving may vary between runs.
+    Each coroutine is paired separately, because coroutines may take turns in any order.
     """
     by_task: list[dict[tuple[Any, ...], list[int]]] = [{}, {}]
     for numbers, executions in zip(by_task, (left, right), strict=True):
@@ -286,19 +286,19 @@ def _in_order(left: Sequence[Execution], right: Sequence[Execution]) -> Iterator
 
 
 def _is_within(name: str, owner: str) -> bool:
-    """Whether a name is `owner` or an attribute of it."""
+    """Whether `name` is `owner` or an attribute of `owner`."""
     return f"{name}.".startswith(f"{owner}.")
 
 
 def _is_opaque(value: str) -> bool:
-    """Whether a digest covers no part, or not every part, of a value."""
+    """Whether a digest marks a value as unknown, or covers only some parts of the value."""
     return value == _UNKNOWN or (len(value) % 16 > 0 and value.endswith((_PARTLY, _PARTLY_SET)))
 
 
 class Origins:
-    """Searches the origin of a difference in the threads of one rank of two runs.
+    """Searches for the line where a difference began, in the threads of one rank of two runs.
 
-    If the run `right` was resumed, `begins` is the step of `left` at which it resumes.
+    If the run `right` was resumed, `begins` is the step of `left` at which `right` begins.
     """
 
     def __init__(self, left: str, right: str, rank: int, begins: int = 0) -> None:
@@ -311,12 +311,12 @@ class Origins:
         }
         self._seen: set[tuple[int, int, str]] = set()
         self._path: list[str] = []  # the lines visited by the search
-        # Other values that differ in the reads of those lines, to be traced later.
+        # Other differing values that these lines read, to be traced later.
         self._queued: list[tuple[_PairedRuns, int, str]] = []
 
     @property
     def notes(self) -> Iterator[str]:
-        """Yield sentences about lines that were not followed."""
+        """Yield sentences on why some or all lines of the program were not followed."""
         if not self._is_followed:
             yield (
                 "the lines of the program were not followed in both runs: a debugger, a profiler "
@@ -327,9 +327,9 @@ class Origins:
                 yield f"not all lines of {thread} in {process} were followed: {reason}"
 
     def of(self, first: Divergence) -> LineOfOrigin | None:
-        """Return the line at which a divergence began; None if no line shows it.
+        """Return the line at which a divergence began; None if it was not found.
 
-        Its path also has the origins of other values that differ in the reads of lines on the way.
+        `path` also has the origins of other differing values that the lines on the path read.
         """
         origin = None
         with suppress(RecursionError):  # very deep call chains
@@ -345,7 +345,7 @@ class Origins:
         origin = self._trace_op(thread, first) if thread is not None else None
         if main is None or (origin is not None and (thread is main or not origin.came_in)):
             return origin
-        # The work may be split between threads by timing: search where the main thread joins them.
+        # Timing may split the work between threads. Search where the main thread uses its results.
         for number in range(len(main.pairs)):
             left, _ = main.both(number)
             calls = main.threads[0].called[left.line]
@@ -356,7 +356,7 @@ class Origins:
         return origin
 
     def _trace_op(self, paired: _PairedRuns, first: Divergence) -> LineOfOrigin | None:
-        """Trace back a divergence in an op of this thread."""
+        """Trace a divergence back from the line of the op that differs, in one thread."""
         source, step = first.source, first.step
         for number in range(len(paired.pairs)):
             left, _ = paired.both(number)
@@ -373,14 +373,14 @@ class Origins:
         return None if pair is None else self._trace_parting(paired, pair)
 
     def _trace_parting(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
-        """Trace back why the runs executed different lines after a pair."""
+        """Trace back the reason why two runs executed different lines after a pair of lines."""
         if paired.differing_reads(number):
             return self._trace_reads(paired, number)
         within = self._trace_calls(paired, number, len(paired.pairs))
         return within or self._origin_at(paired, number, took_another_path=True)
 
     def _trace_reads(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
-        """Trace back the differing reads of a pair, up to the first whose origin is found."""
+        """Trace back the differing values that a pair of lines read, until one origin is found."""
         if (id(paired), number, "read") in self._seen:
             return None
         self._seen.add((id(paired), number, "read"))
@@ -394,7 +394,7 @@ class Origins:
         return None
 
     def _trace_value(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
-        """Trace back one value that differs in the reads of a pair."""
+        """Trace back the value of `name`, which differs when a pair of lines reads it."""
         left, right = paired.both(number)
         values = left.reads[name], right.reads[name]
         pair = paired.last_setting(name, number)
@@ -417,7 +417,7 @@ class Origins:
         )
 
     def _trace_owner(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
-        """Trace back the objects that have a differing attribute, to the line that set one."""
+        """Trace a differing attribute ``a.b.c`` back to the last line that set ``a`` or ``a.b``."""
         frames = paired.frames(number)
         parts = name.split(".")
         holders = {".".join(parts[:end]) for end in range(1, len(parts))}
@@ -428,7 +428,7 @@ class Origins:
         return None
 
     def _trace_lone_set(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
-        """Trace back a name that only one run set, after a line of both runs."""
+        """Trace back a name that one run set on a line which the other run did not execute."""
         frames = paired.frames(number)
 
         def sets(execution: Execution, which: int) -> bool:
@@ -438,7 +438,7 @@ class Origins:
         return self._trace_parting(paired, pair) if pair is not None and pair < number else None
 
     def _trace_argument(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
-        """Trace back an argument of a call to the reads or the inner calls of the calling line."""
+        """Trace a differing argument back to values that the calling line read or got by calls."""
         caller = paired.caller(number)
         if caller < 0:
             return None
@@ -449,7 +449,7 @@ class Origins:
         return self._trace_calls(paired, caller, number) or self._origin_at(paired, caller)
 
     def _trace_changes(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
-        """Trace back the differing changes of a pair."""
+        """Trace back the differing values that a pair of lines set."""
         if (id(paired), number, "changed") in self._seen:
             return None
         self._seen.add((id(paired), number, "changed"))
@@ -463,7 +463,7 @@ class Origins:
             return self._trace_reads(paired, number)
         left, _ = paired.both(number)
         if ITERATES in paired.threads[0].called[left.line]:
-            # A run that iterated more often before gets another next value.
+            # The next value differs if one run has advanced the iterator more often.
             frames = paired.frames(number)
             pair = paired.last_common_pair(
                 lambda execution, which: execution.frame == frames[which]
@@ -473,9 +473,9 @@ class Origins:
         return self._trace_opaque(paired, number) or self._origin_at(paired, number)
 
     def _filling_pair(self, paired: _PairedRuns, number: int) -> int | None:
-        """Return the pair that fills memory which a pair allocates uninitialized; else None.
+        """Return the pair that fills the uninitialized memory that pair `number` allocates.
 
-        The previous content of that memory does not affect the result.
+        Returns None if no pair fills it. The earlier contents of the memory affect no result.
         """
         left, _ = paired.both(number)
         called = paired.threads[0].called.get(left.line, ())
@@ -490,7 +490,7 @@ class Origins:
         return None
 
     def _trace_opaque(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
-        """Trace back the differing reads of lines that filled an object without a digest."""
+        """Trace an object without a digest back to a line that used it with differing values."""
         this, _ = paired.both(number)
         opaque = [name for name, value in this.reads.items() if value == _UNKNOWN]
         of_opaque: set[int] = set()  # pairs that set or used such an object, and pairs they called
@@ -507,7 +507,7 @@ class Origins:
         return None
 
     def _trace_calls(self, paired: _PairedRuns, number: int, before: int) -> LineOfOrigin | None:
-        """Trace back into the calls of a line, if the difference began in them."""
+        """Trace a difference back into the functions that a line called, if it began in one."""
         returned = [
             inner
             for inner in paired.called(number)
@@ -529,12 +529,12 @@ class Origins:
                 for outermost in thread.called(-1):
                     if RETURNED in thread.differing_changes(outermost):
                         origin = self._trace_changes(thread, outermost)
-                        # Its arguments may depend on the timing of threads.
+                        # A value that came in as an argument may depend on the timing of threads.
                         return None if origin is None or origin.came_in else origin
         return None
 
     def _trace_threads(self, paired: _PairedRuns, values: tuple[str, str]) -> LineOfOrigin | None:
-        """Trace back values that another thread or process has set."""
+        """Trace differing values back to a line of another thread or process that set them."""
         for thread in self._threads.values():
             if thread is not paired:
                 pair = thread.last_making(values, len(thread.pairs))
@@ -557,7 +557,7 @@ class Origins:
             for function in paired.threads[0].called.get(left.line, ())
             if function != ITERATES
         ]
-        # Calls come before those in their arguments: this prefers the library inside a conversion.
+        # Prefer a library to the call of torch or numpy that only converts the result.
         outer = (
             function for function in called if function.partition(".")[0] not in ("torch", "numpy")
         )
@@ -583,14 +583,14 @@ class Origins:
         )
 
     def _lines_within(self, paired: _PairedRuns, number: int) -> Iterator[ProgramLine]:
-        """Yield the lines that ran inside the functions that a line called."""
+        """Yield the lines of all functions that a line called, directly or indirectly."""
         waiting = [*paired.called(number)]
         for pair in waiting:
             yield paired.both(pair)[0].line
             waiting += paired.called(pair)
 
     def _history(self, paired: _PairedRuns, number: int, name: str) -> OpaqueValue:
-        """Return the lines that set a value without a digest, and that last used it."""
+        """Return the line that made a value without a digest, and the line that last used it."""
         this, _ = paired.both(number)
         made = changed = ""
         for at in range(number):

@@ -1,4 +1,4 @@
-"""Nondeterminism of known libraries, and the edits that remove it: the table `libraries.yaml`."""
+"""Nondeterministic functions of known libraries (in `libraries.yaml`), and edits of their calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIBRARIES = tuple(LibraryRow(function=function, **row) for function, row in _TAB
 
 
 def library_row(called: str) -> LibraryRow | None:
-    """Return the first row for a function, as in ``polars.DataFrame.group_by``; None if none.
+    """Return the first row that matches a function such as ``polars.DataFrame.group_by``, or None.
 
     For an object that is called or iterated, `called` ends in ``__call__`` or ``__iter__``.
     """
@@ -57,7 +57,7 @@ def edits_of(row: LibraryRow, location: str) -> Iterator[Edit]:
     """Yield edits that make the call at ``file:line`` repeatable, the likeliest first.
 
     An edit may change another line of the file, such as the line that creates the called object.
-    Each edit leaves valid Python. There are no edits if no call in the file accepts the remedy.
+    The file is valid Python after each edit. Yields nothing if no call accepts the remedy.
     """
     file, _, number = location.rpartition(":")
     module = module_of(file) if number.isdecimal() else None
@@ -77,7 +77,7 @@ def edits_of(row: LibraryRow, location: str) -> Iterator[Edit]:
 
 
 def _insertions(row: LibraryRow, module: Module, at: int) -> Iterator[Insertion]:
-    """Yield nodes with a column and the text that replaces the source from there to their end."""
+    """Yield (node, column, text): `text` replaces the source from `column` to the node's end."""
     for call in _edited_calls(row, module, at):
         end = call.end_col_offset or 0
         if row.how == "keyword":
@@ -106,7 +106,7 @@ def _insertions(row: LibraryRow, module: Module, at: int) -> Iterator[Insertion]
 
 
 def _edited_calls(row: LibraryRow, module: Module, at: int) -> list[ast.Call]:
-    """Return the calls that `row` edits: on the line `at`, then upwards from it, then below it."""
+    """Return the calls that `row` edits. Calls on or above line `at` come first, nearest first."""
     calls = [node for node in module.nodes if isinstance(node, ast.Call)]
     return sorted(
         (call for call in calls if row.edits(module.name(call.func).rpartition(".")[2])),

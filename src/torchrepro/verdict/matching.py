@@ -1,12 +1,12 @@
 """Matching of the records of two runs, after ops were added, removed or moved.
 
-Records of the main thread are aligned in order, with as few unmatched records as possible. Among
-such alignments, the one whose pairs differ in the fewest columns is chosen: otherwise an op could
-be matched with another op that happens to read equal values. Unmatched records may have moved, and
-are then matched out of order.
+Records of the main thread are aligned in order, with as few unmatched records as possible. Of all
+such alignments, the alignment whose pairs differ in the fewest columns is chosen. Otherwise an op
+could be matched with another op that happens to read equal values. Records that stay unmatched may
+have moved, so they are matched out of order.
 
-Records of other threads are matched as one multiset, because timing decides their order and which
-thread of a pool runs them. The order within a thread decides only which copies stay unmatched.
+Records of other threads are matched in any order, because timing decides the order, and which
+thread of a pool runs an op. The order in a thread only decides which equal records stay unmatched.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MIX, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """The partner of each record of two runs: its position, `UNMATCHED` or `TRUNCATED`."""
+    """For each record of two runs, the position of its partner, or a constant like `UNMATCHED`."""
 
     partners: Pairs
 
@@ -57,14 +57,14 @@ class Matching:
 
     @property
     def pairs(self) -> Pairs:
-        """The positions of records that have a partner, in the order of the left run."""
+        """The positions of matched records in both runs, in the order of the left run."""
         partners = self.partners[0]
         places = np.flatnonzero(partners >= 0)
         return places, partners[places]
 
     @property
     def in_order(self) -> Pairs:
-        """The largest subset of pairs that have the same order in both runs."""
+        """The largest subset of `pairs` that has the same order in both runs."""
         left, right = self.pairs
         if (np.diff(right) > 0).all():
             return left, right
@@ -72,7 +72,7 @@ class Matching:
         return left[rising], right[rising]
 
     def free(self, run: int) -> Array:
-        """Return the positions of the records of one run that have no partner."""
+        """Return the positions of the unmatched records of one run."""
         return np.flatnonzero(self.partners[run] == UNMATCHED)
 
     def join(self, pairs: Pairs) -> None:
@@ -81,7 +81,7 @@ class Matching:
         self.partners[1][right] = left
 
     def join_neighbours(self, left: Array, right: Array) -> None:
-        """Match unmatched neighbours of matched records if they have the same token."""
+        """Match unmatched records with equal tokens directly before or after a matched pair."""
         mine, theirs = self.partners
         for shift in (-1, 1):
             while True:
@@ -104,9 +104,9 @@ class Matching:
                 self.join((at_left[can_join], at_right[can_join]))
 
     def join_equal(self, left: Array, right: Array, *, as_often: bool = False) -> None:
-        """Match unmatched records with the same token, the first with the first.
+        """Match unmatched records with equal tokens in order: the first one with the first one.
 
-        With `as_often`, only tokens that are equally frequent in both runs.
+        With `as_often`, tokens that are not equally frequent in both runs are skipped.
         """
         lefts, rights = self.free(0), self.free(1)
         by_left, by_right = (
@@ -125,7 +125,7 @@ class Matching:
 
 
 def match(left: Array, right: Array, rounds: Sequence[Sequence[str]]) -> Matching:
-    """Match records of the main thread by the columns of each round, the strictest first."""
+    """Match records of the main thread in rounds. Each round has the columns that must be equal."""
     if np.array_equal(left["key"], right["key"]):
         places = np.arange(len(left))
         return Matching((places, places))
@@ -157,7 +157,7 @@ def match(left: Array, right: Array, rounds: Sequence[Sequence[str]]) -> Matchin
 
 
 def mixed(columns: Sequence[Array]) -> Array:
-    """Return a hash of 64 bits for each row of some columns."""
+    """Return for each row a hash of 64 bits of its values in `columns`: the token of a record."""
     hashed = np.zeros(len(columns[0]), "uint64")
     for column in columns:
         hashed = (hashed ^ column.astype("uint64")) * _MIX
@@ -180,11 +180,11 @@ def _equal_ends(left: Array, right: Array) -> tuple[int, int]:
 
 
 def _in_order(runs: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs, bool]:
-    """Align the records between equal ends, by lines if both runs have the same source, or by ops.
+    """Align records in order. Returns the pairs, and whether lines were used.
 
-    An edit of the program shifts its lines, which makes them useless. An alignment that leaves no
-    record of the shorter run unmatched is taken as right: the other run only has additional ops.
-    Returns the pairs, and whether lines were used.
+    `between` has the records without the equal beginning and end of both runs. Lines are used if
+    both runs have the same source, because an edit of the program shifts line numbers. Otherwise
+    ops are used. An alignment that matches all records of the shorter run is accepted at once.
     """
     shorter = min(map(len, between))
     columns = [name for name in finest if name != "key"]
@@ -211,7 +211,7 @@ def _in_order(runs: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs
 
 
 def _by_op(sides: Pairs, columns: Sequence[str]) -> Pairs | None:
-    dearer = min(*map(len, sides), 1000) + 1  # than differences in all lines together
+    dearer = min(*map(len, sides), 1000) + 1  # costs more than differences in all lines together
     prices = _prices(sides, columns, dearer) + _prices(sides, ["line"], 1)
     return cheapest_alignment(*_tokens(sides, ("key",)), prices)
 
@@ -233,11 +233,12 @@ def _lines_have_same_ops(runs: Pairs, between: Pairs) -> bool:
 def cheapest_alignment(
     left: Array, right: Array, prices: Sequence[tuple[Array, Array, int]] = ()
 ) -> Pairs | None:
-    """Align equal tokens in order; None if the sequences are too long.
+    """Return the cheapest alignment of equal tokens in order; None if the sequences are too long.
 
-    As few as possible stay unmatched. Among such alignments, the cheapest pairs win: each price is
-    paid where its two arrays differ. Among equally cheap ones, unmatched tokens come as early as
-    possible, so that an additional op comes before the differences that it causes.
+    As few tokens as possible stay unmatched. Of all such alignments, the cheapest is chosen. Each
+    of the `prices` has two arrays, and a pair costs the price if they differ at its positions. If
+    several alignments are equally cheap, unmatched tokens come as early as possible. An additional
+    op then comes before the differences that it causes.
 
     S. Wu, U. Manber, G. Myers, W. Miller, "An O(NP) sequence comparison algorithm", Information
     Processing Letters 35 (6), 1990. https://doi.org/10.1016/0020-0190(90)90035-V
@@ -260,12 +261,12 @@ def cheapest_alignment(
 def _best_alignment(
     left: Array, right: Array, prices: Sequence[tuple[Array, Array, int]], skipped: int
 ) -> Pairs | None:
-    """Return the best alignment with at most `skipped` unmatched tokens of the shorter sequence.
+    """Return the best alignment with at most `skipped` unmatched tokens of `left`, or None.
 
-    None if there is no such alignment. `costs[gaps, diagonal][n]` is the lowest cost to align the
-    first `n` tokens of the shorter sequence with the first ``n + diagonal`` of the longer one, with
-    `gaps` unmatched tokens of the shorter one. A pair stays on its diagonal, an unmatched token of
-    the longer sequence leads to the next diagonal, one of the shorter sequence to the previous.
+    `left` is the shorter sequence. ``costs[gaps, diagonal][n]`` is the lowest cost of an alignment
+    of ``left[:n]`` with ``right[:n + diagonal]`` that has `gaps` unmatched tokens of `left`. A pair
+    of tokens stays on the same diagonal. An unmatched token of `right` leads to the next diagonal.
+    An unmatched token of `left` leads to the previous diagonal.
     """
     size, surplus = len(left), len(right) - len(left)
     sums: dict[int, Array] = {}  # diagonal -> cumulated costs of its pairs
@@ -312,11 +313,11 @@ def _best_alignment(
 
 
 def _rising(numbers: Sequence[int]) -> Array:
-    """Return the positions of the longest increasing subsequence.
+    """Return the positions of the longest increasing subsequence of `numbers`.
 
     https://en.wikipedia.org/wiki/Longest_increasing_subsequence
     """
-    lowest: list[int] = []  # of each length, the smallest last number of such a subsequence
+    lowest: list[int] = []  # for each length, the smallest last number of such a subsequence
     last_places: list[int] = []
     previous: list[int] = []
     for position, number in enumerate(numbers):
@@ -337,10 +338,10 @@ def match_threads(
 ) -> Matching:
     """Match the records of all threads except the main thread, over all steps.
 
-    Additional records of one run at an end of a thread count as truncated, because the recordings
-    end at different times, or begin so if they are `partial`. They are a difference if both runs
-    have additional records at the same end, if they span more than about a step, or if less than
-    half of the records are matched.
+    Recordings end at different times. So if one run has additional records at the end of a thread,
+    these count as truncated. `partial` recordings also begin at different times. The additional
+    records count as a difference if both runs have some at the same end of a thread, if they span
+    more than about a step, or if less than half of the records are matched.
     """
     sides = left, right
     matching = Matching.none(left, right)
@@ -355,7 +356,7 @@ def match_threads(
             ]
             _mark_truncated(matching, sides, of_name, partial=partial)
         _mark_truncated(matching, sides, lanes, partial=partial)
-    by_result = ("key", "argument", "shape", "outputs")  # inputs may depend on the end of a step
+    by_result = ("key", "argument", "shape", "outputs")  # inputs may depend on the step's timing
     for names in (by_result, *rounds[1:]) if "outputs" in rounds[0] else rounds[1:]:
         for columns in (("thread_name", *names), names):
             matching.join_equal(*_tokens(sides, columns))
@@ -371,7 +372,7 @@ def _lanes(records: Array) -> list[Array]:
 def _mark_truncated(
     matching: Matching, sides: Pairs, lanes: Sequence[Sequence[Array]], *, partial: bool
 ) -> None:
-    """Mark unmatched records at the ends of some threads as truncated, if they may be."""
+    """Mark unmatched records at the ends of threads as truncated, if `match_threads` permits it."""
     surplus: list[tuple[int, Array]] = []
     at_head, at_tail, sizes = set[int](), set[int](), [0, 0]
     for run, partners in enumerate(matching.partners):

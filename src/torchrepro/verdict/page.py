@@ -1,6 +1,6 @@
-"""The verdict as one self-contained HTML file: no network, no fonts, no other files.
+"""Renders a verdict as one HTML file that works offline and loads no other file.
 
-It draws curves of losses over steps, and a map of the agreement of modules by step.
+The page has curves of the losses over the steps, and a map of the agreement of modules by step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _FOLDER = Path(__file__).with_name("page_template")
 _CURVES, _DIFFERENCE = 250.0, 130.0  # heights of the two charts
 _MODULES, _TOTALS = 16, 200  # the most modules to list if some differ, and if none differs
-_OF_EACH = ("Answer", "Recording", "Date")  # columns of the table even if all runs are equal in it
+_OF_EACH = ("Answer", "Recording", "Date")  # columns that stay even if all runs have one value
 
 WIDTH = 720.0
 POINTS = 720
@@ -46,7 +46,7 @@ _LARGEST, _SMALLEST = 1e300, 1e-300  # limits against overflow and underflow of 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run in the table of the page."""
+    """A run, as a row in the table of the page."""
 
     name: str
     facts: Mapping[str, str]  # column -> text
@@ -56,7 +56,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A verdict, with title and anchor if the page has several."""
+    """A verdict on the page. It has a title and an anchor if the page has several verdicts."""
 
     verdict: Verdict
     title: str = ""
@@ -65,7 +65,7 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The content of a page."""
+    """The content of a page: the answer, the runs, and the verdicts that compare them."""
 
     same: bool
     headline: str
@@ -86,7 +86,7 @@ def page(verdict: Verdict) -> str:
 
 
 def page_of(answer: Answer) -> str:
-    # Facts that all runs have in common are shown once, above their table.
+    # Facts that all runs have in common are shown once, above the table of runs.
     names = dict.fromkeys(chain.from_iterable(run.facts for run in answer.runs))
     values = {name: {run.facts.get(name, "") for run in answer.runs} for name in names}
     columns = [name for name, texts in values.items() if len(texts) > 1 or name in _OF_EACH]
@@ -101,7 +101,7 @@ def page_of(answer: Answer) -> str:
 
 
 def facts_of(facts: RunFacts | None) -> dict[str, str]:
-    """Return the facts of a recording by their labels on the page."""
+    """Return the facts of a recording: label on the page -> text."""
     if facts is None:
         return {}
     return {
@@ -244,7 +244,7 @@ def _alike(left: float | None, right: float | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves over steps, ready to be drawn."""
+    """Curves over steps as SVG paths, with the ticks of both axes."""
 
     height: float
     paths: Sequence[str]
@@ -255,7 +255,7 @@ class Chart:
 
 
 def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Chart | None:
-    """Return the chart of `curves`, with `step` marked; None if no value is finite."""
+    """Return a chart of `curves` in which `step` is marked; None if no value can be drawn."""
     drawable: list[Curve] = [
         [(x, y if y is not None and abs(y) < _LARGEST else None) for x, y in curve]
         for curve in curves
@@ -293,7 +293,7 @@ def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Ch
 
 
 def ticks(low: float, high: float, about: float = 5) -> list[Tick]:
-    """Return about `about` round numbers within a range."""
+    """Return the ticks of an axis: about `about` round numbers between `low` and `high`."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -321,17 +321,17 @@ def _thinned(curve: Curve) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class AgreementMap:
-    """Counts of records by groups of steps (columns) and of modules (rows)."""
+    """Counts of equal and differing records, by groups of steps (columns) and modules (rows)."""
 
     columns: Sequence[tuple[int, int]]  # first and last step of each column
     ends: tuple[str, str]  # names of the first and last step; the last is empty if it is the first
-    rows: Sequence[str]  # modules, in the order of their first run; ``layers.*`` is a group
+    rows: Sequence[str]  # modules, in the order of their first record; ``layers.*`` is a group
     counts: Sequence[Sequence[Sequence[int]]]  # [row][column] -> equal and differing records
     marked: tuple[int, int] | None  # column and row of the first divergence
     after: int | None  # the number that represents records after the last step, if there are any
 
     def outlines(self) -> list[list[tuple[int, str]]]:
-        """Return for each row its shades, each with an SVG path one unit wide and high per cell."""
+        """Return the shades in each row, each with an SVG path. A cell of the path is 1 by 1."""
         outlines = []
         for row in self.counts:
             paths: dict[int, str] = defaultdict(str)
@@ -351,9 +351,9 @@ class AgreementMap:
 def agreement_map(
     cells: Sequence[Cell], first: Divergence | None = None, *, after_last: bool = False
 ) -> AgreementMap:
-    """Return the map of `cells`, of which there is at least one.
+    """Return the map of `cells`, which must not be empty.
 
-    With `after_last`, the last column shows the ops after the last step.
+    With `after_last`, the last column shows the ops that ran after the last step.
     """
     groups = _grouped(list(dict.fromkeys(cell.module for cell in cells)))
     steps = sorted({cell.step for cell in cells})
@@ -402,10 +402,10 @@ def _grouped(names: Sequence[str]) -> dict[str, str]:
 
 @cache
 def _template() -> Template:
-    """Return the template with inline style and script, and a policy that allows no others.
+    """Return the template of the page. Its security policy allows only its own style and script.
 
-    Names and source lines are untrusted: every value is escaped, and characters that control a
-    terminal or the direction of text are made visible
+    Names and source lines are untrusted. So every value is escaped, and characters that control a
+    terminal or the direction of text become visible
     (https://jinja.palletsprojects.com/en/stable/api/#autoescaping).
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

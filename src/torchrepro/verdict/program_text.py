@@ -1,9 +1,9 @@
-"""Static search of a program's source: lines that vary between runs, and suggested edits.
+"""Static search of a program's source: lines whose results may vary, and suggested edits.
 
-A recording observes calls of functions that it can wrap. It cannot wrap types written in C or
-observe the order of a set, so these are searched for in the source, which is parsed and never run.
-An edit is one line of the program before and after the change. It is built from the syntax tree of
-that line; a line without the expression that the edit would replace has no edit.
+A recording only observes calls of functions that it can wrap. It cannot wrap types written in C, or
+observe the order of a set. This module finds these in the source, which is parsed and never run.
+An edit is one line of the program before and after the change. It replaces an expression that the
+syntax tree of the line contains. A line without such an expression has no edit.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _CALLS = {
 }
 _METHODS = {"imap_unordered": THREADS, "new_empty": UNINITIALIZED_MEMORY}
 
-# Calls that take a seed. Types and methods that draw entropy if they are called without one; then
-# all seeding functions, by the last component of their names.
+# `_SEEDED` and `_SEEDING_METHODS` draw entropy if they are called without a seed. `_SEEDING` has
+# all functions that take a seed, by the last component of their names.
 _SEEDED = {
     *("numpy.random.RandomState", "numpy.random.SeedSequence", "numpy.random.default_rng"),
     *("numpy.random.PCG64", "numpy.random.PCG64DXSM", "numpy.random.MT19937"),
@@ -106,11 +106,11 @@ _ORDERED = ("list", "tuple", "enumerate", "iter", "zip", "map", "filter", "sum",
 _ORDERED_METHODS = ("join", "extend", "fromkeys")
 TIES = ("sorted", "min", "max")  # with a key, ties are broken by the order of the input
 _WITHOUT_ORDER = ("sorted", "set", "frozenset", "len", "min", "max", "any", "all")
-_VIEWS = ("keys", "items")  # of a dict; an operator between them makes a set
+_VIEWS = ("keys", "items")  # views of a dict; an operator between two views makes a set
 
 
 class Module:
-    """The lines of a file with the nodes of its syntax tree."""
+    """A parsed file: its lines, and the nodes of its syntax tree."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -129,7 +129,7 @@ class Module:
                     self.imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
 
     def name(self, node: ast.AST) -> str:
-        """Return the full dotted name of an expression; its first name is resolved by imports."""
+        """Return the full dotted name of an expression: ``numpy.empty`` for ``np.empty``."""
         path: list[str] = []
         while isinstance(node, ast.Attribute):
             path.insert(0, node.attr)
@@ -139,7 +139,7 @@ class Module:
 
 
 def module_of(file: str, before: float | None = None) -> Module | None:
-    """Parse a Python file; None if it is gone, too large, not Python, or changed after `before`."""
+    """Return the parsed file; None if it is missing, large, not Python, or newer than `before`."""
     try:
         status = os.stat(file)  # noqa: PTH116 - a path from a trace, which may be no valid path
         if not (S_ISREG(status.st_mode) and status.st_size <= LARGEST and file.endswith(".py")):
@@ -158,9 +158,9 @@ def _parsed(file: str, _changed: int) -> Module:
 
 
 def scan(files: Iterable[str], before: float | None = None) -> tuple[SeedSource, ...]:
-    """Return the lines of Python files that may vary between runs, in the order of the files.
+    """Return the lines of files whose results may vary between runs, in the order of the files.
 
-    A line comes with the function that it calls, or with ``set`` if it iterates over a set.
+    Each line has the name of the function that it calls, or ``set`` if it iterates over a set.
     Missing files, large files and files in other languages are skipped. A file that changed after
     `before`, in seconds since 1970, is skipped too, because the run used an earlier version.
     """
@@ -178,7 +178,7 @@ def scan(files: Iterable[str], before: float | None = None) -> tuple[SeedSource,
 
 
 def _varying_calls(module: Module) -> Iterator[tuple[int, str, str]]:
-    """Yield line number, cause and called function of the calls whose results may vary."""
+    """Yield line number, cause and function of each call or iteration whose result may vary."""
     nodes, sets = module.nodes, _Sets(module)
     for node in nodes:
         if isinstance(node, ast.Call):
@@ -212,7 +212,7 @@ class _Sets:
                 self._sets.setdefault(name, []).append(node.value)
 
     def _scope(self, node: ast.AST) -> ast.AST | None:
-        """Return the function that a name is local to, the class of an attribute as `self.x`."""
+        """Return the function of a local name, or the class of an attribute like ``self.x``."""
         function = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
         kinds = (ast.ClassDef,) if isinstance(node, ast.Attribute) else function
         at: ast.AST | None = node
@@ -237,10 +237,10 @@ class _Sets:
         return isinstance(node, ast.Set | ast.SetComp)
 
     def made_once(self, node: ast.AST) -> tuple[ast.expr, ast.expr, ast.expr | None] | None:
-        """Return how a set is made that a dict with the same keys could replace.
+        """Return how a set is created, if a dict with the same keys could replace it.
 
-        Returns the assigned expression, the iterable with the members, and the set that is
-        subtracted from it, if any. Returns None if the set is assigned more than once, or used for
+        Returns the assigned expression, the iterable of the members, and the set subtracted from
+        the members (or None). Returns None if the set is assigned more than once, or used for
         anything other than iteration and membership tests.
         """
         if not isinstance(node, ast.Name | ast.Attribute):
@@ -271,7 +271,7 @@ class _Sets:
         return None
 
     def iterated_by(self, node: ast.AST) -> list[ast.expr]:
-        """Return the expressions that `node` iterates where the order affects its result."""
+        """Return the expressions that `node` iterates over, if their order affects the result."""
         if isinstance(node, ast.For | ast.AsyncFor):
             return [node.iter]
         if isinstance(node, ast.Starred | ast.YieldFrom):
@@ -300,9 +300,9 @@ def _method(node: ast.Call) -> str:
 def varying_seeds(
     lines: Sequence[SeedSource], reads: Sequence[NondeterministicRead]
 ) -> tuple[tuple[SeedSource, SeedSource], ...]:
-    """Return the lines of `scan` that seed a generator from a varying source, with that source.
+    """Return each line of `scan` that seeds a generator from a varying source, with the source.
 
-    This finds seeds that no recording observes, as of ``numpy.random.RandomState``.
+    A recording does not observe some seeds, such as the seed of a ``numpy.random.RandomState``.
     """
     heard = [SeedSource(read.name, read.what, read.where, is_sure=True) for read in reads]
     sources = {line.where: line for line in (*lines, *heard) if line.what not in _NO_SOURCE}
@@ -313,10 +313,10 @@ def varying_seeds(
 def with_source(
     seed: NondeterministicRead, reads: Sequence[NondeterministicRead], before: float | None
 ) -> NondeterministicRead:
-    """Return a seed that differs with its likely source: one of `reads`, or a call on its line.
+    """Return a differing seed with its likely source: one of `reads`, or a call on the seed's line.
 
-    The recording knows the program's own generators by the lines that draw from them. Such a line
-    is replaced by the line that seeds the generator, if the file has just one that may have.
+    A generator that the program creates is only known by a line that draws from it. This line is
+    replaced by the line that seeds the generator, if the file has only one such line.
     `before` is as in `scan`.
     """
     reads = [read for read in reads if read.what not in _NO_SOURCE]
@@ -342,9 +342,9 @@ def with_source(
 
 
 def edit_of(cause: str, name: str, location: str, *, is_seed: bool = False) -> Edit | None:
-    """Return the edit of a ``file:line`` that replaces its call of `name`, which reads `cause`.
+    """Return an edit of the line at `location`, where the program reads `cause` by calling `name`.
 
-    With `is_seed`, the result of that call became a seed. None if no edit of this line helps.
+    `is_seed` is true if the result became a seed. Returns None if no edit of the line helps.
     """
     line = _Lines.of(location)
     function = name.rpartition(".")[2]
@@ -354,7 +354,7 @@ def edit_of(cause: str, name: str, location: str, *, is_seed: bool = False) -> E
 
 
 def edit_of_sample(name: str, location: str) -> Edit | None:
-    """Return the edit that draws from `torchrepro.sample_rng` in code that loads a sample."""
+    """Return the edit that makes code that loads a sample draw from `torchrepro.sample_rng()`."""
     line = _Lines.of(location)
     calls = line.calls(name.rpartition(".")[2]) if line else []
     edit = line.edited((calls[0], "torchrepro.sample_rng()")) if line and calls else None
@@ -362,10 +362,10 @@ def edit_of_sample(name: str, location: str) -> Edit | None:
 
 
 def edits_of_other_lines(cause: str, files: Iterable[str], steps: int) -> Iterator[Edit]:
-    """Yield edits that may remove the effect of `cause` in other lines than those that read it.
+    """Yield edits of other lines than the line that reads `cause`. They may remove its effect.
 
-    A pool of threads or processes gets a single worker, which runs its tasks in order. A training
-    with a time limit gets a limit of `steps` instead.
+    If `cause` is the clock, a time limit of a training becomes a limit of `steps`. For any other
+    cause, a pool of threads or processes gets a single worker, which runs its tasks in order.
     """
     for file in dict.fromkeys(files):
         if (module := module_of(file)) is not None:
@@ -399,7 +399,7 @@ class _Lines:
         return None if new == before else Edit(location, before.strip(), new.strip())
 
     def calls(self, *functions: str) -> list[ast.Call]:
-        """Return the calls of functions, given by the last components of their full names."""
+        """Return the calls of `functions`, each given by the last component of its full name."""
         calls = [node for node in self._nodes if isinstance(node, ast.Call)]
         return [call for call in calls if self._called(call) in functions]
 
@@ -416,7 +416,7 @@ class _Lines:
                 yield call, f"{function}(1{', ' if call.keywords else ''}{rest}"
 
     def with_steps(self, steps: int) -> Iterator[Replacement]:
-        """Yield replacements of arguments that limit the time of a training by a limit of steps."""
+        """Yield replacements of a training's time limit (``max_time``) by a limit of steps."""
         for argument in self._nodes:
             if isinstance(argument, ast.keyword) and argument.arg == "max_time":
                 yield argument, f"max_steps={steps}"
@@ -433,13 +433,13 @@ class _Lines:
         return ast.get_source_segment(self._module.text, node) or ""
 
     def replacements(self, cause: str, function: str, *, is_seed: bool) -> Iterator[Replacement]:
-        """Yield replacements of expressions of the line, the likeliest fix first."""
+        """Yield replacements of expressions in the line, the likeliest fix first."""
         if cause == FILES and function not in {"walk", "fwalk"}:
             inside = {id(node.args[0]) for node in self.calls("sorted") if node.args}
             key = ", key=lambda entry: entry.name" if function == "scandir" else ""
             for call in self.calls(function):
                 loops = self._loops_over_entered(call)
-                if loops is not None:  # sorted() cannot be entered
+                if loops is not None:  # a ``with`` statement cannot enter sorted()
                     yield from ((iterated, f"sorted({iterated.id}{key})") for iterated in loops)
                 elif id(call) not in inside:
                     yield call, f"sorted({self._source(call)}{key})"
@@ -491,7 +491,7 @@ class _Lines:
                     yield call, f"random.Random({SEED}).{_DRAWN[called]}({arguments})"
 
     def _constants(self, function: str, *, is_seed: bool) -> Iterator[Replacement]:
-        """Yield constants for arguments of a seeding call, and for a value that became a seed."""
+        """Yield constants to replace arguments of a seeding call, or a value that became a seed."""
         values = [
             argument
             for call in self.calls(*_SEEDING)
@@ -514,7 +514,7 @@ class _Lines:
                     yield read, SEED
 
     def _loops_over_entered(self, call: ast.Call) -> list[ast.Name] | None:
-        """Return where loops in ``with call as name`` iterate `name`; None for any other call."""
+        """Return each `name` over which a loop in ``with call as name`` iterates, or None."""
         for node in self._nodes:
             if not isinstance(node, ast.With | ast.AsyncWith):
                 continue
@@ -528,7 +528,7 @@ class _Lines:
 
     def _sets_in_order(self, *, is_text: bool) -> Iterator[Replacement]:
         # A dict keeps insertion order. Sets of texts can be sorted, sets of other values maybe not.
-        sets, pops = _Sets(self._module), self.calls("pop")  # dict.pop needs a key: no fix
+        sets, pops = _Sets(self._module), self.calls("pop")  # no fix, because dict.pop needs a key
         iterables = (sets.iterated_by(node) for node in self._nodes if node not in pops)
         for node in chain.from_iterable(iterables):
             if isinstance(node, ast.Call) and self._called(node) in _MAKES_SET:

@@ -1,4 +1,4 @@
-"""Propagation of differences between two runs: do they affect a result?"""
+"""Propagation of the differences between two runs: does any of them affect a result?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.matching import Array
 
-MOST = 1 << 17  # how many differing records are traced
+MOST = 1 << 17  # the most differing records that are traced
 
 _VALUES = frozenset(f"{dtype}[]" for dtype in ("bool", "int", "float", "complex", "str", "bytes"))
 """The outputs of sites whose ops return a Python value."""
@@ -24,13 +24,13 @@ _RESULTS = frozenset({"backward", "optimizer", "collective"})  # phases
 class Reach:
     """Traces differing values forward through the main thread of a run.
 
-    They reach a result if a Python value, a gradient, a parameter or an output of a module differs.
-    In a run without steps, only the last call of a module counts: earlier calls may initialize it.
+    Results are Python values, outputs of modules, gradients, parameters and collectives. In a run
+    without steps, only the last call of a module counts: earlier calls may initialize the module.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.origins: list[tuple[int, int]] = []  # differing records with equal inputs
+        self.origins: list[tuple[int, int]] = []  # ids of paired records where a difference begins
         self.drawn: list[bool] = []  # whether each origin draws random numbers outside all modules
         self.until = math.inf  # the record up to which all differences are known
         self._records: list[tuple[int, int, int, bool, bool, bool]] = []
@@ -41,7 +41,7 @@ class Reach:
         self._loads = {loader["where"] for loader in trace.meta.get("loaders") or ()}
 
     def add(self, left: Array, right: Array, differs: Array) -> None:
-        """Add pairs of records in order; `differs` marks those that differ."""
+        """Add paired records, in order. `differs` is true for each pair that differs."""
         if not self._has_steps:
             self._last.update(zip(left["key"].tolist(), left["id"].tolist(), strict=True))
         same = left["inputs"] == right["inputs"]
@@ -55,7 +55,7 @@ class Reach:
             del self._records[MOST:]
 
     def first(self) -> int | None:
-        """Return the index of the first origin that reaches a result; None if none is known to."""
+        """Return the index of the first origin that is known to reach a result, or None."""
         origin_of: dict[bytes, int] = {}  # digest of a value -> index of its origin
         viewed: int | None = None  # origin of the last view, whose digest is not recorded
         reached, before = set[int](), ""
@@ -89,5 +89,5 @@ class Reach:
 
 
 def draws_outside(op: str, module: str) -> bool:
-    """Whether an op draws random numbers outside of any module, as in an initialization."""
+    """Whether an op draws random numbers outside of all modules, as an initialization does."""
     return op_name(op) in DRAWING and not module

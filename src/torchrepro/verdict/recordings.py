@@ -1,4 +1,4 @@
-"""Facts of two recordings other than computed values: their ends, settings and programs."""
+"""Facts about two recordings: where the runs end, their settings, and the program."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ CUT = " (killed, ended by os._exit, or still running)"
 
 
 def truncation(pair: Pair) -> Divergence | None:
-    """Return where one run ended before the other, if they are the same until then; else None.
+    """Return a divergence if one run ended before the other, or was killed; else None.
 
-    A run that was killed is never the same as another run: its further steps are unknown.
+    The runs are known to agree up to that end. A killed run never counts as the same as another
+    run, because its further steps are unknown.
     """
     last = [
         _last_step(trace, counterpart) for trace, counterpart in (pair.traces, pair.traces[::-1])
@@ -90,9 +91,9 @@ def truncation(pair: Pair) -> Divergence | None:
 
 
 def _is_not_of(row: StepRow, counterpart: Trace) -> bool:
-    """Whether records after the last step have no counterpart in the other recording.
+    """Whether `row` has records after the last step that the other recording cannot have.
 
-    This is so if the other recording has another level, or has dropped these records.
+    It cannot have them if it has another level in this step, or has dropped the records.
     """
     if row.finished:
         return False
@@ -102,7 +103,7 @@ def _is_not_of(row: StepRow, counterpart: Trace) -> bool:
 
 
 def _last_step(trace: Trace, counterpart: Trace) -> int:
-    # Skip records after the last step that have no counterpart, or none on the main thread.
+    # Skip records after the last step if they have no counterpart, or are all of other threads.
     steps = list(trace.steps.values())
     if steps and _is_not_of(steps[-1], counterpart):
         steps.pop()
@@ -119,7 +120,7 @@ def missing_processes(left: Traces, right: Traces) -> Iterator[Divergence]:
         yield Divergence(rank, 0, kind=Kind.ENDED, what=reason)
 
 
-# Settings in a trace's meta: sections, with the prefix for their names, and single keys.
+# Settings in the metadata of a trace: sections, with a prefix for the names in them, and keys.
 SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
 SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", *NOT_ALIKE)
 
@@ -127,7 +128,7 @@ SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", *N
 def settings(pair: Pair) -> tuple[Setting, ...]:
     """Return the knobs, versions and pieces of hardware that differ between two runs.
 
-    The settings `NOT_ALIKE` are missing in traces of killed runs, and then are not compared.
+    The settings `NOT_ALIKE` are skipped if a run lacks them, because it was killed.
     """
     left, right = (
         {name: str(meta[name]) for name in SINGLE if meta.get(name) is not None}
@@ -147,9 +148,10 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
 
 
 def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
-    """Return the facts about the program that may explain why its runs diverge.
+    """Return the facts about the program that may explain why two runs of it diverge.
 
-    `pair` has the processes that diverge first. Reads of `more_pairs` come after its reads.
+    `pair` has the traces of the process that diverges first. Nondeterministic reads of this process
+    come before the reads of `more_pairs`.
     """
     metas = left, right = [trace.meta for trace in pair.traces]
     loaders = [
@@ -157,7 +159,7 @@ def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
         for meta in metas
         for row in meta.get("loaders") or ()
     ]
-    # Loaders are recorded at every level, other features are known only by their ops.
+    # Loaders are recorded at every level. Other features are known only by their ops.
     unseen = any(meta.get("level", "op") != "op" for meta in metas)
     unknown = any("loaders" not in meta for meta in metas)
     sites = [site for trace in pair.traces for site in trace.sites.values()]
@@ -239,7 +241,7 @@ _NEAR = 3  # how many near lines are proposed
 
 
 def count_ignored(pairs: Sequence[Pair], location: str) -> IgnoredLine:
-    """Return how many records a line has, the larger number of both runs, or near lines if none."""
+    """Return the larger number of records of a line in a run. If it is 0, add the nearest lines."""
     records = [0, 0]
     sources = set[str]()
     for pair in pairs:
@@ -280,9 +282,9 @@ def facts(trace: Trace) -> RunFacts:
 
 
 def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
-    """Return the loss of each step in both runs; the mean if a step has several.
+    """Return (step, left loss, right loss) for each step. Several losses of a step are averaged.
 
-    Losses of other threads than the main thread belong to no step, and are skipped.
+    Losses of threads other than the main thread belong to no step, and are skipped.
     """
     sides: list[dict[int, float | None]] = [{}, {}]
     for means, by_step in zip(sides, pair.losses, strict=True):
@@ -309,7 +311,7 @@ def not_finite(trace: Trace) -> NotFinite | None:
 def loss_sentences(
     firsts: tuple[NotFinite | None, ...], unwritten: Sequence[UninitializedRead]
 ) -> Iterator[str]:
-    """Yield a sentence on losses that are not finite, and one on each uninitialized read."""
+    """Yield sentences on losses that are not finite, and on reads of uninitialized memory."""
     same = firsts[0] == firsts[1]
     for name, loss in [("", firsts[0])] if same else zip(NAMES, firsts, strict=True):
         if loss is not None:
@@ -323,7 +325,7 @@ def loss_sentences(
 
 
 def notes(pair: Pair) -> Iterator[str]:
-    """Yield sentences on the limits of the two recordings."""
+    """Yield sentences for the user on the limits of two recordings, such as dropped steps."""
     both = [*zip(NAMES, pair.traces, strict=True)]
     detailed = [name for name, trace in both if trace.meta.get("detail")]
     if len(detailed) == 1:
@@ -414,11 +416,11 @@ def _in_words(steps: Sequence[int]) -> str:
 
 
 def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence for each rank whose parameters no longer equal the first rank's.
+    """Yield a sentence for each rank whose parameters no longer equal those of the first rank.
 
-    Ranks whose parameters never agree are not replicas, but have different parts of the model. If
-    they agree only until an optimizer changes them, they may just share a seed, unless DDP
-    replicates them.
+    Ranks whose parameters never agree have different parts of the model, and are skipped. If
+    parameters agree only until an optimizer changes them, the ranks may just share a seed. Such
+    ranks are skipped too, unless DDP replicates the model.
     """
     ranks = [trace for trace in traces if not trace.meta.get("ordinal")]
     for first, replica in ((ranks[0], replica) for replica in ranks[1:]):
@@ -444,7 +446,7 @@ def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:
 
 
 def _unchanged_steps(trace: Trace) -> int:
-    """Return the number of optimizer steps if none of them changed a parameter, else 0."""
+    """Return the number of optimizer steps if no step changed a parameter. Otherwise return 0."""
     rows = [row for row in trace.steps.values() if row.finished and row.parameters]
     begun = trace.meta.get("before") or ()
     # Changes by compiled optimizers may become visible only in the next step.

@@ -1,7 +1,7 @@
 """Comparison of two traces record by record.
 
-The main thread is compared step by step, other threads over the whole run. Records are read as
-numpy arrays with the same numbering in both traces.
+Records of the main thread are compared step by step, and records of other threads over the whole
+run. Records are rows of numpy arrays, in which equal texts have equal numbers in both traces.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ RECORD = np.dtype(
         ("shape", "i4"),  # dtypes and shapes of the outputs
         ("size", "i4"),  # shapes of the outputs alone
         ("spot", "i4"),  # phase and module
-        ("algorithm", "i4"),  # of the fingerprints of the outputs
-        ("effect", "?"),  # whether its inputs are unknown: a difference may have begun earlier
+        ("algorithm", "i4"),  # the algorithms that fingerprinted the outputs
+        ("effect", "?"),  # whether the inputs are unknown: a difference may have begun earlier
         ("module", "i4"),
         ("line", "i4"),  # equal records may have different lines after an edit of the program
-        ("compared", "?"),  # whether records of its site are compared
+        ("compared", "?"),  # whether records of the site are compared
         ("argument", "i4"),
         ("inputs", "u8"),  # a hash of the fingerprints
         ("outputs", "u8"),
@@ -84,7 +84,7 @@ _SIZE = re.compile(r"\[[^]]*\]")
 
 
 class _Digests:
-    """Positions of the digests of each record in a sequence of digests, in words of 8 bytes."""
+    """The positions of each record's digests in the sequence of all digests, in 8-byte words."""
 
     def __init__(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
         self.ends, size = (np.asarray(offsets, "int64") // 8 for offsets in (ends, lengths))
@@ -93,7 +93,7 @@ class _Digests:
         self.salt = mixed([np.arange(size.sum()) - np.repeat(self.begins, size) + 1])
 
     def hashes(self, digests: bytes) -> Array:
-        """Return a hash of the digests of each record: a sum over its words, 0 without digests."""
+        """Return one hash for each record, over all of its digests. It is 0 without digests."""
         sums = np.zeros(len(self.salt) + 1, "u8")
         np.cumsum(mixed([self.salt, np.frombuffer(digests, "<u8")]), out=sums[1:])
         return sums[self.ends] - sums[self.begins]
@@ -102,8 +102,8 @@ class _Digests:
 class Reader:
     """Reads the records of a trace step by step, without the records of ignored lines.
 
-    `shared` numbers sites, arguments and threads, equally for both traces. `from_ignored` has the
-    fingerprints that records of the lines to `ignore` wrote, as far as the trace has been read.
+    `shared` numbers equal sites, arguments and threads of both traces equally. `from_ignored` has
+    the fingerprints that records of ignored lines wrote in the part of the trace read so far.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Reader:
         for number, site in trace.sites.items():
             if any(is_at(site, location) for location in ignore):
                 self.ignored.add(number)
-            # A fully recorded step does not know tensors from earlier steps that were not recorded.
+            # To a fully recorded step, a tensor from an earlier step without ops may look new.
             is_unknown = misses_steps and site.op == NEW_TENSOR
             columns[number] = (
                 shared[site.key],
@@ -139,14 +139,14 @@ class Reader:
         self._known: dict[Outline, tuple[Array, _Digests, _Digests]] = {}
 
     def algorithms(self, outputs: str) -> frozenset[str]:
-        """Return the fingerprint algorithm of each output, which depends on its device."""
+        """Return the fingerprint algorithms of `outputs`. A device determines the algorithm."""
         known: Mapping[str, str] = self.trace.meta.get("algorithm") or {}
         devices = _DEVICE.findall(outputs)
         devices += ["cpu"] * (len(_SIZE.findall(outputs)) > len(devices))
         return frozenset(known.get(device, known.get("others", device)) for device in devices)
 
     def parts(self, step: int, *, on_main: bool) -> Iterator[Array]:
-        """Yield the records of a step, of the main thread or of all other threads, in parts."""
+        """Yield the records of a step in parts, for the main thread or for all other threads."""
         for part in self.trace.parts(step):
             outline = part.outline
             if outline not in self._known:
@@ -175,12 +175,12 @@ class Reader:
             yield records if chosen.all() else records[chosen]
 
     def take_in(self, number: int) -> None:
-        """Note the outputs of an ignored record, or of a record downstream of one."""
+        """Add to `from_ignored` the outputs of a record that is ignored, or downstream of one."""
         record = self.trace.record(number)
         outputs = record.outputs
         self.from_ignored.update(outputs[at : at + INPUT] for at in range(0, len(outputs), OUTPUT))
         if not outputs and record.inputs and self.trace.sites[record.site].outputs:
-            self.from_ignored.add(VIEW)  # digests of views derive from their base: not recorded
+            self.from_ignored.add(VIEW)  # the digest of a view is not recorded, only of its base
 
     def _translated(self, outline: Outline) -> tuple[Array, _Digests, _Digests]:
         records = self.sites[np.asarray(outline.sites)]
@@ -195,14 +195,14 @@ class Reader:
 
 
 def added(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sum of two counts in a new mapping: steps share these counts."""
+    """Return the sum of two counts. Changes neither of them, because steps share the mappings."""
     if not left or not right:
         return left or right
     return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
 
 
 def is_at(site: Site, location: str) -> bool:
-    """Whether a site is at a ``file:line``, which may lack leading folders."""
+    """Whether a site is at `location`: ``file:line``, where leading folders may be missing."""
     return site.source == location or site.source.endswith(f"/{location.removeprefix('./')}")
 
 
@@ -213,7 +213,7 @@ _ELSEWHERE = (
     "ran on another type of device in the other run, which computes fingerprints differently: "
     "the outputs of such ops were not compared"
 )
-FEW = 16  # records before the first difference with differing inputs: they may show its origin
+FEW = 16  # the most earlier records with differing inputs that are searched for the origin
 
 VALUES = ("argument", "shape", "inputs", "outputs")
 
@@ -229,7 +229,7 @@ class StepComparison:
     first: FirstDifference | None = None
 
     def add(self, addition: StepComparison) -> None:
-        """Add the comparison of another part of the step, or of other threads."""
+        """Add the result for another part of the step, or for other threads."""
         firsts = [first for first in (self.first, addition.first) if first is not None]
         self.first = min(firsts, key=attrgetter("position"), default=None)
         self.tally.update(addition.tally)
@@ -238,7 +238,7 @@ class StepComparison:
 
 
 class Records:
-    """Compares the records of some steps of two traces."""
+    """Compares the records of two traces in the given steps."""
 
     def __init__(
         self, pair: Pair, criteria: Criteria, steps: Sequence[int], ignore: Sequence[str] = ()
@@ -263,7 +263,7 @@ class Records:
         self._last: tuple[Sides, Matching] | None = None
 
     def refuse_unequal_algorithms(self) -> None:
-        """Raise `TraceError` if the bits of the two runs cannot be compared at all."""
+        """Raise `TraceError` if the two runs used different fingerprint algorithms."""
         used = [
             {
                 name
@@ -288,10 +288,10 @@ class Records:
 
     @cached_property
     def _unequal_steps(self) -> frozenset[int]:
-        """Steps whose records have to be read, as their digests do not prove them equal.
+        """The steps whose records have to be read, because digests do not prove them equal.
 
-        Digests cover sites and arguments by their numbers in the trace. These differ if one trace
-        has a site or an argument that the other lacks.
+        Digests cover sites and arguments by number. A number may mean a different site in each
+        trace, for example if only one of the traces has a certain site.
         """
         left, right = self.readers
         columns = [name for name in OF_SITE if name != "line"]
@@ -312,7 +312,7 @@ class Records:
         return frozenset(filter(is_unequal, self.steps))
 
     def step(self, number: int) -> StepComparison:
-        """Compare the records of a step, of the main thread and of all others."""
+        """Compare the records of a step, on the main thread and on all other threads."""
         if not self._unequal_steps:
             return StepComparison(totals=self._totals(number, on_main=False))
         comparison = StepComparison()
@@ -346,7 +346,7 @@ class Records:
                 comparison.add(StepComparison(totals=self._count(left)))
                 continue
             ops = left["key"], right["key"]
-            # After the divergence, parts with the same ops as the last part reuse its matching.
+            # After the divergence, a part with the same ops as the last part reuses its matching.
             if self._last is not None and all(map(np.array_equal, self._last[0], ops)):
                 matching = self._last[1]
             else:
@@ -364,7 +364,7 @@ class Records:
             comparison.add(part)
 
     def _matched(self, sides: Sides, matching: Matching) -> tuple[Sides, Sides]:
-        """Return the pairs, and the records that lack a partner although they need one."""
+        """Return the paired records, and the unmatched records that count as differences."""
         if self._ignores:
             self._exclude_downstream(sides, matching)
         (left, right), (left_paired, right_paired) = sides, matching.pairs
@@ -375,10 +375,10 @@ class Records:
         return (left[left_paired], right[right_paired]), (left[left_lone], right[right_lone])
 
     def _exclude_downstream(self, sides: Sides, matching: Matching) -> None:
-        """Exclude records whose differing inputs all come from ignored records.
+        """Exclude paired records whose differing inputs all come from ignored records.
 
-        This hides no other cause: a difference begins in a record with equal inputs, or without a
-        partner, and such records stay.
+        An unmatched record is excluded if any of its inputs comes from an ignored record. Records
+        with equal inputs stay, because a difference with another cause begins in such a record.
         """
         left, right = sides
         left_paired, right_paired = matching.pairs
@@ -457,7 +457,7 @@ class Records:
         return {self._names[number]: size for number, size in counted_modules}
 
     def _totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
-        """Return the number of records of each module, on all threads or on the main thread."""
+        """Return the number of records of each module in a step, on all or only the main thread."""
         total: Mapping[str, int] = {}
         for outline in self.pair.left.outlines(step):
             total = added(total, self._counted(outline, on_main))
@@ -469,11 +469,11 @@ class Records:
 
     @cached_property
     def _over_the_run(self) -> Mapping[bool, Mapping[int, StepComparison]]:
-        """Comparison over the whole run, of the main thread (True) and all others, by step.
+        """Results by step for the main thread (True) and for all other threads (False).
 
-        The timing of threads decides into which step of the main thread their records fall. If
-        another thread ends the steps, this applies to the records of the main thread too. So these
-        records are matched over the whole run, and not within a step.
+        Timing decides into which step the records of other threads fall. If another thread ends the
+        steps, this applies to the records of the main thread too. So these records are matched over
+        the whole run, and not within a step.
         """
         other_threads = {thread for trace in self.pair.traces for thread in trace.threads} - {MAIN}
         return {
@@ -512,7 +512,7 @@ class Records:
             if unequal[paired].any() or len(alone[0]) or len(alone[1]):
                 both = pairs[0][paired][unequal[paired]], pairs[1][paired][unequal[paired]]
                 comparison, differs = self._compare(both, alone)
-                self.reach.until = 0  # its propagation cannot be traced without an order
+                self.reach.until = 0  # a difference cannot be traced without an order of records
                 comparison.first = _first_of_all_steps(self.pair, step, both, alone, differs)
             comparison.totals = self._count(pairs[0][paired], *alone)
             comparisons[step] = comparison
@@ -520,7 +520,7 @@ class Records:
 
 
 def _unequal_numbers(left: Array, right: Array) -> set[int]:
-    """Return the numbers that mean different things in two traces."""
+    """Return each number that means a different site or argument in each of the two traces."""
     shorter = min(len(left), len(right))
     return set(np.flatnonzero(left[:shorter] != right[:shorter]).tolist())
 
@@ -555,8 +555,8 @@ def _first(
 ) -> FirstDifference | None:
     """Return the first difference of the main thread, in the order of the left run.
 
-    A record that only the right run has is ordered directly after the pair that precedes it. Pairs
-    of records that moved are not used for this.
+    A record that only the right run has comes directly after the last pair before it. Pairs whose
+    order differs between the runs are not used to find this position.
     """
     left_ids, right_ids = (records["id"] for records in parts)
     kept = matching.in_order
@@ -587,9 +587,9 @@ def _at(ids: Array, position: int) -> int | None:
 def _first_of_all_steps(
     pair: Pair, step: int, pairs: Sides, lone: Sides, differs: Array
 ) -> FirstDifference | None:
-    """Return the first difference in a step of records that were compared over the whole run.
+    """Return the first difference in a step, for records that were matched over the whole run.
 
-    The position of a record that only the right run has is estimated from its position in its step.
+    A record that only the right run has gets the same position in the step of the left run.
     """
     candidates = [_first_pair(pairs, differs)] if differs.any() else []
     if len(lone[0]):

@@ -1,4 +1,4 @@
-"""Rendering of a verdict: its sentences, and the answer in a terminal."""
+"""Renders a verdict: in sentences, and as the answer of a command in a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     Rows = list[tuple[str, str]]
 
 _NOT_WRITTEN, NEVER_WRITTEN = UNINITIALIZED_INPUT.hex(), "(uninitialized)"
-# Limits of what is shown.
 _WIDE = 72  # characters of a line of source, of shapes or of arguments
 _AROUND = 16  # characters before the first difference of two long texts
 _LONG = 180  # characters of a sentence
@@ -25,7 +24,7 @@ _LEAST = 20  # characters of a line of code, at least
 LINE = 86  # characters of a sentence in a single line beside its label
 _HEX = 8  # digits of a fingerprint
 _ELEMENTS, _MODULES = 2, 4
-_SETTINGS, _NOTES = 1, 2  # in the short answer
+_SETTINGS, _NOTES = 1, 2  # lines of the short answer on settings and notes
 LINES = 15  # lines of the short answer
 
 SAME_FOR_B = "the same for B, then `torchrepro compare` the two folders"
@@ -41,7 +40,7 @@ _COPIED = ("where", "edit", "becomes", "try")
 
 
 def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
-    """Return the lines and tables that show a verdict, in full with `Verbosity.VERBOSE`."""
+    """Return the lines and tables that show a verdict. `Verbosity.VERBOSE` shows every detail."""
     if verbosity() is Verbosity.VERBOSE:
         return _in_full(verdict)
     rows = [("reaches", text)] if (text := reach(verdict)) else []
@@ -61,7 +60,7 @@ def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
         elif proposal.closer:
             commands = ["  look closer", f"    {proposal.closer}"]
         commands += _table([("tried", proposal.tried)] if proposal.tried else [])
-    # A controlled re-run is more informative than other differences.
+    # After a controlled re-run, show no settings and notes: its result is more informative.
     many, notes = (0, 0) if proposal and proposal.tried else (_SETTINGS, _NOTES)
     return (headline(verdict), *_table(rows), *commands, *_table(_about(verdict, many, notes)))
 
@@ -82,7 +81,7 @@ def _where_in_short(first: Divergence, origin: LineOfOrigin | None) -> Rows:
 
 
 def _beginning(origin: LineOfOrigin) -> Rows:
-    """Return the line where the runs diverged, its equal inputs and its differing results."""
+    """Return rows for the line of origin: its code, its equal inputs, its differing results."""
     rows = [("where", _with_code(origin.where))]
     same = f"the same before it: {some(origin.same)}" if origin.same else ""
     changed = f"different after it: {some(origin.changed)}" if origin.changed else ""
@@ -174,7 +173,7 @@ def _where(first: Divergence) -> Rows:
 
 
 def arguments(first: Divergence) -> str:
-    """Return both arguments as in `Divergence.what`, which is omitted if rows show them."""
+    """Return the arguments of both runs. `Divergence.what` is not shown if it only repeats them."""
     left, right = first.left, first.right
     return f"{left.argument or 'none'} and {right.argument or 'none'}" if left and right else ""
 
@@ -207,7 +206,7 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def agreement(verdict: Verdict) -> str:
-    """Return how far two runs agree; empty if all steps were compared at their level."""
+    """Return in words how far two runs agree; empty if all steps are compared as recorded."""
     agreed = verdict.agreed
     if agreed is None or verdict.compared.is_at_its_level:
         return ""
@@ -257,7 +256,7 @@ def headline(verdict: Verdict) -> str:
 
 
 def reach(verdict: Verdict) -> str:
-    """Return the sentence that a difference affects no loss or parameter; empty if it may."""
+    """Return a sentence if the difference affects no loss or parameter, else an empty text."""
     first = verdict.first
     if first is None or verdict.reaches:
         return ""
@@ -273,7 +272,7 @@ def reach(verdict: Verdict) -> str:
 
 
 def place(first: Divergence) -> str:
-    """Return where the runs diverge: step, phase, module, and the rank unless it is rank 0."""
+    """Return in words where the runs diverge: step, phase and module, and the rank if not 0."""
     phase = _PHASES.get(first.phase, f"in {first.phase}" if first.phase else "")
     named = first.module or first.called or first.is_at_the_latest
     if first.phase == "forward" and not named:
@@ -289,7 +288,7 @@ def place(first: Divergence) -> str:
 
 
 def moment(step: int, *, after_last: bool) -> str:
-    """Return the time of an event in words; empty if the program has no steps."""
+    """Return the step of an event in words; empty if the program has no steps."""
     if not after_last:
         return f"at step {step}"
     return "after the last step" if step else ""
@@ -320,13 +319,13 @@ def certainty(verdict: Verdict) -> str:
 
 
 def modes(compared: Compared) -> str:
-    """Return the number of steps by mode; empty if all were compared at their level."""
+    """Return how many steps were compared in each mode; empty if the recorded level fits all."""
     by_mode = ", ".join(f"{number:,} {words}" for words, number in compared.by)
     return "" if compared.is_at_its_level else f" ({by_mode})"
 
 
 def counted(number: int, thing: str) -> str:
-    """Return a number with its noun, as in ``1,204 ops``."""
+    """Return a number with a noun in singular or plural, as in ``1,204 ops``."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
@@ -335,14 +334,14 @@ def are(number: int) -> str:
 
 
 def source_line(source: str) -> str:
-    """Return the text of the line ``file:line`` without its indentation, if it can be read."""
+    """Return the text of ``file:line`` without indentation; empty if the file cannot be read."""
     file, _, number = source.rpartition(":")
     text = getline(file, int(number)) if file and number.isdecimal() else ""
     return shortened(printable(text.strip()), _WIDE)
 
 
 def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
-    """Return the lines around ``file:line`` with their numbers, if they can be read."""
+    """Return numbers and texts of the lines around ``file:line``, if the file can be read."""
     if not source_line(source):
         return []
     file, _, number = source.rpartition(":")
@@ -351,7 +350,7 @@ def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
 
 
 def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return fingerprints for display; uninitialized memory has none."""
+    """Return fingerprints for display, with a text in place of uninitialized memory."""
     return tuple(NEVER_WRITTEN if text == _NOT_WRITTEN else text for text in texts)
 
 
@@ -360,7 +359,7 @@ def number(value: float | None) -> str:
 
 
 def pair(left: str, right: str) -> str:
-    """Return the texts of both runs, once if they are equal; ``-`` for a missing text."""
+    """Return the texts of both runs for one line. Equal texts appear once, empty ones as ``-``."""
     left_text, right_text = (printable(text) if text else "-" for text in (left, right))
     if left_text == right_text:
         return shortened(left_text, _WIDE)
@@ -372,7 +371,7 @@ def pair(left: str, right: str) -> str:
 
 
 def aftermath(verdict: Verdict) -> str:
-    """Return a sentence on later differences."""
+    """Return a sentence on the differences after the first one."""
     if not verdict.propagated and not verdict.independent:
         return "nothing later differs"
     passes = "only propagates it" if verdict.propagated == 1 else "only propagate it"

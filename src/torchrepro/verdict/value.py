@@ -16,7 +16,7 @@ BOTH_CUT = "both runs were cut off"
 
 
 class Kind(StrEnum):
-    """How two runs can diverge."""
+    """A way in which two runs can diverge."""
 
     OUTPUTS = "equal inputs, unequal outputs"
     VALUES = "unequal values, inputs not recorded"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunAtDivergence:
-    """The record of one of two runs at their divergence."""
+    """The record of one run at the divergence."""
 
     run: str  #: The folder of the recording.
     source: str
@@ -44,7 +44,7 @@ class RunAtDivergence:
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A differing element of kept tensors."""
+    """An element of a kept tensor that differs between two runs."""
 
     tensor: str  #: ``output 0`` or ``input 1``.
     index: tuple[int, ...]
@@ -56,7 +56,7 @@ class Element:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far apart two tensors are."""
+    """The distance between a tensor of one run and the same tensor of the other run."""
 
     tensor: str
     max_abs: float | None
@@ -70,7 +70,7 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first divergence of two runs: the first differing record, digest, or end of a run."""
+    """The first divergence of two runs: a record or a digest that differs, or the end of a run."""
 
     rank: int
     step: int
@@ -118,13 +118,13 @@ AT_ONE_LEVEL = {
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The extent of a comparison."""
+    """The extent of a comparison: numbers of ranks, steps, ops and bytes, and the modes."""
 
     ranks: int
     steps: int  #: Steps that ended in both runs; 0 for programs without steps.
     ops: int  #: Compared records of `level`.
     bytes: int
-    level: str  #: ``step``, ``module`` or ``op``, the coarser of the two recordings.
+    level: str  #: The coarser level of the two recordings: ``step``, ``module`` or ``op``.
     after_last: bool = False  #: Whether records after the last step were compared too.
     by: tuple[tuple[str, int], ...] = ()
     """The number of steps compared in each mode, such as ``op by op``, the finest mode first."""
@@ -140,10 +140,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The last steps before a divergence in which two runs are known to agree."""
+    """The last compared step before a divergence. Two runs are known to agree up to this step."""
 
-    step: int  #: The last step before the divergence, in which all records of both runs agree.
-    by: str  #: How it was compared, as in ``by parameters and losses``.
+    step: int  #: The last compared step before the divergence.
+    by: str  #: How this step was compared, as in ``by parameters and losses``.
     in_full: int | None
     """The last step before the divergence with all results compared; None if there is none."""
     then_in_full: bool = False
@@ -172,7 +172,7 @@ class IgnoredLine:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A knob, a version or a piece of hardware that differs between the two runs."""
+    """A knob, a version or a property of the hardware that differs between the two runs."""
 
     name: str
     left: str | None
@@ -181,7 +181,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """A loader of data that a program iterates."""
+    """A data loader over which a program iterates."""
 
     where: str  #: ``file:line`` of the loop.
     workers: int
@@ -191,12 +191,12 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class SeedSource:
-    """A call whose result may differ in each run, as the source of a seed."""
+    """A call whose result may differ in each run, and which may be the source of a seed."""
 
     name: str  #: The function that the program calls, as in ``time.time``.
     what: str  #: A cause named in `seeding.nondeterministic_calls`, as in ``the clock``.
     where: str
-    is_sure: bool  #: Whether the line itself shows it; if false, it is the last read before.
+    is_sure: bool  #: Whether the line itself shows it. If not, the call is the last one before.
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +229,12 @@ class UninitializedRead:
     allocated: str  #: ``file:line`` of its allocation, as by ``torch.empty``.
     read: str  #: ``file:line`` of the op that read it.
     op: str
-    is_nan: bool  #: Whether it made the result NaN.
+    is_nan: bool  #: Whether the read made the result of the op NaN.
 
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The first loss that is not finite."""
+    """The first loss of a run that is not finite."""
 
     step: int
     value: str  #: ``nan``, ``inf`` or ``-inf``.
@@ -264,7 +264,7 @@ class Program:
         return dict(self.models)
 
     def name_of(self, module: str) -> str:
-        """Return the path of a module with the program's name of its model."""
+        """Return the path of a module, beginning with the name that the program gave the model."""
         model, colon, path = module.partition(":")
         return f"{self._names.get(model) or model}{colon}{path}"
 
@@ -274,19 +274,19 @@ UNKNOWN_PROGRAM = Program()
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """When and where a run was recorded, and of which program; unknown facts are empty."""
+    """When and where a run was recorded, and with which program. Unknown facts are empty."""
 
     date: str  #: When its first step was written, in UTC.
     host: str
     torch: str
     commit: str
     """Commit of the program with the number of files changed since, or the reason if unknown."""
-    profile: str  #: With its guarantee.
+    profile: str  #: The name of the profile, with its guarantee.
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueValue:
-    """A value without a digest, so that it cannot be compared between two processes."""
+    """A value that has no digest, and so cannot be compared between two processes."""
 
     name: str
     made: str  #: ``file:line`` of the line that created it; empty if unknown.
@@ -295,7 +295,7 @@ class OpaqueValue:
 
 @dataclass(frozen=True, slots=True)
 class LineOfOrigin:
-    """The line of the program where a difference began."""
+    """The line of the program where the difference between two runs began."""
 
     where: str  #: ``file:line``.
     changed: tuple[str, ...]  #: Names that it set to different values, as in ``self.index``.
@@ -307,7 +307,7 @@ class LineOfOrigin:
     took_another_path: bool = False  #: Whether the runs executed different lines after it.
     path: tuple[str, ...] = ()
     """The lines that propagate the difference, from this line to the divergence."""
-    within: tuple[str, ...] = ()  #: The lines that ran in its calls.
+    within: tuple[str, ...] = ()  #: The lines that ran in the functions it called.
 
     @property
     def is_sure(self) -> bool:
@@ -332,7 +332,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The cause of a divergence and what to do about it."""
+    """The likely cause of a divergence, and an edit or a command that may help."""
 
     cause: str  #: A sentence.
     edit: Edit | None = None  #: The line to change; None if no known change helps.
@@ -351,11 +351,11 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Displayed):
-    """The answer: the same, or the first divergence."""
+    """The result of a comparison: the runs are the same, or where they diverge first."""
 
     same: bool
-    left: str
-    right: str  #: The folders of the two recordings.
+    left: str  #: The folder of the left recording.
+    right: str  #: The folder of the right recording.
     compared: Compared
     first: Divergence | None = None
     reaches: bool = True
@@ -396,9 +396,9 @@ class Verdict(Displayed):
         return self.advice is not None and bool(self.advice.command or self.advice.edit)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as plain JSON values; NaN and infinities, which JSON lacks, as text.
+        """Return the verdict as plain JSON values. The map only has cells with differing records.
 
-        The map has only cells with differing records.
+        NaN and infinities become texts, because JSON lacks them.
         """
         differing = tuple(cell for cell in self.map if cell.differing)
         return {key: _plain(value) for key, value in asdict(replace(self, map=differing)).items()}
