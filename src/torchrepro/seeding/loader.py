@@ -537,7 +537,7 @@ class NamedLoading(Loading):
         self.next_epoch, self.next_start = epoch, start
 
     def resume(self, epoch: int, program_seed: int | None) -> None:
-        """Make the next iteration resume `epoch`, in which the program's seed was `program_seed`."""
+        """Make the next iteration resume `epoch`, which began under the seed `program_seed`."""
         self.go_to(epoch)
         self._is_resumed, self._resumed_seed = True, program_seed
 
