@@ -1,1 +1,1 @@
-"""Integrations of training frameworks: our hooks into each of them while a profile is active."""
+"""Hooks into training frameworks, which are installed while a profile is active."""

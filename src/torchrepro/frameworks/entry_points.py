@@ -1,7 +1,7 @@
-"""Entry points for frameworks, which import this module with or without a profile.
+"""Entry points from which frameworks get our callbacks.
 
-To cost nothing, it only imports the standard library. Without an active profile there are no
-callbacks.
+Frameworks import this module in every run, so it imports only the standard library. Without an
+active profile, each function returns an empty list.
 """
 
 import sys

@@ -1,9 +1,8 @@
-"""Shared parts of the hooks into frameworks: the active profile, its messages and its logging, and
-the state of a run in a framework's checkpoint.
+"""Functions that the hooks into all frameworks share.
 
-The state contains the generators and the loaders of every rank. It consists of numbers and strings
-in lists and dicts, so it can be read by ``torch.load(weights_only=True)``, as JSON, and without
-torchrepro.
+They log the active profile, report determinism switches, and store the state of a run in a
+framework's checkpoint. The state contains the generators and the loaders of every rank. It consists
+of numbers and strings in lists and dicts, so ``torch.load(weights_only=True)`` reads it.
 
 Modules that only some programs use are imported on first use, so that a profile does not slow down
 the import of a framework.
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class ActiveProfile(NamedTuple):
-    """An active profile and its report, to write them to a framework's checkpoints and loggers."""
+    """An active profile, and a function that returns the present report of the profile."""
 
     resolved: ResolvedProfile
     report: Callable[[], Report]
@@ -64,9 +63,9 @@ def active_profile() -> ActiveProfile | None:
 
 @contextmanager
 def skip_on_error(framework: str, action: str) -> Iterator[None]:
-    """Report an error of the block as a failed `action`, and let the program continue.
+    """Catch an error of the block, and report on stderr that `action` failed and is skipped.
 
-    `TorchreproError` and `MissingHookError` are raised.
+    `TorchreproError` and `MissingHookError` are not caught.
     """
     try:
         yield
@@ -115,8 +114,8 @@ SWITCHES: Mapping[str, Sequence[tuple[str, Any, Mapping[str, Any]]]] = {
 def report_switches(framework: str, called: str, arguments: Mapping[str, Any]) -> None:
     """Report on stderr which determinism switches agree with the active profile and which do not.
 
-    The switches are the `SWITCHES` among the `arguments` of a call of `called`. A switch is ignored
-    if the profile names none of its knobs. The agreeing switches are a note, which `--quiet` hides.
+    A switch is an argument of the function or class `called` that `SWITCHES` lists. A switch is
+    ignored if the profile sets none of the switch's knobs. `--quiet` hides the agreeing switches.
     """
     from torchrepro.knobs.catalogue import knobs_by_name
     from torchrepro.profile.resolved import flatten
@@ -153,7 +152,7 @@ def report_switches(framework: str, called: str, arguments: Mapping[str, Any]) -
 def call_reporting_switches(
     framework: str, called: str, call: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Report whether the switches among the arguments agree with the profile, then call `call`."""
+    """Report whether switches in the arguments agree with the profile, and then call `call`."""
     arguments: Mapping[str, Any] = {}
     with suppress(TypeError):  # the call itself raises for a wrong argument
         arguments = signature(call).bind(*args, **kwargs).arguments
@@ -190,9 +189,9 @@ FORMAT = 2
 
 
 def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
-    """Return the state of this rank: its generators, and the loaders that it is iterating.
+    """Return the state of this rank: its generators, and the progress in its loaders.
 
-    It has digests of `optimizers`, to detect a resumed run with another state of them.
+    Also has digests of `optimizers`, to detect if an optimizer differs in the resumed run.
     """
     return {
         "optimizers": [digests_of(optimizer) for optimizer in optimizers],
@@ -206,14 +205,14 @@ def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
 def ranks() -> World:
     """Return the number of processes that write one checkpoint, and the rank of this process.
 
-    Both come from torch.distributed's process group. The variables of a launcher may also count
-    processes that train independently.
+    Both come from torch.distributed's process group. A launcher's environment variables are not
+    used, because they may also count processes that train independently.
     """
     return process_group() or World()
 
 
 def of_all_ranks(state: dict[str, Any]) -> list[Any]:
-    """Return the states of all ranks in order; every rank has to call this with its state."""
+    """Return the `state` of every rank, in the order of ranks. Every rank must call this."""
     states: list[Any] = [None] * ranks().size
     if len(states) == 1:
         return [state]
@@ -222,7 +221,7 @@ def of_all_ranks(state: dict[str, Any]) -> list[Any]:
 
 
 def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entry of a checkpoint under `KEY`: the states, and the active profile."""
+    """Return the value for a checkpoint under `KEY`: the states, and the active profile."""
     from torchrepro.manifest.contents import as_text, manifest
 
     resolved, report = profiles[-1]
@@ -238,8 +237,9 @@ def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def resume_from(entry: Any, checkpoint: str) -> Mapping[str, Any] | None:
     """Restore the generators and loaders of this rank from `entry`; return the rank's state.
 
-    `entry` is the value of a checkpoint under `KEY`; `checkpoint` names it in messages. If a run
-    cannot resume from it, returns None and changes nothing; a line on stderr says why.
+    `entry` is the value of a checkpoint under `KEY`, and `checkpoint` is its name in messages. If
+    the run cannot resume from `entry`, a line on stderr reports the reason. Then no generator or
+    loader is restored, and None is returned.
     """
     forget()  # the framework has read the checkpoint, not the program
     world = ranks()
@@ -261,9 +261,9 @@ def resume_from(entry: Any, checkpoint: str) -> Mapping[str, Any] | None:
 
 
 def expect_weights_of(entry: Any, checkpoint: str) -> None:
-    """Report at the first step if only the weights of a checkpoint were loaded.
+    """Report at the first step if the program has loaded only the weights of a checkpoint.
 
-    The program has read the checkpoint itself; `entry` is its value under `KEY`.
+    `entry` is the value under `KEY` in a checkpoint that the program itself has read.
     """
     world = ranks()
     if not _why_not(entry, world.size):
@@ -291,19 +291,19 @@ def _why_not(entry: Any, size: int) -> str:
 
 
 def report_not_resumed(checkpoint: str, why: str) -> None:
-    """Report that a run resumed from `checkpoint` may differ from the uninterrupted run."""
+    """Report that generators and loaders are not restored from `checkpoint`, and the reason."""
     say(f"{checkpoint}: generators and loaders are not restored from this checkpoint: {why}")
 
 
 def restore_of_generators(state: Mapping[str, Any]) -> Callable[[], None]:
-    """Return the function that restores every generator from `state`."""
+    """Return a function that restores every generator from `state`."""
     return partial(set_generators, state["rng"])
 
 
 def resume_interrupted_epochs(state: Mapping[str, Any]) -> None:
-    """Let each loader that was saved within an epoch resume it as soon as it is iterated.
+    """Make each loader that was saved within an epoch resume the epoch at its next iteration.
 
-    The generators are restored again at that moment, so earlier draws of the program do not matter.
+    That also restores the generators again, so earlier draws of the program have no effect.
     """
     await_loaders(state["interrupted"], restore_of_generators(state), state["ended"])
 
@@ -316,9 +316,9 @@ _collecting: list[list[tuple[Any, Mapping[str, Any]]]] = []
 
 @contextmanager
 def loaded_states() -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
-    """Collect the loaders whose state is loaded within the block, each with that state.
+    """Yield a list that collects each loader whose state the block loads, with that state.
 
-    A state that contains the state of its run resumes the loader at once, and is not collected.
+    A state that also contains the state of the run is not collected: it resumes the loader at once.
     """
     _collecting.append([])
     try:
@@ -328,10 +328,10 @@ def loaded_states() -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
 
 
 def give_loaders_state(undo: ExitStack) -> None:
-    """Add our state methods to ``torch.utils.data.DataLoader`` until `undo` is closed.
+    """Add `state_dict` and `load_state_dict` to torch's DataLoader until `undo` is closed.
 
-    If an earlier hook has added them, that hook removes them: all hooks are undone together. Raises
-    `MissingHookError` if torch's class has such methods itself.
+    If an earlier hook has added the two methods, that hook removes them: all hooks are undone
+    together. Raises `MissingHookError` if torch's class itself has a method of these names.
     """
     from torch.utils.data import DataLoader
 
@@ -361,6 +361,6 @@ def _load_state_dict(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def resume_loader(loader: Any, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Let `loader` continue after the batches of `saved`, with the generators of `run`."""
+    """Make `loader` resume the epoch `saved`, with the states of the generators in `run`."""
     skip = saved.get("done", saved["batches"])
     take_up(loader, saved, restore_of_generators(run), skip)

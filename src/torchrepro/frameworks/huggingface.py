@@ -1,16 +1,16 @@
-"""Hugging Face: accelerate's Accelerator and the Trainer of transformers.
+"""Hooks into Hugging Face: accelerate's Accelerator and the Trainer of transformers.
 
-An Accelerator calls public hooks before it saves and before it loads. After our hook it loads its
-own generators, and its loaders fetch one batch ahead; before the first batch of an interrupted
-epoch the generators are therefore restored a second time.
+An Accelerator calls public hooks before it saves and before it loads. After our hook, accelerate
+restores the generators from its own file, and its loaders fetch one batch ahead. So the generators
+are restored a second time before the first batch of an interrupted epoch.
 
 accelerate, and with it the Trainer, resumes an epoch with `skip_first_batches`, which returns a new
 loader. An epoch of the new loader counts as an epoch of the original loader.
 
 The Trainer takes its default callbacks from the undocumented list ``DEFAULT_CALLBACKS`` of
-`transformers.trainer`. It writes the state of a callback that is an `ExportableState` to the
-checkpoint (https://huggingface.co/docs/transformers/main_classes/callback), but reads it only on
-request, so our callback reads it itself.
+`transformers.trainer`. The Trainer writes the state of an `ExportableState` callback to the
+checkpoint (https://huggingface.co/docs/transformers/main_classes/callback). The Trainer reads the
+state only if a program requests it, so our callback reads the state itself.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _REGISTER = ("register_save_state_pre_hook", "register_load_state_pre_hook")
 _FILE = "torchrepro_{}.json"
 """The file of one rank in a checkpoint's folder, like accelerate's `random_states_0.pkl`."""
 
-# Loaders that skip their first batches, each with its original loader.
+# Loader that skips first batches -> original loader.
 _original_of: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
 
 
 def attach(accelerator: Any) -> None:
-    """Check that `accelerator` is an Accelerator; optional, and without any other effect.
+    """Check that `accelerator` is an Accelerator. This is optional and has no other effect.
 
-    Under a profile, `save_state` of every Accelerator writes one more file for each rank: its
-    generators, the positions of its loaders, and the profile with the manifest. After
+    Under a profile, `save_state` of every Accelerator writes one more file for each rank, with the
+    rank's generators, the positions of its loaders, the profile and the manifest. After
     `load_state` and `skip_first_batches` the run continues like the uninterrupted run, even if
     the Accelerator was created before the profile was applied. Without a profile nothing is
     written. Raises `SeedingError` for any other object.
@@ -86,7 +86,7 @@ def hook_accelerator(module: ModuleType, undo: ExitStack) -> None:
 def _hooked(
     register: str, hook: Any, method: Any, accelerator: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    # The hook is registered only during the call: it refers to the Accelerator and would keep it
+    # The hook is registered only during the call, because the hook would keep the Accelerator
     # alive, and a pickled Accelerator could not be loaded without torchrepro.
     registered = getattr(accelerator, register)(partial(hook, accelerator))
     try:
@@ -96,7 +96,7 @@ def _hooked(
 
 
 def hook_seeds(module: ModuleType, undo: ExitStack) -> None:
-    """Report the switch of `set_seed`, also where a module imported the function by its name."""
+    """Wrap accelerate's `set_seed` in all modules, to report its determinism switch."""
     around = partial(hooking.call_reporting_switches, "accelerate", "set_seed")
     surround_everywhere(undo, module, "set_seed", around)
 
@@ -111,7 +111,7 @@ def _logging(init_trackers: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _save(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
     if active_profile() is None:
         return
-    optimizers = getattr(accelerator, "_optimizers", ())  # undocumented as well
+    optimizers = getattr(accelerator, "_optimizers", ())  # undocumented
     world, state, iterations = hooking.ranks(), hooking.state_of_rank(optimizers), []
     is_at_end: dict[int, bool] = {}
     for loader in _loaders_of(accelerator):
@@ -123,10 +123,10 @@ def _save(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
                 begun.append((delivery.number, delivery, iterated))
         ends = False
         if begun:
-            # A dispatcher reads ahead for all ranks, so only the dispatcher knows its end.
+            # A dispatcher reads ahead for all ranks, so only the dispatcher knows when it ends.
             number, latest, iterated = max(begun, key=itemgetter(0))
             ends = is_at_end[number] = getattr(iterated, "end_of_dataloader", latest.is_over)
-        # accelerate counts an epoch only when the program requests a batch after the last one
+        # accelerate counts an epoch only when the program requests a batch after the last batch
         epoch = getattr(loader, "iteration", None)
         iterations.append(epoch if epoch is None else epoch + ends)
     positions = state["interrupted"] + state["ended"]
@@ -171,9 +171,9 @@ def _loaders_of(accelerator: Any) -> list[Any]:
 
 
 def hook_loaders(module: ModuleType, undo: ExitStack) -> None:
-    """Wrap `skip_first_batches`, also where a module imported it by name, and the end of an epoch.
+    """Wrap accelerate's `skip_first_batches` in all modules, and `DataLoaderStateMixin.end`.
 
-    Raises `MissingHookError` if accelerate's `data_loader` does not have one of them.
+    Raises `MissingHookError` if accelerate's `data_loader` lacks one of the two.
     """
     surround_everywhere(undo, module, "skip_first_batches", _skipping)
     mixin = getattr(module, "DataLoaderStateMixin", None)
@@ -194,13 +194,13 @@ def _skipping(skip_first_batches: Any, dataloader: Any, num_batches: int = 0) ->
     number, done = num_batches, batches_done(base)
     dispatched = type(dataloader).__name__ == "DataLoaderDispatcher"
     if reads_items(base):
-        # accelerate does not notice where a stream without a length starts again: it counts the
-        # batches of all passes. It reads one batch ahead.
+        # Without a length, accelerate counts the batches of all passes over the dataset, so
+        # `number` may be too large. `done` includes the batch that accelerate reads ahead.
         number = number if done is None or number < done else done - 1
     elif dispatched and not dataloader.split_batches:
-        # A `DataLoaderDispatcher` loads a batch for each process, but if it has a sampler,
-        # accelerate only skips the requested number. A program that knows this requests the batches
-        # of all processes. It reads one batch per process ahead, fewer at the end of an epoch.
+        # A `DataLoaderDispatcher` loads a batch for each process. If the dispatcher has a sampler,
+        # accelerate skips only the requested number, so some programs request the batches of all
+        # processes. A dispatcher reads one batch per process ahead, fewer at the end of an epoch.
         size = dataloader.state.num_processes
         of_all = done is not None and number == (done - 1) // size * size
         number = number if of_all else number * size
@@ -229,7 +229,7 @@ EXPLICIT = "TorchreproCallback"
 
 _FRAMEWORK = "transformers"
 
-# The `control` of the training that began last, and our callback that handles it (at most one).
+# The `control` of the training that began last, and our callback for that training.
 _handled: list[tuple[ref[Any], ref[RunState]]] = []
 
 
@@ -249,13 +249,13 @@ def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
         if callback in defaults:
             defaults.remove(callback)
 
-    with suppress(MissingHookError):  # without it, the first step of a stream repeats its draws
+    with suppress(MissingHookError):  # without it, an IterableDataset repeats draws
         surround(undo, module.Trainer, "_load_rng_state", _loading_generators)
 
 
 def _loading_generators(load: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    # The Trainer restores its generators again after it has read the batches of a step. A stream
-    # has drawn from them by then, and its draws would repeat.
+    # The Trainer restores the generators again after it has read the batches of a step. An
+    # IterableDataset has drawn from them by that time, and would repeat these draws.
     attending = _handled[0][1]() if _handled else None
     if active_profile() is not None and attending is not None and attending.is_resumed:
         return None
@@ -263,7 +263,7 @@ def _loading_generators(load: Any, trainer: Any, *args: Any, **kwargs: Any) -> A
 
 
 def hook_reporters(module: ModuleType, undo: ExitStack) -> None:
-    """Hook into the Trainer's reporters to log the profile as soon as their run has started."""
+    """Hook into the Trainer's reporters, to log the profile when a reporter starts its run."""
     for name, target_of in _REPORTERS.items():
         reporter = getattr(module, name, None)
         try:
@@ -297,10 +297,10 @@ def _beginning(target_of: Callable[[Any], Any], begin: Any, *args: Any, **kwargs
 
 @cache
 def callback_class(name: str) -> type:
-    """Return our callback's class of this `name`: `DEFAULT`, or `EXPLICIT` for a program's own.
+    """Return our callback class: `DEFAULT`, or `EXPLICIT` for a callback that the program passes.
 
     There are two classes, since the Trainer warns about two callbacks of one class. Raises
-    `ImportError` if transformers is not installed, and `MissingHookError` if it has no base class.
+    `ImportError` if transformers cannot be imported, `MissingHookError` if it has no base class.
     """
     try:
         module: Any = import_module("transformers.trainer_callback")
@@ -409,7 +409,7 @@ class RunState:
             self._pending = None
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """Note that the step has drawn numbers: a JIT checkpoint of the Trainer may follow."""
+        """Note that the step has drawn numbers: the Trainer may save a checkpoint in the step."""
         self._within_step = True
 
     on_pre_optimizer_step = on_substep_end
@@ -438,7 +438,7 @@ class RunState:
             self._all_ranks = hooking.of_all_ranks(self._state())
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Gather the states again if a checkpoint follows: an evaluation draws numbers."""
+        """Gather the states again if a checkpoint follows, since an evaluation draws numbers."""
         if self._saves:
             self._all_ranks = hooking.of_all_ranks(self._state())
 

@@ -1,7 +1,7 @@
-"""The hooks into frameworks while a profile is active: one row per hooked module.
+"""Hook into training frameworks while a profile is active. `HOOKS` has one row per module.
 
-This module does not import a framework. It hooks into one after the program has imported it, and
-removes the hooks when the last profile is restored.
+This module does not import a framework. It hooks into a framework after the program has
+imported it, and removes the hooks when the last profile is restored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _hooked: dict[str, ExitStack] = {}
 def hook_frameworks(profile: ActiveProfile) -> Callable[[], None]:
     """Hook into every framework that is loaded now or later; return the undo function.
 
-    Changes `sys.meta_path`, and in a loaded framework the attributes that its row hooks into.
+    Changes `sys.meta_path`, and replaces functions and methods of each loaded framework.
     """
     profiles.append(profile)
     if len(profiles) == 1:

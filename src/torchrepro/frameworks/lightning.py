@@ -1,12 +1,12 @@
-"""Lightning's Trainer and Fabric: the state of the run in their checkpoints.
+"""Hooks into Lightning's Trainer and Fabric, which add the state of a run to checkpoints.
 
-Both load callbacks from entry points; the entry points and the callbacks' hooks are public
-(https://lightning.ai/docs/pytorch/stable/extensions/entry_points.html). Within an epoch the Trainer
-resumes the loaders that have `state_dict` and `load_state_dict`.
+Trainer and Fabric load callbacks from entry points. The entry points and the callbacks' hooks are
+public (https://lightning.ai/docs/pytorch/stable/extensions/entry_points.html). The Trainer resumes
+a loader within an epoch if the loader has `state_dict` and `load_state_dict`.
 
-Fabric calls no callback when it saves or loads, so both methods are wrapped. A program with Fabric
-resumes within an epoch itself: it skips the batches that are done, or adds its loader to the state
-that it saves.
+Fabric calls no callback when it saves or loads, so `Fabric.save` and `Fabric.load` are wrapped. A
+program with Fabric resumes within an epoch itself: the program skips the batches that are done, or
+adds the loader to the saved state.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def _target_of(logger: Any) -> Any:
 
 
 def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
-    """Add a state to torch's loaders, so that Lightning resumes them; report a Trainer's switches.
+    """Add `state_dict` to torch's DataLoader, so that Lightning resumes loaders within an epoch.
 
-    Also reports a training with only the weights of a checkpoint, read with `torch.load`. Raises
-    `MissingHookError` if `module` has no Trainer, or if torch's loaders have a state.
+    Also reports a Trainer's determinism switches, and a training that starts from only the weights
+    of a checkpoint, read with `torch.load`. Raises `MissingHookError` if `module` has no Trainer,
+    or if torch's DataLoader itself has a `state_dict`.
     """
     hooking.give_loaders_state(undo)
     trainer = getattr(module, "Trainer", None)
@@ -74,7 +75,7 @@ def _reading(load: Any, *args: Any, **kwargs: Any) -> Any:
 class TrainerHooks:
     """Adds the state of the run to the checkpoints of a `Trainer`, and restores it.
 
-    Only has the hooks of a callback: `__getattr__` derives the callback class of each package.
+    The module's `__getattr__` combines this class with the `Callback` class of each package.
     """
 
     def __init__(self) -> None:
@@ -86,9 +87,9 @@ class TrainerHooks:
             log_profile(FRAMEWORK, trainer.loggers, _target_of)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Add the state of every rank; Lightning calls this on all ranks.
+        """Add the states of all ranks to the checkpoint; Lightning calls this on every rank.
 
-        After an error possibly only this rank saves, so its state is added without the others.
+        After an error, perhaps only this rank saves. Then only the state of this rank is added.
         """
         if active_profile() is not None:
             with skip_on_error(FRAMEWORK, "saving the state of the run in a checkpoint"):
@@ -102,7 +103,7 @@ class TrainerHooks:
                 checkpoint[KEY] = hooking.checkpoint_entry(states) | mark
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Restore the state of this rank, and pass the states of its loaders to Lightning."""
+        """Restore the state of this rank, and pass the loaders' states to Lightning."""
         if active_profile() is None or trainer.state.fn != "fit":
             return
         name = f"{FRAMEWORK}: {trainer.ckpt_path or 'the checkpoint'}"
@@ -129,7 +130,7 @@ class TrainerHooks:
             begin_at_first_batch(self.on_train_epoch_start, together=len(state["loaders"]))
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        """Restore the generators again, since the start-up has drawn from them."""
+        """Restore the generators again, since the start of the training has drawn from them."""
         if self._pending is not None:
             self._pending()
             self._pending = None
@@ -144,9 +145,9 @@ def __getattr__(name: str) -> type:
 
 
 def _remove_our_states(checkpoint: Any, trainer: Any) -> list[Any]:
-    """Remove our loaders' states from Lightning's list; return them with their indices in it.
+    """Remove our states from Lightning's list of loader states; return pairs of index and state.
 
-    A program that resumes without torchrepro has loaders that cannot load them.
+    If the program resumed without torchrepro, torch's loaders could not load these states.
     """
     fit = checkpoint["loops"]["fit_loop"]["state_dict"]
     states = fit.pop(_LOADERS, [])
@@ -157,8 +158,8 @@ def _remove_our_states(checkpoint: Any, trainer: Any) -> list[Any]:
         fit[_LOADERS] = of_program
     # ``batch_progress`` is undocumented, but part of every checkpoint of Lightning.
     epoch_is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    # ``_data_fetcher.batches`` is private: the batches fetched but not trained on, one if a loader
-    # has no length. If it is removed, such a loader resumes one batch too late.
+    # ``_data_fetcher.batches`` is private. It has the batches that are fetched but not trained on:
+    # one if a loader has no length. Without it, such a loader resumes one batch too late.
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
     fetched_ahead = len(getattr(fetcher, "batches", ()))
     for number, saved in ours.items():
@@ -170,7 +171,7 @@ def _remove_our_states(checkpoint: Any, trainer: Any) -> list[Any]:
 
 
 class ProfileLogged:
-    """Writes the profile to the loggers of a `Fabric` after the set-up of its first model."""
+    """Callback that writes the profile to the loggers of a `Fabric` once a model is set up."""
 
     def __init__(self) -> None:
         self._is_done = False
@@ -183,7 +184,7 @@ class ProfileLogged:
 
 
 def hook_fabric(module: ModuleType, undo: ExitStack) -> None:
-    """Wrap `save` and `load` of the class `Fabric` of `module`, and add a state to torch's loaders.
+    """Wrap `Fabric.save` and `Fabric.load` of `module`, and add `state_dict` to torch's DataLoader.
 
     Raises `MissingHookError` if `module` has no such class or methods.
     """
@@ -210,8 +211,8 @@ def _loading_fabric(
     with hooking.loaded_states() as loaders:
         rest = load(fabric, path, state, *args, **kwargs)
     entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
-    # A program that resumes a training also loads an optimizer. Without one, the weights may be
-    # those of a teacher, of the best model, or of a model to fine-tune.
+    # A program that resumes a training also loads an optimizer. Without an optimizer, the program
+    # may have loaded a teacher, the best model, or a model to fine-tune.
     parts = state.values() if isinstance(state, dict) else ()
     if active_profile() is not None and any(hasattr(part, "param_groups") for part in parts):
         with skip_on_error("fabric", f"resuming from {path}"):

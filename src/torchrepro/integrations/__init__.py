@@ -1,1 +1,1 @@
-"""Plugins that other frameworks load; nothing in the package imports them."""
+"""Plugins for Hydra, pytest and experiment trackers, which load these modules themselves."""

@@ -1,4 +1,4 @@
-"""`+repro=NAME` on any Hydra app, with no change to its code.
+"""Hydra plugin: `+repro=NAME` applies a profile to any Hydra app, with no change to its code.
 
 The steps of a job:
 
@@ -7,14 +7,14 @@ The steps of a job:
 2. Hydra composes the job's config. Our source (`hydra_source`) serves only the group `repro`, and
    leaves the app's own files in that group to Hydra. It reads every profile as data, because a file
    that Hydra composes can install callbacks and run code. It notes which profiles were chosen.
-3. Hydra calls `ReproCallback`. It gets the profile that the composed config requests
-   (`hydra_source.resolved_profile`), applies it and writes the manifest. After the job it restores
-   the state. Without a profile it does nothing.
+3. Hydra calls `ReproCallback`. The callback gets the profile that the composed config requests
+   (`hydra_source.resolved_profile`), applies the profile and writes the manifest. After the job, it
+   restores the state. Without a profile it does nothing.
 4. The process ends. `hydra_source` reports a profile that was composed and never applied.
 
 Hydra turns an exception in a callback into a warning and runs the task anyway. So our callback
-stops a run by `SystemExit`, which Hydra does not catch. Hydra calls callbacks for the jobs of an
-app, unless the app removes ours, but not for `hydra.compose`, whose caller applies the profile.
+stops a run by `SystemExit`, which Hydra does not catch. Hydra calls our callback for every job of
+an app that does not remove it. After `hydra.compose`, the program itself applies the profile.
 
 See https://hydra.cc/docs/advanced/plugins/develop, https://hydra.cc/docs/experimental/callbacks and
 https://hydra.cc/docs/advanced/compose_api.
@@ -89,10 +89,10 @@ SWITCH = "TORCHREPRO_HYDRA"
 
 
 class ReproSearchPath(SearchPathPlugin):
-    """Inserts our config source before all others."""
+    """Hydra plugin that adds our config source and our callback to every app."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the source and the callback, unless disabled; Hydra calls this at every start."""
+        """Add the source and the callback, if not disabled. Hydra calls this at every start."""
         if os.environ.get(SWITCH) == "0":
             refuse_switched_off(SWITCH)
             return
@@ -142,10 +142,10 @@ _MARKER = "torchrepro"
 
 
 class _NoRerun:
-    """A marker in the pickled config of a job that refuses Hydra 1.3's `--experimental-rerun`.
+    """A marker in a job's pickled config that makes Hydra 1.3 refuse `--experimental-rerun`.
 
-    Hydra 1.3 loads the pickle and calls the task, without any plugin, source or callback. Hydra
-    1.4 composes the config again, as for any run. The marker is stored in the cache that
+    With that option, Hydra 1.3 loads the pickle and calls the task without our callback.
+    Hydra 1.4 composes the config again, as for any run. The marker is stored in the cache that
     OmegaConf keeps with a config (OmegaConf.get_cache).
     """
 
@@ -168,7 +168,7 @@ def _no_rerun() -> _NoRerun:
 
 
 def _rerun_values() -> list[str]:
-    """Return the values of `--experimental-rerun`, or of an abbreviation, on the command line."""
+    """Return the values of `--experimental-rerun`, or an abbreviation, on the command line."""
     values = []
     for word, following in pairwise([*sys.argv[1:], ""]):
         name, _, value = word.partition("=")
@@ -179,18 +179,18 @@ def _rerun_values() -> list[str]:
 
 @dataclass
 class ReproCallback(Callback):
-    """Applies the profile of each job; does nothing without one."""
+    """Hydra callback that applies the profile of each job, if the job requests one."""
 
     _convert_: str = "object"  # Hydra makes an instance of this class from a config of its type
 
     def __getstate__(self) -> dict[str, Any]:
-        """Include the requests, because a launcher's processes have other command lines."""
+        """Add the command line of this process, because a launcher's processes have other ones."""
         command, folder = command_and_folder()
         requests = {"words": words_of_group(), "command": command, "folder": folder}
         return {**self.__dict__, **requests}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the requests in a process in which a launcher runs jobs of a sweep."""
+        """Restore the sweep's command line, in a process that runs jobs for a launcher."""
         unapplied.sweep_words = state.pop("words")
         note_sweep(state.pop("command"), state.pop("folder"))
         self.__dict__.update(state)
@@ -198,9 +198,9 @@ class ReproCallback(Callback):
         unapplied.sweeping = True
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the profile, and relaunch if it asks for that, before the task has done any work.
+        """Check the profile before the task starts, and relaunch if the profile requests it.
 
-        A sweep is never relaunched, because its jobs may need different variables.
+        A sweep is never relaunched, because its jobs may need different environment variables.
         """
         with exit_on_error():
             unapplied.names.clear()
@@ -250,12 +250,12 @@ class ReproCallback(Callback):
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and restore the state, so that the next job starts clean."""
         with exit_on_error():
-            # Hydra had set these for the job, and has restored them already.
+            # Hydra set these variables for the job, and has restored them already.
             env_set = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
             with variables_restored(env_set):
                 os.environ.update(env_set)
                 under_run = inherited() is not None and config.hydra.mode is RunMode.RUN
-                # Of a job without a profile, unless that would need an import of torch.
+                # Records a job without a profile, if that needs no import of torch.
                 needs_manifest = not _job and "torch" in sys.modules
                 if under_run and needs_manifest and (applied := finish_applying()) is not None:
                     _record(_Job(config, applied, applied.report, from_run=True))
@@ -325,7 +325,7 @@ def _end() -> None:
 
 
 def _end_at_exit(process: int) -> None:
-    """End a job that left by `sys.exit`, after which Hydra calls no callback."""
+    """End a job that called `sys.exit`, since Hydra calls no callback after that."""
     if os.getpid() == process:
         try:
             _end()
@@ -334,7 +334,7 @@ def _end_at_exit(process: int) -> None:
 
 
 def _restore() -> None:
-    """Restore the state after a job, which ended normally or by `sys.exit`."""
+    """Restore the state from before the job, which ended normally or by `sys.exit`."""
     atexit.unregister(_end_at_exit)
     while _job:
         job = _job.pop()
@@ -343,7 +343,7 @@ def _restore() -> None:
 
 
 def _record(job: _Job) -> None:
-    """Write the manifest of a job; raises `ApplyError`, with the state restored."""
+    """Write the manifest of a job. If that fails, restore the state and raise `ApplyError`."""
     folder = hydra_folder(job.config.hydra)
     try:
         contents = manifest(job.applied.resolved, job.applied.report, job.config.hydra)
@@ -355,6 +355,6 @@ def _record(job: _Job) -> None:
 
 
 def _exit(error: TorchreproError) -> None:
-    """End the process: an exception would look like an error of the program."""
+    """Report `error` and end the process: an exception would look like the program's error."""
     with exit_on_error():
         raise error

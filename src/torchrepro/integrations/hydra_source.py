@@ -1,8 +1,8 @@
 """Hydra's config source for the group `repro`, and the profile that a composed config requests.
 
-These are steps 2 and 3 of the module `hydra`. The source notes in `chosen` which configs Hydra
-requested, and the callback gets the profile from `resolved_profile`. A profile that is composed but
-would never be applied stops a job of a sweep, or is reported at exit.
+These are steps 2 and 3 in the docstring of the module `hydra`. The source notes in `chosen` which
+configs Hydra requested, and the callback gets the profile from `resolved_profile`. If a composed
+profile would never be applied, a job of a sweep stops, and any other run reports this at exit.
 
 An app may use the word `repro` for itself. A config is a profile if ``+repro=`` names it, if its
 name is on our search path, or if it is a file of the app that inherits one of our profiles. All
@@ -96,24 +96,24 @@ def values_in(path: Path) -> Any:
 
 
 def files_named(name: str, folders: Iterable[ProfileFolder]) -> list[Path]:
-    """Return the app's own files, in its `folders`, that Hydra would compose as `name`."""
+    """Return the app's own files in `folders` that Hydra would compose as the config `name`."""
     app_folders = [folder.path for folder in folders if folder.origin.startswith(APP_PREFIX)]
     paths = [path / f"{name.removesuffix('.yaml')}.yaml" for path in app_folders]
     return [path for path in paths if path.is_file()]
 
 
 def close_name(word: str, folders: Iterable[ProfileFolder] = ()) -> str:
-    """Return the profile, in `folders` or on the search path, whose name is closest to `word`."""
+    """Return the profile name closest to `word`, in `folders` or on the search path."""
     return near(word, [name for folder in (*folders, *search_path()) for name in folder.names()])
 
 
 def inherits_a_profile(
     path: Path, folders: Sequence[ProfileFolder], above: tuple[Path, ...] = ()
 ) -> bool:
-    """Whether the app's file `path` inherits one of our profiles, perhaps through app `folders`.
+    """Return whether the app's file `path` inherits a profile, maybe through files in `folders`.
 
-    A name that is close to one of ours counts as well: the message then names the line in the file,
-    and Hydra never composes it. `above` are the files that inherit `path`.
+    A misspelled name of a profile counts as well. Then torchrepro reports the line in the file, and
+    Hydra never composes the file. `above` are the files that inherit `path`.
     """
     values = values_in(path)
     defaults = values.get("defaults") if isinstance(values, Mapping) else None
@@ -146,14 +146,14 @@ class Choice:
     changed: list[str] = field(default_factory=list)  # lines about files changed since the original
 
     def add(self, name: str, folders: tuple[ProfileFolder, ...]) -> None:
-        """Note that `name` was chosen; Hydra loads the last entry of a defaults list first."""
+        """Insert `name` first, because Hydra loads the last entry of a defaults list first."""
         names = self.pieces if is_piece(name) else self.profiles
         if name not in names:
             names.insert(0, name)
         self.folders = folders
 
     def compose(self) -> Composition:
-        """Return the profile with its pieces, or the pieces alone; raises `ProfileError`."""
+        """Compose the profile with its pieces, or the pieces alone; raises `ProfileError`."""
         if self.profiles:
             return compose(self.profiles[0], as_override(self.pieces), self.folders)
         if not self.pieces:
@@ -174,7 +174,7 @@ _last_config: list[str] = []  # the last requested config that is not Hydra's ow
 
 
 class ReproConfigSource(ConfigSource):
-    """Reads the profiles of the group `repro` as data, for Hydra to compose."""
+    """Hydra config source that reads the profiles of the group `repro` as data."""
 
     @staticmethod
     def scheme() -> str:
@@ -213,7 +213,7 @@ class ReproConfigSource(ConfigSource):
         return any(section is not None and not isinstance(section, Mapping) for section in sections)
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether `load_config` handles `config_path`: it loads or refuses it."""
+        """Return whether `load_config` loads or refuses `config_path`; Hydra handles any other."""
         # Hydra copies its sources for every composition and calls the first one for every config,
         # so another copy means another composition.
         if _sources[-1:] != [self]:
@@ -242,10 +242,10 @@ class ReproConfigSource(ConfigSource):
         return True
 
     def _is_config_of_app(self, name: str) -> bool:
-        """Whether the app has a config of this name in its group `repro` that is not a profile.
+        """Return whether `name` is a config in the app's own group `repro`, and not a profile.
 
-        Hydra composes it like any other config of the app. But files outside of the app, as in a
-        pack, and pieces are always read as data.
+        Hydra itself composes such a config. Pieces, and files outside of the app such as the files
+        of a pack, are always read as data.
         """
         if ".." in name or is_piece(name):
             return False
@@ -374,7 +374,7 @@ unapplied = _Unapplied()
 def note_composed(name: str, profile_name: str) -> None:
     """Note that Hydra has composed the profile `name`, for a job or for a caller of `compose`.
 
-    Ends the process before a job of a sweep in which our callback is not called.
+    Ends the process if the job belongs to a sweep in which our callback is not called.
     """
     # A source gets only the name of a config. The public functions on the stack show its purpose:
     # hydra.compose, or ConfigLoader.load_sweep_config, by which launchers compose each job.
@@ -413,7 +413,7 @@ def requesting_words() -> list[str]:
 
 
 def requested_names() -> frozenset[str]:
-    """Return the names after ``+repro=`` and ``+repro/with=``, also all names of a sweep."""
+    """Return the names after ``+repro=`` and ``+repro/with=``, including all names of a sweep."""
     values = (word.partition("=")[2] for word in requesting_words())
     return frozenset(name for value in values for name in _SEPARATORS.split(value) if name)
 
@@ -452,14 +452,14 @@ def refuse_null() -> None:
 
 
 def refuse_if_shown(error: TorchreproError) -> None:
-    """End the process if Hydra only shows the config, since then it calls no callback."""
+    """End the process with `error` if Hydra only shows the config, and so calls no callback."""
     if any(map(_SHOWING.fullmatch, sys.argv[1:])):
         with exit_on_error():
             raise error
 
 
 def refuse_switched_off(variable: str) -> None:
-    """End the process if the command line requests a profile although `variable` disables them."""
+    """End the process if the command line requests a profile, but `variable` disables profiles."""
     for name in requested_names():
         for profile in (name, piece_named(name)):
             with suppress(ProfileError):
@@ -482,9 +482,9 @@ def _unprotected(names: list[str], composer: str) -> str:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn every error of torchrepro, also an internal one, into exit status 3.
+    """Report any error of the block, also an internal error, and exit with status 3.
 
-    A profile that has drifted by the end of the job exits with status 1.
+    If the profile has drifted by the end of the job, the exit status is 1.
     """
     try:
         yield
@@ -500,7 +500,7 @@ def exit_on_error() -> Iterator[None]:
 def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     """Return the profile that `config` requests, or None if it requests none.
 
-    Raises `ProfileError` for a profile that is refused, or requested in a way without effect.
+    Raises `ProfileError` if the profile is refused, or if the request has no effect.
     """
     # Unresolved: messages show an override as written, not the output of a resolver.
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
@@ -566,7 +566,7 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
 
 
 def note_on_app_section(config: DictConfig) -> str:
-    """Return a line if the app's own `repro` happens to name a profile, else an empty string."""
+    """Return a line if the app's own value of `repro` is also a profile's name, or ''."""
     words = _SEPARATORS.split(str(_plain_section(config)))
     named = [name for folder in search_path() for name in folder.names() if name in words]
     if not named:
@@ -578,9 +578,9 @@ def note_on_app_section(config: DictConfig) -> str:
 
 
 def values_repeated(name: str, folders: tuple[ProfileFolder, ...]) -> dict[str, Any] | None:
-    """Return the values that the profile `name` had in the run that this run repeats, or None.
+    """In a rerun, return the values of the profile `name` in the original run; else None.
 
-    Notes a line if the files define another profile now, or none.
+    Adds a line to `chosen.changed` if the files now define other values or no profile `name`.
     """
     original = original_meaning(name)
     if original is None:
@@ -600,7 +600,7 @@ def values_repeated(name: str, folders: tuple[ProfileFolder, ...]) -> dict[str, 
 
 
 def _plain_section(config: DictConfig) -> Any:
-    """Return the section `repro` as plain data, never calling a resolver; None without one."""
+    """Return the section `repro` as plain data, or None. Calls no resolver of OmegaConf."""
     try:
         if OmegaConf.is_missing(config, GROUP) or GROUP not in config:
             return None
@@ -627,7 +627,7 @@ def _plain_value(value: Any, close: str) -> Problem:
 
 
 def _with_remedy(problem: Problem) -> Problem:
-    """Add what to do if the section or the file belongs to the app."""
+    """Add advice for an app that uses the section `repro`, or the file, for itself."""
     if problem.todo or not chosen.profiles:
         return problem
     name, todo = chosen.profiles[0], ""
@@ -680,7 +680,7 @@ def _override_of(key: str, overrides: Sequence[str]) -> str | None:
 
 
 def _sets(override: str, key: str) -> bool:
-    """Whether `override` sets `key`, a part of it, or a section that contains it."""
+    """Return whether `override` sets `key`, a part of `key`, or a section that contains `key`."""
     name, value = key_of(override), override.partition("=")[2]
     if name == GROUP:  # `+repro=NAME` or `+repro={seed: 7}`
         return value.startswith("{") and key.rpartition(".")[2] in value

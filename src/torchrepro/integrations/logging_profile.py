@@ -1,8 +1,8 @@
 """Log the active profile to experiment trackers: MLflow, Weights & Biases, TensorBoard, a folder.
 
-MLflow loads this module through the entry-point group `mlflow.run_context_provider` at its own
-import, and asks `ProfileTags` at the start of every run; see
-https://mlflow.org/docs/latest/ml/plugins. So this module imports the applier only when it logs.
+MLflow loads this module while MLflow itself is imported, through the entry-point group
+`mlflow.run_context_provider` (https://mlflow.org/docs/latest/ml/plugins). It calls `ProfileTags` at
+the start of every run. To keep MLflow fast, this module imports the applier only when it logs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Logged:
     def again(self) -> Logged:
         """Log the present state of the profile, and replace the earlier log.
 
-        Does nothing if no profile was active at the first call. If a logging tool rejects the
-        profile, the other tools still receive it; then `TorchreproError` is raised.
+        Does nothing if no profile was active at the first call. Raises
+        `TorchreproError` if a tool refuses the profile, after the other tools have received it.
         """
         if self.applied is None:
             return self
@@ -78,11 +78,11 @@ def log_to(*targets: Any) -> Logged:
 
     A target is ``mlflow`` or one of its runs, ``wandb`` or one of its runs, a ``SummaryWriter``, a
     folder as a path or as text, or the name of a tool. Without targets, it logs to every tool that
-    has an active run; it imports no tool for that. A later call replaces what an earlier one
-    logged. So call it again at the end of a run, or use it as a context manager, to include what
-    policies and seeds did.
-    Without an active profile it writes nothing and prints a note once. Raises `TorchreproError` if
-    there is nothing to log to, a target is not one of the above, or a tool refuses.
+    has an active run, and imports no tool for that. A later call replaces the log of an earlier
+    call. So call it again at the end of a run, or use it as a context manager, to include what
+    policies and seeds did during the run. Without an active profile, it only prints a note once.
+    Raises `TorchreproError` if no tool has an active run, a target is not of these types,
+    or a tool refuses.
     """
     from torchrepro.application.applier import active_profiles
     from torchrepro.manifest.destinations import DESTINATIONS, LEGAL
@@ -111,7 +111,7 @@ def log_to(*targets: Any) -> Logged:
 
 
 def _destination_of(target: Any) -> tuple[Destination, Any]:
-    """Return the destination for `target` and what to write to; raises `TorchreproError`."""
+    """Return the destination of `target` and the object to write to; raises `TorchreproError`."""
     from torchrepro.manifest.destinations import DESTINATIONS, LEGAL, TOOLS
 
     for destination in DESTINATIONS:
@@ -136,10 +136,10 @@ def _destination_of(target: Any) -> tuple[Destination, Any]:
 
 
 class ProfileTags:
-    """Tags that name the active profile in MLflow; `log_to` adds its values and the manifest."""
+    """MLflow plugin that tags each run with the active profile. `log_to` adds the manifest."""
 
     def in_context(self) -> bool:
-        """Whether a profile is active."""
+        """Return whether a profile is active."""
         # If the module is not loaded, no profile was applied, and the import would cost time.
         applier = sys.modules.get("torchrepro.application.applier")
         return bool(applier and applier.active_profiles())

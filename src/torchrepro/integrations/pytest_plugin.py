@@ -1,8 +1,8 @@
-"""The pytest plugin: `--repro=PROFILE`, the ini key, the marker, `repro` and `repro_numbers`.
+"""pytest plugin that runs tests under a profile: options, marker and fixtures.
 
-The session's profile is applied before conftest files are imported. For each test it is applied
-again, and every knob that the test changed is restored afterwards. pytest loads this module in
-every run where torchrepro is installed, so it imports nothing until a profile is named. See
+The session's profile is applied before conftest files are imported. It is applied again for each
+test, and every knob that the test changed is restored afterwards. pytest loads this module in every
+run where torchrepro is installed, so it imports torchrepro only if a profile is named. See
 https://docs.pytest.org/en/stable/how-to/writing_plugins.html.
 """
 
@@ -48,7 +48,7 @@ _ACTIVE = pytest.StashKey["Applied"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the options and the ini keys."""
+    """Declare the command line options and the ini keys."""
     group = parser.getgroup("torchrepro", "reproducible runs (torchrepro)")
     group.addoption(
         "--repro",
@@ -115,11 +115,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def _imported_early(config: pytest.Config) -> Iterator[str]:
-    """Yield a line for each library that is loaded already, with the likely importer.
+    """Yield a line for each library that was imported too early, with the likely importer.
 
-    Python moves a module to the end of `sys.modules` when its import is complete. An importer
-    completes after the modules that it imports, so the first plugin after the library in that order
-    has imported it. CPython works so but does not promise it, so the line mentions the order.
+    Python moves a module to the end of `sys.modules` when its import is complete, so an importer
+    comes after the modules that it imports. The first plugin after the library is the importer.
+    CPython does not guarantee this order, so the line mentions that it relies on the order.
     """
     order, plugins = list(sys.modules), {*map(id, config.pluginmanager.get_plugins())}
     for library in LIBRARIES:
@@ -139,7 +139,7 @@ def _imported_early(config: pytest.Config) -> Iterator[str]:
 
 
 def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str]:
-    """Yield the announcement of `report`, the `early` imports, and a command that avoids them."""
+    """Yield the header lines: the announcement of `report`, `early`, and the command `run`."""
     from torchrepro.ground.console import as_text
     from torchrepro.reporting.outcomes import Outcome
     from torchrepro.reporting.report import announcement
@@ -154,7 +154,7 @@ def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker; raise for `--repro-update` without a reason."""
+    """Declare the marker, and raise `UsageError` if `--repro-update` has no reason."""
     config.addinivalue_line("markers", _MARKER)
     reason = config.getoption("--repro-update")
     if reason is not None and not reason.strip():
@@ -162,13 +162,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Return lines about the active profile, and the settings that came too late."""
+    """Return lines for pytest's header: the profile, and settings that came too late."""
     session = config.stash.get(_SESSION, None)
     return list(session.header) if session else []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Warn of test modules that seed at their import: each test starts from the profile's seed."""
+    """Warn if a test module seeds at import: each test starts from the profile's seed instead."""
     repro_session = session.config.stash.get(_SESSION, None)
     if repro_session is None:
         return
@@ -180,7 +180,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     if verbosity() is Verbosity.QUIET:
         return
-    started = getattr(sys.modules["__main__"], "__file__", None)  # calls plugins, as a library does
+    started = getattr(sys.modules["__main__"], "__file__", None)  # the script that started pytest
     for call in applied.seeding_calls:
         file, _, number = call.where.rpartition(":")
         if is_library(file) or file == started:
@@ -200,9 +200,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, but inside the wrappers of other plugins
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Apply the profiles of the session and of the marker for one test.
+    """Apply the session's profile, and the profile in the test's marker, for one test.
 
-    A wrong marker is an error of the test.
+    If the marker is wrong, pytest reports an error of the test.
     """
     marker = item.get_closest_marker("repro")
     if marker is None and _NAMED not in item.config.stash:
@@ -252,7 +252,7 @@ def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     """Restore the state from before the test.
 
-    A knob that has drifted is an error of the test.
+    If a knob has drifted, pytest reports an error of the test.
     """
     try:
         return (yield)
@@ -274,10 +274,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, Any, Any]:
-    """Set up a shared fixture under the profile of the session, with a separate seed.
+    """Set up a fixture that several tests share, under the session's profile and a separate seed.
 
-    Otherwise the draws of the fixture would change the random numbers of the first test that uses
-    it.
+    Otherwise the fixture's draws would change the random numbers of the first test that uses it.
     """
     stash = request.config.stash
     if fixturedef.scope == "function" or _NAMED not in stash:
@@ -297,7 +296,7 @@ def pytest_fixture_setup(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Add the profile, and the command that repeats the test, to the report of a failure."""
+    """Add the profile, and the command that repeats the test, to the report of a failed test."""
     test_report = yield
     applied = item.stash.get(_ACTIVE, None)
     if test_report.failed and applied is not None:
@@ -313,7 +312,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
-    """Return the profile of a marker, by default `outer`; raises `ProfileError`."""
+    """Return the profile that `marker` names, by default `outer`; raises `ProfileError`."""
     from torchrepro.ground.errors import ProfileError
     from torchrepro.ground.messages import shown
     from torchrepro.profile.load import in_hydras_grammar, resolve
@@ -354,11 +353,11 @@ def repro() -> Applied:
 
 @pytest.fixture
 def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Check the results of a training in this test against `repro_numbers/` beside its file.
+    """Check results of a training against saved results in `repro_numbers/` beside the test file.
 
-    Call it with the losses, and with the model to check its parameters as well:
-    ``repro_numbers(losses, model)``. Each platform has its own results.
-    ``--repro-update REASON`` accepts the present ones.
+    Call the fixture with the losses, and with the model to check the parameters as well:
+    ``repro_numbers(losses, model)``. Each platform has its own saved results.
+    ``--repro-update REASON`` accepts the present results.
     """
     from torchrepro.application.applier import active_profiles
     from torchrepro.ground.errors import TorchreproError

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import os
 
 FORMAT = 2
-_KEPT = 2  # a rank may have written a step that another had not when the run was killed
+_KEPT = 2  # steps to keep: in a killed run, not all ranks may have written the last step
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -60,17 +60,17 @@ class Checkpoint:
             ...
             checkpoint.save(every=100)
 
-    Every named part has `state_dict` and `load_state_dict`. Each rank writes its own file; a step
-    counts once all ranks have written it. Files are read without pickle
-    (``torch.load(weights_only=True)``). If the folder has a checkpoint, this loads the parts; the
-    generators are restored at the first batch. Without a folder, nothing is saved. Raises
-    `SeedingError` if the checkpoint is damaged, or has another world size or other parts; `steps`
-    and `batches` raise it for a checkpoint that the other loop has saved.
+    Every part (a keyword argument) has `state_dict` and `load_state_dict`. Each rank writes its own
+    file, and a step is complete once all ranks have written it. Files are read without pickle
+    (``torch.load(weights_only=True)``). If the folder has a checkpoint, the constructor loads the
+    parts, and the first batch restores the generators. With `folder=None`, nothing is saved. Raises
+    `SeedingError` if the checkpoint is damaged, or has another world size or other parts.
+    `steps` also raises it for a checkpoint that was saved in `batches`, and vice versa.
 
-    To resume within an epoch, it restores the generators as they were when the epoch began (the
-    global generators, and the generators of the loader and its samplers), skips the batches that
-    are done, and restores all generators as they were at the save. So it needs no profile, and a
-    loader may have its own generator, sampler or `worker_init_fn`.
+    An epoch is resumed in three steps. First, the states from the start of the epoch are restored:
+    of the global generators, and of the generators of the loader and its samplers. Then the batches
+    that are done are skipped. Last, the states of all generators at the save are restored. So no
+    profile is needed, and a loader may have its own generator, sampler or `worker_init_fn`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, **parts: Any) -> None:
@@ -84,7 +84,7 @@ class Checkpoint:
         self._within_epochs = False
         self._counted = False  # whether `batch` or `step` counts the progress of the program
         self._counts_batches = False
-        self._loop = ""  # "steps" or "batches": the latest loop, at first the checkpoint's
+        self._loop = ""  # "steps" or "batches": the latest loop, at first the saved one
         self._first_save = True
         self._delivery: Delivery | None = None
         # Progress in the interrupted epoch, until a loader resumes it.
@@ -103,7 +103,7 @@ class Checkpoint:
                     found=shown(part),
                     legal="a module, an optimizer, a scheduler, a scaler",
                 )
-        self._optimizers: WeakSet[Any] = WeakSet()  # all that have made a step
+        self._optimizers: WeakSet[Any] = WeakSet()  # optimizers that have made a step
         step = None if self.folder is None else _latest(self.folder)
         if self.folder is not None:
             from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -118,7 +118,7 @@ class Checkpoint:
         run_begins(resumed=step is not None)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left of `count`, the interrupted one first."""
+        """Yield the number of each epoch that remains of `count`, first the interrupted epoch."""
         self._within_epochs = True
         try:
             while self.epoch < nonnegative_int("count", count):
@@ -142,8 +142,9 @@ class Checkpoint:
         """Yield the number of each step that remains of `count`, for a loop without loaders.
 
         Steps count from 0. The generators are restored before the first step, so draw each batch
-        in the step that trains on it. A loader that a step reads starts from its first batch: use
-        `epochs` and `batches` for loaders. Raises `SeedingError` inside a loop over `epochs`.
+        in the step that trains on it. A loader that is read in a step would start again from its
+        first batch, so use `epochs` and `batches` for loaders. Raises `SeedingError` in a loop over
+        `epochs`.
         """
         if self._within_epochs:
             raise SeedingError.about(
@@ -165,10 +166,11 @@ class Checkpoint:
         """Yield the batches of the present epoch that are not done yet.
 
         Sets the epoch of the loader and its samplers. Under `dataloader.seeding: auto`, and for a
-        loader made with `dataloader_kwargs`, batches that are done are not loaded again, except
-        from an `IterableDataset`, which has no sample indices, and from a dataset with its own
-        generator. `batch` includes them, so a program that uses only some batches of an epoch can
-        stop at the same batch. Raises `SeedingError` within the batches of another loader.
+        loader made with `dataloader_kwargs`, the done batches are not loaded again. They are loaded
+        again from an `IterableDataset`, which has no sample indices, and from a dataset with its
+        own generator. The attribute `batch` also counts done batches, so a program that uses only
+        some batches of an epoch can stop at the same batch. Raises `SeedingError` within the
+        batches of another loader.
         """
         if self._counts_batches:
             raise SeedingError.about(
@@ -222,13 +224,13 @@ class Checkpoint:
             self._compare()
 
     def save(self, every: int = 1) -> None:
-        """Write a checkpoint, if the number of batches or steps done is a multiple of `every`.
+        """Write a checkpoint if the number of done batches or steps is a multiple of `every`.
 
-        Gradients are not saved: call it after a step of the optimizer. A call after all batches of
-        an epoch saves the epoch as done: make it the last call of the epoch, for instance after the
-        scheduler's step. Raises `SeedingError` outside of `batches` and `steps`, because nothing
-        then counts the progress, and for a part whose state only pickle could save; `OSError` if
-        the file cannot be written.
+        Gradients are not saved, so call it after a step of the optimizer. A call after the last
+        batch of an epoch saves the epoch as done, so make it the last call of the epoch, for
+        instance after the scheduler's step. Raises `SeedingError` outside of `batches` and `steps`,
+        where progress is not counted, and for a part whose state cannot be saved without pickle.
+        Raises `OSError` if the file cannot be written.
         """
         import torch
 
@@ -351,7 +353,7 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _steps(folder: Path) -> tuple[list[int], list[int]]:
-    """Return all steps in `folder`, and the steps that all ranks have written, latest first."""
+    """Return two lists, latest first: all steps in `folder`, and steps of all ranks."""
     names = (entry.name for entry in folder.glob("step-*"))
     steps = sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
     files = [f"rank-{rank}-of-{world().size}.pt" for rank in range(world().size)]

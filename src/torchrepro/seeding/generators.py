@@ -1,4 +1,4 @@
-"""The generators of a process, global and registered: their states, and scopes around them."""
+"""Read, restore and seed the random generators of a process, both global and registered."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 Generator = TypeVar("Generator")
 
 DEVICES = ("cuda", "npu", "xpu", "mps")
-# As they are before calls of the program are recorded.
+# The original functions: torchrepro may wrap the functions later, to record the program's calls.
 _seed_python, _read_python, _put_python = random.seed, random.getstate, random.setstate
 
 
 class Given(NamedTuple):
-    """The program's explicit seeds of `random` and numpy, which samples depend on.
+    """The seeds that the program itself gave to `random` and numpy. Samples depend on them.
 
-    Samples depend on the seed of torch by its base seed. A seed is empty if there is none.
+    A seed is empty if the program gave none. (Samples depend on torch's seed by the base seed.)
     """
 
     python: bytes = b""
@@ -54,7 +54,7 @@ def set_given_seeds(given: Given) -> None:
 def fresh_state(name: str, seed: int) -> Any:
     if name == "python":
         return random.Random(seed).getstate()  # noqa: S311 - compared only
-    from numpy.random import RandomState  # by its own name: numpy may be loading just now
+    from numpy.random import RandomState  # directly: numpy's own import may be running
 
     return RandomState(seed).get_state(legacy=False)
 
@@ -65,7 +65,7 @@ class Slot(NamedTuple):
 
 
 class GeneratorKind(NamedTuple):
-    """A type of generator: its class, which torchrepro does not import, and access to its state."""
+    """A type of generator: names of module and class (not imported), and access to the state."""
 
     name: str
     module: str
@@ -102,11 +102,11 @@ def generator_kind(value: Any) -> GeneratorKind | None:
 
 
 def register_generator(name: str, generator: Generator) -> Generator:
-    """Have snapshots and `isolated_rng` cover `generator` under `name`, and return it.
+    """Include `generator` in snapshots and in `isolated_rng` under `name`, and return it.
 
-    It is a `random.Random`, a numpy `Generator` or `RandomState`, or a `torch.Generator`. A second
-    call with the same name replaces the first. The generator is kept alive. Raises `SeedingError`
-    for anything else.
+    `generator` is a `random.Random`, a numpy `Generator` or `RandomState`, or a `torch.Generator`.
+    Any other object raises `SeedingError`. A second call with the same name replaces the first
+    generator. torchrepro keeps the generator alive.
     """
     if not isinstance(name, str) or not name:
         raise SeedingError.about("not a name for a generator", found=shown(name), legal="any text")
@@ -162,7 +162,7 @@ def devices_in_use() -> dict[str, Any]:
 
 
 def start_device(device: str) -> None:
-    """Initialize the devices of a type, such as `cuda`: their generators exist only then."""
+    """Initialize the devices of a type, such as `cuda`. Their generators do not exist before."""
     module: Any = getattr(sys.modules.get("torch"), device, None)
     if getattr(module, "is_available", bool)() and hasattr(module, "init"):
         with suppress(RuntimeError):  # in a forked process; the caller reports the missing devices
@@ -170,7 +170,7 @@ def start_device(device: str) -> None:
 
 
 def device_seeds(module: Any) -> set[int]:
-    """Return the seeds of the generators of all devices, if the generators remember their seeds."""
+    """Return the seeds of the generators of all devices; empty if `module` does not list them."""
     generators = getattr(module, "default_generators", ())
     return {int(generator.initial_seed()) for generator in generators}
 
@@ -194,7 +194,7 @@ def seed_device(module: Any, seed: int) -> None:
 
 
 def host_slots() -> dict[str, Slot]:
-    """Return the slots of Python's, numpy's legacy and torch's CPU generator; imports torch."""
+    """Return a `Slot` for Python's, numpy's legacy and torch's CPU generator; imports torch."""
     import numpy as np
     import torch
 
@@ -224,7 +224,7 @@ class States:
         return all(plain_state(slot.read()) == plain_state(state) for slot, state in self._states)
 
     def put_back(self) -> None:
-        """Restore these states, also of the remaining generators if one of them raises."""
+        """Restore all states. If one generator raises, the others are restored all the same."""
         with ExitStack() as restores:
             for slot, state in self._states:
                 restores.callback(slot.write, state)
@@ -271,7 +271,7 @@ def decoded(value: Any) -> Any:
 
 
 def seed_host(source: Stream) -> None:
-    """Start Python's, numpy's legacy and torch's CPU generator from `source`, 256 bits each."""
+    """Seed Python's, numpy's legacy and torch's CPU generator with 256 bits of `source` each."""
     import numpy as np
     import torch
 
@@ -280,15 +280,15 @@ def seed_host(source: Stream) -> None:
     streams.start_cpu_generator(torch.default_generator, source)
 
 
-# numpy's original function: a call of the observed one would be recorded as the program's.
+# numpy's original function: a call of the wrapped one would be recorded as the program's.
 _numpy_seed: Callable[[], Any] = cache(lambda: unwrap(import_module("numpy.random").seed))
 
 
 def seed_sample(source: Stream, python: bytes, numpy: bytes) -> None:
     """Seed the generators of Python, numpy and torch from `source`.
 
-    Explicit seeds of Python and numpy are mixed in. This is faster than `seed_host`: Python's
-    generator starts from 256 bits, torch's from 64 and numpy's from 32.
+    `python` and `numpy` are the program's own seeds of these two generators, or empty. Faster than
+    `seed_host`: Python's generator starts from 256 bits, torch's from 64 and numpy's from 32.
     """
     import torch
 
@@ -302,11 +302,11 @@ def seed_sample(source: Stream, python: bytes, numpy: bytes) -> None:
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
-    """Restore the state of every generator after the block, so that its draws change nothing.
+    """Restore the state of every generator after the block, as if the block had drawn nothing.
 
     Covers Python's, numpy's legacy and torch's CPU generator, every accelerator in use, and the
-    registered generators; restores after an exception too. Also a decorator.
-    `torch.random.fork_rng` covers torch only.
+    registered generators. (`torch.random.fork_rng` covers torch only.) Also restores the states
+    after an exception. Can be used as a decorator.
     """
     before, given, put = States(all_slots().values()), given_seeds(), set(unknown_states)
     try:
@@ -325,13 +325,13 @@ def seeded(
     epoch: int | None = None,
     step: int | None = None,
 ) -> Iterator[Stream]:
-    """Draw from the stream `name` within the block, through the global generators.
+    """Seed the global generators from the stream `name` for the duration of the block.
 
-    `ranks` (`distinct`, `same`, or one of them per mesh dimension) overrides the profile:
-    ``seeded("init", ranks="same")`` gives a model the same initial weights on every rank. Every
-    generator is restored after the block, after an exception too. If no profile with a seed is
-    active, the stream derives from the program's own seed (see `stream`). Raises `SeedingError`
-    for an unknown policy.
+    `ranks` overrides the profile's policy: `distinct`, `same`, or one of the two for each mesh
+    dimension. For example, ``seeded("init", ranks="same")`` gives a model the same initial weights
+    on every rank. After the block, every generator is restored, also after an exception. If no
+    profile with a seed is active, the stream derives from the program's own seed (see `stream`).
+    Raises `SeedingError` for an unknown policy.
     """
     plan = streams.current_plan()
     rank = plan.coordinate(checked_policy(ranks))

@@ -1,8 +1,8 @@
-"""The knobs of the seed: they seed each global generator, and restore its state at the undo.
+"""Knobs that seed the global generators, and restore the generators' states at the undo.
 
-`read` returns the seed of a generator if the generator remembers it. Undo restores the full state,
-so later draws are the same as without the profile. Other libraries that draw random numbers are
-seeded when the program imports them; torchrepro does not import them.
+`read` returns the seed of a generator if the generator stores it. Undo restores the full state, so
+later draws are the same as without the profile. Other libraries that draw random numbers, such as
+cupy, are seeded when the program imports them. torchrepro does not import them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, s
 
 @dataclass(frozen=True, slots=True)
 class PlanField:
-    """One field of the seed plan as a knob; undo restores the whole plan."""
+    """A knob that sets one field of the seed plan. Undo restores the whole plan."""
 
     name: str
-    unset: Any = None  # the default of an unset field
+    unset: Any = None  # default of an unset field
 
     def read(self) -> Any:
         value = getattr(streams.current_plan(), self.name)
@@ -56,7 +56,7 @@ class PlanField:
 
 @dataclass(frozen=True, slots=True)
 class RootSeed(PlanField):
-    """The root of every stream; a write also sets the rank whose seed the generators start from."""
+    """A knob that sets the root seed, from which all streams derive, and notes the present rank."""
 
     name: str = "seed"
 
@@ -77,10 +77,10 @@ class RootSeed(PlanField):
 
 @dataclass(frozen=True, slots=True)
 class HostSeed:
-    """The global generator behind the functions of a module; it does not remember its seed."""
+    """A knob that seeds the global generator of a module. The generator stores no seed."""
 
     module: str
-    name: str  # of its state, as `fresh_state` takes it
+    name: str  # of the generator in `fresh_state`
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
 
@@ -113,10 +113,11 @@ class TorchSeed:
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorSeed:
-    """Every device of one accelerator, through its module ``torch.<device>``.
+    """A knob that seeds all devices of one accelerator, through the module ``torch.<device>``.
 
-    Before the first use of a device, torch queues the seed until device init. An undo before device
-    init restores the queue. A later undo gives the devices torch's default seed.
+    Before the first use of the devices, torch only queues a seed. An undo before the first use
+    restores the queue. After the first use, an undo restores the states of the devices. If a first
+    use came between the seeding and the undo, the devices get torch's default seed.
     """
 
     device: str
@@ -159,11 +160,11 @@ class AcceleratorSeed:
 
 
 class SeedQueue(NamedTuple):
-    """A copy of the calls and seeds that wait for device init.
+    """A copy of torch's queue of calls and seeds that run when the devices are initialized.
 
-    They are private (``_queued_calls``, ``_lazy_seed_tracker``): torch has no public function that
-    removes a queued seed. If torch no longer has them, `put_back` returns False, and undo seeds the
-    devices instead.
+    The queue is private (``_queued_calls``, ``_lazy_seed_tracker``): torch has no public function
+    that removes a queued seed. If this torch has no such queue, `put_back` returns False, and undo
+    seeds the devices instead.
     """
 
     calls: list[Any]
@@ -178,17 +179,17 @@ class SeedQueue(NamedTuple):
     def put_back(self, module: Any) -> bool:
         if not isinstance(getattr(module, "_queued_calls", None), list):
             return False
-        module._queued_calls[:] = self.calls  # noqa: SLF001 - see above
+        module._queued_calls[:] = self.calls  # noqa: SLF001 - see the class
         if self.seeds is not None:
-            vars(module._lazy_seed_tracker).update(self.seeds)  # noqa: SLF001 - see above
+            vars(module._lazy_seed_tracker).update(self.seeds)  # noqa: SLF001 - see the class
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class SeedByRank:
-    """A generator that starts from this rank's own seed if ranks draw differently."""
+    """A knob that uses the seed of this rank, if ranks draw different numbers."""
 
-    generator: Any  # access to the generator, which takes the rank's seed
+    generator: Any  # the knob that gets the seed of this rank
 
     def write(self, value: int) -> None:
         self.generator.write(streams.current_plan().started_from(value))
@@ -212,7 +213,7 @@ class Seeder(NamedTuple):
     module: str
     seed: Callable[[Any], Any]
     save: Callable[[], Any] | None = None
-    restore: Callable[[Any], Any] | None = None  # without it the library keeps its seed
+    restore: Callable[[Any], Any] | None = None  # None: undo does not restore the library
 
 
 def _random(module: str) -> Any:
@@ -220,12 +221,13 @@ def _random(module: str) -> Any:
 
 
 def _seed_gymnasium(root: int) -> None:
-    """Seed the environments and spaces that get no explicit seed from streams of `root`, in turn.
+    """Replace gymnasium's `np_random`, which then seeds each new generator from a stream of `root`.
 
-    They call `gymnasium.utils.seeding.np_random`, which is public, to make a generator. Without a
-    seed it would draw one from the operating system. Explicit seeds stay. In workers of a vector
-    environment the stream depends on the name of the process. Earlier generators stay unseeded, and
-    so does code that has already imported the function by name.
+    Environments and spaces call the public function `gymnasium.utils.seeding.np_random` to create a
+    generator. Without an explicit seed, the original takes a seed from the operating system.
+    An explicit seed has the usual effect. In workers of a vector environment, the
+    stream depends on the name of the process. Existing generators, and code that imported the
+    function by name, are not affected.
     https://gymnasium.farama.org/api/utils/#seeding
     """
     seeding = sys.modules[_GYMNASIUM]
@@ -245,7 +247,7 @@ def _seed_gymnasium(root: int) -> None:
 SEEDERS = (
     Seeder(
         "cupy",
-        # A new state object, not a new seed of the present one: undo restores the present object.
+        # Sets a new state object instead of seeding the present one, so that undo can restore it.
         lambda seed: _random("cupy").set_random_state(_random("cupy").RandomState(seed)),
         lambda: _random("cupy").get_random_state(),
         lambda state: _random("cupy").set_random_state(state),
@@ -269,12 +271,12 @@ def register_seeder(
     save: Callable[[], Any] | None = None,
     restore: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Have profiles seed the library `module` through ``seed(number)`` once it is loaded.
+    """Make profiles with a seed call ``seed(number)`` to seed the library `module`.
 
-    Under a profile with a seed, it is seeded now if `module` is loaded, else when it is imported;
-    torchrepro never imports it. With `save` and `restore`, undo restores its state. A second call
-    for the same module replaces the first. Raises `SeedingError` if `module` is not a name, or if
-    one of the functions is not callable.
+    If such a profile is active, the call happens now if `module` is loaded, else when the program
+    imports it. torchrepro never imports it. With `save` and `restore`, undo restores the library's
+    state. A second call for the same module replaces the first. Raises `SeedingError` if `module`
+    is not a name, a function is not callable, or only one of `save` and `restore` is passed.
     """
     is_undoable = callable(save) and callable(restore)
     has_valid_undo = is_undoable or (save is None and restore is None)
@@ -328,7 +330,7 @@ class LibrarySeeds:
 
     def seed_library(self, module: str) -> None:
         seeder = _seeders()[module]
-        if self.seeded.get(module) is None:  # else an earlier seeder has saved its state
+        if self.seeded.get(module) is None:  # else an earlier seeder has saved the state
             self.seeded[module] = seeder.save() if seeder.save is not None else None
         seeder.seed(self.seed)
 
@@ -361,7 +363,7 @@ def _installed() -> dict[str, Seeder]:
 
 
 def reseed(seed: int) -> None:
-    """Seed torch, if it is loaded, as `pytest_randomly.random_seeder` asks of a plugin.
+    """Seed torch if it is loaded: an entry point of the group `pytest_randomly.random_seeder`.
 
     pytest-randomly seeds Python's and numpy's generators itself, before every test
     (https://github.com/pytest-dev/pytest-randomly).
@@ -398,13 +400,13 @@ xpu_seed = SeedByRank(AcceleratorSeed("xpu"))
 
 
 def use_mesh(mesh: Any) -> Mesh:
-    """Use the coordinates of this process in `mesh`, a torch `DeviceMesh`, for its streams.
+    """Derive this process's streams from its coordinates in `mesh`, a torch `DeviceMesh`.
 
-    From then on ranks differ along the dimensions that the profile's `ranks` calls distinct.
-    Dimensions without a policy differ unless they share one sample (`tp`, `sp`, `cp`). If the
-    profile makes ranks distinct, the global generators are seeded again, with this rank's seed.
-    Undone with the profile. Raises `SeedingError` if the mesh has no names, does not contain this
-    rank, or lacks a dimension that the profile names.
+    From then on, ranks draw different numbers along each dimension that the profile's `ranks` sets
+    to `distinct`. Dimensions without a policy are distinct too, except dimensions whose ranks share
+    one sample (`tp`, `sp`, `cp`). If the profile makes ranks distinct, the global generators are
+    seeded again, with this rank's seed. The profile's undo reverts this call. Raises `SeedingError`
+    if the mesh has no names, does not contain this rank, or lacks a dimension in the profile.
     """
     if not hasattr(mesh, "mesh_dim_names"):
         raise SeedingError.about("not a device mesh", found=shown(mesh), legal="a torch DeviceMesh")
@@ -427,10 +429,10 @@ def use_mesh(mesh: Any) -> Mesh:
 
 
 def seed_as_this_rank() -> None:
-    """Start the global generators from this rank's seed, if they started from another rank's.
+    """Seed the global generators with this rank's seed, if they started from another rank's seed.
 
-    A process may learn its rank only from the process group, and has started as rank 0 then. A
-    generator that the program has seeded or restored since keeps its state.
+    A process may learn its rank only from the process group. Until then it counts as rank 0. A
+    generator that the program itself has seeded or restored keeps its state.
     """
     plan = streams.current_plan()
     if plan.ranks_differ and plan.coordinate() != plan.started_as:

@@ -1,14 +1,14 @@
-"""The seeding of a DataLoader: streams of samples, requests of a sampler, readers of datasets.
+"""Seed the DataLoaders of a program, so that each sample draws from its own random stream.
 
-Under `dataloader.seeding: auto` a loader follows torch's own protocol. Its sampler draws the order
-from the loader's generator or the global one, as without torchrepro. torch draws one base seed per
-iteration from the same generator
+Under `dataloader.seeding: auto` a loader follows torch's own protocol. The sampler draws the order
+from the loader's generator, or from the global one, as it does without torchrepro. torch draws one
+base seed per iteration from the same generator
 (https://docs.pytorch.org/docs/stable/data.html#randomness-in-multi-process-data-loading).
-What a sample draws depends on that base seed, its index, and the program's seeds of `random`
-and numpy. A loader made with `dataloader_kwargs` has a name instead: its order and samples depend
-on (seed, name, epoch) only, and not on what the program draws from any generator.
+A sample's random numbers depend on that base seed, on the sample's index, and on the seeds that the
+program gave to `random` and numpy. A loader made with `dataloader_kwargs` has a name instead. Its
+order and samples depend only on (seed, name, epoch), and not on earlier draws of the program.
 
-So a sample draws equal numbers in whichever process it is loaded, and after any other samples. An
+So a sample draws equal numbers in any worker process and after any other samples. An
 `IterableDataset` has no sample indices: each worker draws from one stream per epoch.
 """
 
@@ -50,14 +50,14 @@ _LOADS = "torchrepro_again"  # key in a sampler's state: how often it has yielde
 
 @dataclass(slots=True)
 class _Draw:
-    stream: Stream  # the host's generators were started from it
-    generator: np.random.Generator | None = None  # what `sample_rng` returns
+    stream: Stream  # the global generators were started from it
+    generator: np.random.Generator | None = None  # returned by `sample_rng`
 
 
 class _ThreadState(threading.local):
     draw: _Draw | None = None  # None outside of loading
-    note_first: Callable[[bool], None] | None = None  # called once: does the next sample draw?
-    unseeded: tuple[Any, np.random.Generator] | None = None  # `sample_rng` of an unseeded loader
+    note_first: Callable[[bool], None] | None = None  # called once: whether the next sample draws
+    unseeded: tuple[Any, np.random.Generator] | None = None  # without a seeded loader
 
 
 _thread = _ThreadState()
@@ -68,13 +68,13 @@ def in_loader() -> bool:
 
 
 def sample_rng() -> np.random.Generator:
-    """Return the numpy `Generator` of the sample that is being loaded, ready to draw from.
+    """Return the numpy `Generator` of the sample that is being loaded.
 
-    All calls within one sample return the same generator. Within `collate_fn` it is the batch's
-    generator. If no profile with a seed is active and no seeded DataLoader loads the sample, this
-    process and thread has one generator for all samples, which derives from the program's own seed
-    (see `stream`). Raises `SeedingError` if a profile with a seed is active, but no seeded
-    DataLoader is loading a sample.
+    All calls within one sample return the same generator. Within `collate_fn`, the generator
+    belongs to the batch. If no profile with a seed is active and no seeded DataLoader loads the
+    sample, all samples of this process and thread share one generator, derived from the
+    program's own seed (see `stream`). Raises `SeedingError` if a profile with a seed is active, but
+    no seeded DataLoader is loading a sample.
     """
     draw = _thread.draw
     if draw is None and streams.current_plan().seed is None:
@@ -96,7 +96,7 @@ def sample_rng() -> np.random.Generator:
 
 
 def start_from(stream: Stream, given: Given | None = None) -> None:
-    """Start the host's generators and `sample_rng` from `stream`, and the `given` seeds if any."""
+    """Seed the global CPU generators and `sample_rng` from `stream`, and from `given` if set."""
     _thread.draw = _Draw(stream)
     streams.remember_program_seed()
     if given is None:
@@ -123,7 +123,7 @@ def worker_stream(stream: Stream, worker: int) -> Stream:
 
 
 class Position:
-    """The states of some generators and of `sample_rng`, which `resumed` blocks continue from."""
+    """Saved states of generators and `sample_rng`. A `resumed` block continues from them."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -151,7 +151,7 @@ class Position:
 
 @contextmanager
 def isolated_draws(slots: Iterable[Slot] = ()) -> Iterator[None]:
-    """Restore the states of the host's generators, `sample_rng` and `slots` after the block."""
+    """After the block, restore the global CPU generators, `sample_rng` and `slots`."""
     outside = Position([*host_slots().values(), *slots])
     try:
         yield
@@ -160,7 +160,7 @@ def isolated_draws(slots: Iterable[Slot] = ()) -> Iterator[None]:
 
 
 def label(index: Any) -> bytes:
-    """Return a text of `index` that is the same in every process."""
+    """Return `index` as bytes that are the same in every process."""
     if type(index) is int:
         return b"%d" % index
     if isinstance(index, list | tuple):
@@ -172,16 +172,17 @@ def label(index: Any) -> bytes:
     except TypeError:
         text = repr(index)
     if " at 0x" in text:  # an address differs between processes
-        # All indices of the type count as repetitions of one index.
+        # All indices of the type get one label, and count as repetitions of one index.
         return f"a {type(index).__qualname__}".encode()
     return text.encode()
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """An index, or the indices of a batch, that a sampler yields; each sample has its own stream.
+    """The index of a sample, or the indices of a batch, and the stream to seed them from.
 
-    `collate_fn`, and a dataset that reads complete batches, draw from the batch's stream.
+    Each sample draws from its own part of the stream. `collate_fn` draws from the batch's part. So
+    does a dataset with `__getitems__`, which reads complete batches.
     """
 
     stream: Stream | None  # None in the epoch that started the worker
@@ -189,7 +190,7 @@ class SampleRequest:
     loads: Mapping[bytes, int]  # label of a repeated sample -> how often this epoch has loaded it
     given: Given | None  # the program's own seeds; None for a named loader
 
-    # An iterator that the program defines may read the indices that go to the workers.
+    # Like a sequence, because the program's own iterator may read the indices for the workers.
     def __len__(self) -> int:
         return len(self.index)
 
@@ -255,10 +256,10 @@ class _SeededBatches(_SeededSamples):
 
 
 def reader_maker() -> Any:
-    """Return the class of torch whose `create_fetcher` makes the readers of datasets.
+    """Return torch's class whose function `create_fetcher` creates the readers of datasets.
 
-    It is private (``torch.utils.data._DatasetKind``), because torch has no public hook between a
-    sampler and a dataset. If torch no longer has it, seeding a loader raises `SeedingError`.
+    The class ``torch.utils.data._DatasetKind`` is private: torch has no public hook between sampler
+    and dataset. Raises `SeedingError` if this torch does not have the class.
     """
     from torch.utils import data
 
@@ -272,7 +273,7 @@ def reader_maker() -> Any:
 
 
 def replace_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Have ``make(reads samples by index, original)`` make torch's readers; return the undo."""
+    """Replace the creation of torch's readers by ``make(by_index, original)``; return the undo."""
     maker = reader_maker()
     original = maker.create_fetcher
     maker.create_fetcher = staticmethod(
@@ -284,13 +285,13 @@ def replace_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Call
 
 
 def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | None) -> None:
-    """Have this process, data-loading worker number `worker`, seed all samples that it reads.
+    """Make this process, the data-loading worker number `worker`, seed all samples that it reads.
 
-    `begun` is the epoch's stream, or None in the epoch that started the worker.
+    `begun` is the stream of the epoch, or None to derive the stream from the worker's seed.
     """
     begun = begun or _stream_of_worker()
-    # Only the first reader is made right after the worker was started. A persistent worker makes
-    # another one for every epoch.
+    # Only the first reader is created right after the generators were started. A persistent worker
+    # creates another reader for every epoch.
     first_stream: Stream | None = begun
 
     def make(by_index: bool, original: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
@@ -307,7 +308,7 @@ def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | Non
 
 
 def _fetch_by(reader: Any, fetch: Callable[[Any, Any], Any]) -> None:
-    """Have `reader` call ``fetch(reader, index)``, without a cycle that would delay its freeing."""
+    """Make `reader` call ``fetch(reader, index)``, with a weak reference to avoid a cycle."""
     reader_of = ref(reader)
     reader.fetch = lambda index: fetch(reader_of(), index)
 
@@ -322,9 +323,9 @@ def _fetch_requested(reader: Any, request: Any) -> Any:
 
 
 def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Callable[[], None]:
-    """Have this process seed the samples that it reads without workers; return the undo.
+    """Make this process seed the samples that it reads without workers; return the undo.
 
-    `note`, if any, is called once, with whether the first sample drew from a generator.
+    `note`, if set, is called once, with True if the first sample drew from a generator.
     """
     named = loading if isinstance(loading, NamedLoading) else None
 
@@ -347,7 +348,7 @@ def _fetch_of_samples(
     loading: Loading, note: Callable[[bool], None] | None
 ) -> Callable[[Any, Any], Any]:
     # Seeding a sample sets the global generators, and the main thread may be drawing from them. So
-    # a loader without a name seeds no samples in other threads.
+    # a loader without a name seeds samples only in the main thread.
     in_any_thread = isinstance(loading, NamedLoading)
     is_first, is_warned = True, False
 
@@ -400,10 +401,10 @@ def _fetch_of_named_items() -> Callable[[Any, Any], Any]:
 
 
 class _ItemReader:
-    """The reader of an `IterableDataset` that `make` returns, drawing from one stream per epoch.
+    """Wraps the reader of an `IterableDataset`, which draws from one stream per epoch.
 
-    `begun` is the stream that the generators have just been started from. Without it, the reader is
-    made at the first request, which names the epoch.
+    `make` creates the reader. The generators have just been started from the stream `begun`. With
+    None instead, the reader is created at the first request, which contains the stream.
     """
 
     def __init__(self, make: Callable[[], Any], worker: int, begun: Stream | None) -> None:
@@ -436,11 +437,11 @@ class _ItemReader:
 
 
 class Loading:
-    """The seeding of one iteration by torch's protocol; also the `worker_init_fn` of the loader.
+    """The seeding of one iteration of a loader. Also the loader's `worker_init_fn`.
 
-    Samples draw from parts of `stream`, and from the seeds that the program has `given`. `stream`
-    stays None until torch draws its base seed; a worker computes it from its own seed. The first
-    `start` batches of the epoch are skipped.
+    Each sample is seeded from `stream`, and from `given`, the program's own seeds. `stream` stays
+    None until torch draws the base seed. A worker derives the stream from the worker's seed. The
+    first `start` batches of the epoch are skipped.
     """
 
     stream: Stream | None = None
@@ -468,21 +469,21 @@ class Loading:
             self.author_init(worker)
 
     def passed_to_torch(self, request: SampleRequest) -> Any:
-        """Return what the sampler yields to torch: the request, or its index if without workers."""
+        """Return `request` if a worker reads it. Without workers, store it and return the index."""
         if self.in_workers:
             return request
         self.latest = request
         return request.index
 
     def request_of(self, index: Any) -> SampleRequest:
-        """Return the request of `index`; a new one if the sampler did not yield it."""
+        """Return the sampler's latest request if it has this `index`, else a new request."""
         latest = self.latest
         if latest is not None and latest.index is index:
             return latest
         return SampleRequest(self.stream, index, _NOTHING, self.given)
 
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
-        """Return the iterator of `sampler`; draw the base seed first if torch does not."""
+        """Return the iterator of `sampler`, and draw the base seed if torch does not draw it."""
         indices: Iterator[Any] = iter(sampler)
         if self.draws_base_seed:
             import torch
@@ -497,8 +498,8 @@ class NamedLoading(Loading):
     """The seeding of a loader that has a name.
 
     Every iteration is the next epoch, unless `set_epoch` chooses one. The order of an epoch depends
-    on (seed, name, epoch), a sample's numbers on (seed, name, rank, epoch, index). The seed that
-    the program itself had given to torch when the epoch began is part of the seed.
+    on (seed, name, epoch), the random numbers of a sample on (seed, name, rank, epoch, index). If
+    the program had called `torch.manual_seed` before the epoch, its argument is part of the seed.
     """
 
     stream: Stream  # never None: it does not depend on a base seed
@@ -511,7 +512,7 @@ class NamedLoading(Loading):
         self.root = streams.current_plan().root(name)
         streams.drawn.add(name)
         self.next_epoch, self.next_start = nonnegative_int("epoch", epoch), 0
-        self.program_seed = self._program_seed_now()  # at the begin of the present epoch
+        self.program_seed = self._program_seed_now()  # at the start of the present epoch
         self._is_resumed = False
         self._resumed_seed: int | None = None
         self._enter(self.next_epoch)
@@ -520,7 +521,7 @@ class NamedLoading(Loading):
         return f"<torchrepro loading {self.name} seed={self.root} next epoch={self.next_epoch}>"
 
     def begin(self) -> None:
-        """Start the next epoch; the process may have learned its rank since the last one."""
+        """Start the next epoch, and update the rank: the process group may be new."""
         now = streams.current_plan()
         if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
             program_seed = self.plan.program_seed if now.seed is None else now.own_seed()
@@ -536,7 +537,7 @@ class NamedLoading(Loading):
         self.next_epoch, self.next_start = epoch, start
 
     def resume(self, epoch: int, program_seed: int | None) -> None:
-        """Make the next iteration resume an interrupted epoch, which began with this seed."""
+        """Make the next iteration resume `epoch`, which began under the seed `program_seed`."""
         self.go_to(epoch)
         self._is_resumed, self._resumed_seed = True, program_seed
 
@@ -548,7 +549,7 @@ class NamedLoading(Loading):
     def _isolated_indices(
         sampler: Any, generator: torch.Generator | None, order: Stream
     ) -> Iterator[Any]:
-        """Yield the indices of `sampler`, drawn from `order`, not the program's generators."""
+        """Yield the indices of `sampler`, which draws from `order` instead of other generators."""
         from torch.utils import data
 
         generator_type = generator_kind(generator)
@@ -577,11 +578,11 @@ class NamedLoading(Loading):
                 index = next(indices, end)
 
     def _program_seed_now(self) -> int | None:
-        # A program's own seed of torch, as in ``torch.manual_seed(args.seed)``, is combined with
-        # the profile's seed: otherwise a sweep over ``--seed`` would load the same samples in the
-        # same order in every run. Ranks that share one order must not draw it from different seeds,
-        # or some samples are loaded twice and others never: with several ranks, a seed counts only
-        # if every rank had given the same one when the process group was made.
+        # The program's own seed, as in ``torch.manual_seed(args.seed)``, is combined with the
+        # profile's seed. Otherwise a sweep over ``--seed`` would load the same order in every run.
+        # All ranks share one order. If they drew it from different seeds, some samples would be
+        # loaded twice and others never. So with several ranks, a seed counts only if every rank
+        # had set the same seed when the process group was created.
         if self.name in self.plan.streams:
             return None  # the profile gives this stream its own seed, to be varied independently
         seed, agreed = streams.given_seed(), streams.current_plan().agreed_seed
@@ -607,7 +608,7 @@ class NamedLoading(Loading):
 
 
 class SeededSampler:
-    """Replaces the sampler of a loader as an epoch begins: turns its indices into requests."""
+    """Wraps the sampler of a loader while an epoch begins, and turns indices into requests."""
 
     def __init__(
         self, sampler: Any, loading: Loading, generator: torch.Generator | None, yields: str
@@ -630,16 +631,16 @@ class SeededSampler:
 
 
 class _Requests:
-    """The requests of one epoch.
+    """Iterator over the requests of one epoch.
 
-    If a sample is loaded several times, the loads are numbered, so that each draws differently.
+    It numbers the loads of a repeated sample, so that each load draws different numbers.
     """
 
     def __init__(
         self, indices: Iterator[Any], loading: Loading, skipped: int, repeats: str
     ) -> None:
         self._indices, self._loading, self._repeats = indices, loading, repeats
-        self._stream = loading.stream  # of this epoch: a named loader may begin another one
+        self._stream = loading.stream  # of this epoch: a named loader may begin another epoch
         self._to_skip = skipped + loading.start
         self._loads: Counter[bytes] = Counter()  # label -> how often this epoch has loaded it
 
@@ -656,7 +657,7 @@ class _Requests:
         return loading.passed_to_torch(SampleRequest(stream, index, loads, loading.given))
 
     def _next(self) -> tuple[Any, Mapping[bytes, int]]:
-        """Return the next index, and how often its repeated samples were loaded before."""
+        """Return the next index, and the number of earlier loads of each repeated sample."""
         index = next(self._indices)
         if not self._repeats:
             return index, _NOTHING
@@ -668,7 +669,7 @@ class _Requests:
 
 
 class _StatefulRequests(_Requests):
-    """Requests from an iterator that saves its own position, as torchdata's samplers make them."""
+    """Requests from an iterator that has `state_dict`, as iterators of torchdata's samplers do."""
 
     def state_dict(self) -> Any:
         state = self._indices.state_dict()  # type: ignore[attr-defined]
@@ -688,9 +689,10 @@ def _has_state(part: Any) -> bool:
 
 
 def unskipped(sampler: Any) -> tuple[Any, int]:
-    """Return the sampler within accelerate's `SkipBatchSampler`, and how many batches that skips.
+    """Return the sampler inside accelerate's `SkipBatchSampler`, and the number of skipped batches.
 
-    Samples of skipped batches have to be counted: if one is repeated, it has to draw differently.
+    torchrepro skips these batches itself, to count how often each sample was loaded. Any other
+    `sampler` is returned with 0.
     """
     if type(sampler).__name__ == "SkipBatchSampler":
         return sampler.batch_sampler, sampler.skip_batches
@@ -718,7 +720,7 @@ def _may_repeat(sampler: Any) -> bool:
 class Register:
     # Loader -> its seeding, for loaders made without `dataloader_kwargs`.
     loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
-    # Name -> next epoch, for loaders of a snapshot that the program has not made yet.
+    # Name -> next epoch, for loaders of a snapshot that the program has not created yet.
     named: dict[str, int] = field(default_factory=dict)
     # Subject -> a note on the loading of data, for the report.
     notes: dict[str, str] = field(default_factory=dict)
@@ -727,8 +729,8 @@ class Register:
 @dataclass(slots=True)
 class Loaders:
     automatic: bool = False  # whether loaders made without `dataloader_kwargs` are seeded
-    forced_workers: int | None = None  # how many every loader has, if a profile sets it
-    # Belongs to the active seed: a new seed starts an empty one, its undo restores the old one.
+    forced_workers: int | None = None  # of every loader, if a profile sets it
+    # A new seed starts with an empty register, and the undo restores the old register.
     register: Register = field(default_factory=Register)
     # The seeding of the living loaders made with `dataloader_kwargs`.
     explicit: WeakSet[NamedLoading] = field(default_factory=WeakSet)
@@ -743,9 +745,9 @@ def epochs() -> dict[str, Any]:
 
 
 def set_epochs(saved: Mapping[str, Any]) -> None:
-    """Have every named loader continue with the epoch in `saved`, which `epochs` returned.
+    """Set the next epoch of every named loader from `saved`, the result of `epochs`.
 
-    A loader that does not exist yet gets its epoch when it is made.
+    A loader that does not exist yet gets its epoch when it is created.
     """
     register = loaders.register
     register.named = dict(saved["named"])

@@ -1,8 +1,8 @@
-"""The hooks of seeding in torch's DataLoader, for every loader or for those with a name.
+"""Hooks into torch's DataLoader that seed every loader, or only loaders with a name.
 
-An iteration starts with ``DataLoader.__iter__``, which returns torch's own iterator. Methods of
-both classes are wrapped while a profile or a named loader needs it. Facts about an iterator are
-kept in weak dictionaries, not in the iterator.
+An iteration starts with ``DataLoader.__iter__``, which returns torch's own iterator. Methods of the
+loader and of the iterator are wrapped while a profile or a named loader needs it. Data about an
+iterator is stored in weak dictionaries, not in the iterator.
 """
 
 from __future__ import annotations
@@ -55,12 +55,10 @@ KEY = "torchrepro_data"
 """Key in the state of a StatefulDataLoader: the stream and seeds that its samples draw from."""
 
 _passed_on: dict[str, Any] = {}  # policy -> value, applied first in a spawned worker
-_PRINTED_NOTES = (
-    "seeding.seeding_calls:printed_notes"  # policy by which workers report each note once
-)
+_PRINTED_NOTES = "seeding.seeding_calls:printed_notes"  # makes workers print each note only once
 _wrapped: dict[str, ExitStack] = {}  # module -> the undo
 _unsettled: list[bool] = []  # an entry for every change that `_settle` has not handled
-_starting = fork_safe_lock()  # torch's maker of readers is one for all threads
+_starting = fork_safe_lock()  # all threads share torch's function that creates readers
 _being_started: list[_Start] = []
 _saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 """Loader of torchdata that resumes within an epoch -> the state under `KEY`."""
@@ -69,11 +67,11 @@ _saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 @dataclass(slots=True, eq=False)
 class _Start:
     loader: Any
-    iterator: Any = None  # torch's, also if the class of the loader returns a wrapper of it
+    iterator: Any = None  # torch's own, even if the loader returns a wrapper
 
 
 class WorkerSeeder(NamedTuple):
-    """A framework's `worker_init_fn`, which does nothing but seed workers."""
+    """A framework's `worker_init_fn` whose only effect is to seed workers."""
 
     framework: str
     module: str
@@ -98,9 +96,10 @@ belongs to the program. torchrepro imports no framework to compare.
 
 
 def worker_seeder(init: Any) -> WorkerSeeder | None:
-    """Return the framework's seeder that `init`, a `worker_init_fn`, is; None for the program's.
+    """Return the row of `WORKER_SEEDERS` for `init`, a `worker_init_fn`, or None.
 
-    A framework's function that calls one of the program (timm's `worker_seeding`) is the program's.
+    Also returns None if `init` is a partial function with a callable argument, because that may be
+    a function of the program (timm's `worker_seeding`), with other effects.
     """
     while isinstance(init, partial):
         if any(map(callable, (*init.args, *init.keywords.values()))):
@@ -114,7 +113,7 @@ def worker_seeder(init: Any) -> WorkerSeeder | None:
 
 
 class SeedingPolicy:
-    """`auto` seeds the loaders that the program does not seed itself; `none` seeds no loader."""
+    """Policy: `auto` seeds each loader that the program does not seed; `none` seeds no loader."""
 
     def read(self) -> str:
         return "auto" if loaders.automatic else "none"
@@ -132,7 +131,7 @@ class SeedingPolicy:
 
 
 class WorkersPolicy:
-    """The number of workers of every loader; None leaves it to the program."""
+    """Policy for the number of workers of every loader. None keeps the program's number."""
 
     def read(self) -> int | None:
         return loaders.forced_workers
@@ -150,17 +149,17 @@ workers_policy = WorkersPolicy()
 
 
 def author_worker_init(init: Any) -> Any:
-    """Return the program's own `worker_init_fn`, which `init` may wrap; None without one."""
+    """Return the program's own `worker_init_fn`, if any: `init`, or the function inside `init`."""
     if isinstance(init, _PreparedWorker):
         init = init.after
     return init.author_init if isinstance(init, Loading) else init
 
 
 def pass_to_workers(policy: str, value: Any) -> None:
-    """Have spawned workers apply `value` of `policy` before anything else.
+    """Make spawned workers set `policy` to `value` before they do anything else.
 
-    `policy` is a path as `named` takes it; the value None stops that. Forked workers inherit the
-    active policies of this process.
+    `policy` is a path for `ground.imports.named`. With the value None, workers no longer set
+    the policy. Forked workers inherit the active policies of this process.
     """
     if value is None:
         _passed_on.pop(policy, None)
@@ -172,15 +171,16 @@ def pass_to_workers(policy: str, value: Any) -> None:
 def dataloader_kwargs(
     name: str, epoch: int | None = None, worker_init_fn: Callable[[int], Any] | None = None
 ) -> dict[str, Any]:
-    """Return `generator` and `worker_init_fn` for the DataLoader called `name`.
+    """Return the arguments `generator` and `worker_init_fn` for a DataLoader called `name`.
 
-    Its order then depends on (seed, name, epoch). What a sample draws from Python's `random`,
-    numpy's legacy generator, torch and `sample_rng` depends on (seed, name, rank, epoch, index),
-    but not on the number of workers or on other draws. The seed that the program had given to torch
-    when the epoch began is part of the seed. Iterating the loader moves no global generator. The
-    first iteration is `epoch` (default: 0, or the epoch of a restored snapshot), each further one
-    the next; `set_epoch` chooses another. `worker_init_fn` runs in each worker as well. Without a
-    profile with a seed, the seed is the program's own at the time of this call (see `stream`).
+    The order of the loader then depends on (seed, name, epoch). The random numbers of a sample,
+    from Python's `random`, numpy's legacy generator, torch and `sample_rng`, depend on (seed, name,
+    rank, epoch, index), but not on the number of workers or on other draws. If the program had
+    called `torch.manual_seed` before the epoch, its argument is part of the seed. Iterating the
+    loader changes no global generator. The first iteration is `epoch` (default: 0, or the epoch of
+    a restored snapshot). Each later iteration is the next epoch, unless `set_epoch` chooses one.
+    `worker_init_fn` runs in each worker as well. If no profile with a seed is active, the seed is
+    the program's own at the time of this call (see `stream`).
 
     Wraps `DataLoader.__iter__` for as long as a loader made this way is alive.
     """
@@ -196,12 +196,12 @@ def dataloader_kwargs(
 def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     """Make the next iteration of `loader` the epoch `epoch`, and skip its first `start` batches.
 
-    The skipped batches are not loaded. Calls `set_epoch` of the loader's samplers and dataset if
-    they have it, as `DistributedSampler` does; works with persistent workers. Raises `SeedingError`
-    if neither torchrepro nor a part of `loader` counts epochs, and if `start` is not 0 for an
-    `IterableDataset` or for a loader that torchrepro does not seed. Without a profile these two
-    cases raise nothing: a loader without epochs stays as it is, and a loader that torchrepro does
-    not seed starts from its first batch, which one line on stderr reports.
+    The skipped batches are not loaded. Also calls `set_epoch` of each sampler and of the dataset if
+    it has this method, as `DistributedSampler` does. Works with persistent workers. Raises
+    `SeedingError` if neither torchrepro nor a part of `loader` counts epochs, or if `start` is not
+    0 and the loader reads an `IterableDataset` or is not seeded by torchrepro.
+    Without a profile, a loader that torchrepro does not seed raises no error: the loader starts
+    from its first batch, and a line on stderr reports that `start` was ignored.
     """
     number, skipped = nonnegative_int("epoch", epoch), nonnegative_int("start", start)
     loading = named_loading_of(loader)
@@ -241,7 +241,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
 
 
 def _settle() -> None:
-    """Install or remove the hooks, as policies and named loaders need them now."""
+    """Install the hooks if a policy or a named loader needs them now, else remove them."""
     _unsettled.append(True)
     if len(_unsettled) > 1:
         return  # called by the garbage collector within `_settle`: the outer call handles it
@@ -276,9 +276,9 @@ def _wrap(module: str) -> None:
 
 
 def _borrowed(owner: Any, name: str) -> Any:
-    """Return a private attribute of a loader or its iterator; torch has no public access to it.
+    """Return the private attribute `name` of a loader or iterator: no public function returns it.
 
-    Raises `SeedingError` if torch or torchdata no longer has it.
+    Raises `SeedingError` if this version of torch or torchdata does not have the attribute.
     """
     if not hasattr(owner, name):
         raise SeedingError.about(
@@ -290,7 +290,7 @@ def _borrowed(owner: Any, name: str) -> Any:
 
 def _wrapped_iter(original: Any, loader: Any) -> Any:
     if any(start.loader is loader for start in _being_started):
-        return original(loader)  # a wrapper of an earlier profile, which another wrapper has kept
+        return original(loader)  # called by our wrapper of an earlier profile
     # A checkpoint may need the progress of the program in this epoch.
     in_main = threading.current_thread() is threading.main_thread()
     is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
@@ -312,7 +312,7 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
 def _unbegun_iterator(loader: Any) -> Any:
     """Create the iterator that torch would return for `loader`, without starting the epoch.
 
-    Returns None if the class of `loader` makes its iterators itself.
+    Returns None if the class of `loader` creates iterators itself.
     """
     from torch.utils.data import DataLoader, dataloader
 
@@ -326,14 +326,14 @@ def _unbegun_iterator(loader: Any) -> Any:
     name = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
     iterator_class: Any = getattr(dataloader, name)
     unbegun = iterator_class.__new__(iterator_class)
-    unbegun._shutdown = True  # noqa: SLF001 - it has no workers to end until it begins
+    unbegun._shutdown = True  # noqa: SLF001 - it has no workers to shut down yet
     if is_persistent:
         loader._iterator = unbegun  # noqa: SLF001 - see `_borrowed`
     return unbegun
 
 
 def _begin(original: Callable[[Any], Any], loader: Any, iterator: Any) -> Any:
-    """Begin the epoch of `iterator`, which `_unbegun_iterator` has made."""
+    """Begin the epoch of `iterator`, which `_unbegun_iterator` has created."""
 
     def begin(loader: Any) -> Any:
         if "_dataset" in vars(iterator):
@@ -359,7 +359,7 @@ def _wrapped_next(original: Any, iterator: Any) -> Any:
 
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
-    """Return the iterator of `loader`, and start its iteration if torchdata has not yet."""
+    """Return the iterator of `loader`, and start the iteration if torchdata has not started it."""
     delivery = loader_positions.delivery_of(loader)
     # torchdata has already begun the iteration if the program has called `state_dict` before the
     # first batch. It begins another one if the loaded state was saved at the end of an epoch.
@@ -437,7 +437,7 @@ _finder = AfterImport(LOADERS, _wrap)
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
-    """Start an iteration of `loader`, seeded if a policy or its name asks for it."""
+    """Start an iteration of `loader`, seeded if the policy is `auto` or the loader has a name."""
     start = _Start(loader)
     with _starting, ExitStack() as until_begun:
         _being_started.append(start)
@@ -465,9 +465,9 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
     if not _is_of_torch(iterator):
         return begun  # the class of the loader reads its dataset itself
     if loading is not None and loading.stream is None:
-        # Torch passes its base seed to workers, and offers no public access to it here.
+        # torch passes the base seed to workers only: this process has no public access to it.
         loading.stream = epoch_stream(int(_borrowed(iterator, "_base_seed")))
-    # The program may read the attributes of the iterator, and has to find its own objects there.
+    # The program may read the attributes of the iterator, and expects its own objects in them.
     attributes = vars(iterator)
     if isinstance(attributes.get("_index_sampler"), SeededSampler):
         attributes["_index_sampler"] = attributes["_index_sampler"].sampler
@@ -504,7 +504,7 @@ def _loading_of_iteration(loader: Any) -> Loading | None:
 
 
 def author_seeds_workers(loader: Any) -> bool:
-    """Return whether `loader` has a `worker_init_fn` that is not a framework's."""
+    """Return whether `loader` has a `worker_init_fn` that is not in `WORKER_SEEDERS`."""
     init = getattr(loader, "worker_init_fn", None)
     return init is not None and worker_seeder(init) is None
 

@@ -1,8 +1,8 @@
-"""The progress of a program in the epochs of its loaders, and how another run resumes them.
+"""Record how far a program has read each loader, and resume interrupted epochs in another run.
 
-An epoch is resumed in four steps: restore the generators as they were when the epoch began, start
-the iteration, skip the batches that are done, and restore the generators as they were when the
-epoch was interrupted.
+An interrupted epoch is resumed in four steps: restore the generators' states from the start of the
+epoch, start the iteration, skip the batches that are done, and restore the generators' states from
+the interruption.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ Restore = Callable[[], None]
 
 @dataclass(slots=True, eq=False)
 class _GeneratorOwner:
-    """A loader that has its own generators, and the loaders that are made from it."""
+    """A loader that has its own generators, and copies of that loader that skip batches."""
 
     signature: str
     number: int
-    epochs: int = 0  # how many it has begun
+    epochs: int = 0  # number of epochs that have begun
 
 
 @dataclass(slots=True)
 class Resumption:
     """An interrupted epoch that the next iteration of a loader resumes.
 
-    `restore` sets every generator to its state at the interruption. The first `skip` batches are
-    skipped by torchrepro; a program may skip further ones itself.
+    `restore` sets all generators to the states that they had at the interruption. torchrepro skips
+    the first `skip` batches. The program may skip further batches itself.
     """
 
     progress: Mapping[str, Any]
     restore: Restore
     skip: int = 0
-    resumed_epochs: list[int] = field(default_factory=list)  # of the samplers, at the resumption
-    iterations: int = 0  # how many have begun since
+    resumed_epochs: list[int] = field(default_factory=list)  # epoch of each sampler
+    iterations: int = 0  # begun in the resumed run
 
     def begin(self, loader: Any) -> None:
         write_states(loader, self.progress["start"])
@@ -65,9 +65,9 @@ class Resumption:
         report_changed_reading(loader, self.progress["reading"])
 
     def correct_epochs(self, loader: Any) -> None:
-        """Correct the epochs of the samplers of `loader`, so that they match the uninterrupted run.
+        """Set the epoch of each sampler of `loader` to the epoch in the uninterrupted run.
 
-        The program sets them from 0 again, or the samplers count on from their own state.
+        Otherwise the epochs would count from the start of the resumed run, often from 0 again.
         """
         counting = _counting_parts(loader)
         if not self.iterations:
@@ -79,41 +79,42 @@ class Resumption:
         self.iterations += 1
 
 
-_awaited: list[Resumption] = []  # interrupted epochs that wait for a loader of their signature
-_ended: list[Resumption] = []  # saved at their last batch: resumed if a program skips all batches
-_resting: list[Mapping[str, Any]] = []  # from `resting`, for the next epoch of each signature
-_resumptions: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()  # by loader, next or last
+_awaited: list[Resumption] = []  # interrupted epochs that no loader resumes yet
+_ended: list[Resumption] = []  # epochs saved at their end, for programs that skip all batches
+_resting: list[Mapping[str, Any]] = []  # saved by `resting`, for the next epochs
+_resumptions: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()  # loader -> next or latest
 _owners: WeakKeyDictionary[Any, _GeneratorOwner] = WeakKeyDictionary()  # by loader
 _single_epoch: Counter[str] = Counter()  # signature -> how many loaders died after one epoch
-# Iterators that begin with the first batch, in order of their making, each with its start function.
+# Iterator whose epoch begins at the first batch -> epoch, start function; in order of creation.
 _waiting: WeakKeyDictionary[Any, tuple[Delivery, Callable[[Any], Any]]] = WeakKeyDictionary()
 _deliveries: WeakSet[Delivery] = WeakSet()
-_followed: WeakKeyDictionary[Any, Delivery] = WeakKeyDictionary()  # by torch's iterator, the last
+_followed: WeakKeyDictionary[Any, Delivery] = WeakKeyDictionary()  # torch's iterator -> last epoch
 _beginning: list[Delivery] = []
 _NOT_RESUMED: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
 _numbers = iter(range(2**63))
-_DEPTH, _FEW = 5, 100  # how deep, and in how long lists, `_has_generator` searches a dataset
+_DEPTH, _FEW = 5, 100  # maximum depth and list length
 
 
 @dataclass(slots=True)
 class _RunState:
-    first_number: int = -1  # loaders and epochs with lower numbers belong to an earlier run
+    first_number: int = -1  # loaders with lower numbers belong to an earlier run
     late_begin: tuple[Restore, int] | None = None  # see `begin_at_first_batch`
-    restored_unread: bool = False  # whether it has set a state of torch's that it had not read
+    restored_unread: bool = False  # whether the program set a state that it had not read
 
 
 _run = _RunState()
 
 
 class Delivery:
-    """The progress of the program in one epoch of a loader.
+    """The program's progress in one epoch of a loader.
 
-    It is made when the program asks for an iterator, begins the epoch (`begin`) and then returns
-    each batch (`advance`). It keeps alive neither loader nor iterator, and dies with the iterator.
+    An instance is created when the program requests an iterator. `begin` begins the epoch, and
+    `advance` returns each batch. The instance refers weakly to a DataLoader and its iterator, and
+    is freed with the iterator.
 
-    It resumes an interrupted epoch if `resumption` is given, or if one waits for the loader.
-    `states` are the generators' states when the epoch began, `batches` counts the batches that the
-    program has received or a sampler has skipped, and `skip` those that are still to be skipped.
+    It resumes an interrupted epoch if `resumption` is set, or if an epoch waits for this loader.
+    `states` are the states of the generators when the epoch began. `batches` counts the batches
+    that the program received or a sampler skipped. `skip` counts the batches still to be skipped.
     """
 
     def __init__(self, loader: Any, resumption: Resumption | None = None) -> None:
@@ -131,7 +132,7 @@ class Delivery:
 
     @property
     def loader(self) -> Any:
-        """The loader, or its dataset and sampler as the iterator keeps them once it is freed."""
+        """The loader, or an object with its dataset and sampler if the loader itself is freed."""
         loader, iterator = self._loader(), self._iterator()
         if loader is not None or iterator is None:
             return loader
@@ -139,7 +140,7 @@ class Delivery:
         return SimpleNamespace(dataset=kept["_dataset"], sampler=kept["_index_sampler"])
 
     def begin(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begin the epoch; return the iterator that `start` makes."""
+        """Begin the epoch, and return the iterator that `start` creates."""
         loader, resumption = self._loader(), self.resumption
         self.owner = _owner(loader)
         if self.owner is not None:
@@ -167,18 +168,18 @@ class Delivery:
         self._reads_here = not getattr(iterator, "_num_workers", 0)
         _deliveries.add(self)
         if resumption is not None and not resumption.progress["batches"]:
-            self._restore_once()  # a rank that receives its batches from another one reads none
+            self._restore_once()  # this rank gets its batches from another rank
         return begun
 
     def note_iterator(self, iterator: Any) -> None:
-        """Note the iterator of torch that the epoch has begun with."""
+        """Remember torch's iterator over this epoch."""
         self._iterator = ref(iterator)
         if type(iterator).__hash__ is not None:
             _followed[iterator] = self
 
     @property
     def is_in_use(self) -> bool:
-        """Return whether the program, and not only a loader with persistent workers, has it."""
+        """Return False if only a loader with persistent workers still refers to the iterator."""
         kept = getattr(self._loader(), "_iterator", None)
         if kept is None or kept is not self._iterator():
             return True
@@ -186,7 +187,10 @@ class Delivery:
         return _references(self._iterator) > _BY_ONE
 
     def note_seeding(self, loading: Loading) -> None:
-        """Note what seeds the samples; have the sampler skip batches if that is exact."""
+        """Store the seeding of the samples; let the sampler skip done batches without loading them.
+
+        An `IterableDataset`, and a dataset with its own generator, must load the skipped batches.
+        """
         has_indices = self.skip and not reads_items(self.loader)
         if has_indices and not _has_generator(self.loader.dataset):
             loading.start = loading.start or self.skip
@@ -197,7 +201,7 @@ class Delivery:
         loading.given = loading.given if saved is None else Given(*map(bytes.fromhex, saved))
 
     def advance(self, read: Callable[[], Any]) -> Any:
-        """Return the program's next batch, and skip the batches of `read` that are already done."""
+        """Return the next batch from `read`, after skipping the batches that are already done."""
         if self._is_reading:
             return read()
         self._is_reading = True
@@ -225,9 +229,9 @@ class Delivery:
 
     def _before_reading(self) -> None:
         # A sampler may draw its order at the first batch, so the states just before it are saved.
-        # Samples without a stream draw from the program's generators, as the training does. If such
-        # a batch was prefetched, its states differ from those at the interruption, so the states
-        # before the last batch are saved as well.
+        # Unseeded samples draw from the same generators as the training. A prefetched batch was
+        # read before the latest draws of the training. So the states just before the last batch are
+        # saved as well.
         is_unseeded = self.loading is None or reads_items(self.loader)
         needs_last_states = self._is_read_ahead and is_unseeded
         saved = _NOT_RESUMED if self.resumption is None else self.resumption.progress
@@ -238,7 +242,7 @@ class Delivery:
             self._first = read_states(self.loader)
         elif needs_last_states and batches_left == 1 and saved["last"] is not None:
             write_states(self.loader, saved["last"])
-        if batches_left <= 0 and reads_items(self.loader):  # its sampler draws no order
+        if batches_left <= 0 and reads_items(self.loader):  # no order to draw
             self._restore_once()
         if needs_last_states:
             self._last = read_states(self.loader)
@@ -255,7 +259,7 @@ class Delivery:
             "kind": kind_of(self.loader),
             "number": self.number,
             "batches": self.batches,
-            "reading": {} if self._has_state else self.reading,  # its own state has it too
+            "reading": {} if self._has_state else self.reading,  # torchdata's state has it
             "samplers": self.epochs,
             "named": named and {"epoch": named.epoch, "program_seed": named.program_seed},
             "given": given and [seed.hex() for seed in given],
@@ -274,11 +278,11 @@ def _references(weak: Callable[[], Any]) -> int:
 _referenced_once = [Counter[str]()]
 _BY_ONE = _references(
     ref(_referenced_once[0])
-)  # interpreters count references on their stack or not
+)  # some interpreters also count references on their stack
 
 
 def followed(iterator: Any) -> Delivery | None:
-    """Return the epoch that `iterator` is in, which begins now if it waits for its first batch."""
+    """Return the epoch that `iterator` reads, or None. Begin the epoch if it has not begun."""
     if type(iterator).__hash__ is None:
         return None
     if len(_waiting) and iterator in _waiting:
@@ -291,12 +295,12 @@ def begins_late() -> bool:
 
 
 def wait(iterator: Any, delivery: Delivery, start: Callable[[Any], Any]) -> None:
-    """Have `delivery` begin with ``start(iterator)`` when the first batch of a loader is read."""
+    """Delay the epoch `delivery`: it begins by ``start(iterator)`` when a batch is read."""
     _waiting[iterator] = delivery, start
 
 
 def _begin_in_turn(iterator: Any) -> None:
-    # All iterators that were made before it, and wait for their first batch as well, begin first.
+    # Iterators that were created earlier, and are still waiting, begin before `iterator`.
     iterators = list(_waiting)
     count = next(n for n, waiting in enumerate(iterators, 1) if waiting is iterator)
     if _run.late_begin is not None:
@@ -321,23 +325,23 @@ def named_loading_of(loader: Any) -> NamedLoading | None:
 
 
 def is_kept(loader: Any) -> bool:
-    """Return whether `loader` is a DataLoader that can be a key of a dict: a list is neither."""
+    """Return whether `loader` is a hashable DataLoader, which can be a key of a dict."""
     from torch.utils.data import DataLoader
 
     return isinstance(loader, DataLoader) and type(loader).__hash__ is not None
 
 
 def kind_of_dataset(dataset: Any) -> str:
-    """Return the type and length of `dataset` in words, such as ``Pictures[50000]``."""
+    """Return the type and length of `dataset` as text, such as ``Pictures[50000]``."""
     try:
         length = str(len(dataset))
-    except Exception:  # noqa: BLE001 - a dataset without a length raises what its author likes
+    except Exception:  # noqa: BLE001 - a program's `__len__` may raise any error
         length = "?"
     return f"{type(dataset).__name__}[{length}]"
 
 
 def samplers_within(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler`, the sampler that it wraps, and so on."""
+    """Yield `sampler`, then the sampler inside it, and so on to the innermost sampler."""
     seen: list[Any] = []
     while sampler is not None and all(sampler is not outer for outer in seen):
         seen.append(sampler)
@@ -356,9 +360,9 @@ def _alive() -> list[Delivery]:
 
 
 def places(*, over: bool) -> list[dict[str, Any]]:
-    """Return the progress of the loaders whose epoch is not over, in the order of their begins.
+    """Return the progress of each epoch whose iterator the program still has, oldest first.
 
-    With `over`, of the loaders at their end whose iterator the program still has.
+    `over` selects the epochs that have reached their end. Otherwise these epochs are omitted.
     """
     return [delivery.progress() for delivery in _alive() if delivery.is_over == over]
 
@@ -368,7 +372,7 @@ def latest_delivery(loader: Any) -> Delivery | None:
 
 
 def place_of(loader: Any) -> dict[str, Any] | None:
-    """Return the progress of the program in the latest living iteration of `loader`."""
+    """Return the progress in the latest epoch of `loader` that is still in use, or None."""
     latest = latest_delivery(loader)
     return None if latest is None else latest.progress()
 
@@ -390,7 +394,7 @@ def _note_end(owner: _GeneratorOwner) -> None:
 def resting() -> list[dict[str, Any]]:
     """Return the states of the loaders' own generators, except for loaders within an epoch.
 
-    Loaders that the program makes for a single epoch are omitted: the next one has new generators.
+    Omits a loader that the program creates for one epoch, as the next loader has new generators.
     """
     busy = [delivery.owner for delivery in _alive() if not delivery.is_over]
     lasting = {
@@ -409,9 +413,9 @@ def resting() -> list[dict[str, Any]]:
 
 
 def restore_idle_loaders(saved: Sequence[Mapping[str, Any]]) -> None:
-    """Begin a run: restore the generators of each loader in `saved` once it begins an epoch.
+    """Begin a run in which each loader in `saved` restores its generators at its next epoch.
 
-    Loaders that were used before the run no longer count.
+    Also resets the count of loaders that were used for only one epoch.
     """
     _run.first_number = next(_numbers)
     _resting[:] = saved
@@ -433,10 +437,10 @@ def _restore_resting(loader: Any) -> None:
 
 
 def begin_at_first_batch(restore: Restore, together: int) -> None:
-    """Call `restore`, and then begin the epochs of the next loaders, when a first batch is read.
+    """Delay the next epochs: when a first batch is read, call `restore`, and then begin them.
 
-    The first `together` of them begin at once. For frameworks that make the iterators earlier in
-    a resumed run than in a new run.
+    At that moment the first `together` epochs begin. This is for a framework that creates the
+    iterators earlier in a resumed run than in a new run.
     """
     _run.late_begin = (restore, together)
 
@@ -446,19 +450,19 @@ def await_loaders(
     restore: Restore,
     ended: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Have the next loader with the signature of each `interrupted` epoch resume it.
+    """Resume each `interrupted` epoch in the next loader with the same signature (see `kind_of`).
 
-    The program skips the batches that are done. `restore` sets every generator to its state at the
-    interruption. The `ended` epochs are for `skip_batches`.
+    The program itself skips the batches that are done. `restore` sets every generator to its state
+    at the interruption. `skip_batches` uses the `ended` epochs.
     """
     _awaited[:] = [Resumption(progress, restore) for progress in interrupted]
     _ended[:] = [Resumption(progress, restore) for progress in ended]
 
 
 def skip_batches(loader: Any, skipping: Any, number: int) -> bool:
-    """Treat `skipping` as `loader` without the first `number` batches of its epoch.
+    """Treat `skipping` as a copy of `loader` that skips the first `number` batches of an epoch.
 
-    Returns whether the epoch was saved at its end and all its batches are skipped.
+    Returns True if the epoch was saved after its last batch, and `skipping` skips all batches.
     """
     signature, owner = kind_of(loader), _owner(loader)
     if owner is not None:
@@ -473,13 +477,13 @@ def skip_batches(loader: Any, skipping: Any, number: int) -> bool:
 
 
 def batches_done(loader: Any) -> int | None:
-    """Return how many batches of the epoch that waits for `loader` are done; None without one."""
+    """Return how many batches are done in the epoch that `loader` will resume, or None."""
     resumption = _awaited_by(loader)
     return None if resumption is None else int(resumption.progress["batches"])
 
 
 def loaders_behind() -> list[str]:
-    """Return texts for the loaders that resume an epoch and have not reached its interruption."""
+    """Return a text for each resumed loader that has not reached the interrupted batch again."""
     return [
         f"the position of the loader over {kind_of_dataset(epoch.loader.dataset)} in its epoch"
         for epoch in _alive()
@@ -493,14 +497,14 @@ def signatures_in_use() -> set[str]:
 
 
 def take_up(loader: Any, progress: Mapping[str, Any], restore: Restore, skip: int = 0) -> None:
-    """Have the next iteration of `loader` resume `progress`, and skip `skip` batches."""
+    """Make the next iteration of `loader` resume the epoch `progress`, and skip `skip` batches."""
     number = progress["number"]
     _awaited[:] = [awaited for awaited in _awaited if awaited.progress["number"] != number]
     _resumptions[loader] = Resumption(progress, restore, skip)
 
 
 def forget_resumptions() -> None:
-    """Forget all epochs to be resumed: the undo of a profile, after which torch loads alone."""
+    """At the undo of a profile, forget all epochs to be resumed, and begin waiting iterators."""
     for waiting in (_awaited, _ended, _resting, _single_epoch, _resumptions):
         waiting.clear()
     _run.late_begin = None
@@ -525,13 +529,13 @@ def _next_resumption(loader: Any) -> Resumption | None:
 
 
 def kind_of(loader: Any) -> str:
-    """Return a text by which a resumed run finds the loader again: its dataset and sampler."""
+    """Return the signature by which a resumed run recognizes `loader`: dataset and sampler."""
     *_, sampler = None, *samplers_within(_top_sampler(loader))
     return f"{kind_of_dataset(getattr(loader, 'dataset', loader))} {type(sampler).__name__}"
 
 
 def _attributes(part: Any) -> dict[str, Any]:
-    """Return the instance attributes of `part`; its class may compute others on each access."""
+    """Return the instance attributes of `part`, without attributes that its class computes."""
     with suppress(AttributeError):
         attributes: dict[str, Any] = object.__getattribute__(part, "__dict__")
         return attributes
@@ -539,14 +543,14 @@ def _attributes(part: Any) -> dict[str, Any]:
 
 
 def _top_sampler(loader: Any) -> Any:
-    # A class that makes its sampler on each access would draw an order, so it is not asked.
+    # Only instance attributes: a property that creates a sampler might draw an order.
     attributes = _attributes(loader)
     batches = attributes.get("batch_sampler")
     return attributes.get("sampler") if batches is None else batches
 
 
 def report_changed_reading(loader: Any, saved: Mapping[str, int]) -> None:
-    """Report if `reading_of(loader)` differs from `saved`, as it was when the run was saved."""
+    """Report if `reading_of(loader)` differs from `saved`, the result in the saved run."""
     now = reading_of(loader)
     changed = sorted(name for name in saved.keys() & now.keys() if saved[name] != now[name])
     if not changed or world().rank:
@@ -561,9 +565,9 @@ def report_changed_reading(loader: Any, saved: Mapping[str, int]) -> None:
 
 
 def reading_of(loader: Any) -> dict[str, int]:
-    """Return the batch size of `loader` and the seeds of its samplers, as far as they are ints.
+    """Return the batch size of `loader` and the seeds of its samplers, by attribute name.
 
-    The program's own samplers may use these names for anything else.
+    Skips values that are not ints: the program's own samplers may use these names differently.
     """
     return {
         name: value
@@ -579,7 +583,7 @@ def set_epoch_of_parts(loader: Any, epoch: int) -> None:
 
 
 def parts_with_epochs(loader: Any) -> list[Any]:
-    """Return the samplers and the dataset of `loader`, if they have a `set_epoch`."""
+    """Return the samplers and the dataset of `loader` that have a method `set_epoch`."""
     parts = (*_samplers(loader), getattr(loader, "dataset", None))
     settable = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
     return list(settable.values())
@@ -636,7 +640,7 @@ def _read(slots: Mapping[str, Slot]) -> Mapping[str, Any]:
 
 
 def read_states(loader: Any) -> Mapping[str, Any]:
-    """Return the states of all generators that the order of `loader` may be drawn from."""
+    """Return the states of the global CPU generators and of the generators of `loader`."""
     return _read({**host_slots(), **_loader_slots(loader)})
 
 
@@ -650,17 +654,17 @@ def encoded_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if states is None else {name: encoded(state) for name, state in states.items()}
 
 
-# A program may restore torch's generator as it was at a step, but not as it was when the epoch
-# began. Without a profile that is exact if samples are loaded in the main process, because they
-# draw from that generator. Under `auto` they draw from the base seed of the epoch, which then
-# differs from the uninterrupted run: a line on stderr reports it.
+# A program's own checkpoint may have the state of torch's generator at the saved step, but not at
+# the start of the epoch. Without a profile, samples loaded in the main process draw from that
+# generator, so the resumed run is exact. Under `auto` they draw from the base seed of the epoch,
+# which differs in the resumed run. A line on stderr reports this case.
 
 _GET, _SET = "get_rng_state", "set_rng_state"
 _states_read: deque[int] = deque(maxlen=1000)  # digests
 
 
 def watch_own_resumes(*, begins: bool) -> None:
-    """Observe the program's calls that get and set the state of torch's generator, or stop that."""
+    """Start or stop observing the program's calls that get or set torch's generator state."""
     _states_read.clear()
     _run.restored_unread = False
     if not begins:
@@ -675,7 +679,7 @@ def _note_state(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
     if package(frame) in ("torch", "torchrepro"):
-        return  # `fork_rng` and checkpointed layers restore states that they have read
+        return  # torch restores only states that it has read, as `fork_rng` does
     state = hash(sys.modules["torch"].default_generator.get_state().numpy().tobytes())
     if state in _states_read:
         return
