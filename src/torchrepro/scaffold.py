@@ -32,7 +32,7 @@ RESERVED = {
 
 @dataclass(frozen=True, slots=True)
 class NewPack:
-    """A pack of profiles; the name of the pack is the prefix of their names."""
+    """A pack of profiles, whose names all begin with the name of the pack."""
 
     folder: Path
     name: str
@@ -51,7 +51,7 @@ class NewPack:
 
 
 def write_pack(folder: Path) -> NewPack:
-    """Write a pack with the name of `folder`, which must be new or empty.
+    """Write a pack into `folder`, which must be new or empty; the pack has the folder's name.
 
     Raises `ProfileError`, and leaves no file behind, if the name or the folder cannot be used.
     """
@@ -108,8 +108,8 @@ def _taken(pack: NewPack) -> str:
 def write_quickstart(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Write a program and a profile into `folder`; create the folder if needed.
 
-    Returns both files, and command lines to try with their descriptions. Raises `ProfileError`, and
-    leaves no file behind, if a file exists or cannot be written.
+    Returns the paths of both files, and a description for each command line that the user may try.
+    Raises `ProfileError`, and leaves no file behind, if a file exists or cannot be written.
     """
     todo = "name another folder: torchrepro quickstart DIR"
     texts = _rendered("quickstart")
