@@ -108,7 +108,7 @@ def __getattr__(name: str) -> object:
 
 
 def _loaded(module: str) -> object:
-    """Import `module` without a garbage collection in between.
+    """Import `module` with garbage collection switched off.
 
     Imports create hardly any garbage, and with torch loaded a full collection takes as long as all
     of these imports.

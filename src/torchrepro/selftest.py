@@ -1,9 +1,9 @@
 """Test every promise on this machine in child processes, and leave no file or setting behind.
 
-A child process starts without torch. So variables are tested before the import of torch, as a
-program would set them. The process reads trials as JSON and prints one line of JSON for each
-trial; without trials it prints facts about the machine. The function that tests a promise raises
-an error if the promise does not hold.
+A child process starts without torch, so that it sets environment variables before it imports torch,
+as a program would. It reads trials as JSON and prints one line of JSON for each trial; without
+trials it prints facts about the machine. The function that tests a promise raises an error if the
+promise does not hold.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _reaches_a_new_process(knob: Knob) -> None:
 
 
 def dropout_is_zeroed(device: str) -> None:
-    """Test that functions drop elements before and after the policy, but not under it."""
+    """Test that functions drop elements before and after `dropout: zero`, but not under it."""
     import torch
     from torch import nn
 
@@ -209,7 +209,7 @@ def dropout_is_zeroed(device: str) -> None:
 
 
 def host_draws(device: str) -> None:
-    """Test that the device draws the same numbers as the CPU under the policy, and only then."""
+    """Test that `device.rng: host` draws the CPU's random numbers on the device, until its undo."""
     import torch
 
     draws: dict[str, Callable[[str], torch.Tensor]] = {
@@ -239,7 +239,7 @@ def host_draws(device: str) -> None:
 
 
 def fallback_runs_on_cpu(device: str) -> None:
-    """Test that an op that torch refuses to run on this device runs under the policy."""
+    """Test that `device.fallback: cpu` runs an op that torch refuses to run on this device."""
     import torch
 
     indices, values = torch.tensor([0, 0, 3]).to(device), torch.tensor([1.0, 2.0, 5.0]).to(device)
@@ -274,7 +274,7 @@ def fallback_runs_on_cpu(device: str) -> None:
 
 
 def one_bit_is_found(device: str) -> None:
-    """Test that a comparison finds the op with one value that differs by one ulp."""
+    """Test that a comparison finds the only op whose result differs, by one ulp in one value."""
     import torch
 
     from torchrepro.trace.recorder import end_step, record
@@ -400,7 +400,7 @@ _NAMED = 2  # up to so many settings or promises are listed by name
 
 
 class Result(StrEnum):
-    """The result of a promise on a device."""
+    """The result of one test of a promise."""
 
     HELD = "held"
     FAILED = "failed"
@@ -636,8 +636,7 @@ def _child(
 def environment_below(folder: Path) -> dict[str, str]:
     """Return environment variables for a child, so that libraries write their files to `folder`.
 
-    The variables of knobs and of torchrepro are removed, so that a profile around the self-test is
-    not active in the child.
+    It has no variables of knobs or of torchrepro, so a profile around the self-test is not active.
     """
     removed = {knob.variable for knob in CATALOGUE if knob.variable}
     kept = {
@@ -657,8 +656,8 @@ def environment_below(folder: Path) -> dict[str, str]:
 def machine_facts() -> dict[str, Any]:
     """Return versions, hardware and devices as plain JSON values; imports torch.
 
-    The result has no name of the machine or of a person. Its entry ``absent`` maps every device
-    that this machine does not have to the reason.
+    The result has no name of the machine or of a person. Its entry ``absent`` maps every missing
+    device to the reason.
     """
     torch = import_module("torch")
     absent = {HARDWARE[name]: why for name, why in absent_hardware().items()}

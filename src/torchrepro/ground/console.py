@@ -126,7 +126,7 @@ def say(*lines: object) -> None:
 
 
 def note(*lines: object) -> None:
-    """Write `lines` as `say` does, except in quiet mode; for information without a problem."""
+    """Write `lines` as `say` does, except in quiet mode; for lines that only inform."""
     if verbosity() is not Verbosity.QUIET:
         say(*lines)
 
@@ -242,8 +242,7 @@ def _broken(text: Any, console: Any, width: int) -> Iterator[Any]:
     """Yield a text as lines of at most `width` columns, broken between words.
 
     A longer word stays whole, so that users can copy it from the terminal; rich would break it.
-    The exception is a ``file:line``: it is cut in the middle, so that its line number stays
-    visible.
+    Only a ``file:line`` is cut in the middle, so that its line number stays visible.
     """
     from rich.cells import cell_len
 

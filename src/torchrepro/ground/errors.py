@@ -126,7 +126,7 @@ class DriftError(TorchreproError, RuntimeError):
 
 
 def by_write(drift: Iterable[Any]) -> list[list[Any]]:
-    """Return changes of knobs grouped by the line that wrote them, or alone without a line."""
+    """Return changes of knobs grouped by the line that wrote them; each alone if it is unknown."""
     groups: dict[Any, list[Any]] = {}
     for number, change in enumerate(drift):
         write = (change.where, change.called, change.when) if change.where else number
@@ -149,14 +149,14 @@ class TraceError(_WrongRequestError):
 class ExitStatus:
     """Ends the process with the status `value`, if it is set, when Python frees the object.
 
-    Pass the object as an argument to an exit handler. Python frees the arguments after all
-    handlers have run, and before it flushes standard output
+    Pass the object as an argument to an exit handler. Python frees the arguments after all handlers
+    have run, and before it flushes standard output
     (https://github.com/python/cpython/blob/main/Modules/atexitmodule.c). An exception in a handler
     would be printed without changing the status, and `os._exit` in a handler would skip the other
     handlers.
 
     `value` also replaces the status of a program that ends with, say, ``sys.exit(5)``, because
-    Python gives no access to that status. So a failure stays a failure, but with another number.
+    Python gives no access to that status. So a failed program still fails, but with another status.
     """
 
     value: int | None = None

@@ -1,6 +1,6 @@
 """Locks that are free in a forked child, even if another thread of the parent had acquired them.
 
-The module also detects multiprocessing's fork server. It forks children before the program runs.
+The module also detects multiprocessing's fork server, a process that only forks children.
 
 `import torchrepro` loads this module, so it imports only modules that Python has already loaded.
 """

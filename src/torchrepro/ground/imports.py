@@ -81,7 +81,7 @@ def when_imported(module: ModuleType, call: Callable[[], None]) -> None:
 
 
 class AfterImport:
-    """Calls `call` with the name of a module after its import, for each of `modules`.
+    """Calls `call` with the name of a module after each import of one of `modules`.
 
     A name that ends in `*` matches every module whose name begins with the text before the `*`. A
     search without an import, as by `importlib.util.find_spec`, does not count as an import.

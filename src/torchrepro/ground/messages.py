@@ -68,7 +68,7 @@ def some(words: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return `value` as a user would write it in YAML, on one line and shortened to `WIDE`."""
+    """Return `value` as a user would write it in YAML, on a line of at most `WIDE` characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     try:

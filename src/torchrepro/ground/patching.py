@@ -55,8 +55,8 @@ def surround_everywhere(
 ) -> None:
     """Do as `surround` with a function of `module`, also in modules that imported it by its name.
 
-    Searches the modules in `among`, or all modules. After a fork, a search copies memory of each
-    module.
+    Searches the modules in `among`, or all modules; in a forked child, all would be copied in
+    memory.
 
     The undo restores the function in the same modules. A module that imported the wrapper under
     another name keeps it, so the wrapper itself must check whether a profile is active. Raises

@@ -46,7 +46,7 @@ _ORDINARY_TOKEN = re.compile(
 
 _ORDINARY_CHARACTERS = re.compile(r"[A-Za-z0-9_./:+,\[\]\-]{0,200}")
 _LONG = 8  # a word of at least so many letters must have vowels
-_UNREADABLE = 6  # a readable word has a vowel for every so many letters
+_UNREADABLE = 6  # the most letters per vowel in a readable word
 _SHORT = 6  # shorter values are not searched for in other text: they are too common
 _LONG_SECRET = 12  # shorter values are searched for as whole words only
 _EVERYDAY = re.compile(r"[a-z]{1,10}|\d{1,5}|[Tt]rue|[Ff]alse|/[^\n]*")
@@ -84,8 +84,7 @@ def sounds_secret(name: str) -> bool:
 def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
     """Return the secret values in `variables`, and their parts.
 
-    A value is secret if the name of its variable sounds secret. Logins of URLs are secret in all
-    values.
+    A value is secret if the name of its variable sounds secret. Every login in a URL is secret.
     """
     secrets: set[str] = set()
     for name, value in variables.items():
@@ -170,10 +169,10 @@ def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
 def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
     """Return `words` with `(hidden)` in place of each word that may be a secret.
 
-    Numbers, names of options, existing files and ordinary words are shown. A value is hidden if
-    its option or key sounds secret, or is one letter that need not name a file. Code, headers,
-    JSON, text that looks like a key, and values that contain one of `secrets` are hidden. So are
-    the login and query of a URL.
+    Numbers, names of options, existing files and ordinary words are shown. A value is hidden if its
+    option or key sounds secret, or is a single letter, except the letters in `_NAMING`. Also hidden
+    are code, headers, JSON, text that looks like a key, and text that contains one of `secrets`.
+    The login and query of a URL are hidden.
     """
     secrets = tuple(secrets)
     # The first word is the program, which often is an existing file.

@@ -1,7 +1,7 @@
 """Write a file completely or not at all, and never through a link that leads elsewhere.
 
-Other people write to a repository. If they could put a link at the path of the file or of a
-temporary file, they could choose which of the user's files is overwritten.
+Other people write to a repository. They could put a link at the path of the file or of a temporary
+file, and so choose which of the user's files is overwritten.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ADDED = 8  # random bytes in the name of the temporary file
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that no reader ever sees a part of it, even after a crash.
 
-    The content is first written to a temporary file in the same folder. Its name is random, so no
-    link can have it. A link at `path` itself is replaced. Raises `OSError`.
+    The content is first written to a temporary file in the same folder. The temporary file has a
+    random name, so no link can have the same name. A link at `path` is replaced. Raises `OSError`.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(_ADDED).hex()}")
     try:
@@ -49,7 +49,7 @@ def write_in_place(path: Path, text: str, what: str = "the lock") -> None:
     home = next(repositories, folder)
     try:
         if folder == Path("/dev") or (target.exists() and not target.is_file()):
-            path.write_text(text, encoding="utf-8")  # such as /dev/stdout
+            path.write_text(text, encoding="utf-8")  # a device, such as /dev/stdout
             return
         if path.is_symlink() and not target.is_relative_to(home):
             problem, todo = f"a link that leads out of {home}", "name the file itself"

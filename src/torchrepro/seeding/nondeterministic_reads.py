@@ -1,19 +1,18 @@
 """Records which lines of a program read a source of nondeterminism, such as the clock.
 
 A watch records the first read of each source at each line of the program. A generator that is made
-without a seed counts as a read once it draws before it is seeded. If a library makes such a
-generator, the record names the line of the program that called the library, and the library's
-function. It is ignored if the library makes it during its own import, or if the library draws only
-for itself. Other reads in libraries are ignored, except reads that `uuid` or `glob` make for the
-program. Forked children report their reads. They also report their draws if timing or the
-operating system decides which random numbers they get.
+without a seed counts as a read once it draws before it is seeded. If a library makes the generator,
+the record names the line of the program that called the library, and the library's function. The
+generator is ignored if the library is just being imported, or draws only for itself. Other reads in
+libraries are ignored, except reads that `uuid` or `glob` make for the program. Forked children
+report their reads. They also report their draws if timing or the operating system decides which
+random numbers they get.
 
 A watch replaces attributes. So it does not see the following:
 
-- A name that was imported before the watch began (``from os import urandom``), or a method that
-  was bound before.
-- Types written in C, such as ``datetime.now`` and ``torch.Generator().seed()``. Numpy's types,
-  such as ``SeedSequence()``, are recognized only by the text of the source line.
+- Names imported before the watch began (``from os import urandom``), and methods bound before.
+- Types written in C, such as ``datetime.now`` and ``torch.Generator().seed()``. Numpy's types, such
+  as ``SeedSequence()``, are only recognized by the text of the source line.
 - The order of a set, and hashes or addresses that a container uses to find its entries.
 - Draws of a library from a global generator, and draws from a copy of an unseeded generator.
 - Code compiled by torch.compile, and processes that are neither forked nor recorded.
@@ -80,7 +79,7 @@ _POOLS = {  # function that runs the tasks of a pool -> its variable with the pr
 }
 _LARGEST = 1 << 20  # the most bytes of the notes of children
 _FEW_FILES = 50  # the most files that are recorded for one line and one use
-_TICK = 0.01  # seconds: a file's time of change may lag behind the clock
+_TICK = 0.01  # seconds that a file's time of change may lag behind the clock
 
 _USING = (
     *(("builtins", "open"), ("io", "open")),
@@ -95,7 +94,7 @@ _OF_THE_SYSTEM = ("/proc/", "/dev/", "/sys/")
 
 @dataclass(slots=True)
 class SourceRead:
-    """The reads of one source by one line of the program, or the explicit seed that it sets."""
+    """A line of the program that reads a source, or that sets an explicit seed."""
 
     name: str
     what: str
@@ -116,7 +115,7 @@ class SourceRead:
 
 
 def seed_of_generator(where: str, step: int, record: int, seed: str) -> SourceRead:
-    """Return a `SourceRead` with the explicit `seed` of a generator that draws at a line."""
+    """Return the record of a line that draws from a generator with the explicit seed `seed`."""
     first = 1, step, record, seed, GIVEN_SEEDS[0].instead
     return SourceRead(OWN_GENERATOR, EXPLICIT_SEED, where, *first, in_sample=False)
 
@@ -125,12 +124,11 @@ class ChildNotes:
     """A file of notes that child processes leave for the recorded process.
 
     The file is in the folder of the recording. The children are forked, or started by
-    multiprocessing. Each note is one line of JSON. The file exists from the first note until
-    `take`.
+    multiprocessing. Each note is one line of JSON. `take` removes the file.
     """
 
     def __init__(self, folder: str) -> None:
-        # The command line of a spawned process contains the name of this module.
+        # Python starts a spawned process with this module in its command line.
         spawned = any("multiprocessing.spawn" in argument for argument in sys.orig_argv)
         self.is_spawned = spawned or comes_from_fork_server()
         self._process = os.getppid() if self.is_spawned else os.getpid()
@@ -141,7 +139,7 @@ class ChildNotes:
         return os.getpid() != self._process
 
     def append(self, note_type: str, **fields: Any) -> None:
-        """Append a note; skip it if the file cannot be written or has reached its largest size."""
+        """Append a note; skip it if the file cannot be written or has `_LARGEST` bytes."""
         text = json.dumps({"kind": note_type, **fields}) + "\n"
         with suppress(OSError):
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -176,14 +174,14 @@ class FileUse:
     asked: str = ""
     read: str = ""
     written: str = ""
-    changed: float = 0.0  # when the file was last changed, in seconds since 1970
+    changed: float = 0.0  # time of change at the first read, in seconds since 1970
 
 
 class FileUses:
     """Records which files the program asks for, reads and writes, until `stop`.
 
-    Two runs may differ if a run reads a file that an earlier run has written. Recorded are calls
-    of `open`, of functions that return whether a file exists, and of `torch.save` and
+    Two runs may differ if a run reads a file that an earlier run has written. The class observes
+    calls of `open`, of functions that return whether a file exists, and of `torch.save` and
     `sqlite3.connect`, which do not call `open`. If a library makes the call, the record names the
     line of the program that called the library. Code and files in the folders of libraries are
     ignored. Files that a C extension opens itself are not seen.
@@ -208,7 +206,7 @@ class FileUses:
         return {"files": [asdict(file) for file in self._files.values()], "began": self.began}
 
     def reads(self) -> list[SourceRead]:
-        """Return the files that the program asked for and read, and that are older than it."""
+        """Return the files that are older than the run and that the program asked for and read."""
         first = 1, -1, 0, None, FILE_IF_THERE.instead
         return [
             SourceRead(Path(file.path).name, EXISTING_FILE, file.read, *first, in_sample=False)
@@ -223,7 +221,7 @@ class FileUses:
             return args[position] if len(args) > position else kwargs.get(keyword)
 
         if name == "sqlite3.connect":
-            for use in ("written", "read"):  # SQLite may do either, which is not observed
+            for use in ("written", "read"):  # SQLite's own reads and writes are not observed
                 self._note_use(use, argument(0, "database"), frame)
         elif name == "torch.save":
             self._note_use("written", argument(1, "f"), frame)
@@ -278,8 +276,8 @@ class FileUses:
 class Watch:
     """Records the first read of each source in `rows` at each line of the program, until `stop`.
 
-    `folder` is the folder of a recording, if there is one. Child processes then report their reads
-    in a file in it, and the files that the program uses are recorded as well.
+    If the `folder` of a recording is passed, child processes report their reads in this folder, and
+    the files that the program uses are recorded as well.
     """
 
     def __init__(
@@ -310,10 +308,10 @@ class Watch:
                 self.begin_in_child()
 
     def reads(self) -> tuple[SourceRead, ...]:
-        """Return the reads up to now: first this process, then its children, then files.
+        """Return the reads up to now: by this process, then by its children, then of files.
 
-        The read of an unseeded generator has the step and record at its making. If several
-        children set seeds at one line, all these seeds become one text.
+        The read of an unseeded generator has the step and the record when the generator was made.
+        If several children set seeds at one line, all these seeds become one text.
         """
         notes = [] if self._notes is None else self._notes.take()
         for note in notes:
@@ -342,7 +340,7 @@ class Watch:
             _of_recordings.remove(self)
 
     def begin_in_child(self) -> None:
-        """Also observe draws from global generators; called at the start of a child process."""
+        """Observe draws from global generators as well; called when a child process begins."""
         self._reads = {key: read for key, read in self._reads.items() if read.value is None}
         self._seeded.clear()
         new_rows = [row for row in FORKED_DRAWS if row not in self._listeners]
@@ -361,7 +359,7 @@ class Watch:
                 listen(row.module, row.attribute, listener)
 
     def _listen_to_types_of_numpy(self) -> None:
-        # They also call `randbits` if they get an explicit seed, and then replace the result.
+        # numpy's types also call `randbits` for an explicit seed, and then replace the result.
         module: Any = sys.modules.get("numpy.random.bit_generator")
         original = getattr(module, "randbits", None)
         if original is None:
@@ -449,9 +447,10 @@ class Watch:
     def heard(
         self, row: Source, arguments: Arguments, front: FrameType | None, source_line: str
     ) -> Change | None:
-        """Record a read of `row` at `source_line`; return a function that changes its result, or None.
+        """Record a read of the source `row` at the line `source_line`.
 
-        `front` is the frame of the library function that the line called, if any.
+        `front` is the frame of the library function that the line called, if any. Returns a
+        function that changes the result of the call, or None.
         """
         name, value = _public_name(row, front), row.value(arguments)
         key = name, value is None, source_line
@@ -508,7 +507,7 @@ class Watch:
 
 
 def _in_task(frame: FrameType) -> bool | None:
-    """Return whether the worker of a pool that runs `frame` is running a task.
+    """Return whether `frame` is called by a task of a pool of processes.
 
     Returns False during the initializer of the pool, and None outside of a pool.
     """
@@ -531,7 +530,7 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 _of_program: dict[int, bool] = {}
-_seen: list[CodeType] = []  # keeps code alive: Python reuses no address that `_of_program` has
+_seen: list[CodeType] = []  # keeps code alive, so that Python reuses no address in `_of_program`
 
 
 def _is_program(code: CodeType) -> bool:
@@ -581,7 +580,7 @@ def _public_name(row: Source, front: FrameType | None) -> str:
 
 
 def _awaited(row: Source) -> str:
-    """Return the module after whose import `row` can be observed: for parts of torch, torch."""
+    """Return the module to wait for before `row` is observed: for a part of torch, all of torch."""
     return "torch" if row.module.startswith("torch.") else row.module
 
 

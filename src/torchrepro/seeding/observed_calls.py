@@ -1,13 +1,12 @@
-"""Wrappers that call listeners for the calls of other libraries' functions and of torch modules.
+"""Wrappers that call a listener at each call of a library's function or of a model's module.
 
 A function has one wrapper for all its listeners and all its names. The wrapper first calls the
-function and then the listeners. So a call that raises is not observed, except by `listen_before`.
-A listener may return a function that changes the result for the caller. After the last
+function and then the listeners. So a call that raises is not observed, except by `listen_before`. A
+listener may return a function that changes the result for the caller. After the last
 `stop_listening` the original function is restored, unless the program has replaced it since.
 
 While torch.compile traces the program, a wrapper only calls the function: it causes no graph break
-and calls no listener. A compiler skips code by its module. It may trace only this module of
-torchrepro.
+and calls no listener. A compiler may trace this module; it skips all other modules of torchrepro.
 """
 
 from __future__ import annotations

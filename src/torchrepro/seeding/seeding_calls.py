@@ -1,4 +1,4 @@
-"""Records the lines of the program that seed a global generator; the seeds take effect."""
+"""Records the lines of the program that seed a global generator; their seeds take effect."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ printed_notes = _PrintedNotes()
 
 @cache
 def notes_of_spawned() -> Any:
-    """Return the bytes for spawned workers, which can be passed only to a process that starts."""
+    """Return the bytes for spawned workers; they can only be passed to a process at its start."""
     from multiprocessing.sharedctypes import RawArray
 
     return RawArray("B", _SLOTS)
@@ -98,8 +98,7 @@ def notes_of_spawned() -> Any:
 def note_in_first_worker(key: str, text: str) -> None:
     """Print `text` in the first worker of a loader, once for each `key`.
 
-    Workers cannot report to the main process. Most loaders start new workers in every epoch, which
-    must not print the text again.
+    Workers cannot report to the main process, and most loaders start new workers in every epoch.
     """
     slot = zlib.crc32(key.encode()) % _SLOTS
     if streams.present_worker() == 0 and not printed_notes.slots[slot]:
@@ -202,8 +201,8 @@ def _note_state(
 ) -> None:
     """Note that the program has read or set the state of a generator.
 
-    A call that sets a state also sets a seed. The seed is known if this process read the same
-    state earlier, or if the generator has not drawn between its seeding and this state.
+    A call that sets a state also sets a seed. The seed is known if this process read the same state
+    earlier, or if a generator has this state before its first draw.
     """
     if package(frame) in OWN or in_loader():
         return

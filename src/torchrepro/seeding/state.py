@@ -29,7 +29,7 @@ from torchrepro.seeding.streams import world
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
 
-_resumed = False  # recordings store it
+_resumed = False  # whether the run resumes a checkpoint, for recordings
 _awaiting_step: list[Any] = []  # at most one hook, for the first step
 
 
@@ -37,10 +37,10 @@ def rng_state() -> dict[str, Any]:
     """Return a snapshot of every generator as plain JSON values.
 
     The snapshot contains the states of Python's generator, numpy's legacy generator, torch's CPU
-    generator, the generators of all devices in use, and the registered generators. It also
-    contains the program's seeds of `random` and numpy, the next epochs of the loaders made with
-    `dataloader_kwargs`, the seed plan, the world size and rank, and a checksum. It can be saved as
-    JSON or with ``torch.save``. The call imports torch and changes nothing else.
+    generator, the generators of all devices in use, and the registered generators. It also contains
+    the program's seeds of `random` and numpy, the next epochs of the loaders made with
+    `dataloader_kwargs`, the seed plan, world size and rank, and a checksum. It can be saved as JSON
+    or with ``torch.save``. The call imports torch and changes nothing else.
     """
     slots = generators.all_slots()
     state: dict[str, Any] = {
@@ -155,7 +155,7 @@ def _check_complete(snapshot: dict[str, Any]) -> None:
 
 
 def _check_fits(snapshot: dict[str, Any]) -> None:
-    # Each message is one line, because a framework prints one line of it and continues.
+    # Each message is a single line: a framework prints only that line and continues.
     saved, now = snapshot["world"], world()._asdict()
     if saved != now:
         raise SeedingError.about(
@@ -222,7 +222,7 @@ def _device_names() -> dict[str, list[str]]:
 
 
 def digests_of(optimizer: Any) -> dict[str, str]:
-    """Return digests of the shapes, values and state of the parameters, without learning rates."""
+    """Return digests of parameters, shapes and state of `optimizer`, without learning rates."""
     parameters, state = xxhash.xxh3_64(), xxhash.xxh3_64()
     for number, parameter in enumerate(_parameters(optimizer)):
         _add(parameters, "", parameter)
@@ -243,7 +243,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _signature(optimizer: Any) -> str:
-    """Return a digest of the shapes of the parameters, which identifies an optimizer.
+    """Return a digest of the shapes of the parameters, to find the same optimizer in a checkpoint.
 
     Some optimizers train with other parameters than they save. Their option `train_mode`
     distinguishes the two cases, so the digest includes it.
@@ -265,7 +265,7 @@ def _add(digest: Any, name: str, value: Any) -> None:
 
 
 def compare_at_first_step(saved: Sequence[Mapping[str, str]], checkpoint: str) -> None:
-    """Report at the first step what differs from `checkpoint`, with its digests `saved`."""
+    """Report at the first step what differs from `checkpoint` with the optimizers `saved`."""
 
     def differences(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
         changed = [] if same else [f"the parameters of {name}"]
@@ -281,9 +281,8 @@ def expect_weights(
 ) -> None:
     """Report at the first step if the run resumes only the weights of `checkpoint`.
 
-    The program has read the checkpoint itself. It may want only the weights, to train them on
-    other data. So the report is made only if a loader with one of the signatures `loaders` is in
-    use.
+    The program has read the checkpoint itself. It may want only the weights, to train them on other
+    data. So the report requires that a loader with one of the signatures `loaders` is in use.
     """
     saved_loaders = {*loaders}
 
@@ -304,7 +303,7 @@ def _report_at_first_step(
     """Report `differences` at the first step of an optimizer with the signature of a saved one.
 
     `differences` is called with the name of the optimizer, the digest of its state, and the saved
-    optimizers that have equal parameters. It returns what differs.
+    optimizers that have equal parameters. It returns a text for each difference.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -318,7 +317,7 @@ def _report_at_first_step(
         stepped.add(optimizer)
         if _signature(optimizer) not in signatures:
             return
-        signatures.clear()  # torch iterates over its hooks now: remove this one later
+        signatures.clear()  # torch iterates over its hooks now, so this one is removed later
         now = digests_of(optimizer)
         same = [before for before in saved if before["parameters"] == now["parameters"]]
         changed = differences(type(optimizer).__name__, now["state"], same)

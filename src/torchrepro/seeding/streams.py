@@ -1,7 +1,7 @@
 """Named random streams, each seeded by a hash of the root seed and of the stream's coordinates.
 
-The coordinates are rank, worker, epoch, step and name. The rank numbers the processes of a run
-that draw different numbers. The key of a stream is the BLAKE2b hash (RFC 7693) of root seed and
+The coordinates are rank, worker, epoch, step and name. Processes of a run that draw different
+numbers have different ranks. The key of a stream is the BLAKE2b hash (RFC 7693) of root seed and
 coordinates. Each library's generator is seeded with SHAKE-256 (FIPS 202) of the key and the
 library's name, so no two generators of one stream share numbers. A stream is the same on every
 machine and with every version of Python, numpy and torch.
@@ -35,8 +35,8 @@ LARGEST = 2**63 - 1
 class Stream:
     """One independent source of random numbers.
 
-    Each method starts at the beginning of the stream. So two generators from equal calls draw
-    equal numbers.
+    Each method starts at the beginning of the stream, so two equal calls return generators that
+    draw equal numbers.
     """
 
     name: str
@@ -95,11 +95,11 @@ class Stream:
         return Stream(self.name, shake_256(self.key + b"part/" + label).digest(len(self.key)))
 
     def entropy(self, purpose: str) -> int:
-        """Return an integer of 256 bits, independent of the integers for other purposes."""
+        """Return an integer of 256 bits for `purpose`; other purposes get independent integers."""
         return int.from_bytes(self.bytes(purpose, 32), "little")  # a collision takes 2**128 streams
 
     def bytes(self, purpose: str, count: int) -> bytes:
-        """Return `count` bytes, independent of the bytes for other purposes."""
+        """Return `count` bytes for `purpose`; other purposes get independent bytes."""
         return shake_256(self.key + purpose.encode()).digest(count)
 
     def __repr__(self) -> str:
@@ -113,15 +113,16 @@ def stream(
     epoch: int | None = None,
     step: int | None = None,
 ) -> Stream:
-    """Return the stream `name` of the active profile, by default for this rank and worker.
+    """Return the stream `name` of the active profile.
 
-    If no profile with a seed is active, the stream derives from the program's seed, the argument
-    of `torch.manual_seed`. If the program has not called it, or has not imported torch, the stream
+    If no profile with a seed is active, the stream derives from the program's seed, the argument of
+    `torch.manual_seed`. If the program has not called it, or has not imported torch, the stream
     differs in every run.
 
-    In the main process, the default is a stream of no worker. Under `ranks: same`, the default of
-    `rank` is 0. Equal arguments and seed give equal numbers on every machine and in every version.
-    Raises `SeedingError` for an argument that is not a whole number of 0 or more.
+    By default, `rank` and `worker` identify this process. The main process has no worker number,
+    and under `ranks: same` the rank is always 0. Equal arguments and seed give equal numbers on
+    every machine and in every version. Raises `SeedingError` for an argument that is not a whole
+    number of 0 or more.
     """
     plan = current_plan()
     derived = derive(
@@ -298,8 +299,8 @@ class SeedPlan:
     def started_from(self, seed: int) -> int:
         """Return the seed that the global generators of this process derive from the root `seed`.
 
-        If ranks draw different numbers, the seed depends on `started_as`, the rank that this
-        process knew when it seeded. Otherwise it is the root `seed` itself.
+        If ranks draw different numbers, it depends on `started_as`, the rank of this process when
+        it seeded its generators. Otherwise it is `seed` itself.
         """
         return seed_of_rank(seed, self.started_as) if self.ranks_differ else seed
 
@@ -311,8 +312,7 @@ class SeedPlan:
     def own_seed(self) -> int:
         """Return the seed that the program has set in torch.
 
-        If the program has set none, return the profile's seed, or a seed that differs in every
-        run.
+        If it has set none, return the profile's seed, or a seed that differs in every run.
         """
         if self.program_seed is not None:
             return self.program_seed
@@ -322,10 +322,10 @@ class SeedPlan:
     def coordinate(self, policy: RankPolicy = None) -> int:
         """Return the number of this process among the processes that draw different numbers.
 
-        It is 0 under the policy `same`. With a mesh, the policy applies to each dimension that it
-        names. Along the other dimensions, ranks draw different numbers, except along the
+        The number is 0 under the policy `same`. With a mesh, the policy applies to each dimension
+        that it names. Along the other dimensions, ranks draw different numbers, except along the
         dimensions in `AGREEING`. Raises `SeedingError` if the policy names a dimension that the
-        mesh does not have, or if it names dimensions and `use_mesh` was not called.
+        mesh does not have, or if it names dimensions before `use_mesh` was called.
         """
         policy = self.ranks if policy is None else policy
         if policy == "same":
@@ -450,8 +450,7 @@ def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Gen
 def _layout() -> tuple[Any, Any]:
     """Return the state of a newly seeded generator, and a writable view of its words.
 
-    Raises `SeedingError` for an unexpected layout, because every stream would then differ from the
-    same stream with other versions of torch.
+    Raises `SeedingError` for an unexpected layout, because every stream would then be different.
     """
     import numpy as np
     import torch

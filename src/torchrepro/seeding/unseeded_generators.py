@@ -1,9 +1,8 @@
 """Find generators that are made without a seed and draw before they are seeded.
 
 The state of a `random.Random` is checked before it is seeded or set, and when it is freed. Numpy's
-generators are written in C, so their states are only compared from time to time. A draw goes
-unnoticed if the program sets another state before the next comparison. Copies of a generator are
-not watched.
+generators are written in C, so their states are compared from time to time: a draw goes unnoticed
+if the program sets another state before the next comparison. Copies are not watched.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class UnseededGenerators:
     def add(self, generator: Any, on_draw: Callable[[], object]) -> Any:
         """Watch `generator` and return it; call `on_draw` if it draws before it is seeded.
 
-        `generator` is a `random.Random`, which is not kept alive, or a generator or bit generator
-        of numpy.
+        It is a `random.Random`, which is not kept alive, or a generator or bit generator of numpy.
         """
         if self._is_stopped:
             return generator  # a wrapper that another watch has wrapped still calls this
@@ -80,9 +78,8 @@ class UnseededGenerators:
     def settle(self, last_of: Any = None) -> None:
         """Check which generators have drawn, and forget the generators that were seeded.
 
-        If `last_of` is passed, check only this generator, for the last time. `last_of` is a
-        generator that is about to be seeded, or the weak reference to a generator that is being
-        freed.
+        If `last_of` is passed, check only this generator, for the last time: a generator that is
+        about to be seeded, or the weak reference of a generator that is being freed.
         """
         for watched in [*self._unseeded]:
             generator = watched.find()
@@ -114,8 +111,7 @@ class UnseededGenerators:
 def _words(at: int) -> bytes:
     """Return the state of the `random.Random` at the address `at`.
 
-    The state lies within the object. So it can still be read while the object is being freed, when
-    weak references no longer return the object.
+    The state is part of the object, so it can be read even while the object is being freed.
     """
     head = object.__basicsize__
     return ctypes.string_at(at + head, Words.__basicsize__ - head)
