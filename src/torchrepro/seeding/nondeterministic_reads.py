@@ -1,7 +1,7 @@
 """Records which lines of a program read a source of nondeterminism, such as the clock.
 
 A watch records the first read of each source at each line of the program. A generator that is made
-without a seed counts as a read once it draws before it is seeded. If a library makes the generator,
+without a seed counts as a read if it draws before it is seeded. If a library makes the generator,
 the record names the line of the program that called the library, and the library's function. The
 generator is ignored if the library is just being imported, or draws only for itself. Other reads in
 libraries are ignored, except reads that `uuid` or `glob` make for the program. Forked children
