@@ -1,10 +1,10 @@
 """A declared profile makes a PyTorch run reproducible, with a report and an exact undo.
 
-Importing this package imports neither torch nor hydra: the first use of a public name imports its
-module, so that a profile can still set options that torch reads only while it is imported.
+Importing this package imports neither torch nor hydra. The first use of a public name imports its
+module. So a profile can still set options that torch reads only during its own import.
 
-PYTEST_DONT_REWRITE: without this mark pytest would warn under `torchrepro run`, which imports this
-package before pytest.
+PYTEST_DONT_REWRITE is a mark for pytest. Without it, pytest would warn under `torchrepro run`,
+which imports this package before pytest.
 """
 
 from torchrepro.ground.fork_safety import loading as _loading
@@ -108,7 +108,7 @@ def __getattr__(name: str) -> object:
 
 
 def _loaded(module: str) -> object:
-    """Import `module` without a garbage collection in between.
+    """Import `module` with garbage collection switched off.
 
     Imports create hardly any garbage, and with torch loaded a full collection takes as long as all
     of these imports.

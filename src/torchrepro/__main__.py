@@ -1,4 +1,4 @@
-"""`python -m torchrepro`: the command line, where its script is not on PATH."""
+"""Run the command line as `python -m torchrepro`, where its script is not on PATH."""
 
 from torchrepro.cli import main
 

@@ -1,4 +1,4 @@
-"""Find the causes on this machine that would make a profile ineffective."""
+"""Find out why a profile would have no effect on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Finding:
 
 
 def examine(resolved: ResolvedProfile) -> list[Finding]:
-    """Return the problems of `resolved` on this machine; imports torch, changes nothing else."""
+    """Return the problems of the profile `resolved` on this machine; imports torch."""
     closed = closed_latches()
     try:
         torch = import_module("torch")
@@ -121,7 +121,7 @@ def _npu_findings(
     if not npu.is_available():
         problem = "torch_npu finds no NPU: reading the seed or the state of an NPU raises"
         yield Finding(problem, serious=False)
-        # Matters for jobs on other machines with this software, but for no knob in this process.
+        # Matters only for jobs on other machines with this software.
         why = cann_too_old() or compiled_ops_blocked({s.knob.name: s.value for s in plan.steps})
         algorithms = wanted.get("backends.torch.deterministic_algorithms")
         if why and algorithms in ("error", "warn"):

@@ -1,6 +1,7 @@
 """A callback for the Hugging Face Trainer: ``callbacks=[torchrepro.hf.Callback()]``.
 
-Under a profile every Trainer has it by default. The first use of the name imports transformers.
+While a profile is active, every Trainer has this callback by default. The first use of `Callback`
+imports transformers.
 """
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms

@@ -32,7 +32,7 @@ RESERVED = {
 
 @dataclass(frozen=True, slots=True)
 class NewPack:
-    """A pack of profiles; the name of the pack is the prefix of their names."""
+    """A pack of profiles; the name of each profile begins with the name of the pack."""
 
     folder: Path
     name: str
@@ -41,7 +41,7 @@ class NewPack:
 
     @property
     def module(self) -> str:
-        """The package that contains the profiles."""
+        """The name of the Python package that contains the profiles."""
         return f"{self.name.replace('-', '_')}_profiles"
 
     @property
@@ -51,7 +51,7 @@ class NewPack:
 
 
 def write_pack(folder: Path) -> NewPack:
-    """Write a pack with the name of `folder`, which must be new or empty.
+    """Write a pack into `folder`, which must be new or empty; the pack has the folder's name.
 
     Raises `ProfileError`, and leaves no file behind, if the name or the folder cannot be used.
     """
@@ -108,8 +108,8 @@ def _taken(pack: NewPack) -> str:
 def write_quickstart(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Write a program and a profile into `folder`; create the folder if needed.
 
-    Returns both files, and command lines to try with their descriptions. Raises `ProfileError`, and
-    leaves no file behind, if a file exists or cannot be written.
+    Returns the paths of both files, and command lines to try, each with a description. Raises
+    `ProfileError`, and leaves no file behind, if a file exists or cannot be written.
     """
     todo = "name another folder: torchrepro quickstart DIR"
     texts = _rendered("quickstart")

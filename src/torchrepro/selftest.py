@@ -1,9 +1,9 @@
 """Test every promise on this machine in child processes, and leave no file or setting behind.
 
-A child process starts without torch, so that variables are tested before the import of torch, as a
-program would set them. It reads trials as JSON and prints one line of JSON per trial; without
-trials it prints facts about the machine. An attempt returns if its promise holds, and raises
-otherwise.
+A child process starts without torch, so that it sets environment variables before it imports torch,
+as a program would. It reads trials as JSON and prints one line of JSON for each trial; without
+trials it prints facts about the machine. The function that tests a promise raises an error if the
+promise does not hold.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _expect(holds: object, expected: str, actual: str) -> None:
 
 
 def knob_holds(name: str) -> None:
-    """Set a knob to legal values until one changes it; read each value back and undo it.
+    """Test that a legal value that changes a knob can be set, read back and undone.
 
-    Raises `CannotTestError` if no value could be set that differs from the initial one.
+    Raises `CannotTestError` if no legal value changes the knob.
     """
     knob = knobs_by_name()[name]
     if knob.door == "interpreter":
@@ -168,7 +168,7 @@ def _reaches_a_new_process(knob: Knob) -> None:
 
 
 def dropout_is_zeroed(device: str) -> None:
-    """Call functions that drop elements before, under and after the policy."""
+    """Test that functions drop elements before and after `dropout: zero`, but not under it."""
     import torch
     from torch import nn
 
@@ -209,7 +209,7 @@ def dropout_is_zeroed(device: str) -> None:
 
 
 def host_draws(device: str) -> None:
-    """Draw from one seed on the CPU, and on the device before, under and after the policy."""
+    """Test that `device.rng: host` draws the CPU's random numbers on the device, until its undo."""
     import torch
 
     draws: dict[str, Callable[[str], torch.Tensor]] = {
@@ -239,7 +239,7 @@ def host_draws(device: str) -> None:
 
 
 def fallback_runs_on_cpu(device: str) -> None:
-    """Call an op that torch refuses to run on this device, with and without the policy."""
+    """Test that `device.fallback: cpu` runs an op that torch refuses to run on this device."""
     import torch
 
     indices, values = torch.tensor([0, 0, 3]).to(device), torch.tensor([1.0, 2.0, 5.0]).to(device)
@@ -274,7 +274,7 @@ def fallback_runs_on_cpu(device: str) -> None:
 
 
 def one_bit_is_found(device: str) -> None:
-    """Record a program three times; in the third, one value of one op differs by one ulp."""
+    """Test that a comparison finds the only op whose result differs, by one ulp in one value."""
     import torch
 
     from torchrepro.trace.recorder import end_step, record
@@ -316,7 +316,7 @@ def _divergence(verdict: Any) -> str:
 
 
 def two_runs_are_the_same(device: str) -> None:
-    """Verify a small training on the device under the strictest profile."""
+    """Test that two runs of `train` on the device are the same under debug-strict."""
     from torchrepro.verification.verifier import verify
 
     folder = Path(tempfile.mkdtemp()) / "runs"
@@ -347,13 +347,13 @@ def train(device: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A promise, tested once per device."""
+    """A behaviour that torchrepro promises, tested once per device or once per knob."""
 
     name: str
     sentence: str  # the promise in words
     attempt: Callable[[str], None]  # tests it on a device, or for a knob
     devices: tuple[str, ...] = DEVICES  # if empty: once per knob, on the device of the knob
-    many: str = ""  # the sentence for several knobs, to format with their number
+    many: str = ""  # the sentence for several knobs; `{}` is their number
     limit: float = 60.0  # timeout of an attempt in seconds
 
 
@@ -400,7 +400,7 @@ _NAMED = 2  # up to so many settings or promises are listed by name
 
 
 class Result(StrEnum):
-    """The result of a promise on a device."""
+    """The result of one test of a promise."""
 
     HELD = "held"
     FAILED = "failed"
@@ -472,9 +472,9 @@ class SelfTest(Displayed):
 def selftest_parts(test: SelfTest) -> tuple[Part, ...]:
     """Return the lines and the table that show a self-test.
 
-    A promise that holds has one line per device, and all settings of a device share a line.
-    Promises that cannot be tested share a line per reason. A failed promise has its own line, with
-    the expected and the actual behaviour.
+    A promise that holds has one line for each device; all settings of a device share a line.
+    Promises that cannot be tested for the same reason share a line. A failed promise has its own
+    line, with the expected and the actual behaviour.
     """
     cells: list[tuple[Result, str, str, str]] = []
     successes, absent = test.having(Result.HELD), test.having(Result.NOT_HERE)
@@ -522,7 +522,7 @@ def _subjects(rows: Sequence[Row]) -> str:
 
 
 def trials() -> Iterator[PromiseTrial]:
-    """Yield all trials, also for devices that this machine does not have."""
+    """Yield all trials, including trials for devices that this machine does not have."""
     for promise in PROMISES:
         for device in promise.devices:
             yield PromiseTrial(promise, device)
@@ -534,12 +534,12 @@ def trials() -> Iterator[PromiseTrial]:
 def selftest(meanwhile: Callable[[str], object] = print) -> SelfTest:
     """Test every promise on every device of this machine.
 
-    One child process runs the trials one after another. It starts without the variables of knobs,
-    so variables that the user has exported have no influence. After a failed promise, a new process
-    runs the remaining trials, so that the failure cannot affect them. `meanwhile` is called with
-    the name of each trial. All files are in a temporary folder, which is removed. The result
-    contains no secrets. Raises `ApplyError` if torch cannot be imported, and `Interrupted` after a
-    signal, once the processes have ended.
+    One child process runs the trials one after another. It starts without the environment
+    variables of knobs, so the user's exports have no influence. After a failed promise, a new
+    process runs the remaining trials, so that the failure cannot affect them. `meanwhile` is
+    called with the name of each trial. All files are in a temporary folder, which is removed. The
+    result contains no secrets. Raises `ApplyError` if torch cannot be imported, and `Interrupted`
+    after a signal, once the child processes have ended.
     """
     began, date = time.monotonic(), datetime.now(UTC)
     with tempfile.TemporaryDirectory(prefix="torchrepro-selftest-") as path, raise_on_signals():
@@ -595,8 +595,8 @@ def _child(
 ) -> Iterator[Callable[[float], tuple[dict[str, Any] | None, str]]]:
     """Start a process for the trials; yield a function that waits for the next answer.
 
-    The argument of the function is a timeout in seconds. It returns the answer and "", or None and
-    the reason why no answer came.
+    The argument of the function is a timeout in seconds. The function returns the answer and "",
+    or None and the reason why no answer came.
     """
     temporary = Path(tempfile.mkdtemp(dir=folder))
     log = temporary / "log"
@@ -634,9 +634,9 @@ def _child(
 
 
 def environment_below(folder: Path) -> dict[str, str]:
-    """Return the environment without variables of knobs; libraries write files to `folder`.
+    """Return environment variables for a child, so that libraries write their files to `folder`.
 
-    It has no variables of torchrepro either, so that a profile around the self-test is not active.
+    It has no variables of knobs or of torchrepro, so a profile around the self-test is not active.
     """
     removed = {knob.variable for knob in CATALOGUE if knob.variable}
     kept = {
@@ -656,8 +656,8 @@ def environment_below(folder: Path) -> dict[str, str]:
 def machine_facts() -> dict[str, Any]:
     """Return versions, hardware and devices as plain JSON values; imports torch.
 
-    Contains no name of the machine or of a person. ``absent`` maps every device that this machine
-    does not have to the reason.
+    The result has no name of the machine or of a person. Its entry ``absent`` maps every missing
+    device to the reason.
     """
     torch = import_module("torch")
     absent = {HARDWARE[name]: why for name, why in absent_hardware().items()}
@@ -681,7 +681,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def try_each() -> None:
-    """Run the trials on the command line; the main function of a child process."""
+    """Run the trials in the command line; this is the main function of a child process."""
     requested = json.loads(sys.argv[1])
     # Output of attempts and libraries goes to the log, so that the parent reads only answers.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:

@@ -1,1 +1,1 @@
-"""Helpers for all other packages; none of them depends on profiles."""
+"""Helpers for all other packages, without any dependency on profiles."""

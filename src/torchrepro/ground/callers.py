@@ -1,4 +1,4 @@
-"""The frames of a call, and the line of the program that it came from."""
+"""Frames of the call stack, and the line of the program that made a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ address = id  # the original `id`: torchrepro replaces the built-in to observe w
 _MANY = 1000
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    # Also of the Python that this environment is based on, of the user, and Debian's.
+    # Also folders of the base Python of a virtual environment, of the user, and of Debian.
     *(folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")),
     "<frozen ",  # Python's import machinery
     str(Path(__file__).parent.parent),  # ours
@@ -23,8 +23,8 @@ _LIBRARIES = (
 
 
 def frames(innermost: FrameType | None = None) -> Iterator[FrameType]:
-    """Yield `innermost`, or else the frame of the caller, and then its callers outwards."""
-    # `_getframe` is documented, if only for CPython; `inspect` takes 100 times as long.
+    """Yield the frame `innermost`, by default the caller's, and then each outer frame."""
+    # `_getframe` is documented for CPython; `inspect` takes 100 times as long.
     return _outwards(innermost or sys._getframe(1))  # noqa: SLF001 - see above
 
 
@@ -35,7 +35,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def package(frame: FrameType) -> str:
-    """Return the top-level package whose code `frame` runs; empty for code outside of modules."""
+    """Return the top-level package whose code `frame` runs; empty for code without a module."""
     name = frame.f_globals.get("__name__")
     return name.partition(".")[0] if isinstance(name, str) else ""
 
@@ -46,7 +46,7 @@ def is_library(file: str) -> bool:
 
 
 def program_files() -> list[str]:
-    """Return the files of the imported modules that belong to the program, the first thousand."""
+    """Return the files of imported modules that belong to the program, at most 1000."""
     paths = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     files = {path for path in paths if isinstance(path, str) and path.startswith(os.sep)}
     return sorted(file for file in files if not is_library(file))[:_MANY]
@@ -58,7 +58,7 @@ def line(frame: FrameType) -> str:
 
 
 def call_text(frame: FrameType) -> str:
-    """Return the source text of the call that `frame` makes; empty unless it is on one line."""
+    """Return the source text of the call that `frame` makes; empty if it spans several lines."""
     from linecache import getline
 
     first, last, start, end = [*frame.f_code.co_positions()][frame.f_lasti // 2]

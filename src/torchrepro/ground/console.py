@@ -1,9 +1,9 @@
-"""Output for people: tables and lines as text, as HTML or on a terminal, and its verbosity.
+"""Print tables and lines for people, as plain text, as HTML or on a terminal.
 
-A table that is wider than the terminal is shown as records, one block of ``name: value`` lines for
-each row, so no column is lost. Plain text has one line for each row of a table, however long, so
-that the reader of a pipe can parse it; only prose beside a label is wrapped. Colours appear only on
-a terminal. rich is imported when something is rendered, so making a `Table` costs no import.
+If a table is wider than the terminal, each row is printed as a block of ``name: value`` lines, so
+that no column is lost. Plain text has one line for each row of a table, however long, so that
+programs can parse it; only prose beside a label is wrapped. Colours appear only on a terminal.
+rich is imported at the first output, so a `Table` can be made without importing it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, TextIO, TypeAlias
 from torchrepro.ground.messages import ends_in_line_number, printable, shortened
 
 _UNBOUNDED = 10**9  # columns
-_PROSE_LINE = 100  # columns of a label with its text, even if the terminal is wider
+_PROSE_LINE = 100  # the most columns of a label and its text
 _PAGE = 200  # columns of a page, which can be scrolled
 _GAP = 2  # columns between two columns of a table
-_PROSE = 24  # the least columns for a text of several words
+_PROSE = 24  # the fewest columns for a text of several words
 _WORD = re.compile(r"\S+")
 
 
@@ -35,13 +35,13 @@ class Styled(NamedTuple):
 
 
 class UnbrokenText(str):
-    """The text of a cell that users copy, such as a command, and that is therefore never folded."""
+    """The text of a cell that is never wrapped, because users copy it, such as a command."""
 
     __slots__ = ()
 
 
 class Table(NamedTuple):
-    """A plain table."""
+    """The content of a table, before it is printed."""
 
     headings: tuple[str, ...]  # empty for a list of labels and texts
     rows: tuple[tuple[str | Styled, ...], ...]
@@ -53,13 +53,13 @@ Part: TypeAlias = Table | str
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]], fold: int = -1) -> Table:
-    """Return a table; the column `fold` (the last) is wrapped if the terminal is too narrow."""
+    """Return a table; on a narrow terminal, the column `fold` (by default the last) is wrapped."""
     cells = (tuple(c if isinstance(c, Styled) else str(c) for c in row) for row in rows)
     return Table(tuple(headings), tuple(cells), len(headings) - 1 if fold < 0 else fold)
 
 
 def listing(rows: Iterable[Sequence[str]], style: str = "") -> Table:
-    """Return a table without headings; each row is a label in this style and a text."""
+    """Return a table without headings; each row is a label, shown in `style`, and a text."""
     return Table((), tuple(map(tuple, rows)), fold=1, first_style=style)
 
 
@@ -67,7 +67,7 @@ def listing(rows: Iterable[Sequence[str]], style: str = "") -> Table:
 def parts(value: Any) -> tuple[Part, ...]:
     """Return the tables and lines that show `value`.
 
-    The module of a class registers an implementation for it (`parts.register`).
+    The module of a class registers the implementation for this class with `parts.register`.
     """
     return (repr(value),)
 
@@ -75,7 +75,7 @@ def parts(value: Any) -> tuple[Part, ...]:
 class Displayed:
     """A value whose text and HTML come from `parts`.
 
-    A notebook asks for `_repr_html_`:
+    A notebook calls `_repr_html_`:
     https://ipython.readthedocs.io/en/stable/config/integrating.html
     """
 
@@ -119,21 +119,21 @@ def environment_for(wanted: Verbosity) -> dict[str, str]:
 
 
 def say(*lines: object) -> None:
-    """Write each of `lines` to standard error, unless it is closed, as in some services."""
+    """Write each of `lines` to standard error; do nothing if it is closed, as in some services."""
     if sys.stderr is not None:
         for line in lines:
             sys.stderr.write(f"torchrepro: {line}\n")
 
 
 def note(*lines: object) -> None:
-    """Do as `say`, unless quiet: for lines that report no error and no lowered guarantee."""
+    """Write `lines` as `say` does, except in quiet mode; for lines that only inform."""
     if verbosity() is not Verbosity.QUIET:
         say(*lines)
 
 
 @cache
 def say_once(line: str) -> None:
-    """Do as `say`, once for each line in a process."""
+    """Write `line` as `say` does, but only at the first call with this text in a process."""
     say(line)
 
 
@@ -143,7 +143,7 @@ def show(*parts: Part) -> None:
 
 
 def show_aside(*parts: Part) -> None:
-    """Print tables and lines to standard error, unless it is closed."""
+    """Print tables and lines to standard error; do nothing if it is closed."""
     if sys.stderr is not None:
         _show(sys.stderr, parts)
 
@@ -193,7 +193,7 @@ def _print(console: Any, parts: Iterable[Part]) -> None:
 
 
 def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
-    """Yield a table for `room` columns: as a grid if it fits, else as records."""
+    """Yield a table as a grid if it fits into `room` columns, else as one record for each row."""
     import rich.table
     from rich.measure import Measurement
     from rich.text import Text
@@ -241,8 +241,8 @@ def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
 def _broken(text: Any, console: Any, width: int) -> Iterator[Any]:
     """Yield a text as lines of at most `width` columns, broken between words.
 
-    A longer word stays whole, so that users can copy it from the terminal; rich would fold it. A
-    longer ``file:line`` is cut in the middle, so that its line number stays visible.
+    A longer word stays whole, so that users can copy it from the terminal; rich would break it.
+    Only a ``file:line`` is cut in the middle, so that its line number stays visible.
     """
     from rich.cells import cell_len
 
@@ -268,6 +268,6 @@ def _text(cell: str | Styled) -> Any:
 
     if isinstance(cell, Styled):
         return Text(cell.text, cell.style)
-    # The text may come from a file or a program, and must not steer the terminal.
+    # The text may come from a file or a program, and must not control the terminal.
     text = "\n".join(map(printable, cell.split("\n")))
     return Text(text, no_wrap=isinstance(cell, UnbrokenText) or None)

@@ -31,7 +31,7 @@ class TorchreproError(Exception):
     """Base class of all errors of torchrepro; the command line exits with `exit_status`.
 
     If such an error ends a program, the traceback stops at the call in the program and omits the
-    frames of torchrepro. The first error that is created wraps `sys.excepthook` for this.
+    frames of torchrepro. For this, the first error that is created wraps `sys.excepthook`.
     """
 
     exit_status = 3
@@ -45,7 +45,7 @@ class TorchreproError(Exception):
 def _print_down_to_the_call(
     hook: Any, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Call `hook` with the traceback cut after the last frame that is not torchrepro's."""
+    """Call `hook` with the traceback cut after the last frame that is not in torchrepro."""
     last_of_program, frame = None, trace if isinstance(error, TorchreproError) else None
     while frame:
         if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "torchrepro":
@@ -57,12 +57,12 @@ def _print_down_to_the_call(
 
 
 class _WrongRequestError(TorchreproError, ValueError):
-    """A request is wrong, with one or several `problems`."""
+    """Base class of errors about a wrong request, which has one or several `problems`."""
 
     exit_status = 2
 
     def __init__(self, problems: Problem | str | Sequence[Problem]) -> None:
-        if isinstance(problems, str):  # torch's loader raises a worker's error again with a text
+        if isinstance(problems, str):  # torch's loader re-raises a worker's error, with one text
             problems = Problem(problems)
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         lines = [str(problem) for problem in self.problems[:MANY]]
@@ -84,7 +84,7 @@ class _WrongRequestError(TorchreproError, ValueError):
 
 
 class ProfileError(_WrongRequestError):
-    """The request is wrong: an unknown profile, an illegal value, a contradiction."""
+    """A request is wrong: for example, it names an unknown profile or an illegal value."""
 
 
 class ApplyError(TorchreproError, RuntimeError):
@@ -100,7 +100,7 @@ class ApplyError(TorchreproError, RuntimeError):
 
 
 class DriftError(TorchreproError, RuntimeError):
-    """A knob no longer has the value that the active profile set: later code changed it."""
+    """A knob no longer has the value that the active profile set: later code has changed it."""
 
     exit_status = 1
 
@@ -126,7 +126,7 @@ class DriftError(TorchreproError, RuntimeError):
 
 
 def by_write(drift: Iterable[Any]) -> list[list[Any]]:
-    """Return changes of knobs grouped by the line that wrote them; without a line, each alone."""
+    """Return changes of knobs grouped by the line that wrote them; each alone if it is unknown."""
     groups: dict[Any, list[Any]] = {}
     for number, change in enumerate(drift):
         write = (change.where, change.called, change.when) if change.where else number
@@ -135,28 +135,28 @@ def by_write(drift: Iterable[Any]) -> list[list[Any]]:
 
 
 class LateError(ApplyError):
-    """It is too late to set a knob, and the profile asks to stop in that case (`on_late`)."""
+    """It is too late to set a knob, and the profile requires an error in this case (`on_late`)."""
 
 
 class SeedingError(_WrongRequestError):
-    """A request about random numbers is wrong: an argument, a snapshot; nothing was changed."""
+    """A request about random numbers has a wrong argument or snapshot; nothing was changed."""
 
 
 class TraceError(_WrongRequestError):
-    """A recording cannot be made or read: its folder, a full disk, another format."""
+    """A recording cannot be made or read, for example because the disk is full."""
 
 
 class ExitStatus:
-    """Ends the process with the status `value`, if it is set, when it is garbage collected.
+    """Ends the process with the status `value`, if it is set, when Python frees the object.
 
-    Pass it as an argument to an exit handler. Python releases the arguments after all handlers have
-    run, and before it flushes standard output
+    Pass the object as an argument to an exit handler. Python frees the arguments after all handlers
+    have run, and before it flushes standard output
     (https://github.com/python/cpython/blob/main/Modules/atexitmodule.c). An exception in a handler
     would be printed without changing the status, and `os._exit` in a handler would skip the other
     handlers.
 
-    `value` also replaces the status of a program that ends with, say, ``sys.exit(5)``: Python gives
-    no access to that status. A failure therefore stays a failure, with another number.
+    `value` also replaces the status of a program that ends with, say, ``sys.exit(5)``, because
+    Python gives no access to that status. So a failed program still fails, but with another status.
     """
 
     value: int | None = None

@@ -1,8 +1,8 @@
 """Locks that are free in a forked child, even if another thread of the parent had acquired them.
 
-Also a test for multiprocessing's fork server, whose children are forked before the program runs.
+The module also detects multiprocessing's fork server, a process that only forks children.
 
-`import torchrepro` loads this module, so it imports nothing that Python has not loaded already.
+`import torchrepro` loads this module, so it imports only modules that Python has already loaded.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def comes_from_fork_server() -> bool:
 
 
 def is_fork_server() -> bool:
-    """Whether this process is the fork server itself; its children have another name."""
+    """Whether this process is the fork server of multiprocessing, and not one of its children."""
     from multiprocessing import current_process
 
     return comes_from_fork_server() and current_process().name == "MainProcess"
 
 
 def fork_safe_lock() -> RLock:
-    """Return a re-entrant lock that is free in a child, even if a thread of the parent had it.
+    """Return a re-entrant lock that is free in a child, even if another thread had acquired it.
 
-    Only the thread that forks exists in the child, so nothing would ever release a lock of another
-    thread (https://docs.python.org/3/library/os.html#os.register_at_fork).
+    Only the thread that forks exists in the child, so a lock of another thread would never be
+    released (https://docs.python.org/3/library/os.html#os.register_at_fork).
     """
     lock = RLock()
     _locks.add(ref(lock, _locks.discard))
@@ -46,7 +46,7 @@ def fork_safe_lock() -> RLock:
 
 
 def _acquire_both() -> None:
-    # A thread with one lock may need the other. So a fork releases `loading` and tries again.
+    # A thread that has `applying` may need `loading`. So a fork releases it and tries again.
     while True:
         loading.acquire()
         if applying.acquire(timeout=_SECONDS):

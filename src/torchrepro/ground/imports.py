@@ -1,4 +1,4 @@
-"""Importing other packages: torch, the versions of distributions, and callbacks after an import.
+"""Helpers for imports: import torch, return versions of packages, call back after an import.
 
 Every Python process below `torchrepro run` loads this module at its start, so it imports little.
 """
@@ -21,7 +21,7 @@ deferred_callbacks: list[Callable[[], object]] = []
 
 
 def import_torch() -> None:
-    """Import torch, and `numpy.random`, which is seeded together with it.
+    """Import torch and `numpy.random`, which are seeded together.
 
     Raises `ApplyError` if torch is not installed or cannot be imported.
     """
@@ -46,8 +46,8 @@ def named(path: str) -> Any:
 def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution.
 
-    Return None if it is not installed, if its metadata has no version, or if `distribution` is not
-    a legal name. See https://docs.python.org/3/library/importlib.metadata.html.
+    Returns None if it is not installed, if its metadata has no version, or if `distribution` is
+    not a legal name. See https://docs.python.org/3/library/importlib.metadata.html.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -59,10 +59,10 @@ def installed_version(distribution: str) -> str | None:
 
 
 def when_imported(module: ModuleType, call: Callable[[], None]) -> None:
-    """Call `call` now; if `module` is being imported, call it after that import, or its failure.
+    """Call `call` now, or, if `module` is being imported, when its import succeeds or fails.
 
-    Python marks a running import in a private attribute of the module's spec (`_initializing`).
-    Without that attribute `call` is called now.
+    Python marks a running import in a private attribute of the module's spec (`_initializing`). If
+    the attribute does not exist, `call` is called now.
     """
     spec: Any = module.__spec__
     if not getattr(spec, "_initializing", False):
@@ -81,10 +81,10 @@ def when_imported(module: ModuleType, call: Callable[[], None]) -> None:
 
 
 class AfterImport:
-    """Calls `call` with the name of a module after its import, for each of `modules`.
+    """Calls `call` with the name of a module after each import of one of `modules`.
 
-    A name that ends in `*` means every module that begins with the text before it. A search without
-    an import, as by `importlib.util.find_spec`, does not count as an import.
+    A name that ends in `*` matches every module whose name begins with the text before the `*`. A
+    search without an import, as by `importlib.util.find_spec`, does not count as an import.
     """
 
     def __init__(self, modules: Iterable[str], call: Callable[[str], None]) -> None:
@@ -124,7 +124,7 @@ class AfterImport:
     ) -> ModuleSpec | None:
         if not self.waits_for(fullname):
             return None
-        # Only the later finders: two that watch the same module would ask each other forever.
+        # Ask only later finders: two watches of the same module would ask each other forever.
         later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
         finders = (finder for finder in later if hasattr(finder, "find_spec"))
         specs = (finder.find_spec(fullname, path, target) for finder in finders)

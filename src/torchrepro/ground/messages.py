@@ -1,4 +1,4 @@
-"""Building blocks of messages: a problem and its hints, a near match, a value on one line."""
+"""Helpers for messages: a problem with hints, a near match, a value on one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANY = 12  # a list of more names is too long to read
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with a request, and all that a reader needs to fix it."""
+    """One problem of a request, with all that a user needs to fix it."""
 
     what: str
     """The rule that is broken."""
@@ -61,14 +61,14 @@ def near(word: str, words: Iterable[str]) -> str:
 
 
 def some(words: Iterable[str]) -> str:
-    """Return `words` as one line, cut after the first dozen."""
+    """Return `words` on one line; after the first dozen, only the number of the rest."""
     pool = list(words)
     rest = len(pool) - MANY
     return ", ".join(pool[:MANY]) + (f", ... ({rest} more)" if rest > 0 else "")
 
 
 def shown(value: Any) -> str:
-    """Return `value` as a user would write it in YAML, cut to one line."""
+    """Return `value` as a user would write it in YAML, on a line of at most `WIDE` characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     try:
@@ -80,7 +80,7 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return `text` cut to `length`: in the middle if it ends in ``file:line``, else at its end."""
+    """Return `text` cut to `length`, in the middle if it ends in ``file:line``, else at its end."""
     if len(text) <= length:
         return text
     room = length - len(_ELLIPSIS)
@@ -95,7 +95,7 @@ def ends_in_line_number(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return `text` with every control character escaped: a file must not steer a terminal."""
+    """Return `text` with control characters escaped, so that it cannot control a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -103,7 +103,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size(number: float) -> str:
-    """Return a number of bytes with its unit."""
+    """Return a number of bytes as text with a unit, such as ``1.5 GB``."""
     for unit in _UNITS:
         if number < 1000 or unit == _UNITS[-1]:  # noqa: PLR2004 - the ratio of two units
             break

@@ -1,7 +1,7 @@
-"""Replacing an attribute or an environment variable until an undo.
+"""Replace an attribute or an environment variable until an undo.
 
 Other code may wrap our replacement of an attribute before the undo. The undo then keeps that
-wrapper, and our replacement inside it: so a replacement must work after its undo, too.
+wrapper, which still calls our replacement. So a replacement must also work after the undo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class MissingHookError(Exception):
-    """The function that a hook wraps does not exist: the library has another version."""
+    """The function to be wrapped does not exist, because the library has another version."""
 
 
 def patch(undo: ExitStack, owner: Any, name: str, value: Any, before: Any) -> None:
@@ -42,7 +42,7 @@ def wrap(undo: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any])
 
 
 def surround(undo: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Do as `wrap` with a function that returns ``around(original, *args, **kwargs)``."""
+    """Do as `wrap`, with a wrapper that returns ``around(original, *args, **kwargs)``."""
     wrap(undo, owner, name, lambda original: lambda *args, **kw: around(original, *args, **kw))
 
 
@@ -55,7 +55,8 @@ def surround_everywhere(
 ) -> None:
     """Do as `surround` with a function of `module`, also in modules that imported it by its name.
 
-    Those are searched in `among`, or in all modules: after a fork that copies memory of each.
+    Searches the modules in `among`, or all modules; in a forked child, all would be copied in
+    memory.
 
     The undo restores the function in the same modules. A module that imported the wrapper under
     another name keeps it, so the wrapper itself must check whether a profile is active. Raises
@@ -75,7 +76,7 @@ def surround_everywhere(
 
 
 def set_variable(name: str, text: str | None) -> None:
-    """Set the variable `name` to `text`, or remove it if `text` is None."""
+    """Set the environment variable `name` to `text`, or remove it if `text` is None."""
     if text is None:
         os.environ.pop(name, None)
     else:
@@ -84,7 +85,7 @@ def set_variable(name: str, text: str | None) -> None:
 
 @contextmanager
 def variables_restored(names: Iterable[str] | None = None) -> Iterator[None]:
-    """Restore the variables `names`, or all, at the end of the block to their present values."""
+    """Restore the environment variables `names`, by default all, at the end of the block."""
     before = dict(os.environ)
     try:
         yield

@@ -45,8 +45,8 @@ _ORDINARY_TOKEN = re.compile(
 )
 
 _ORDINARY_CHARACTERS = re.compile(r"[A-Za-z0-9_./:+,\[\]\-]{0,200}")
-_LONG = 8  # a word with at least so many letters has vowels
-_UNREADABLE = 6  # a word has at least one vowel for so many letters
+_LONG = 8  # a word of at least so many letters must have vowels
+_UNREADABLE = 6  # the most letters per vowel in a readable word
 _SHORT = 6  # shorter values are not searched for in other text: they are too common
 _LONG_SECRET = 12  # shorter values are searched for as whole words only
 _EVERYDAY = re.compile(r"[a-z]{1,10}|\d{1,5}|[Tt]rue|[Ff]alse|/[^\n]*")
@@ -84,7 +84,7 @@ def sounds_secret(name: str) -> bool:
 def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
     """Return the secret values in `variables`, and their parts.
 
-    A value is secret if its variable's name sounds secret. So are the logins of URLs in any value.
+    A value is secret if the name of its variable sounds secret. Every login in a URL is secret.
     """
     secrets: set[str] = set()
     for name, value in variables.items():
@@ -114,7 +114,7 @@ def ordinary(text: str) -> bool:
 
 
 def url_without_login(url: str) -> str:
-    """Return the scheme, host and path of `url`; login, query and parts like keys are hidden."""
+    """Return `url` with its login, query, fragment and parts that look like keys hidden."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -128,18 +128,18 @@ def url_without_login(url: str) -> str:
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
-    """Return plain JSON values with `secrets`, logins and tokens hidden in every key and text."""
+    """Return the JSON `value` with `secrets`, logins and tokens hidden in every key and text."""
     return cleaner(secrets)(value)
 
 
 def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
-    """Return `without_secrets` as a function of one value, compiled for these secrets."""
+    """Return a function that hides `secrets` in one value, as `without_secrets` does."""
     patterns = []
     for secret in sorted(secrets, key=lambda text: (-len(text), text)):
         everyday = _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - unlike Path's method it never raises
         if len(secret) < _SHORT or everyday:
-            continue  # hiding it would spoil other text
-        # Unchanged, and with the escapes that Python writes within quotes of either kind.
+            continue  # hiding it would also hide ordinary text
+        # The secret itself, and as Python escapes it within single or double quotes.
         quoted, among_quotes = repr(secret)[1:-1], repr(f"{secret}\"'")[1:-4]
         pattern = "|".join(map(re.escape, dict.fromkeys((secret, quoted, among_quotes))))
         if len(secret) < _LONG_SECRET:
@@ -170,9 +170,9 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
     """Return `words` with `(hidden)` in place of each word that may be a secret.
 
     Numbers, names of options, existing files and ordinary words are shown. A value is hidden if its
-    option or key sounds secret or is a letter that need not name a file, if it is code, a header or
-    JSON, if it looks like a key, or if it contains one of `secrets`. The login and query of a URL
-    are hidden.
+    option or key sounds secret, or is a single letter, except the letters in `_NAMING`. Also hidden
+    are code, headers, JSON, text that looks like a key, and text that contains one of `secrets`.
+    The login and query of a URL are hidden.
     """
     secrets = tuple(secrets)
     # The first word is the program, which often is an existing file.
@@ -198,7 +198,7 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """Return `words`, some perhaps hidden, as one line for a shell."""
+    """Return `words` as one line for a shell, without quotes around words with `(hidden)`."""
     return " ".join(word if HIDDEN in word else quote(word) for word in words)
 
 

@@ -1,7 +1,7 @@
-"""Writing a file: completely or not at all, and never through a link that leads elsewhere.
+"""Write a file completely or not at all, and never through a link that leads elsewhere.
 
-Other people write to a repository. By a link in it, at the path of the file or of a temporary file,
-they could choose which of the user's files is overwritten.
+Other people write to a repository. They could put a link at the path of the file or of a temporary
+file, and so choose which of the user's files is overwritten.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ADDED = 8  # random bytes in the name of the temporary file
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that no reader ever sees a part of it, even after a crash.
 
-    It is first written to a temporary file in the same folder, whose random name no link can have.
-    A link at `path` itself is replaced. Raises `OSError`.
+    The content is first written to a temporary file in the same folder. The temporary file has a
+    random name, so no link can have the same name. A link at `path` is replaced. Raises `OSError`.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(_ADDED).hex()}")
     try:
@@ -41,15 +41,15 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_in_place(path: Path, text: str, what: str = "the lock") -> None:
     """Write `text` atomically to `path`, or to the file that a link at `path` points to.
 
-    Raises `ProfileError`, also for a link that leads out of its repository or folder. A message
-    calls the file `what`.
+    Raises `ProfileError` if the file cannot be written, or if a link leads out of its repository
+    or folder. Messages call the file `what`.
     """
     target, folder = path.resolve(), path.parent.resolve()
     repositories = (root for root in (folder, *folder.parents) if (root / ".git").exists())
     home = next(repositories, folder)
     try:
         if folder == Path("/dev") or (target.exists() and not target.is_file()):
-            path.write_text(text, encoding="utf-8")  # as /dev/stdout
+            path.write_text(text, encoding="utf-8")  # a device, such as /dev/stdout
             return
         if path.is_symlink() and not target.is_relative_to(home):
             problem, todo = f"a link that leads out of {home}", "name the file itself"
@@ -65,7 +65,7 @@ def write_in_place(path: Path, text: str, what: str = "the lock") -> None:
 
 
 def _remove_abandoned(temporary: Path) -> None:
-    # Without a lock on it, its writer was killed before it could remove the file.
+    # If the file is not locked, its writer was killed before it could remove the file.
     with suppress(OSError):
         descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
         try:

@@ -1,1 +1,1 @@
-"""Where every random number of a run comes from: streams, generators, loading, snapshots."""
+"""Random numbers of a run: named streams, generators, data loading and snapshots."""

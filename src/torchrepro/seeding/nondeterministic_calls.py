@@ -1,7 +1,6 @@
-"""Sources of nondeterminism: entropy, the clock, addresses, the order of files, threads.
+"""Tables of functions that are sources of nondeterminism, and of functions that take a seed.
 
-A table of functions whose results may differ between two runs of one program, and of functions
-that take a seed.
+A source, such as the clock, returns results that may differ between two runs of one program.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ class Source(NamedTuple):
     attribute: str
     what: str  # the source in words, such as `CLOCK`
     instead: str  # a short suggested fix; `{}` is the function that was called
-    through: tuple[str, ...] = ()  # modules that call it for their callers; `*` for any library
-    applies: Callable[[Arguments], bool] = lambda _: True  # whether a call is such a read
-    value: Callable[[Arguments], str | None] = lambda _: None  # the seed, which runs compare
+    through: tuple[str, ...] = ()  # modules that call it for the program; `*` for any library
+    applies: Callable[[Arguments], bool] = lambda _: True  # whether a call counts as a read
+    value: Callable[[Arguments], str | None] = lambda _: None  # the explicit seed
     known_as: str = ""  # the name to show, if it is not the name of the function
-    in_sample: str = ""  # `instead` within a sample, where a constant seed repeats every draw
+    in_sample: str = ""  # `instead` in a sample, where a constant seed repeats the draws
     by_libraries: bool = False  # whether a call that a library makes counts, see FOR_THEMSELVES
 
     @property
@@ -66,7 +65,7 @@ class Source(NamedTuple):
         return self.known_as or f"{self.module}.{self.attribute}"
 
     def edit(self, called: str, *, in_sample: bool) -> str:
-        """Return the suggested fix for a call of the function that is known as `called`."""
+        """Return the suggested fix for a call of the function whose public name is `called`."""
         packages = {module.partition(".")[0] for module in (self.module, *self.through)}
         if self.by_libraries and called.partition(".")[0] not in packages:
             return f"give {called} a seed, as its documentation says"
@@ -96,7 +95,7 @@ def _text(seed: Any) -> str | None:
 
 
 def _given(module: str, attribute: str, position: int, **options: Any) -> Source:
-    """Return the row of a function that takes a seed, which may come from such a source itself."""
+    """Return the row of a function that takes a seed; the seed itself may come from the clock."""
     return Source(
         module,
         attribute,
@@ -276,7 +275,7 @@ CHEAP_SOURCES = tuple(row for row in EVERY_SOURCE if row.what not in (ADDRESS, H
 
 def _hash_varies(value: Any) -> bool:
     waiting = [value]
-    while waiting:  # a tuple may be nested deeper than Python's own calls
+    while waiting:  # recursion would fail on a deeply nested tuple
         value = waiting.pop()
         if isinstance(value, tuple | frozenset):
             waiting.extend(value)
@@ -290,7 +289,7 @@ def _hash_varies(value: Any) -> bool:
 def row_of_read(name: str, source: str) -> Source | None:
     """Return the row of a read in a trace, by its name and source; None for an unknown source.
 
-    The suggested fix comes from the row and not from the trace, which may be from anywhere.
+    The suggested fix is taken from the row, because the trace may come from an untrusted person.
     """
     every = (*EVERY_SOURCE, *MADE_BY_NUMPY.values(), *FORKED_DRAWS, FILE_IF_THERE)
     module, rows = name.partition(".")[0], [row for row in every if row.what == source]

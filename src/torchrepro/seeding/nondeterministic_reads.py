@@ -1,21 +1,21 @@
-"""Reads of sources of nondeterminism, by lines of a program and by its children, and its files.
+"""Records which lines of a program read a source of nondeterminism, such as the clock.
 
 A watch records the first read of each source at each line of the program. A generator that is made
-without a seed counts as a read once it draws before it is seeded. If a library makes such a
-generator, the read is recorded at the line of the program that called the library, under the name
-of the library's function. It is ignored if the library makes it during its import, or if the
-package draws for itself only. Other calls in libraries are ignored, except calls that `uuid` or
-`glob` make for the program. Forked children report their reads, and also their draws if timing or
-the operating system decides which random numbers they get.
+without a seed counts as a read if it draws before it is seeded. If a library makes the generator,
+the record names the line of the program that called the library, and the library's function. The
+generator is ignored if the library is just being imported, or draws only for itself. Other reads in
+libraries are ignored, except reads that `uuid` or `glob` make for the program. Forked children
+report their reads. They also report their draws if timing or the operating system decides which
+random numbers they get.
 
-A watch replaces attributes, so it does not see:
+A watch replaces attributes. So it does not see the following:
 
-- a name imported before the watch began (``from os import urandom``), and a method bound before it;
-- types written in C: ``datetime.now``, ``torch.Generator().seed()``; numpy's types, such as
-  ``SeedSequence()``, are only recognized by the text of the line;
-- the order of a set, and hashes or addresses that a container uses to find its entries;
-- draws of a library from a global generator, or from a copy of an unseeded one; compiled code of
-  torch.compile; processes that are neither forked nor recorded.
+- Names imported before the watch began (``from os import urandom``), and methods bound before.
+- Types written in C, such as ``datetime.now`` and ``torch.Generator().seed()``. Numpy's types, such
+  as ``SeedSequence()``, are only recognized by the text of the source line.
+- The order of a set, and hashes or addresses that a container uses to find its entries.
+- Draws of a library from a global generator, and draws from a copy of an unseeded generator.
+- Code compiled by torch.compile, and processes that are neither forked nor recorded.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ from torchrepro.seeding.unseeded_generators import UnseededGenerators
 if TYPE_CHECKING:
     from torchrepro.seeding.nondeterministic_calls import Arguments
 
-_MANY = 1000  # lines, and files, at most that are recorded
-_FEW_SEEDS = 100  # that children report of a line at most; more seeds are not compared
+_MANY = 1000  # the most lines, and the most files, that are recorded
+_FEW_SEEDS = 100  # if children set more seeds at a line, they are not compared
 _POOLS = {  # function that runs the tasks of a pool -> its variable with the present task
     ("multiprocessing.pool", "worker"): "task",
     ("concurrent.futures.process", "_process_worker"): "call_item",
 }
-_LARGEST = 1 << 20  # bytes that the notes of children may have
-_FEW_FILES = 50  # that are recorded of one line for one use
-_TICK = 0.01  # seconds that a file's time of change may be behind the clock of a program
+_LARGEST = 1 << 20  # the most bytes of the notes of children
+_FEW_FILES = 50  # the most files that are recorded for one line and one use
+_TICK = 0.01  # seconds that a file's time of change may lag behind the clock
 
 _USING = (
     *(("builtins", "open"), ("io", "open")),
     *(("os.path", name) for name in ("exists", "isfile", "getmtime")),
     *(("pathlib", f"Path.{name}") for name in ("exists", "is_file")),
 )
-_USING_LATE = {"torch": "save", "sqlite3": "connect"}  # once they are imported
+_USING_LATE = {"torch": "save", "sqlite3": "connect"}  # observed once these modules are imported
 _WRAPPERS = "torchrepro.seeding.observed_calls"
 _CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
 _OF_THE_SYSTEM = ("/proc/", "/dev/", "/sys/")
@@ -94,7 +94,7 @@ _OF_THE_SYSTEM = ("/proc/", "/dev/", "/sys/")
 
 @dataclass(slots=True)
 class SourceRead:
-    """A line of the program that has read a source."""
+    """A line of the program that reads a source, or that sets an explicit seed."""
 
     name: str
     what: str
@@ -115,20 +115,20 @@ class SourceRead:
 
 
 def seed_of_generator(where: str, step: int, record: int, seed: str) -> SourceRead:
-    """Return the seed of a generator that a line draws from, as an explicit seed of the program."""
+    """Return the record of a line that draws from a generator with the explicit seed `seed`."""
     first = 1, step, record, seed, GIVEN_SEEDS[0].instead
     return SourceRead(OWN_GENERATOR, EXPLICIT_SEED, where, *first, in_sample=False)
 
 
 class ChildNotes:
-    """A file in the folder of a recording that all children of this process append to.
+    """A file of notes that child processes leave for the recorded process.
 
-    The children are forked, or started by multiprocessing. The file has one JSON line for each
-    note. It exists from the first note until the recorded process takes the notes.
+    The file is in the folder of the recording. The children are forked, or started by
+    multiprocessing. Each note is one line of JSON. `take` removes the file.
     """
 
     def __init__(self, folder: str) -> None:
-        # The command line of a spawned process names multiprocessing's module.
+        # Python starts a spawned process with this module in its command line.
         spawned = any("multiprocessing.spawn" in argument for argument in sys.orig_argv)
         self.is_spawned = spawned or comes_from_fork_server()
         self._process = os.getppid() if self.is_spawned else os.getpid()
@@ -139,7 +139,7 @@ class ChildNotes:
         return os.getpid() != self._process
 
     def append(self, note_type: str, **fields: Any) -> None:
-        """Append a note; nothing is raised if the file cannot be written, or is full."""
+        """Append a note; skip it if the file cannot be written or has `_LARGEST` bytes."""
         text = json.dumps({"kind": note_type, **fields}) + "\n"
         with suppress(OSError):
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -150,9 +150,9 @@ class ChildNotes:
                 os.close(file)
 
     def take(self) -> list[dict[str, Any]]:
-        """Return all notes and remove them; in a child process, return nothing.
+        """Return all notes and remove the file; in a child process, return an empty list.
 
-        A note that a child process has written only in part is skipped.
+        Skips a note that a child process has written only in part.
         """
         notes: list[dict[str, Any]] = []
         if self.in_child:
@@ -168,23 +168,23 @@ class ChildNotes:
 
 @dataclass(slots=True)
 class FileUse:
-    """A file, and the lines (``file:line``) that first asked for it, read it and wrote it."""
+    """A file, with the lines (``file:line``) that first asked for it, read it and wrote it."""
 
     path: str
     asked: str = ""
     read: str = ""
     written: str = ""
-    changed: float = 0.0  # its time of change at the first read, in seconds since 1970
+    changed: float = 0.0  # time of change at the first read, in seconds since 1970
 
 
 class FileUses:
-    """Records the files that the program itself asks for, reads and writes, until `stop`.
+    """Records which files the program asks for, reads and writes, until `stop`.
 
-    A file that one run writes and the next one reads makes them differ. Recorded are calls of
-    `open`, of functions that return whether a file exists, and of `torch.save` and
-    `sqlite3.connect`, which do not call `open`. A call in a library counts for the line of the
-    program that called the library. Code, and files in the folders of libraries, are ignored. Files
-    that an extension written in C opens itself are not seen.
+    Two runs may differ if a run reads a file that an earlier run has written. The class observes
+    calls of `open`, of functions that return whether a file exists, and of `torch.save` and
+    `sqlite3.connect`, which do not call `open`. If a library makes the call, the record names the
+    line of the program that called the library. Code and files in the folders of libraries are
+    ignored. Files that a C extension opens itself are not seen.
     """
 
     def __init__(self, notes: ChildNotes) -> None:
@@ -206,7 +206,7 @@ class FileUses:
         return {"files": [asdict(file) for file in self._files.values()], "began": self.began}
 
     def reads(self) -> list[SourceRead]:
-        """Return the files that the program asked for and read, and an earlier run had written."""
+        """Return the files that are older than the run and that the program asked for and read."""
         first = 1, -1, 0, None, FILE_IF_THERE.instead
         return [
             SourceRead(Path(file.path).name, EXISTING_FILE, file.read, *first, in_sample=False)
@@ -221,7 +221,7 @@ class FileUses:
             return args[position] if len(args) > position else kwargs.get(keyword)
 
         if name == "sqlite3.connect":
-            for use in ("written", "read"):  # SQLite may do either: its own calls are not observed
+            for use in ("written", "read"):  # SQLite's own reads and writes are not observed
                 self._note_use(use, argument(0, "database"), frame)
         elif name == "torch.save":
             self._note_use("written", argument(1, "f"), frame)
@@ -235,7 +235,7 @@ class FileUses:
             self._note_use("asked", argument(0, "path"), frame)
 
     def _note_use(self, use: str, target: Any, frame: FrameType) -> None:
-        # A library asks for its own files, such as a cache; its reads count for the program.
+        # Libraries ask for their own files, such as caches, so only their reads are recorded.
         if use == "asked" and is_library(frame.f_code.co_filename):
             return
         if isinstance(target, int) or not isinstance(target, str | bytes | os.PathLike):
@@ -261,7 +261,7 @@ class FileUses:
             self._notes.append("file", path=path, use=use, where=source_line, changed=changed)
 
     def add(self, path: str, use: str, where: str, changed: float) -> bool:
-        """Record a `use` of a file by this process or a child; return whether it is a new one."""
+        """Record a `use` of a file by this process or a child; return whether it is the first."""
         if path not in self._files and len(self._files) >= _MANY:
             return False
         known = self._files.setdefault(path, FileUse(path))
@@ -274,10 +274,10 @@ class FileUses:
 
 
 class Watch:
-    """Records the first read of each of `rows` at each line of the program, until `stop`.
+    """Records the first read of each source in `rows` at each line of the program, until `stop`.
 
-    With the `folder` of a recording, forked children report their reads there, and the program's
-    files are recorded as well.
+    If the `folder` of a recording is passed, child processes report their reads in this folder, and
+    the files that the program uses are recorded as well.
     """
 
     def __init__(
@@ -290,11 +290,11 @@ class Watch:
         self.position: Callable[[], tuple[int, int]] = lambda: (-1, 0)
         self._on_first = on_first
         self._reads: dict[tuple[str, bool, str], SourceRead] = {}
-        self._seeds: dict[tuple[str, bool, str], set[str]] = {}  # that children give at one line
-        self._seeded: set[str] = set()  # modules whose generators a forked child seeds
+        self._seeds: dict[tuple[str, bool, str], set[str]] = {}  # that children set at one line
+        self._seeded: set[str] = set()  # modules whose generators this child has seeded
         self._unseeded = UnseededGenerators()
         self._follows_states = False  # whether the generators of `RandomState` are observed
-        self._state_made: SourceRead | None = None  # by a `RandomState` that is being made
+        self._state_made: SourceRead | None = None  # of a `RandomState` that is being made
         self._undo = ExitStack()
         self._listeners = {row: self._listener(row) for row in rows}
         self._waiting = AfterImport(map(_awaited, rows), self._listen_to)
@@ -308,10 +308,10 @@ class Watch:
                 self.begin_in_child()
 
     def reads(self) -> tuple[SourceRead, ...]:
-        """Return the reads up to now, in the order of their first reads, children's reads last.
+        """Return the reads up to now: by this process, then by its children, then of files.
 
-        A generator has the step and record at which it was made. If several children gave seeds at
-        one line, their seeds become one text.
+        The read of an unseeded generator has the step and the record when the generator was made.
+        If several children set seeds at one line, all these seeds become one text.
         """
         notes = [] if self._notes is None else self._notes.take()
         for note in notes:
@@ -340,14 +340,14 @@ class Watch:
             _of_recordings.remove(self)
 
     def begin_in_child(self) -> None:
-        """Also observe draws from global generators, in a child that has just begun."""
+        """Observe draws from global generators as well; called when a child process begins."""
         self._reads = {key: read for key, read in self._reads.items() if read.value is None}
         self._seeded.clear()
         new_rows = [row for row in FORKED_DRAWS if row not in self._listeners]
         draw_listeners = {row: self._listener(row) for row in new_rows}
         self._listeners |= draw_listeners
         for row, listener in draw_listeners.items():
-            if row.module in sys.modules:  # a fork imports nothing; `_waiting` does the rest
+            if row.module in sys.modules:  # `_waiting` observes later imports
                 listen(row.module, row.attribute, listener)
         replace_imported_names(draw_listeners.values())
 
@@ -359,13 +359,13 @@ class Watch:
                 listen(row.module, row.attribute, listener)
 
     def _listen_to_types_of_numpy(self) -> None:
-        # They also call `randbits` if they have an explicit seed, but then only to replace it.
+        # numpy's types also call `randbits` for an explicit seed, and then replace the result.
         module: Any = sys.modules.get("numpy.random.bit_generator")
         original = getattr(module, "randbits", None)
         if original is None:
             return
-        # Private, because numpy has no public hook at the making of a `RandomState`. Without it, an
-        # unseeded `RandomState` counts as a read when it is made.
+        # `_MT19937` is private, but numpy has no public hook for a new `RandomState`. Without
+        # `_MT19937`, an unseeded `RandomState` counts as a read when it is made.
         legacy: Any = sys.modules.get("numpy.random.mtrand")
         twister: Any = getattr(legacy, "_MT19937", None)
 
@@ -387,7 +387,7 @@ class Watch:
                 )
 
             def __instancecheck__(cls, value: Any) -> bool:
-                self._unseeded.settle()  # `RandomState.seed` asks before it seeds
+                self._unseeded.settle()  # `RandomState.seed` calls this before it seeds
                 return isinstance(value, twister)
 
         patch(self._undo, module, "randbits", randbits, original)
@@ -407,7 +407,7 @@ class Watch:
             if seeds and self._in_child and not ours and _in_task(frame) is not False:
                 self._seeded.add(generator)
             if name != function:
-                return None  # its other name has its own row
+                return None  # another name of the function has another row
             arguments = args, kwargs
             if row.what == FORKED and not self._draws_vary(generator, frame, listener):
                 return None
@@ -415,7 +415,7 @@ class Watch:
             if reader is None or not row.applies(arguments):
                 return None
             if row.what == FORKED:
-                stop_listening(listener)  # the first line is enough, and draws are many
+                stop_listening(listener)  # one line is enough, and watching each draw is slow
             return self.heard(row, arguments, *reader)
 
         return listener
@@ -427,8 +427,9 @@ class Watch:
     def _draws_vary(self, generator: str, frame: FrameType, listener: Listener) -> bool:
         """Return whether the draws of a child from `generator` vary between runs.
 
-        Python seeds `random` from the operating system in a forked child, and timing decides which
-        worker of a pool runs which task. In workers of a loader the sample decides.
+        In a forked child, Python seeds `random` from the operating system. In a pool, timing
+        decides which worker runs which task. In workers of a loader, draws depend on the sample,
+        so they do not vary.
         """
         if generator in self._seeded:
             return False
@@ -446,7 +447,11 @@ class Watch:
     def heard(
         self, row: Source, arguments: Arguments, front: FrameType | None, source_line: str
     ) -> Change | None:
-        """Record a call by a line of the program, through the frame `front` of a library if any."""
+        """Record a read of the source `row` at the line `source_line`.
+
+        `front` is the frame of the library function that the line called, if any. Returns a
+        function that changes the result of the call, or None.
+        """
         name, value = _public_name(row, front), row.value(arguments)
         key = name, value is None, source_line
         read = self._reads.get(key)
@@ -502,9 +507,9 @@ class Watch:
 
 
 def _in_task(frame: FrameType) -> bool | None:
-    """Return whether this worker of a pool runs a task.
+    """Return whether `frame` is called by a task of a pool of processes.
 
-    False during the initializer of the pool, None outside of a pool.
+    Returns False during the initializer of the pool, and None outside of a pool.
     """
     for caller in frames(frame):
         variable = _POOLS.get((caller.f_globals.get("__name__", ""), caller.f_code.co_name))
@@ -525,7 +530,7 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 _of_program: dict[int, bool] = {}
-_seen: list[CodeType] = []  # keeps the code alive, so that no address of `_of_program` is reused
+_seen: list[CodeType] = []  # keeps code alive, so that Python reuses no address in `_of_program`
 
 
 def _is_program(code: CodeType) -> bool:
@@ -539,10 +544,11 @@ def _is_program(code: CodeType) -> bool:
 
 
 def _reader(row: Source, frame: FrameType) -> tuple[FrameType | None, str] | None:
-    """Return the line of the program that reads a source, and the frame that it calls to read it.
+    """Return how the program reads a source: the library's frame, and the program's own line.
 
-    Returns None if a library reads the source for itself: its frame is then the first one, from the
-    inside, that `row` does not name as a way for its callers.
+    The frame is None if the line calls the source itself. Returns None if a library reads the
+    source for itself, and not for the program. `row.through` and `row.by_libraries` define which
+    libraries read for the program.
     """
     front, in_library = None, False
     for caller in frames(frame):
@@ -574,12 +580,12 @@ def _public_name(row: Source, front: FrameType | None) -> str:
 
 
 def _awaited(row: Source) -> str:
-    """Return the module to wait for; while parts of torch are imported, torch is incomplete."""
+    """Return the module to wait for before `row` is observed: for a part of torch, all of torch."""
     return "torch" if row.module.startswith("torch.") else row.module
 
 
 def watch_unseeded() -> Watch:
-    """Watch draws without a seed; the first worker of a loader reports its draws at once."""
+    """Watch draws without a seed; the first worker of a loader prints its draws at once."""
     message = "drew without a seed, in workers: {0} ({0.instead})"
     return Watch(
         UNSEEDED,
@@ -596,7 +602,7 @@ def watch_from_the_start(folder: str, *, in_detail: bool) -> None:
 
 
 def watch_for_recording(folder: str, *, in_detail: bool) -> Watch:
-    """Return the watch of `watch_from_the_start`, or a new one."""
+    """Return the watch that `watch_from_the_start` has made, or a new watch."""
     if not _of_process:
         watch_from_the_start(folder, in_detail=in_detail)
     return _of_process.pop()

@@ -1,13 +1,12 @@
-"""Wrappers that observe calls of functions of other libraries, and of modules of a model.
+"""Wrappers that call a listener at each call of a library's function or of a model's module.
 
-A function gets one wrapper for all its listeners and all its names. The wrapper calls the function
-first and then the listeners, so a call that raises is not observed, except by `listen_before`. A
+A function has one wrapper for all its listeners and all its names. The wrapper first calls the
+function and then the listeners. So a call that raises is not observed, except by `listen_before`. A
 listener may return a function that changes the result for the caller. After the last
 `stop_listening` the original function is restored, unless the program has replaced it since.
 
 While torch.compile traces the program, a wrapper only calls the function: it causes no graph break
-and calls no listener. This is the only module of torchrepro that a compiler may trace: compilers
-skip code by its module.
+and calls no listener. A compiler may trace this module; it skips all other modules of torchrepro.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], Change
 
 @dataclass(slots=True, eq=False)
 class _Observed:
-    name: str  # its first name, by which pickle finds the wrapper
+    name: str  # the first observed name; pickle uses it to find the wrapper
     original: Any
     wrapper: Any = None
     undo: ExitStack = field(default_factory=ExitStack)  # for all modules and classes that have it
@@ -45,8 +44,8 @@ _observed: dict[tuple[str, str], _Observed] = {}
 def listen(module: str, name: str, listener: Listener) -> None:
     """Call `listener` after each call of a function, if the package of its module is loaded.
 
-    `name` may lead through a class, as in ``Thread.start``. A listener is called once per call,
-    also if it listens to several names of one function.
+    `name` may contain a class, as in ``Thread.start``. A listener that listens to several names of
+    one function is called once per call.
     """
     observed = _observe(module, name)
     if observed is not None and listener not in observed.listeners:
@@ -54,7 +53,7 @@ def listen(module: str, name: str, listener: Listener) -> None:
 
 
 def listen_before(module: str, name: str, listener: Listener) -> None:
-    """Call `listener` before each call of a function; its return value is ignored."""
+    """Call `listener` before each call of a function, and ignore the listener's return value."""
     observed = _observe(module, name)
     if observed is not None and listener not in observed.early:
         observed.early.append(listener)
@@ -89,7 +88,7 @@ def stop_listening(listener: Listener) -> None:
 
 
 def replace_imported_names(listeners: Iterable[Listener]) -> None:
-    """Replace functions that modules of the program have imported by name; there is no undo."""
+    """Also observe functions that the program's modules imported by name; cannot be undone."""
     ours = set(listeners)
     observed = {
         address(seen.original): seen for seen in _observed.values() if ours & {*seen.listeners}
@@ -171,7 +170,7 @@ class _BuiltIn:
         return str(vars(self)["__qualname__"])
 
     def __eq__(self, compared: object) -> bool:
-        return compared is self or bool(self._original == compared)  # for sets: `os.supports_fd`
+        return compared is self or bool(self._original == compared)  # for `in os.supports_fd`
 
     def __hash__(self) -> int:
         return hash(self._original)
@@ -184,7 +183,7 @@ class _BuiltIn:
 def on_modules_called(call: Callable[[Any, Any], object]) -> Iterator[None]:
     """Call ``call(module, returned)`` after every call of a module of torch; imports torch.
 
-    Modules within a compiled region are not seen.
+    Calls of modules within a compiled region are not seen.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_forward_hook.html
     """
     import torch
@@ -201,7 +200,7 @@ def on_modules_called(call: Callable[[Any, Any], object]) -> Iterator[None]:
 
 
 def _is_compiling() -> bool:
-    # torch.compile cannot trace `sys._getframe`. Torch reads addresses and clocks in its import,
-    # when `torch.compiler` may not exist yet.
+    # torch.compile cannot trace `sys._getframe`. Torch reads addresses and clocks during its own
+    # import, when `torch.compiler` may not exist yet.
     compiler: Any = getattr(sys.modules.get("torch"), "compiler", None)
     return hasattr(compiler, "is_compiling") and bool(compiler.is_compiling())

@@ -1,4 +1,4 @@
-"""Calls of the program that seed a global generator: honoured, and recorded with their line."""
+"""Records the lines of the program that seed a global generator; their seeds take effect."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SeedingCall:
 
     function: str
     value: str  # the seed of the latest call
-    where: str  # ``file:line`` of the program, or of a library in a thread without the program
+    where: str  # ``file:line`` of the program, or of a library's own thread
     times: int = 0
 
     def __str__(self) -> str:
@@ -63,18 +63,18 @@ class SeedingCall:
 
 
 _calls: dict[tuple[str, str], SeedingCall] = {}
-# Module and digest of a state that the program has read -> the program's seed of the generator at
-# that time, and whether the generator was in `unknown_states`.
+# (module, digest of a state that the program has read) -> (digest of the program's seed at that
+# time, whether the generator was in `unknown_states`)
 _given_at: dict[tuple[str, int], tuple[bytes, bool]] = {}
 
 _SLOTS = 1 << 16
 
 
 class _PrintedNotes:
-    """A shared byte for each printed note; a note whose hash has a set byte is not printed.
+    """Shared bytes that mark the printed notes, so that several processes print each note once.
 
-    Forked processes share the bytes with this process. Spawned workers share another array, which
-    they set with `write` when they start.
+    The hash of a note is the index of its byte. Forked processes share the bytes with this
+    process. Spawned workers share another array, which they set with `write` when they start.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ printed_notes = _PrintedNotes()
 
 @cache
 def notes_of_spawned() -> Any:
-    """Return the bytes of spawned workers, which can only be passed to a process that starts."""
+    """Return the bytes for spawned workers; they can only be passed to a process at its start."""
     from multiprocessing.sharedctypes import RawArray
 
     return RawArray("B", _SLOTS)
@@ -146,7 +146,7 @@ def seeding_calls() -> tuple[SeedingCall, ...]:
 
 
 def note_calls() -> Callable[[], None]:
-    """Record seeding calls of the program from now on; return the undo."""
+    """Record seeding calls of the program from now on; return a function that undoes this."""
     access = SeedingCalls()
     saved = access.save()
     access.write(None)
@@ -154,7 +154,7 @@ def note_calls() -> Callable[[], None]:
 
 
 def note_calls_of_new_modules() -> None:
-    """Also record seeding calls to libraries that were loaded in the meantime."""
+    """Also record seeding calls to libraries that were imported since `note_calls`."""
     for module, name in FUNCTIONS:
         listen(module, name, _note)
     for module, name in _STATES:
@@ -172,8 +172,8 @@ def _note(
 ) -> None:
     if function in streams.SEEDED_AT_RANDOM:
         streams.note_not_given(sys.modules["torch"].initial_seed())
-    # At its import, dynamo wraps the present `torch.manual_seed`, which may be our wrapper. So the
-    # direct caller may be dynamo, and not the code that seeds.
+    # When dynamo is imported, it wraps the current `torch.manual_seed`, which may be our wrapper.
+    # So the direct caller may be dynamo, and not the code that seeds.
     while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
         frame = frame.f_back
     if package(frame) in OWN:
@@ -201,8 +201,8 @@ def _note_state(
 ) -> None:
     """Note that the program has read or set the state of a generator.
 
-    Setting a state also sets the seed. This seed is known if the process read the same state
-    earlier, or if nothing was drawn since the seeding.
+    A call that sets a state also sets a seed. The seed is known if this process read the same state
+    earlier, or if a generator has this state before its first draw.
     """
     if package(frame) in OWN or in_loader():
         return
@@ -234,7 +234,7 @@ def generators_set_by_program() -> set[str]:
         seeds = generators.device_seeds(module)
         if seeds:
             given[device] = any(map(streams.is_given, seeds))
-        else:  # its generators do not remember their seeds, but the calls are recorded
+        else:  # this device's generators keep no seeds, but the calls are recorded
             functions = ("torch.manual_seed", "torch.random.manual_seed", f"torch.{device}.")
             given[device] = any(called.startswith(functions) for called in given_by_program())
     return generators.unknown_states | {name for name, seeded in given.items() if seeded}
@@ -246,9 +246,9 @@ def _set_given(generator: str, seed: bytes, *, is_unknown: bool = False) -> None
 
 
 def _digest_of_seed(generator: str, state: Any) -> bytes:
-    """Return a digest of `state`, which identifies the seed of a freshly seeded generator.
+    """Return a digest of `state`, the state of a freshly seeded generator, to identify the seed.
 
-    It is the same in every process, and empty for the profile's seed.
+    The digest is equal in every process, and empty for the profile's seed.
     """
     plan, text = streams.current_plan(), repr(generators.plain_state(state))
     if plan.seed is not None:
@@ -259,10 +259,10 @@ def _digest_of_seed(generator: str, state: Any) -> bytes:
 
 
 def _is_fresh(generator: str, state: Any) -> bool:
-    """Return whether nothing was drawn since the generator was seeded.
+    """Return whether `state` is the state of a seeded generator before its first draw.
 
-    Python seeds a Mersenne Twister from an array: its first word has only the top bit. numpy seeds
-    it from a number: each word follows from the word before
+    Python seeds a Mersenne Twister from an array: the first word then has only its top bit set.
+    numpy seeds it from a number: each word is then computed from the word before
     (http://www.math.sci.hiroshima-u.ac.jp/m-mat/MT/MT2002/CODES/mt19937ar.c).
     """
     if generator == "python":

@@ -1,8 +1,8 @@
 """Snapshots of the state of every generator, as plain JSON values, to resume a run.
 
-A snapshot is restored completely or not at all. A resumed run reports at its first step what
-differs from the checkpoint. A checkpoint has digests of its optimizers for that: of their
-parameters, and of the state of each. A saved optimizer is found again by its parameters' shapes.
+A snapshot is restored completely or not at all. At its first step, a resumed run reports what
+differs from the checkpoint. For this, a checkpoint has digests of each optimizer's parameters and
+state. The shapes of the parameters identify an optimizer.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torchrepro.seeding.streams import world
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
 
-_resumed = False  # whether the run resumes a checkpoint; recordings store it
-_awaiting_step: list[Any] = []  # the hook that waits for the first step, if any
+_resumed = False  # whether the run resumes a checkpoint, for recordings
+_awaiting_step: list[Any] = []  # at most one hook, for the first step
 
 
 def rng_state() -> dict[str, Any]:
     """Return a snapshot of every generator as plain JSON values.
 
-    It contains Python's, numpy's legacy and torch's CPU generator, every device of every
-    accelerator in use, the registered generators, the program's seeds of `random` and numpy, the
-    next epochs of the loaders made with `dataloader_kwargs`, the seed plan, the world size and
-    rank, and a checksum. It can be saved as JSON or with ``torch.save``. Changes nothing; imports
-    torch.
+    The snapshot contains the states of Python's generator, numpy's legacy generator, torch's CPU
+    generator, the generators of all devices in use, and the registered generators. It also contains
+    the program's seeds of `random` and numpy, the next epochs of the loaders made with
+    `dataloader_kwargs`, the seed plan, world size and rank, and a checksum. It can be saved as JSON
+    or with ``torch.save``. The call imports torch and changes nothing else.
     """
     slots = generators.all_slots()
     state: dict[str, Any] = {
@@ -57,11 +57,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
-    """Restore every generator from `state`, a snapshot or the path of a saved one.
+    """Restore every generator from `state`, a snapshot or the path of a saved snapshot.
 
-    Starts devices that were in use in the saved run and are not in this one. Raises `SeedingError`,
-    with nothing else changed, if the snapshot is damaged or incomplete, or comes from another rank,
-    world size, seed, set of devices or set of registered generators.
+    Starts devices that were in use in the saved run but are not in use now. Raises `SeedingError`
+    and changes nothing else if the snapshot is damaged or incomplete, or if the rank, the world
+    size, the seed, the devices or the registered generators of this run are different.
     """
     snapshot = _loaded(state)
     _check_complete(snapshot)
@@ -73,7 +73,7 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
 def set_generators(snapshot: Mapping[str, Any]) -> None:
     """Restore every generator from `snapshot`, but not the epochs of the loaders.
 
-    Raises `SeedingError`, with nothing changed, if a generator refuses its state.
+    Raises `SeedingError` and changes no generator if one of them refuses its saved state.
     """
     slots = generators.all_slots()
     before = States(slots.values())
@@ -95,7 +95,7 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
 def save_rng_state(path: str | os.PathLike[str]) -> None:
     """Write a snapshot to the file `path` as JSON, completely or not at all.
 
-    Raises `OSError` if it cannot be written.
+    Raises `OSError` if the file cannot be written.
     """
     write_atomically(Path(path), json.dumps(rng_state()).encode())
 
@@ -155,7 +155,7 @@ def _check_complete(snapshot: dict[str, Any]) -> None:
 
 
 def _check_fits(snapshot: dict[str, Any]) -> None:
-    # Each refusal is one sentence on one line: a framework prints that line and continues.
+    # Each message is a single line: a framework prints only that line and continues.
     saved, now = snapshot["world"], world()._asdict()
     if saved != now:
         raise SeedingError.about(
@@ -222,7 +222,7 @@ def _device_names() -> dict[str, list[str]]:
 
 
 def digests_of(optimizer: Any) -> dict[str, str]:
-    """Return digests of the parameters of `optimizer`, and of its state without its rates."""
+    """Return digests of parameters, shapes and state of `optimizer`, without learning rates."""
     parameters, state = xxhash.xxh3_64(), xxhash.xxh3_64()
     for number, parameter in enumerate(_parameters(optimizer)):
         _add(parameters, "", parameter)
@@ -243,10 +243,10 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _signature(optimizer: Any) -> str:
-    """Return a digest of the shapes of the parameters, which a resumed run compares.
+    """Return a digest of the shapes of the parameters, to find the same optimizer in a checkpoint.
 
-    Some optimizers have other parameters while they train than while they are saved; they have a
-    `train_mode`.
+    Some optimizers train with other parameters than they save. Their option `train_mode`
+    distinguishes the two cases, so the digest includes it.
     """
     shapes = [tuple(parameter.shape) for parameter in _parameters(optimizer)]
     modes = [group.get("train_mode") for group in optimizer.param_groups]
@@ -265,7 +265,7 @@ def _add(digest: Any, name: str, value: Any) -> None:
 
 
 def compare_at_first_step(saved: Sequence[Mapping[str, str]], checkpoint: str) -> None:
-    """Report at the first step what differs from the `saved` optimizers of `checkpoint`."""
+    """Report at the first step what differs from `checkpoint` with the optimizers `saved`."""
 
     def differences(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
         changed = [] if same else [f"the parameters of {name}"]
@@ -281,8 +281,8 @@ def expect_weights(
 ) -> None:
     """Report at the first step if the run resumes only the weights of `checkpoint`.
 
-    The program has read the checkpoint itself. It may want its weights only, to train them on other
-    data: nothing is reported if none of `loaders` is in use.
+    The program has read the checkpoint itself. It may want only the weights, to train them on other
+    data. So the report requires that a loader with one of the signatures `loaders` is in use.
     """
     saved_loaders = {*loaders}
 
@@ -302,7 +302,8 @@ def _report_at_first_step(
 ) -> None:
     """Report `differences` at the first step of an optimizer with the signature of a saved one.
 
-    They get its name, the digest of its state, and the saved optimizers with its parameters.
+    `differences` is called with the name of the optimizer, the digest of its state, and the saved
+    optimizers that have equal parameters. It returns a text for each difference.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -316,7 +317,7 @@ def _report_at_first_step(
         stepped.add(optimizer)
         if _signature(optimizer) not in signatures:
             return
-        signatures.clear()  # torch iterates over its hooks now: this one is removed later
+        signatures.clear()  # torch iterates over its hooks now, so this one is removed later
         now = digests_of(optimizer)
         same = [before for before in saved if before["parameters"] == now["parameters"]]
         changed = differences(type(optimizer).__name__, now["state"], same)

@@ -1,10 +1,10 @@
-"""Named random streams: a hash of the root seed and of a stream's coordinates seeds each one.
+"""Named random streams, each seeded by a hash of the root seed and of the stream's coordinates.
 
-One coordinate is the rank: it numbers the processes of a run that draw different numbers.
-
-The key of a stream is BLAKE2b (RFC 7693) over root seed, rank, worker, epoch, step and name. Each
-library draws from SHAKE-256 (FIPS 202) of that key, so no two generators of one stream share
-numbers. A stream is the same on every machine and with every version of Python, numpy and torch.
+The coordinates are rank, worker, epoch, step and name. Processes of a run that draw different
+numbers have different ranks. The key of a stream is the BLAKE2b hash (RFC 7693) of root seed and
+coordinates. Each library's generator is seeded with SHAKE-256 (FIPS 202) of the key and the
+library's name, so no two generators of one stream share numbers. A stream is the same on every
+machine and with every version of Python, numpy and torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ LARGEST = 2**63 - 1
 class Stream:
     """One independent source of random numbers.
 
-    Each method starts at the beginning of the stream, so two equal calls return equal numbers.
+    Each method starts at the beginning of the stream, so two equal calls return generators that
+    draw equal numbers.
     """
 
     name: str
@@ -44,12 +45,12 @@ class Stream:
 
     @property
     def seed(self) -> int:
-        """A seed of 32 bits, from 0 to 2**32-1, as scikit-learn's `random_state` takes it."""
+        """A seed of 32 bits, from 0 to 2**32-1, for example for scikit-learn's `random_state`."""
         return int.from_bytes(self.key[:4], "little")
 
     @property
     def seed64(self) -> int:
-        """A seed of 64 bits, whose low 32 are `seed`: enough for a device's generator."""
+        """A seed of 64 bits, the size of torch's seeds; its low 32 bits are equal to `seed`."""
         return int.from_bytes(self.key[:8], "little")
 
     def python(self) -> Random:
@@ -71,10 +72,10 @@ class Stream:
         return np.random.RandomState(np.random.MT19937(sequence))
 
     def torch(self, device: Any = "cpu") -> torch.Generator:
-        """Return a generator for `device`; on the CPU its whole state is derived.
+        """Return a torch generator for `device`.
 
-        A device's generator takes a seed of 64 bits. Raises `SeedingError` for a device that this
-        torch does not have.
+        On the CPU, the generator's whole state comes from the stream; on another device, only a
+        seed of 64 bits. Raises `SeedingError` for a device that this torch does not have.
         """
         import torch
 
@@ -94,11 +95,11 @@ class Stream:
         return Stream(self.name, shake_256(self.key + b"part/" + label).digest(len(self.key)))
 
     def entropy(self, purpose: str) -> int:
-        """Return 256 bits for `purpose`, independent of the bits for any other purpose."""
+        """Return an integer of 256 bits for `purpose`; other purposes get independent integers."""
         return int.from_bytes(self.bytes(purpose, 32), "little")  # a collision takes 2**128 streams
 
     def bytes(self, purpose: str, count: int) -> bytes:
-        """Return `count` bytes for `purpose`, independent of the bytes for any other purpose."""
+        """Return `count` bytes for `purpose`; other purposes get independent bytes."""
         return shake_256(self.key + purpose.encode()).digest(count)
 
     def __repr__(self) -> str:
@@ -112,16 +113,16 @@ def stream(
     epoch: int | None = None,
     step: int | None = None,
 ) -> Stream:
-    """Return the stream `name` of the active profile, for this rank and worker.
+    """Return the stream `name` of the active profile.
 
-    If no profile with a seed is active, the stream derives from the seed of torch's CPU generator:
-    the argument of `torch.manual_seed`, or a seed that differs in every run if the program has not
-    called it or has not imported torch.
+    If no profile with a seed is active, the stream derives from the program's seed, the argument of
+    `torch.manual_seed`. If the program has not called it, or has not imported torch, the stream
+    differs in every run.
 
-    By default, this process sets `rank` and `worker`: the main process has no `worker` number,
-    and under `ranks: same` every rank counts as rank 0. Equal arguments and seed give
-    equal numbers on every machine and in every version. Raises `SeedingError` for an argument that
-    is not a whole number of 0 or more.
+    By default, `rank` and `worker` identify this process. The main process has no worker number,
+    and under `ranks: same` the rank is always 0. Equal arguments and seed give equal numbers on
+    every machine and in every version. Raises `SeedingError` for an argument that is not a whole
+    number of 0 or more.
     """
     plan = current_plan()
     derived = derive(
@@ -145,16 +146,16 @@ def derive(
     step: int | None = None,
     kind: str = "stream",
 ) -> Stream:
-    """Return the stream of these coordinates; streams of another `kind` share nothing with it."""
-    # The name may have any character, so it comes last: no two inputs have the same text.
+    """Return the stream of these coordinates; streams of different `kind` are independent."""
+    # The name may contain a slash, so it comes last: different inputs have different texts.
     text = f"torchrepro/1/{kind}/{root}/{rank}/{worker}/{epoch}/{step}/{name}"
     return Stream(name, blake2b(text.encode("utf-8", "surrogatepass")).digest())
 
 
 def seed_of_rank(seed: int, rank: int) -> int:
-    """Return the seed of the global generators of `rank` if ranks draw differently.
+    """Return the seed of the global generators of `rank`, if each rank draws its own numbers.
 
-    Rank 0 starts from `seed` itself, as a run without ranks does.
+    Rank 0 has `seed` itself, as a run with a single process does.
     """
     return derive("global", seed, rank, kind="rank").seed if rank else seed
 
@@ -176,7 +177,7 @@ def checked_name(name: Any) -> str:
 def nonnegative_int(argument: str, value: Any) -> int:
     """Return `value` as an int from 0 to `LARGEST`; raises `SeedingError` for anything else.
 
-    Integers of numpy and torch are accepted. Bools and floats are not, not even 1.0.
+    Integers of numpy and torch are accepted. Bools and floats, even 1.0, are rejected.
     """
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
@@ -199,7 +200,7 @@ RankPolicy = str | Mapping[str, str] | None
 VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """Variables that name a process and count them: torchrun's, then Slurm's."""
 
-_LONGEST = 18  # digits: no run has as many processes
+_LONGEST = 18  # digits of a rank: no run has so many processes
 
 AGREEING = frozenset({"tp", "sp", "cp", "tensor", "tensor_parallel", "sequence", "context"})
 """Mesh dimensions whose ranks work on one sample, and so have to draw equal numbers."""
@@ -226,8 +227,8 @@ def process_group() -> World | None:
 def world() -> World:
     """Return the rank of this process and the number of ranks.
 
-    They come from torch.distributed, or else from the variables of a launcher; without both, this
-    is rank 0 of 1. Raises `SeedingError` for a variable whose value is not a number.
+    Both come from torch.distributed, or else from the variables of a launcher. If neither is
+    present, this is rank 0 of 1. Raises `SeedingError` for a variable whose value is not a number.
     """
     group = process_group()
     if group is not None:
@@ -275,7 +276,7 @@ def _number(variable: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SeedPlan:
-    """The settings of the active profiles for random numbers, and the ranks as far as known."""
+    """How this process derives seeds: from the active profiles, its rank and the device mesh."""
 
     seed: int | None = None  # the root; None if no profile with a seed is active
     streams: Mapping[str, int] = field(default_factory=dict)  # name of a stream -> its own root
@@ -283,10 +284,10 @@ class SeedPlan:
     # differ between ranks, and the global generators start from one seed.
     ranks: RankPolicy = None
     mesh: Mesh | None = None
-    rank: int | None = None  # in a worker of a loader: the rank of the main process
-    program_seed: int | None = None  # the program's own, if torchrepro has seeded torch since
-    agreed_seed: int | None = None  # that every rank had given before the process group was made
-    started_as: int = 0  # the rank whose seed the global generators started from
+    rank: int | None = None  # of the main process; set in workers of a loader
+    program_seed: int | None = None  # of torch, if torchrepro has seeded torch since
+    agreed_seed: int | None = None  # set by all ranks before the process group was made
+    started_as: int = 0  # this process's rank when it seeded the global generators
 
     @property
     def ranks_differ(self) -> bool:
@@ -298,19 +299,20 @@ class SeedPlan:
     def started_from(self, seed: int) -> int:
         """Return the seed that the global generators of this process derive from the root `seed`.
 
-        It is the rank's own seed if ranks draw differently, as far as this process knows its rank.
+        If ranks draw different numbers, it depends on `started_as`, the rank of this process when
+        it seeded its generators. Otherwise it is `seed` itself.
         """
         return seed_of_rank(seed, self.started_as) if self.ranks_differ else seed
 
     def root(self, name: str) -> int:
-        """Return the seed that the stream `name` derives from; without a profile, the program's."""
+        """Return the seed that the stream `name` derives from; without a profile, `own_seed()`."""
         seed = self.streams.get(name, self.seed)
         return self.own_seed() if seed is None else seed
 
     def own_seed(self) -> int:
-        """Return the seed that the program has given to torch.
+        """Return the seed that the program has set in torch.
 
-        If it has given none, return the profile's seed, or a seed that differs in every run.
+        If it has set none, return the profile's seed, or a seed that differs in every run.
         """
         if self.program_seed is not None:
             return self.program_seed
@@ -318,12 +320,12 @@ class SeedPlan:
         return int(seed) % 2**64
 
     def coordinate(self, policy: RankPolicy = None) -> int:
-        """Return the index of this process among the ranks that draw different numbers.
+        """Return the number of this process among the processes that draw different numbers.
 
-        It is 0 under the policy `same`. With a mesh, ranks draw differently along each dimension
-        that the policy does not name, except those in `AGREEING`. Raises `SeedingError` if the
-        policy names mesh dimensions, and `use_mesh` was not called or its mesh does not have
-        them.
+        The number is 0 under the policy `same`. With a mesh, the policy applies to each dimension
+        that it names. Along the other dimensions, ranks draw different numbers, except along the
+        dimensions in `AGREEING`. Raises `SeedingError` if the policy names a dimension that the
+        mesh does not have, or if it names dimensions before `use_mesh` was called.
         """
         policy = self.ranks if policy is None else policy
         if policy == "same":
@@ -372,12 +374,12 @@ def set_plan(plan: SeedPlan) -> None:
 
 
 def remember_program_seed() -> None:
-    """Remember the program's own seed, because torchrepro is about to seed torch."""
+    """Remember the program's seed of torch; called just before torchrepro seeds torch."""
     set_program_seed(_plan.own_seed())
 
 
 def set_program_seed(seed: int | None) -> None:
-    """Remember `seed` as the program's own; None if torch's generator still has it."""
+    """Remember the program's seed of torch; None means that torch's generator still has it."""
     if _plan.program_seed != seed:
         set_plan(replace(_plan, program_seed=seed))
 
@@ -394,13 +396,13 @@ def note_not_given(seed: int) -> None:
 
 
 def given_seed() -> int | None:
-    """Return the program's last explicit seed of torch, or None."""
+    """Return the seed that the program has set in torch under a profile, or None."""
     seed = _plan.own_seed()
     return seed if is_given(seed) else None
 
 
 def is_given(seed: int) -> bool:
-    """Return whether `seed`, which a generator has, is an explicit seed of the program."""
+    """Return whether the program has set `seed`, the seed of a generator, under a profile."""
     if _plan.seed is None:
         return False  # streams derive from the program's seed anyway
     of_profile = (_plan.seed % 2**64, _plan.started_from(_plan.seed) % 2**64)
@@ -416,20 +418,20 @@ def drawn_streams() -> tuple[str, ...]:
 
 
 # torch documents how to get and set the state of its CPU generator as bytes, but not their layout:
-# `at::CPUGeneratorImpl` (ATen/CPUGeneratorImpl.cpp) has the seed, then the position in and the 624
-# words of a Mersenne Twister, then normal numbers that it has computed in advance.
+# `at::CPUGeneratorImpl` (ATen/CPUGeneratorImpl.cpp) has the seed, then the position in a Mersenne
+# Twister, then its 624 words, then normal numbers that were computed in advance.
 
 WORDS = 624
-_FIRST_WORD = 24  # after the seed, the words left and seeded, and the position
+_FIRST_WORD = 24  # offset in bytes: seed, words left, a flag and position come before
 _PROBE_SEED = 20260101
 _TOP_BIT = 0x80000000
-_lock = fork_safe_lock()  # one buffer serves every caller
+_lock = fork_safe_lock()  # all callers write to one buffer
 
 
 def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Generator:
-    """Start the CPU `generator` from 2496 bytes of `source`, and return it.
+    """Set the state of the CPU `generator` from 2496 bytes of `source`, and return the generator.
 
-    Its `initial_seed()` is then `source.seed64`.
+    Afterwards, `generator.initial_seed()` is `source.seed64`.
     """
     import numpy as np
     import torch
@@ -439,7 +441,7 @@ def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Gen
         template, words = _layout()
         template[:8] = np.frombuffer(source.seed64.to_bytes(8, "little"), "u1")
         words[:] = np.frombuffer(material, "<u4")
-        words[0] = _TOP_BIT  # a twister of nothing but zeros would give nothing but zeros
+        words[0] = _TOP_BIT  # a twister with only zeros would draw only zeros
         generator.set_state(torch.from_numpy(template))
     return generator
 
@@ -448,14 +450,14 @@ def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Gen
 def _layout() -> tuple[Any, Any]:
     """Return the state of a newly seeded generator, and a writable view of its words.
 
-    Raises `SeedingError` for an unexpected layout, because every stream would then differ.
+    Raises `SeedingError` for an unexpected layout, because every stream would then be different.
     """
     import numpy as np
     import torch
 
     state = torch.Generator().manual_seed(_PROBE_SEED).get_state().numpy().copy()
     words = state[_FIRST_WORD : _FIRST_WORD + 8 * WORDS].view(np.uint64)
-    # numpy seeds the same twister in the same way, and documents it.
+    # numpy seeds its twister as torch does, and documents the layout of its state.
     expected: Any = np.random.RandomState(_PROBE_SEED).get_state()
     if len(words) != WORDS or not np.array_equal(words, np.asarray(expected[1], np.uint64)):
         raise SeedingError.about(

@@ -1,8 +1,8 @@
-"""Generators that are made without a seed: which of them draw before they are seeded.
+"""Find generators that are made without a seed and draw before they are seeded.
 
 The state of a `random.Random` is checked before it is seeded or set, and when it is freed. Numpy's
 generators are written in C, so their states are compared from time to time: a draw goes unnoticed
-if the program sets another state before the next comparison. Copies are not followed.
+if the program sets another state before the next comparison. Copies are not watched.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from torchrepro.ground.callers import address
 from torchrepro.seeding.observed_calls import listen_before, stop_listening
 
-_MANY = 200  # generators that are watched at a time
-_BLOCK, _DOUBLINGS = 624, 14  # numbers that a Mersenne twister makes at once; 2 ** 14 are searched
+_MANY = 200  # the most generators that are watched at a time
+_BLOCK, _DOUBLINGS = 624, 14  # numbers in a block of a Mersenne Twister; 2 ** 14 are searched
 _LISTENED_TO = (
     *(("random", "Random.seed"), ("random", "Random.setstate")),
     # The last calls of a child: when it sends its results, and when it ends.
@@ -51,7 +51,7 @@ class UnseededGenerators:
         atexit.register(self.stop)  # later, Python clears the modules that `settle` needs
 
     def add(self, generator: Any, on_draw: Callable[[], object]) -> Any:
-        """Return `generator`; call `on_draw` if it draws before it is seeded.
+        """Watch `generator` and return it; call `on_draw` if it draws before it is seeded.
 
         It is a `random.Random`, which is not kept alive, or a generator or bit generator of numpy.
         """
@@ -78,8 +78,8 @@ class UnseededGenerators:
     def settle(self, last_of: Any = None) -> None:
         """Check which generators have drawn, and forget the generators that were seeded.
 
-        With `last_of`, check only this generator, for the last time: it is about to be seeded, or
-        `last_of` is the weak reference of a generator that is being freed.
+        If `last_of` is passed, check only this generator, for the last time: a generator that is
+        about to be seeded, or the weak reference of a generator that is being freed.
         """
         for watched in [*self._unseeded]:
             generator = watched.find()
@@ -95,7 +95,7 @@ class UnseededGenerators:
                 watched.on_draw()
 
     def stop(self) -> None:
-        """Check all generators for the last time, and watch nothing more."""
+        """Check all generators for the last time, and stop watching."""
         self.settle()
         self._unseeded.clear()
         self._is_stopped = True
@@ -111,16 +111,16 @@ class UnseededGenerators:
 def _words(at: int) -> bytes:
     """Return the state of the `random.Random` at the address `at`.
 
-    It lies within the object, so it can be read after the object's weak references are cleared.
+    The state is part of the object, so it can be read even while the object is being freed.
     """
     head = object.__basicsize__
     return ctypes.string_at(at + head, Words.__basicsize__ - head)
 
 
 def _has_drawn(generator: Any, first: Any) -> bool | None:
-    """Return whether a bit generator has drawn since its state `first`; None if it was seeded."""
+    """Return whether a bit generator has drawn since the state `first`; None if it was seeded."""
     if generator.seed_seq is None:
-        return None  # as `RandomState.seed` leaves it
+        return None  # `RandomState.seed` sets it to None
     before, present = first["state"], generator.state
     after = present["state"]
     if "inc" in before:
