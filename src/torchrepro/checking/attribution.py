@@ -3,8 +3,8 @@
 The locked code runs once more in the present environment, in a checkout of its commit. If it
 reproduces the locked results, the code is the cause. The old and the new code are then recorded,
 to find the first op whose results differ. Otherwise something else has changed. The environment is
-the cause if it differs from the lock, and no other known dependency of the run does. In all other
-cases the cause is unknown.
+the cause if it differs from the lock, and all other known dependencies of the run are unchanged.
+In all other cases the cause is unknown.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class LockedCommand:
     def left_before(self, recorded: Recorded) -> list[str]:
         """Return untracked files that a run read and that are older than the run, newest first.
 
-        Earlier runs may have created these files. If the run failed, they are the existing files
+        Earlier runs may have created these files. If the run failed, returns the existing files
         that the last line of its output names.
         """
         uses = (use for use in noted(recorded.files) if use.kind == READ)
@@ -132,7 +132,10 @@ class LockedCommand:
     def dependencies(
         self, recorded: Recorded, files: Set[str], locked: Dependencies | None = None
     ) -> Dependencies:
-        """Return the dependencies of a run except `files`, and the present state of `locked`."""
+        """Return the dependencies of a run, and the present state of the dependencies in `locked`.
+
+        Omits the files in `files`.
+        """
         root = self.root or Path()
         return Dependencies.of(root, recorded.files, recorded.began, files, locked)
 
@@ -220,7 +223,7 @@ class Experiment:
     def who_changed(self) -> Who:
         """Return the reason why the results of the run differ from the lock.
 
-        Raises `CopyError` if this is impossible, and the errors of `Runner.run` and `numbers_of`.
+        Raises `CopyError` if it cannot be found. Also raises as `Runner.run` and `numbers_of` do.
         """
         if self.asked.root is None or self.settings.resolved is None:
             raise CopyError("git finds no repository here")
@@ -282,9 +285,9 @@ class Experiment:
         """Return whether the differences in `suspects` explain the changed results.
 
         If all are variables whose old values are known, the locked code runs again with these
-        values, and has to give the locked results. Other differences cannot be reverted. They are
-        an explanation if one is known to change results, or if the locked run read no variable
-        that was set.
+        values, and has to give the locked results. Other differences cannot be reverted. They
+        explain the changed results if one of them is known to change results, or if the locked run
+        read no variable that was set.
         """
         reverted = [it.left if it.section == "environment" else None for it in suspects]
         sections = {suspect.section for suspect in suspects}
@@ -324,7 +327,7 @@ class Experiment:
     ) -> tuple[Copy, Run, Numbers]:
         """Run the command in a checkout of `commit`, or of today's files if `commit` is empty.
 
-        Raises `CopyError` if the run fails or uses other files. The message calls the code `code`.
+        Raises `CopyError` if the run fails or leaves the checkout. Messages call the code `code`.
         """
         copy = Copy.of(self.root, self.asked.folder, temporary, self.runner.folder)
         if commit:
@@ -353,7 +356,7 @@ class Experiment:
     def _old_numbers(
         self, commit: str, files: Mapping[str, str], name: str
     ) -> tuple[Numbers, set[str]]:
-        """Return today's results of the locked code, and the unlocked files that it read."""
+        """Return today's results of the locked code, and files it read that are not locked."""
         self.runner.say("the locked code ...")
         with temporary_folder() as temporary:
             copy, _, numbers = self._run(commit, temporary, name, "the locked code", self.runner)

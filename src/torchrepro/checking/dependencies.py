@@ -1,4 +1,4 @@
-"""Finds the dependencies of a run other than its code and the recorded environment.
+"""Finds dependencies of a run that neither git nor the locked environment contains.
 
 They are files that git does not track, folders that the run listed, and environment variables that
 it read. A lock stores names and digests, but skips names that may contain a secret. A changed

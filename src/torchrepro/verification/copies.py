@@ -44,8 +44,8 @@ _MARK = ".torchrepro-copy"  # a file in every temporary folder of torchrepro
 def temporary_folder() -> Iterator[Path]:
     """Make a temporary folder that is removed when the block ends, also after an error.
 
-    If this process is killed, a later call removes the folder. It recognizes such a folder by the
-    file `_MARK`, and by the missing lock of a process.
+    If this process is killed, a later call removes the folder. Such a folder contains the file
+    `_MARK`, and is not locked by a process.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         if (folder / _MARK).is_file() and (lock := _locked(folder)) is not None:
@@ -78,7 +78,7 @@ def _locked(folder: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """A snapshot of the files in the program's repository, or of its folder without one."""
+    """The files in the program's repository, or else in its working directory, at one moment."""
 
     root: Path
     files: Mapping[str, tuple[int, int, int]]  # path in root -> time of change in ns, size, inode
@@ -150,7 +150,7 @@ class Copy:
                 self.linked[name] = file_state(self.root / name, follow=True)
 
     def link_beside(self, uses: Iterable[Use]) -> None:
-        """Link files and folders next to `root` that runs only read, so that ``../data`` works."""
+        """Link files and folders next to `root` that were only read, such as ``../data``."""
         neighbors: dict[str, set[str]] = {}
         for use in uses:
             path = Path(use.path)
@@ -166,8 +166,7 @@ class Copy:
         """Return a command with the paths in `words` changed for the copy.
 
         Absolute paths into `root` become paths into the copy. Relative paths that leave `root`, or
-        lead into a virtual environment, become absolute, because the copy does not contain these
-        files.
+        lead into a virtual environment, become absolute, because the copy lacks these files.
         """
         folder = self.root / self.start.relative_to(self.tree)
 
@@ -236,9 +235,9 @@ def copy_of(state: FolderState, written: Set[str], recordings: Path) -> Iterator
     """Copy the folder of `state`, and change into the copy until the block ends.
 
     The copy contains the files that `state` lists. Large files, and folders with very many files,
-    are linked. A file in `written` is always copied: these are the absolute paths of files that a
-    run is known to write. Raises `CopyError` if the copy would be too large, and for a link
-    through which a run could use files outside of the copy.
+    are linked. The files in `written` are always copied: absolute paths of files that a run is
+    known to write. Raises `CopyError` if the copy would be too large, and for a link through which
+    a run could use files outside of the copy.
     """
     root = state.root
     names = {*written, *map(os.path.realpath, written)}

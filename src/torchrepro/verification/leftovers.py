@@ -132,7 +132,7 @@ class Leftovers:
 
     @property
     def cause(self) -> str:
-        """A sentence with a file of `carried`, preferably a new one, and the lines that use it."""
+        """A sentence about a file of `carried`, preferably from run 1, and lines that use it."""
         file = min(self.carried, key=lambda file: relative_location(file.path) in self.overwritten)
         name = relative_location(file.path)
         note = "" if name in self.created else ", overwritten by run 1"
@@ -146,9 +146,9 @@ class Leftovers:
     def copy_without_them(self, runner: Runner) -> Iterator[RunLocation]:
         """Change into a copy of the folder without the files that the first run created.
 
-        A file that the first run overwrote has its present contents. Raises `CopyError` if a file
-        of `carried` is outside the folder, if all of them existed before the first run, or if
-        `copy_of` raises it.
+        A file that the first run overwrote has its present contents. Raises `CopyError` as
+        `copy_of` does. Also raises it if a file of `carried` is outside the folder, or if all
+        files of `carried` existed before the first run.
         """
         for file in self.carried:
             if not Path(file.path).is_relative_to(self.before.root):

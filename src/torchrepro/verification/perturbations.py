@@ -58,8 +58,8 @@ def logging_file_uses(
 ) -> RunEnvironment:
     """Return the environment that logs the uses of files below `root` in `log`.
 
-    `tree` is a copy of `root`. With it, processes open the files of the copy in place of the
-    originals, and can write below `root` only in the folder `ours`.
+    With a copy `tree` of `root`, processes open the files of the copy in place of the originals,
+    and can write below `root` only in the folder `ours`.
     """
     paths = {"root": str(root), "log": str(log), "tree": str(tree or ""), "ours": str(ours or "")}
     # A file may be a link to an original. Python must not write bytecode next to the original.

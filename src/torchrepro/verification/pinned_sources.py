@@ -2,8 +2,8 @@
 
 A pinned source returns the same values in each run: clocks advance evenly, files are sorted,
 threads run one after another. An ordinary run could get such values too. Sources stay pinned until
-the process ends. Pinned are only calls by a line of the program, and generators that a library
-creates for it. A library that measures time, waits or names a file still gets the real values.
+the process ends. Only calls by program lines are pinned, and generators that a library creates for
+the program. A library that measures time, waits or names a file still gets the real values.
 """
 
 from __future__ import annotations

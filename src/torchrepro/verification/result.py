@@ -112,7 +112,7 @@ def verification_parts(verification: Verification) -> tuple[Part, ...]:
 
 
 def verification_page(verification: Verification) -> str:
-    """Return the page of a verification, with all runs and the comparisons that differ."""
+    """Return the page of a verification, with all runs and each comparison that differs."""
     first, *later = verification.runs
     pairs = list(zip(later, verification.verdicts, strict=True))
     differing = [(run, verdict) for run, verdict in pairs if not verdict.same]

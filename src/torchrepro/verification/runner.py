@@ -49,7 +49,7 @@ _NOT_APPLIED = 3  # the exit status of a command whose profile could not be appl
 
 
 class Interrupted(KeyboardInterrupt):
-    """An exception for a signal that asks this process, and so the running command, to end."""
+    """Raised when a signal asks this process to end. The running command is ended too."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -208,7 +208,7 @@ def last_lines(run: Run, most: int) -> list[str]:
 
 @contextmanager
 def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path]:
-    """Make the folder for all recordings. If `folder` is empty, it is a temporary folder.
+    """Make `folder` for all recordings, or a temporary folder if the name is empty.
 
     Reports the path if the block fails. Raises `TraceError` if `folder` contains files already.
     """

@@ -1,7 +1,7 @@
 """Runs a command again with controlled changes after a divergence, to test advice.
 
 A trial makes one change: it adds a setting, pins a source of nondeterminism, or edits a line. If
-the runs of a trial agree, its change shows the cause, or a command that is repeatable.
+the runs of a trial agree, the change shows the cause, or a command that is repeatable.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Trials:
         return self._with(cause=cause, edit=None)
 
     def with_one_hash_seed(self) -> Verdict:
-        """Return the verdict with a command that fixes the hash seed, if runs then agree."""
+        """Return the verdict with a command that fixes the hash seed, if its runs agree."""
         self.environments = [RunEnvironment()] * 2  # without perturbations
         overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
         # The cause is known: runs differed when the hash seed alone was perturbed.
@@ -250,7 +250,7 @@ class Trials:
             yield "debug-strict", ()
 
     def _sources(self, evidence: Evidence) -> dict[str, list[NondeterministicRead]]:
-        """Return the sources that the program may read, the likeliest first, with known reads."""
+        """Return the sources that may cause the difference, likeliest first, with known reads."""
         by_line: dict[str, dict[str, NondeterministicRead]] = {}
         for read in evidence.suspects:
             if read.what in PINNED_TOGETHER:
@@ -301,8 +301,7 @@ class Trials:
     def _differs_by_leftovers(self) -> bool:
         """Return whether runs differ because of files that one run leaves for the next.
 
-        If runs agree without these files, possibly only with seeded generators, updates the
-        verdict.
+        This is shown if runs agree without the files, at least when seeded. Updates the verdict.
         """
         seeded = [("seed-only", ())] if self.resolved is None and not self.own_profile else []
         for profile, overrides in [(self.profile, self.overrides), *seeded]:
@@ -340,7 +339,7 @@ class Trials:
                 return True
             if self.done and not self.done[-1].runs:
                 break  # no copy can be made
-        # If run 2 made fewer steps, `Leftovers.explained` has already added this cause.
+        # If run 2 made fewer steps, `Leftovers.explained` has already named the files.
         return self.between[0].steps > self.between[1].steps
 
     def _edit_that_works(self, source: str, reads: Sequence[Suspect]) -> Edit | None:
@@ -595,7 +594,7 @@ class Trials:
         before: str = "",
         full: Callable[[Sequence[str]], Sequence[str]] = list,
     ) -> str:
-        """Return a `verify` command line with the user's criteria; `before` precedes each run."""
+        """Return a `verify` command line with the user's criteria. A run starts with `before`."""
         secrets = known_secrets(*([self.resolved] if self.resolved else []))
         words = shareable(full(self.runner.command), secrets)
         if before:

@@ -55,7 +55,7 @@ def request_for(
     max_size: int | str | None,
     tolerance: tuple[float, float] | None,
 ) -> RecordingRequest:
-    """Return the recording request for runs to compare, with statistics if within a tolerance."""
+    """Return the request that records runs for a comparison. A tolerance needs statistics."""
     return RecordingRequest(
         *("", level, None, tuple(keep)),
         statistics=tolerance is not None,

@@ -125,7 +125,7 @@ class Compiled(Relation):
     def _with_options_of(self, eager: Run) -> tuple[Sequence[Option], Variant]:
         """Return the fewest options that make the program agree with its run `eager`.
 
-        If it never agrees, these are the options for random numbers. Also returns the comparison.
+        If no options help, returns the options for random numbers. Also returns the comparison.
         """
 
         def tried(name: str, *options: Option) -> Variant:

@@ -44,8 +44,9 @@ _lasting = ExitStack()  # as long as the process
 def observe_loading(arguments: Mapping[str, Any]) -> None:
     """Write notes on the loading of batches to `folder`, and apply the changes of a trial.
 
-    `loader` contains attributes that every loader gets. `reset` names generators: each is set to
-    one fixed state before a batch is loaded, and to its previous state after the batch.
+    In `arguments`, `loader` has attributes that every loader gets, and `reset` names generators.
+    Such a generator is set to a fixed state before each batch is loaded, and restored after the
+    batch.
     """
     loading = _Loading(arguments)
     wrap_loader_iteration(_lasting, loading.loader_begins)
@@ -174,6 +175,6 @@ class _Draws:
 
 
 def _read_by(*roots: Any) -> dict[str, str]:
-    """Return the digest of each value that can be reached from `roots`, by name."""
+    """Return the digests of the values that can be reached from `roots`, by their names."""
     digests = [(name, digest(value)) for name, value in reached([("", root) for root in roots])]
     return {name: text for name, text in reversed(digests) if text}

@@ -27,7 +27,7 @@ _WITHOUT_PARTS = (*NUMBERS, bool, complex, str, bytes, type(None), torch.Tensor,
 
 
 def digest(value: Any) -> str:
-    """Return one digest of all comparable parts of a value, or an empty string without any."""
+    """Return one digest of the comparable parts of a value. It is empty without such parts."""
     with unobserved():
         parts = [(path, part_type, mark.hex()) for path, part_type, mark in parts_of(value)]
     is_empty = isinstance(value, list | tuple | dict | None) and not value
@@ -65,7 +65,7 @@ def generators(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, Gen
 def reached(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield values with their names: `roots`, their parts, and globals that functions read.
 
-    Below a root without a name, an attribute is named after its class, such as ``rng of Rows``.
+    Below a root without a name, attributes are named with the class, such as ``rng of Rows``.
     """
     seen = set[int]()
     todo = [*roots]

@@ -1,4 +1,4 @@
-"""Observes the outputs of compiled regions and of other modules, for `compile`."""
+"""Observes the outputs of compiled regions and other modules, for the relation `compile`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _lasting = ExitStack()  # as long as the process
 
 
 def set_options(arguments: Mapping[str, Any]) -> None:
-    """Set `options` of torch.compile. Each is set once the module that has it is imported."""
+    """Set each of the `options` of torch.compile once the module of this option is imported."""
     options = arguments["options"]
 
     def set_options_of(module: str) -> None:

@@ -55,7 +55,7 @@ RESUME_SO = (
 
 
 class State(NamedTuple):
-    """The notes of a run: passes of its longest process, and checkpoints of all processes."""
+    """The notes of a run: passes of the process with most passes, checkpoints of all processes."""
 
     passes: Sequence[Mapping[str, Any]]
     """The state at the start of each backward pass, and of each step without a backward pass."""
@@ -319,9 +319,8 @@ class Resumed(Relation):
 def _ignored(root: Path) -> list[str]:
     """Return the paths of the files and folders below `root` that git ignores.
 
-    Instead of a folder, returns the files in it, so that a run can write new files into a copy of
-    the folder. Virtual environments, and folders of more than `MANY` files, are returned as
-    folders.
+    A folder is replaced by the files in it, so that a run writes new files into the copy.
+    Exceptions are virtual environments, and folders of more than `MANY` files.
     """
     try:
         words = ("ls-files", "-z", "-oi", "--exclude-standard", "--directory")
@@ -362,10 +361,10 @@ def _pass_restored(whole: State, resumed: State, written: Collection[int]) -> in
     """Return the number of the pass of the whole run where the resumed run begins.
 
     At this pass, most parameters of both runs are equal. Parameters with their initial values do
-    not count. Several passes can qualify while gradients accumulate, and after skipped steps. Then
-    the pass with an equal loss is chosen, next the pass with as many passes left in its step, next
-    with equal gradients, next with the shortest distance to a number in `written`. If no pass
-    qualifies, returns the only number in `written`, or None if there are several.
+    not count. Several passes can qualify while gradients accumulate, and after skipped steps. Four
+    criteria decide between them, in this order: an equal loss, as many passes left in the step,
+    equal gradients, and the shortest distance to a number in `written`. If no pass qualifies,
+    returns the only number in `written`, or None if there are several.
     """
     restored = resumed.passes[0]
     parameters, initial = restored["parameters"], whole.passes[0]["parameters"]
@@ -449,7 +448,7 @@ def _lost(
     """Return how a state was lost.
 
     Either it was never restored to one of `states`, or a later line changed it again. Lines are
-    known from the opening of a checkpoint to the first batch.
+    only known from the opening of a checkpoint to the first batch.
     """
     key = name if kind == "generator" else f"{kind} {name}"
     followed = [

@@ -174,7 +174,7 @@ class _State:
         self._losses += len(digests)
 
     def backward_ends(self) -> None:
-        self._buffers, self._called = {}, set()  # forget forward passes of the backward pass
+        self._buffers, self._called = {}, set()  # forget recomputed forward passes
 
     def optimizer_begins(self, _optimizer: Any, _closure: Any) -> None:
         if not self._in_step:
@@ -247,10 +247,9 @@ class _State:
         return {"parameters": parameters, "gradients": gradients, "optimizer": state, "own": values}
 
     def _own_values(self, known: dict[int, Any], shapes: set[Any]) -> dict[str, str]:
-        """Return the program's numbers, sizes of its containers, and weights without training.
+        """Return the program's own numbers, sizes of containers, and weights that are not trained.
 
-        Before the first pass, returns all values. Later, returns only values that have changed so
-        far.
+        Before the first pass, returns all values. Later, returns only values that have changed.
         """
         texts: dict[str, str] = {}
         for name, value in reached(_roots()):

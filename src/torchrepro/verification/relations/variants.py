@@ -147,7 +147,7 @@ class Related(Displayed):
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if all variants agree, 1 if one differs, and 4 if it is unknown."""
+        """The exit status: 0 if all variants agree, 1 if one differs, and 4 if this is unknown."""
         if not self.plain_verdict.same:
             return UNKNOWN
         statuses = {variant.status for variant in self.variants}

@@ -128,7 +128,7 @@ class _Trials:
         return self._relation.run(name, environment, observers, setup.resolved, runner)
 
     def _trials(self) -> Iterator[_Trial]:
-        """Yield the possible causes, in the order of how many runs it takes to test each cause."""
+        """Yield the possible causes. The first causes take the fewest runs to test."""
         # One list of notes for each process, without workers and with workers.
         without, loaded = (
             self._relation.notes_of(self._run(setup, _Trial("", ""))) for setup in self._setups
