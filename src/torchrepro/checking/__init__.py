@@ -1,1 +1,1 @@
-"""Checks a command against a lock, and finds what changed its results."""
+"""Checks the results of a command against a lock, and finds the cause of a difference."""

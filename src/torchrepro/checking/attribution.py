@@ -1,10 +1,10 @@
-"""Attribution: find the reason why the results of a command differ from its lock.
+"""Finds the reason why the results of a command differ from the results in its lock.
 
-An experiment decides. The locked code runs in today's environment, in a checkout of its commit.
-If it reproduces the locked results, the code is the cause: old and new code, both recorded today,
-show the first op that differs. Otherwise something else has changed. The environment is the cause
-only if it differs from the lock and no other known dependency of the run does; in all other cases
-the cause is unknown.
+The locked code runs once more in the present environment, in a checkout of its commit. If it
+reproduces the locked results, the code is the cause. The old and the new code are then recorded,
+to find the first op whose results differ. Otherwise something else has changed. The environment is
+the cause if it differs from the lock, and all other known dependencies of the run are unchanged.
+In all other cases the cause is unknown.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LockedCommand:
-    """The command of a lock, with the steps whose results are locked."""
+    """The command of a lock, and the steps whose results the lock contains."""
 
     command: tuple[str, ...]
     folder: Path  # the working directory
-    root: Path | None  # the root of its repository
+    root: Path | None  # the root of the folder's repository
     steps: tuple[int, int] | None = None
     every: int = 1
 
@@ -83,7 +83,7 @@ class LockedCommand:
         return cls(tuple(command), folder, repository_root(folder), steps, every)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the command as a lock stores it, without the path of the interpreter."""
+        """Return the JSON values for a lock, with ``python`` in place of the interpreter path."""
         words = shareable(self.command, known_secrets())
         folder = self.folder.relative_to(self.root) if self.root else Path()
         return {
@@ -98,7 +98,7 @@ class LockedCommand:
         return Runner(self.command, output, request, None, say, meanwhile)
 
     def run(self, runner: Runner, resolved: ResolvedProfile, name: str) -> Recorded:
-        """Run the command once; raises as `Runner.run` does."""
+        """Run and record the command once. Raises the same exceptions as `Runner.run`."""
         files, began = runner.folder / f"{name}.files", time.time()
         noting = RunEnvironment()
         if self.root is not None:
@@ -107,10 +107,10 @@ class LockedCommand:
         return Recorded(run, files, began)
 
     def left_before(self, recorded: Recorded) -> list[str]:
-        """Return the untracked files that are older than a run and that it read, newest first.
+        """Return untracked files that a run read and that are older than the run, newest first.
 
-        Earlier runs may have left them behind. For a failed run, these are the existing files that
-        its last line names.
+        Earlier runs may have created these files. If the run failed, returns the existing files
+        that the last line of its output names.
         """
         uses = (use for use in noted(recorded.files) if use.kind == READ)
         paths = [(use.changed, Path(use.path)) for use in uses]
@@ -132,12 +132,15 @@ class LockedCommand:
     def dependencies(
         self, recorded: Recorded, files: Set[str], locked: Dependencies | None = None
     ) -> Dependencies:
-        """Return the dependencies of a run except `files`, and today's state of `locked` ones."""
+        """Return the dependencies of a run, and the present state of the dependencies in `locked`.
+
+        Omits the files in `files`.
+        """
         root = self.root or Path()
         return Dependencies.of(root, recorded.files, recorded.began, files, locked)
 
     def files_of(self, recorded: Recorded, resolved: ResolvedProfile) -> FilesRead:
-        """Return the files that a run read; raises `CopyError` if they cannot be determined."""
+        """Return the files that a run read. Raises `CopyError` if they cannot be determined."""
         if self.root is None:
             raise CopyError("git finds no repository here")
         words = [Path(word) for word in self.command]
@@ -165,7 +168,7 @@ _LARGEST = 2 * 10**9  # bytes of a recording op by op
 
 @dataclass(frozen=True, slots=True)
 class Who:
-    """The cause of a difference between the results of a lock and of a run."""
+    """The reason why the results of a run differ from the results in a lock."""
 
     who: str  # ``code``, ``environment``, ``both`` or ``unknown``
     why: str = ""  # why the cause is unknown
@@ -203,9 +206,9 @@ class Who:
 
 @dataclass
 class Experiment:
-    """Runs of the locked code, to find the cause of results that differ from the lock."""
+    """An experiment that runs the locked code, to find out why a run differs from its lock."""
 
-    path: Path  # of the lock
+    path: Path  # the path of the lock
     contents: Mapping[str, Any]
     locked: Numbers
     here: Numbers
@@ -218,9 +221,9 @@ class Experiment:
     untracked: tuple[str, ...] = ()  # untracked files, which are added to the checkout
 
     def who_changed(self) -> Who:
-        """Return the cause of the difference between the results of the lock and of the run.
+        """Return the reason why the results of the run differ from the lock.
 
-        Raises `CopyError` if the experiment is not possible, and as `Runner.run` and `numbers_of`.
+        Raises `CopyError` if it cannot be found. Also raises as `Runner.run` and `numbers_of` do.
         """
         if self.asked.root is None or self.settings.resolved is None:
             raise CopyError("git finds no repository here")
@@ -239,9 +242,9 @@ class Experiment:
         old, extra = self._old_numbers(commit, files, "old")
         if first_difference(self.locked, old) is None:
             return Who(CODE, where=self._where(commit, old))
-        if extra:  # a later commit, which reads more files
+        if extra:  # `commit` may be later than the lock, and read more files
             raise CopyError(f"the locked code did not read {some(sorted(extra))}")
-        if commit:  # untracked files may be new, or as old as the lock
+        if commit:  # the locked run may have used files that are untracked
             with suppress(*FAILED):
                 names = names_by_git(self.root, "ls-files", "-o", "--exclude-standard", "-z")
                 self.untracked = tuple(name for name in names if not is_of_cache(name))
@@ -279,11 +282,12 @@ class Experiment:
         files: Mapping[str, str],
         locked: Dependencies,
     ) -> bool:
-        """Return whether differences of the environment explain the changed results.
+        """Return whether the differences in `suspects` explain the changed results.
 
-        If only variables with known values differ, the locked code runs once more with their old
-        values, and must give the locked results. Other differences cannot be reverted: they count
-        if one surely changes results, or if the program reads no variable that was set.
+        If all are variables whose old values are known, the locked code runs again with these
+        values, and has to give the locked results. Other differences cannot be reverted. They
+        explain the changed results if one of them is known to change results, or if the locked run
+        read no variable that was set.
         """
         reverted = [it.left if it.section == "environment" else None for it in suspects]
         sections = {suspect.section for suspect in suspects}
@@ -304,9 +308,10 @@ class Experiment:
         return first_difference(self.locked, old) is None
 
     def _commit(self, files: Mapping[str, str], *, is_unchanged: bool) -> str:
-        """Return the commit of the lock; empty for uncommitted files that are unchanged.
+        """Return a commit that contains the locked `files`.
 
-        Raises `CopyError` if no commit has the files.
+        Without such a commit, returns an empty string if the files are unchanged since the lock.
+        Raises `CopyError` if they have changed.
         """
         at = self.contents["repository"].get("commit")
         likely = commits_of_lock(self.root, self.path, self.contents["seal"], at)
@@ -320,9 +325,9 @@ class Experiment:
     def _run(
         self, commit: str, temporary: Path, name: str, code: str, runner: Runner
     ) -> tuple[Copy, Run, Numbers]:
-        """Run the command in a checkout of `commit`, or in a copy of today's files if it is empty.
+        """Run the command in a checkout of `commit`, or of today's files if `commit` is empty.
 
-        `code` names the code in error messages.
+        Raises `CopyError` if the run fails or leaves the checkout. Messages call the code `code`.
         """
         copy = Copy.of(self.root, self.asked.folder, temporary, self.runner.folder)
         if commit:
@@ -351,7 +356,7 @@ class Experiment:
     def _old_numbers(
         self, commit: str, files: Mapping[str, str], name: str
     ) -> tuple[Numbers, set[str]]:
-        """Return the results of the locked code here, and the files that it read in addition."""
+        """Return today's results of the locked code, and files it read that are not locked."""
         self.runner.say("the locked code ...")
         with temporary_folder() as temporary:
             copy, _, numbers = self._run(commit, temporary, name, "the locked code", self.runner)
@@ -364,9 +369,9 @@ class Experiment:
         return numbers, {*map(str, not_linked)} - files.keys()
 
     def _where(self, commit: str, old: Numbers) -> Divergence | None:
-        """Return the first op that differs between old and new code, both recorded op by op.
+        """Return the first op whose results differ between the old and the new code.
 
-        Raises `CopyError` if one of them gives different results than in its first run.
+        Both run again, recorded op by op. Raises `CopyError` if one does not repeat its results.
         """
         first = first_difference(old, self.here)
         if first is None:

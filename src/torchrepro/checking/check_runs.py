@@ -1,4 +1,4 @@
-"""Write the results of a command into a lock, and check later runs against them."""
+"""Writes the results of a command into a lock, and checks later runs against these results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _LOCK_COMMAND = "torchrepro lock PROFILE -o FILE -- COMMAND"
 
 @dataclass(frozen=True, slots=True)
 class LockedRun(Displayed):
-    """The answer of `lock_numbers`."""
+    """The answer of `lock_numbers`: the results that were written, or why two runs differed."""
 
     lock: str
     report: Report
@@ -88,10 +88,10 @@ def lock_numbers(
     say: Callable[[str], object] = lambda text: None,
     meanwhile: Callable[[str], object] | None = None,
 ) -> LockedRun:
-    """Run a command twice under a profile, and write its results into a lock if they repeat.
+    """Run a command twice under a profile, and write its results into a lock if both agree.
 
-    A lock of the same profile and command keeps the sections of other platforms; any other lock
-    is replaced. Raises as `write_lock` and `verify`.
+    An existing lock for the same profile and command keeps its sections for other platforms. Any
+    other lock is replaced. Raises the same exceptions as `write_lock` and `verify`.
     """
     refuse_other_file(path)
     with untouched():  # the runs must not inherit variables that importing torch changes
@@ -146,18 +146,18 @@ def lock_numbers(
 
 @dataclass(frozen=True, slots=True)
 class NumbersCheck(Displayed):
-    """The answer of `check_numbers`: the first difference from the lock, and its cause."""
+    """The answer of `check_numbers`: the first difference from the lock, and the reason for it."""
 
     settings: CheckResult
     machine: str
     torch: str  # the version in the lock
     steps: int  # the number of steps of the run
     first: ResultsDifference | None  # None if the results are equal
-    who: Who | None = None  # None if the results are equal, or without attribution
+    who: Who | None = None  # None if the results are equal, or with `blame` false
 
     @property
     def met(self) -> bool:
-        """True if the results agree, and with `--strict` also the settings."""
+        """Whether the results agree with the lock, and with `--strict` the settings too."""
         return self.first is None and (self.settings.met or not self.settings.strict)
 
     def to_json(self) -> dict[str, Any]:
@@ -184,8 +184,9 @@ def check_numbers(
 ) -> NumbersCheck:
     """Run the command of a lock once, and compare its results with the lock.
 
-    If they differ, finds the cause with further runs, unless `blame` is false. Raises as `check`
-    and `verify`, and `ProfileError` for a lock without results and for another command.
+    If the results differ and `blame` is true, further runs look for the cause. Raises the same
+    exceptions as `check` and `verify`. Also raises `ProfileError` if the lock has no results, or
+    if `command` is not the command of the lock.
     """
     _, contents = read_complete(path)
     asked = _request_of(path, contents, command)
@@ -222,7 +223,7 @@ def check_numbers(
 
 
 def refuse_damaged(path: Path, contents: Mapping[str, Any]) -> None:
-    """Raise `ProfileError` if a lock lists an invalid file, or a dependency without a state."""
+    """Raise `ProfileError` if a lock contains an invalid entry for a file or other dependency."""
     for key in ("files", *RUN_DEPENDENCIES):
         section = contents.get(key, {})
         for name, state in section.items() if isinstance(section, dict) else [("", section)]:
@@ -241,7 +242,7 @@ def refuse_damaged(path: Path, contents: Mapping[str, Any]) -> None:
 
 
 def _request_of(path: Path, contents: Mapping[str, Any], command: Sequence[str]) -> LockedCommand:
-    """Return the command of the lock; raises `ProfileError` if `command` is another one."""
+    """Return the command of the lock. Raises `ProfileError` if `command` differs from it."""
     if "command" not in contents:
         todo = f"add them: torchrepro lock PROFILE -o {path} -- {join(command)}"
         raise ProfileError.about("the lock has no results of a command", str(path), todo=todo)
@@ -269,10 +270,11 @@ def update_numbers(
     say: Callable[[str], object] = lambda text: None,
     meanwhile: Callable[[str], object] | None = None,
 ) -> LockedRun:
-    """Write today's results of a command, and the reason, into the section of this platform.
+    """Replace the results for this platform in a lock by today's, and store the `reason`.
 
-    Other sections stay. Raises as `lock_numbers`, and `ProfileError` without a reason, and if the
-    profile has changed while other sections still have results under the old one.
+    The sections of other platforms stay. Raises the same exceptions as `lock_numbers`. Also raises
+    `ProfileError` if the reason is empty, or if the profile has changed while other platforms
+    still have results under the old profile.
     """
     text = printable(" ".join(reason.split()))
     if not text:

@@ -1,8 +1,8 @@
-"""Dependencies of a run other than the files of its repository and its environment.
+"""Finds dependencies of a run that neither git nor the locked environment contains.
 
-These are files that git does not track, folders that the run listed, and environment variables. A
-lock stores digests and names, but no name that may be a secret. A difference does not violate the
-lock: dependencies are compared only if results differ, to find the cause.
+They are files that git does not track, folders that the run listed, and environment variables that
+it read. A lock stores names and digests, but skips names that may contain a secret. A changed
+dependency does not violate the lock. If results differ, changed dependencies may be the cause.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Dependencies(NamedTuple):
     data: Mapping[str, str] = {}  # files, each with a digest
     listed: Mapping[str, str] = {}  # folders, each with a digest of the names in it
     variables: Mapping[str, str] = {}  # each `set` or `not set`
-    left_out: str = ""  # the limit that was reached: some files may be missing
+    left_out: str = ""  # the limit that was reached, so that some files may be missing; or empty
 
     @classmethod
     def of(
         cls, root: Path, log: Path, began: float, without: Set[str], locked: Dependencies | None
     ) -> Dependencies:
-        """Return the dependencies in the `log` of a run, and today's state of the `locked` ones.
+        """Return the dependencies in the `log` of a run and in `locked`, in their present state.
 
         Omits the files in `without`, files that the run wrote, and names that may be secret.
         """
@@ -86,7 +86,7 @@ class Dependencies(NamedTuple):
         return {key: it for key, it in self._asdict().items() if it or key != "left_out"}
 
     def differing(self, now: Dependencies, root: Path) -> Iterator[Difference]:
-        """Yield the dependencies that are known to differ; some exist only in `now`."""
+        """Yield the dependencies whose locked state certainly differs from the state in `now`."""
         for section in RUN_DEPENDENCIES:
             locked_states, states = getattr(self, section), getattr(now, section)
             for name in sorted({*locked_states, *states}):
@@ -98,7 +98,7 @@ class Dependencies(NamedTuple):
 
 
 def _digests(paths: Iterable[str]) -> tuple[dict[str, str], str]:
-    """Return a digest of each file, and the limit that was reached, if any."""
+    """Return a digest of each file, and in words the limit that was reached, if any."""
     digests, size, until = dict[str, str](), 0, time.monotonic() + MOST_SECONDS
     for path in paths:
         digest = xxhash.xxh3_64()
@@ -129,5 +129,5 @@ def _name(path: str, root: Path) -> str:
 
 
 def path_of(name: str, root: Path) -> Path:
-    """Return the path of a file in a lock."""
+    """Return the path of the file or folder that a lock lists under `name`."""
     return root / Path(name).expanduser()

@@ -1,1 +1,1 @@
-"""Running a command several times to find out whether its runs are the same."""
+"""Runs a command several times, and checks whether all runs compute the same results."""

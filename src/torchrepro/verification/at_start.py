@@ -1,7 +1,7 @@
-"""Changes that each process of a run makes to itself as it starts: perturbations and observers.
+"""Changes each process of a run as it starts: applies perturbations, and starts observers.
 
-Perturbations import neither torch nor any other module that the program might not import, and draw
-no random number from a generator of the program. They last as long as the process.
+A perturbation does not import modules that the program may never import, such as torch. It draws
+no random numbers from generators of the program. All changes last until the process ends.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _kept: list[Any] = []
 
 
 def begin(environment: Mapping[str, str]) -> None:
-    """Make the changes of `VARIABLE` in `environment` to this process.
+    """Apply the changes that `VARIABLE` in `environment` lists to this process.
 
-    Their names are keys of `IN_PROCESS`, or paths of functions in this package.
+    The name of a change is a key of `IN_PROCESS`, or the path of a function in this package.
     """
     for name, value in json.loads(environment.get(VARIABLE) or "{}").items():
         (IN_PROCESS.get(name) or named(name))(value)
 
 
 def _litter_the_heap(number: int) -> None:
-    """Move objects to other addresses, and fill free memory with other bytes."""
+    """Allocate and free blocks, so that addresses and uninitialized bytes vary with `number`."""
     sizes = [16 + index * number * 7919 % 65536 for index in range(512)]
     blocks = [bytes([1 + number % 255]) * size for size in sizes]
     _kept.append(blocks[::2])
@@ -45,8 +45,8 @@ def _litter_the_heap(number: int) -> None:
 
 
 def _leave_some_cpus_alone(cpus: Mapping[str, Sequence[int]]) -> None:
-    # The number of threads must stay, since another number sums in another order, even in a correct
-    # program. So torch must count all CPUs, also CPUs that a child did not inherit.
+    # Torch must use as many threads as before, because another number changes the order of sums.
+    # So torch counts all CPUs before the change, also CPUs that a child did not inherit.
     os.sched_setaffinity(0, cpus["all"])
 
     def keep_to_some(module: str) -> None:
@@ -68,7 +68,7 @@ def _delay_batches(number: int) -> None:
         @wraps(put)
         def late(self: Any, *args: Any, **kwargs: Any) -> Any:
             if present_worker() is not None:
-                # A random number must not be drawn: it would change the program's results.
+                # Drawing a random number for the delay would change the program's results.
                 varying = os.getpid() * 40503 + next(calls) * 2654435761 + number * 97
                 time.sleep(_LONGEST * (varying % 1000 / 1000))
             return put(self, *args, **kwargs)
@@ -79,7 +79,7 @@ def _delay_batches(number: int) -> None:
 
 
 def _move_the_clock(seconds: float) -> None:
-    # Only the time of day: clocks that measure intervals are unchanged.
+    # Only the time of day moves. Clocks that measure intervals are unchanged.
     nanoseconds = int(seconds * 1e9)
     now, now_in_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
@@ -91,7 +91,7 @@ def _move_the_clock(seconds: float) -> None:
 
 
 def _of_now(original: Callable[..., Any], present: str, required: int = 0) -> Callable[..., Any]:
-    """Wrap a function whose last, optional argument is the time: its default is the moved time."""
+    """Wrap a function of `time`, so that its optional time argument defaults to the moved time."""
 
     @wraps(original)
     def shifted(*arguments: Any) -> Any:
@@ -103,8 +103,8 @@ def _of_now(original: Callable[..., Any], present: str, required: int = 0) -> Ca
 
 
 def _list_files_otherwise(number: int) -> None:
-    # `pathlib`, `glob` and `os.walk` use these functions. Python's import system has its own
-    # reference to `listdir`, which is unchanged.
+    # `pathlib`, `glob` and `os.walk` use these functions. Imports are unchanged, because Python's
+    # import system keeps its own reference to `listdir`.
     listdir, scandir = os.listdir, os.scandir
 
     def in_another_order(entries: list[Any]) -> list[Any]:
@@ -129,7 +129,7 @@ def _list_files_otherwise(number: int) -> None:
 
 
 class Entries(Iterator["os.DirEntry[Any]"], AbstractContextManager["Entries"]):
-    """The return value of `os.scandir`: an iterator with `close`, also usable in a `with` block."""
+    """Entries of a folder, with the interface of the iterator that `os.scandir` returns."""
 
     def __init__(self, entries: list[os.DirEntry[Any]]) -> None:
         self._entries = iter(entries)
@@ -147,7 +147,7 @@ def _load_with(workers: int) -> None:
     def set_workers(_module: str) -> None:
         from torchrepro.seeding.loader_hook import workers_policy
 
-        workers_policy.write(workers)  # a profile that is applied later sets the same, or nothing
+        workers_policy.write(workers)  # a profile, applied later, sets the same or nothing
 
     AfterImport(["torch.utils.data"], set_workers).watch_all()
 
@@ -167,7 +167,7 @@ def _observe(observers: Mapping[str, Any]) -> None:
             begin()
 
     def begin_in_process(_module: str) -> None:
-        # Forked children note nothing, but children of a fork server do, as spawned ones.
+        # A forked child must not observe. A child of a fork server must, like a spawned process.
         if is_fork_server():
             os.register_at_fork(after_in_child=begin_in_child)
         elif comes_from_fork_server() or os.getpid() == process:

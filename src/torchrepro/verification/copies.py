@@ -1,7 +1,7 @@
-"""Copies of a program's folder, where a command runs as in the original.
+"""Copies a program's folder, so that a command runs in the copy as in the original folder.
 
-Large files are links to the user's own files. Therefore a file that a run is known to write is
-never linked, and a process in a copy cannot write to the original folder (see `file_notes`).
+Large files are not copied, but linked to the user's files. To protect these, a file that a run is
+known to write is never linked, and `file_notes` blocks writes to the original folder.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _MARK = ".torchrepro-copy"  # a file in every temporary folder of torchrepro
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is removed when the block ends, even if it fails.
+    """Make a temporary folder that is removed when the block ends, also after an error.
 
-    If the process is killed, the next call removes the folder: it contains the mark, and no process
-    has locked it.
+    If this process is killed, a later call removes the folder. Such a folder contains the file
+    `_MARK`, and is not locked by a process.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         if (folder / _MARK).is_file() and (lock := _locked(folder)) is not None:
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # a process there may still be ending: a later call removes it
+            with suppress(OSError):  # a process may still use it: a later call removes it
                 (folder / _MARK).touch()
             os.close(lock)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
@@ -78,7 +78,7 @@ def _locked(folder: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """The files of a program's repository, or of its folder if it has none, at one moment."""
+    """The files in the program's repository, or else in its working directory, at one moment."""
 
     root: Path
     files: Mapping[str, tuple[int, int, int]]  # path in root -> time of change in ns, size, inode
@@ -87,9 +87,9 @@ class FolderState:
 
     @classmethod
     def now(cls, without: Path) -> FolderState:
-        """Scan the folder of this process, except for `without` and all below it."""
+        """Scan the repository or the working directory, except for the folder `without`."""
         root = repository_root(Path.cwd()) or Path.cwd()
-        names: dict[Path, list[str]] = {}  # of the files in each folder
+        names: dict[Path, list[str]] = {}  # folder -> names of its files
         sizes: Counter[Path] = Counter()  # the number of files below each folder
         large: set[Path] = set()
         waiting = [root]
@@ -122,29 +122,26 @@ class FolderState:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of a folder, where a command runs."""
+    """A copy of a folder. Commands run in the copy in place of the original folder."""
 
     root: Path  # the original folder
     tree: Path
     start: Path  # the folder in `tree` where the command starts
-    log: Path  # where its runs note the files that they use
-    recordings: Path  # where torchrepro records its runs
+    log: Path  # the file with the log of the files that runs use
+    recordings: Path  # the folder with torchrepro's recordings of the runs
     linked: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The files and folders that are links to those of `root`, with their state when linked."""
 
     @classmethod
     def of(cls, root: Path, folder: Path, temporary: Path, recordings: Path) -> Copy:
-        """Return an empty copy for a command that starts in `folder`.
-
-        Its tree has the name of `root`.
-        """
+        """Return an empty copy of `root` for a command that starts in `folder`."""
         tree = temporary / "tree" / root.name
         tree.mkdir(parents=True)
         start = tree / folder.relative_to(root)
         return cls(root, tree, start, temporary / "files.jsonl", recordings.resolve())
 
     def link(self, names: Iterable[str]) -> None:
-        """Link files and folders of `root` that the copy does not have yet."""
+        """Link the files and folders `names` of `root` that the copy does not contain yet."""
         for name in names:
             link = self.tree / name
             if not os.path.lexists(link):
@@ -153,7 +150,7 @@ class Copy:
                 self.linked[name] = file_state(self.root / name, follow=True)
 
     def link_beside(self, uses: Iterable[Use]) -> None:
-        """Link files and folders next to `root` that were only read, so relative paths work."""
+        """Link files and folders next to `root` that were only read, such as ``../data``."""
         neighbors: dict[str, set[str]] = {}
         for use in uses:
             path = Path(use.path)
@@ -166,10 +163,10 @@ class Copy:
                     (self.tree.parent / name).symlink_to(self.root.parent / name)
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return the words of a command for the copy.
+        """Return a command with the paths in `words` changed for the copy.
 
         Absolute paths into `root` become paths into the copy. Relative paths that leave `root`, or
-        lead into a virtual environment, become absolute: in the copy they would lead elsewhere.
+        lead into a virtual environment, become absolute, because the copy lacks these files.
         """
         folder = self.root / self.start.relative_to(self.tree)
 
@@ -179,7 +176,7 @@ class Copy:
         mapped = []
         for word in words:
             before, path = "", word
-            if not word.startswith(os.sep) and "=" in word:  # --data=/repo/data
+            if not word.startswith(os.sep) and "=" in word:  # such as --data=/repo/data
                 before, _, path = word.partition("=")
                 before += "="
             whole = Path(os.path.normpath(folder / path))
@@ -198,20 +195,20 @@ class Copy:
 
     @property
     def environment(self) -> RunEnvironment:
-        """The environment of a command that uses the files of the copy and notes which ones."""
+        """The environment for a command that runs in the copy and logs the files that it uses."""
         return logging_file_uses(self.root, self.log, self.tree, self.recordings)
 
     @property
     def uses(self) -> list[Use]:
-        """The files that runs in the copy have used, except for their recordings."""
+        """The logged uses of files by runs in the copy, without the recordings of these runs."""
         return [
             use for use in noted(self.log) if not Path(use.path).is_relative_to(self.recordings)
         ]
 
     def strayed(self) -> str:
-        """Return a file of `root` that a run in the copy used, in words; empty if there is none.
+        """Return a use of the user's own files by a run in the copy, in words, or an empty string.
 
-        Linked files may be read, but not written.
+        Reading a linked file is allowed, writing to it is not.
         """
         linked = [self.root / name for name in self.linked]
         for use in self.uses:
@@ -235,11 +232,12 @@ class Copy:
 
 @contextmanager
 def copy_of(state: FolderState, written: Set[str], recordings: Path) -> Iterator[Copy]:
-    """Enter a copy of a folder with the files that it had at one moment.
+    """Copy the folder of `state`, and change into the copy until the block ends.
 
-    Large files, and folders of very many files, are links. Exceptions are those in `written`: the
-    absolute paths of files that a run is known to write. Raises `CopyError` if there is too much to
-    copy, and for a link through which a run could read or write files outside the copy.
+    The copy contains the files that `state` lists. Large files, and folders with very many files,
+    are linked. The files in `written` are always copied: absolute paths of files that a run is
+    known to write. Raises `CopyError` if the copy would be too large, and for a link through which
+    a run could use files outside of the copy.
     """
     root = state.root
     names = {*written, *map(os.path.realpath, written)}
@@ -280,7 +278,7 @@ def _is_below(path: Path, names: Iterable[str]) -> bool:
 
 @contextmanager
 def edited_copy(edit: Edit, written: Set[str], recordings: Path) -> Iterator[Copy]:
-    """Enter a copy of this folder with one line of a program edited; raises as `copy_of`."""
+    """Copy this folder, apply `edit`, and change into the copy. Raises as `copy_of` does."""
     state = FolderState.now(recordings)
     file, _, number = edit.where.rpartition(":")
     if os.path.relpath(file, state.root) not in state.files:

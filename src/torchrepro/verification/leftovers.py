@@ -1,8 +1,8 @@
-"""Files that one run leaves for the next, and runs that start without them.
+"""Finds files that one run leaves for the next, and starts runs without these files.
 
-The program's folder is scanned before and after the first run: files created in between are left
-over. A run without them starts in a copy of the folder as it was before. No file of the user is
-moved, removed or changed.
+The program's folder is scanned before and after the first run. Files that were created in between
+are leftovers. A run without them starts in a copy of the folder, which has only the files from
+before the first run. The user's own files always stay as they are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOCATION = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class CarriedFile(NamedTuple):
-    """A file that leaks state from one run to the next, which read it."""
+    """A file that one run wrote and the next run read, so that state leaks between the runs."""
 
     path: str
     written: str
@@ -47,10 +47,10 @@ class CarriedFile(NamedTuple):
 
 
 def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
-    """Return the files written since `first` began that `second` read.
+    """Return the files that `second` read and that were written after `first` began.
 
-    Both are runs of one command, one after the other. Returns nothing if a run recorded no list of
-    files: it is written as the run ends.
+    `second` ran the same command after `first`. The result is empty if a run was killed before it
+    recorded its list of files.
     """
     earlier, later = (
         [
@@ -77,7 +77,7 @@ def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
 
 
 def traces_of(run: Run) -> list[Trace]:
-    """Return the traces of a run without their records; empty if nothing was recorded."""
+    """Return the traces of a run, without records. The list is empty for an unrecorded run."""
     traces: list[Trace] = []
     with suppress(TraceError):
         traces = read_run(run.folder, records=False)
@@ -87,7 +87,7 @@ def traces_of(run: Run) -> list[Trace]:
 
 
 class RunLocation(NamedTuple):
-    """The folder of a run of a trial: the runner that starts it there, and its environment."""
+    """A folder for a run of a trial, with the runner and the environment to start the run."""
 
     runner: Runner
     environment: RunEnvironment
@@ -107,11 +107,11 @@ def within(copy: Copy, runner: Runner) -> Iterator[RunLocation]:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """The files that the first run of a command left, from its folder before and after it."""
+    """The files that the first run of a command left behind, found by two scans of the folder."""
 
     before: FolderState
     after: FolderState
-    runs: tuple[Run, Run]  # the first, and a later one
+    runs: tuple[Run, Run]  # the first run, and a later run
     carried: tuple[CarriedFile, ...]  # leftovers that the later run read
 
     @classmethod
@@ -126,13 +126,13 @@ class Leftovers:
 
     @property
     def overwritten(self) -> list[str]:
-        """The carried files that existed before the first run, relative to the current folder."""
+        """The files of `carried` that existed before run 1, relative to the current folder."""
         names = (relative_location(file.path) for file in self.carried)
         return [name for name in names if name not in self.created]
 
     @property
     def cause(self) -> str:
-        """A carried file, preferably created by run 1, and the lines that use it, in words."""
+        """A sentence about a file of `carried`, preferably from run 1, and lines that use it."""
         file = min(self.carried, key=lambda file: relative_location(file.path) in self.overwritten)
         name = relative_location(file.path)
         note = "" if name in self.created else ", overwritten by run 1"
@@ -144,11 +144,11 @@ class Leftovers:
 
     @contextmanager
     def copy_without_them(self, runner: Runner) -> Iterator[RunLocation]:
-        """Enter a copy of the folder as it was before the first run.
+        """Change into a copy of the folder without the files that the first run created.
 
-        Files that the first run overwrote have their present contents. Raises `CopyError` if no
-        copy is possible: if the first run created none of the carried files, if one is outside the
-        folder, if a link leads out of it, or if there is too much to copy.
+        A file that the first run overwrote has its present contents. Raises `CopyError` as
+        `copy_of` does. Also raises it if a file of `carried` is outside the folder, or if all
+        files of `carried` existed before the first run.
         """
         for file in self.carried:
             if not Path(file.path).is_relative_to(self.before.root):
@@ -167,7 +167,7 @@ class Leftovers:
 
     @contextmanager
     def new_folder(self, runner: Runner) -> Iterator[RunLocation]:
-        """Enter an empty folder, where the command has absolute paths to the same files."""
+        """Change into an empty folder. The command gets absolute paths, so it finds its files."""
         with temporary_folder() as temporary:
             copy = Copy.of(self.before.root, Path.cwd(), temporary, runner.folder)
             runner = replace(runner, command=self.in_full(runner.command))
@@ -180,7 +180,7 @@ class Leftovers:
                 yield RunLocation(runner, copy.environment, strayed)
 
     def in_full(self, words: Sequence[str]) -> list[str]:
-        """Return a command with absolute paths, except to files that the first run created."""
+        """Return a command with absolute paths, except for files that the first run created."""
         created = {*self.created, *self._created_folders}
 
         def absolute(word: str) -> str:
@@ -192,7 +192,7 @@ class Leftovers:
 
     @property
     def written(self) -> set[str]:
-        """The absolute paths of the files that a run opened for writing, or changed."""
+        """The absolute paths of files that a run changed or opened for writing."""
         root, before, after = self.before.root, self.before.files, self.after.files
         changed = {str(root / name) for name in before if after.get(name) != before[name]}
         uses = (use for run in self.runs for use in _uses_of_files(run))
@@ -200,12 +200,12 @@ class Leftovers:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the later run failed but the first one did not."""
+        """Whether the first run succeeded and the later run failed."""
         first, later = self.runs
         return bool(later.status and not first.status)
 
     def explained(self, verdict: Verdict) -> Verdict:
-        """Return the verdict of both runs, with the leftovers as its cause if they explain it."""
+        """Return `verdict`, with the leftovers as the cause if they explain the difference."""
         first, later = self.runs
         if verdict.same:
             return verdict
@@ -223,7 +223,7 @@ class Leftovers:
 
     @property
     def refusal(self) -> str:
-        """Why the later run failed: its last line of output, the program line, files of run 1."""
+        """A sentence with the error of the later run, the program line, and files of run 1."""
         run = self.runs[1]
         lines = [line for line in last_lines(run, _LINES) if line.strip()]
         message = lines[-1].strip() if lines else status_in_words(run.status)

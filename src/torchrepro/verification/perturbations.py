@@ -1,4 +1,4 @@
-"""The perturbations of `verify --stress`: a table of conditions that results must not depend on."""
+"""Lists the conditions that `verify --stress` perturbs, as results must not depend on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """The variables and in-process changes for a command, in addition to its profile."""
+    """The variables and in-process changes that a run gets in addition to its profile."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     in_process: Mapping[str, Any] = field(default_factory=dict)
@@ -34,9 +34,9 @@ class RunEnvironment:
         )
 
     def all_variables(self) -> dict[str, str]:
-        """Return the variables, including `VARIABLE`, which passes `in_process` to the command.
+        """Return the variables, with `VARIABLE` added to pass `in_process` to the command.
 
-        If an outer run has set that variable, the command's processes make its changes too.
+        If an outer run has set `VARIABLE` in this process, the changes of that run are included.
         """
         if not self.in_process:
             return dict(self.variables)
@@ -45,9 +45,9 @@ class RunEnvironment:
 
 
 def pinning(pins: Mapping[str, Sequence[str]]) -> RunEnvironment:
-    """Return the environment that pins sources, each at its lines, or everywhere if it has none.
+    """Return the environment that pins each source at the given program lines.
 
-    See `pinned_sources`.
+    A source without lines is pinned everywhere. See `pinned_sources`.
     """
     fixed = {"PYTHONHASHSEED": "0"} if HASH in pins else {}
     return RunEnvironment(fixed, {"verification.pinned_sources:pin": pins})
@@ -58,17 +58,17 @@ def logging_file_uses(
 ) -> RunEnvironment:
     """Return the environment that logs the uses of files below `root` in `log`.
 
-    With `tree`, a copy of `root`, a process opens the files of the copy in place of the originals,
-    and can write below `root` only in `ours`.
+    With a copy `tree` of `root`, processes open the files of the copy in place of the originals,
+    and can write below `root` only in the folder `ours`.
     """
     paths = {"root": str(root), "log": str(log), "tree": str(tree or ""), "ours": str(ours or "")}
-    # Files of a copy may be links: Python must not write bytecode next to their targets.
+    # A file may be a link to an original. Python must not write bytecode next to the original.
     fixed = {"PYTHONDONTWRITEBYTECODE": "1"} if tree else {}
     return RunEnvironment(fixed, {"lock.file_notes:begin": paths})
 
 
-_DAYS = 9 + 0.143  # another date, another day of the week, another hour and minute
-_SWITCH = 1e-5  # seconds that a thread may run; Python's own are 5e-3
+_DAYS = 9 + 0.143  # changes the date, the day of the week, the hour and the minute
+_SWITCH = 1e-5  # seconds that a thread may run; Python's default is 5e-3
 _HASH_SEEDS = ("7919", "15838")
 
 
@@ -80,7 +80,7 @@ class Perturbation:
     variables: Callable[[int], Mapping[str, str]] = lambda number: {}  # by the number of the run
     in_process: Callable[[int], Any] | None = None
     """The argument of its function in `at_start.IN_PROCESS`, by the number of the run."""
-    unperturbed: Mapping[str, str] = field(default_factory=dict)  # variables of any other run
+    unperturbed: Mapping[str, str] = field(default_factory=dict)  # variables of a run without it
     obstacle: Callable[[], str] = lambda: ""  # why this machine cannot do it; empty if it can
     reads_memory: bool = False  # whether only programs that read uninitialized memory are affected
     source: str = ""  # the source in `seeding.nondeterministic_calls` that it perturbs, if any
@@ -93,7 +93,7 @@ def _some_cpus(number: int) -> Mapping[str, Sequence[int]]:
 
 
 def _another_zone(number: int) -> Mapping[str, str]:
-    # A time zone where it is another day. In POSIX syntax the sign is inverted.
+    # In this zone it is another day. POSIX inverts the sign: <+14>-14 is UTC+14.
     return {"TZ": "<+14>-14" if time.gmtime().tm_hour >= 12 else "<-12>12"}  # noqa: PLR2004 - noon
 
 
@@ -189,7 +189,7 @@ class StressPlan:
 
     @classmethod
     def of(cls, names: Iterable[str], resolved: ResolvedProfile | None) -> StressPlan:
-        """Return the plan of these perturbations; impossible ones are skipped.
+        """Return the plan for the perturbations in `names`. Impossible perturbations are skipped.
 
         Raises `ProfileError` for an unknown name.
         """
@@ -219,7 +219,7 @@ class StressPlan:
         return tuple(row.name for row in self.rows)
 
     def environment(self, number: int, names: Sequence[str]) -> RunEnvironment:
-        """Return the environment of run `number` if only these perturbations act on it."""
+        """Return the environment of run `number` with only the perturbations in `names`."""
         environment = RunEnvironment()
         for row in self.rows:
             if row.name not in names:

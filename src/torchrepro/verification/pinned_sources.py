@@ -1,9 +1,9 @@
 """Pins sources of nondeterminism, to find out whether they make runs differ.
 
-A process pins them from its start to its end, so nothing is restored. A pinned source returns
-values that an ordinary run could get: a clock advances, files are sorted, threads run one after
-another. Only calls made by a line of the program are pinned, and generators that a library makes
-for it. A library that measures time, waits or names a file still gets the real values.
+A pinned source returns the same values in each run: clocks advance evenly, files are sorted,
+threads run one after another. An ordinary run could get such values too. Sources stay pinned until
+the process ends. Only calls by program lines are pinned, and generators that a library creates for
+the program. A library that measures time, waits or names a file still gets the real values.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 _START, _TICK = 1_700_000_000, 0.05  # seconds
 _PROCESS = 4242
 _SEED = 1234
-_PATIENCE = 2.0  # seconds to wait for a thread, which may itself wait for its starter
+_PATIENCE = 2.0  # seconds to wait for a thread, which may wait for the thread that started it
 
 _ticks = count()
-_numbers: dict[int, tuple[int, Any]] = {}  # by address; objects are kept alive so it stays theirs
+_numbers: dict[int, tuple[int, Any]] = {}  # by address; kept alive, so that addresses stay unique
 _entropy = random.Random(_SEED)  # noqa: S311 - no secret comes from it
 
 
@@ -140,7 +140,7 @@ IDENTIFY_WORKER = (("torch.utils.data", "get_worker_info"), ("torch", "initial_s
 _FURTHER_SOURCES = (
     Source(
         *("concurrent.futures.thread", "ThreadPoolExecutor.submit", THREADS, ""),
-        through=("concurrent.futures._base",),  # as its `map` does
+        through=("concurrent.futures._base",),  # its `map` calls `submit` from there
     ),
     *(
         Source(module, f"empty{like}", UNINITIALIZED_MEMORY, "")
@@ -168,7 +168,7 @@ class _Pin(Watch):
         if lines and not any(where.endswith(line) for line in lines):
             return None
         if row.attribute == "Thread.start" and front is not None:
-            return None  # the threads of a pool do not end; its tasks are waited for instead
+            return None  # the thread of a pool may not end: its tasks are waited for instead
         return lambda done: _PINNED_VALUE[row.what](row, arguments, done)
 
 
@@ -176,17 +176,17 @@ _pins: list[_Pin] = []
 
 
 def pin(pins: Mapping[str, Sequence[str]]) -> None:
-    """Pin sources in this process, each at its lines, or in the whole program if it has none."""
+    """Pin each source in this process at the given program lines, or everywhere without lines."""
     _pins.append(_Pin(pins))
     if ADDRESS in pins and not pins[ADDRESS]:
         _number_objects()
 
 
 def _number_objects() -> None:
-    """Hash each object by how many were hashed before it, and not by address.
+    """Use serial numbers instead of addresses as the hashes of objects.
 
-    These are tensors, modules, futures, and objects of the program's classes without their own
-    `__hash__`: a set of them then has the same order in every run.
+    This makes the order of a set of objects the same in every run. It applies to tensors, modules,
+    futures, and objects of the program's classes that do not define `__hash__`.
     """
     build = builtins.__build_class__
 

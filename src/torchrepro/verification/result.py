@@ -1,4 +1,4 @@
-"""The answer of a verification, in a terminal, as a page and as JSON."""
+"""Presents the answer of a verification in a terminal, as a page and as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class StressResult:
-    """The perturbations, and the culprits if the runs diverge."""
+    """The perturbations of a verification, and which of them make the runs diverge."""
 
     perturbed: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...] = ()
@@ -60,7 +60,7 @@ UNCHANGED = "the command as it is"
 
 @dataclass(frozen=True, slots=True)
 class ControlledRun:
-    """Runs of a command with one change, and whether they agreed."""
+    """A trial: runs of a command with one change, and whether these runs agreed."""
 
     what: str
     command: str
@@ -73,7 +73,7 @@ class ControlledRun:
 
 @dataclass(frozen=True, slots=True)
 class Verification(Displayed):
-    """The answer: whether all runs of a command were the same."""
+    """The answer of `verify`: whether all runs of a command were the same."""
 
     asked: str
     """``bits`` or ``tolerance``."""
@@ -100,25 +100,25 @@ class Verification(Displayed):
 
     @property
     def verdict(self) -> Verdict:
-        """The first verdict with a difference, or the first one if all runs are the same."""
+        """The first verdict that reports a difference, or the first verdict if all runs agree."""
         return next((verdict for verdict in self.verdicts if not verdict.same), self.verdicts[0])
 
 
 @parts.register(Verification)
 def verification_parts(verification: Verification) -> tuple[Part, ...]:
-    """Return the lines and tables that show a verification."""
+    """Return the lines and tables that show a verification in a terminal."""
     rows = [(f"  {label:<10}", printable(text)) for label, text in _rows(verification)]
     return (*verdict_parts(verification.verdict), listing(rows, style="bold"))
 
 
 def verification_page(verification: Verification) -> str:
-    """Return the page of a verification: all runs, and the comparisons with a difference."""
+    """Return the page of a verification, with all runs and each comparison that differs."""
     first, *later = verification.runs
     pairs = list(zip(later, verification.verdicts, strict=True))
     differing = [(run, verdict) for run, verdict in pairs if not verdict.same]
     shown = differing[:COMPARISONS] or pairs[:1]
     alone = len(shown) == 1
-    # A single comparison names its runs A and B. If there are several, each run links to its own.
+    # A single comparison calls its runs A and B. With several, each run links to its comparison.
     letters = {first.name: "a", shown[0][0].name: "b"} if alone else {}
     linked = () if alone else [run.name for run, _ in shown]
     answers = {run.name: _short_answer(verdict) for run, verdict in differing}
@@ -201,7 +201,7 @@ def _rows(verification: Verification) -> Iterator[tuple[str, str]]:
 
 
 def _may_differ(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """Yield reads of the program that may differ in a later run, although these runs agree."""
+    """Yield rows about reads that may differ in a later run, although these runs agree."""
     reads = {read.what: read for read in verdict.program.reads}
     suspects = [
         f"{source} at {short(reads[source].where)}" for source in SUSPECTS if source in reads
@@ -214,7 +214,7 @@ def _may_differ(verdict: Verdict) -> Iterator[tuple[str, str]]:
 
 
 def verification_json(verification: Verification) -> dict[str, Any]:
-    """Return a verification as plain JSON values, together with the fields of its verdict."""
+    """Return a verification as JSON values, including the fields of its verdict."""
     stressed = verification.stressed
     return {
         **verification.verdict.to_json(),

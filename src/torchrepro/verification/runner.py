@@ -49,7 +49,7 @@ _NOT_APPLIED = 3  # the exit status of a command whose profile could not be appl
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this process to end; the command has ended too."""
+    """Raised when a signal asks this process to end. The running command is ended too."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -62,13 +62,13 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A command, how it is recorded, and the criteria for comparing its runs."""
+    """A command, the settings for recording it, and the criteria for comparing its runs."""
 
     command: Sequence[str]
     folder: Path  # the folder of all recordings and logs
-    request: RecordingRequest  # what is recorded; each run replaces its folder
+    request: RecordingRequest  # what is recorded; each run sets its own folder in it
     tolerance: tuple[float, float] | None  # rtol and atol; None compares bits
-    say: Callable[[str], object]  # receives progress, in text that contains its line ends
+    say: Callable[[str], object]  # receives the progress as text with line ends
     meanwhile: Callable[[str], object] | None = None
     """Receives the state of the running command, for a line that the next text overwrites."""
     ignore: Sequence[str] = ()  # lines whose records are ignored
@@ -83,10 +83,10 @@ class Runner:
         environment: RunEnvironment,
         perturbed: tuple[str, ...] = (),
     ) -> Run:
-        """Run the command once, under a profile if there is one.
+        """Run and record the command once, under the profile `resolved` if it is not None.
 
-        Raises `ProfileError`, `ApplyError` and `TraceError` for a command that cannot be started
-        under the profile, or recorded, and `Interrupted` if a signal ends this process.
+        Raises `ProfileError` or `ApplyError` if the command cannot be started, `TraceError` if it
+        cannot be recorded, and `Interrupted` if a signal ends this process.
         """
         traces, log = self.folder / name, self.folder / f"{name}.log"
         request = replace(self.request, folder=str(traces))
@@ -118,9 +118,9 @@ class Runner:
         return Run(name, str(traces), str(log), status, seconds, steps, recorded, perturbed)
 
     def compare(self, first: Run, second: Run) -> Verdict:
-        """Compare two runs. At least one of them must be recorded.
+        """Compare two runs. At least one of the two must be recorded.
 
-        Runs with different exit statuses are not the same, even if their records are.
+        Runs with different exit statuses count as different, even if their records are equal.
         """
         if self.meanwhile is not None:
             self.meanwhile(f"comparing {second.name} with {first.name} ...")
@@ -159,7 +159,7 @@ class Runner:
     def refuse_unrecorded(self, run: Run, todo: str = "") -> None:
         """Raise `TraceError` if a run succeeded but was not recorded.
 
-        `todo` is advice for the user, if there is a specific one.
+        The message ends with the advice `todo`, or with general advice if `todo` is empty.
         """
         if run.status or run.recorded:
             return
@@ -178,8 +178,8 @@ class Runner:
     def refuse_failed(self, runs: Sequence[Run], todo: str = "") -> None:
         """Raise an error with the last lines of output, if all runs failed with the same status.
 
-        It is an `ApplyError` if the profile could not be applied, and else a `TraceError`. `todo`
-        is advice for the user, if there is a specific one.
+        The error is an `ApplyError` if the profile could not be applied, and a `TraceError` in
+        other cases. `todo` is advice for the user.
         """
         last = runs[-1]
         if last.status == 0 or len({run.status for run in runs}) > 1:
@@ -194,24 +194,23 @@ class Runner:
         raise TraceError.about(what, found=join(self.command), todo=todo)
 
     def advised(self, verdict: Verdict, run: Run) -> Verdict:
-        """Return a verdict with advice that is based on the metadata of a run's trace."""
+        """Return `verdict` with advice that is based on the metadata of a trace of `run`."""
         meta = read_run(run.folder, records=False)[0].meta
         command = shell_line(shareable(self.command, known_secrets()))
         return replace(verdict, advice=advice(verdict, meta, command))
 
 
 def last_lines(run: Run, most: int) -> list[str]:
-    """Return the last lines of a run's output."""
+    """Return the last `most` lines of the output of a run."""
     with Path(run.log).open(encoding="utf-8", errors="replace") as file:
         return [printable(line.rstrip("\n")) for line in deque(file, most)]
 
 
 @contextmanager
 def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path]:
-    """Make the folder of all recordings, a temporary one if none is named.
+    """Make `folder` for all recordings, or a temporary folder if the name is empty.
 
-    If the block fails, a line of progress names the folder. Raises `TraceError` for a folder that
-    is not empty.
+    Reports the path if the block fails. Raises `TraceError` if `folder` contains files already.
     """
     if folder:
         RecordingRequest(folder).prepare_folder()
@@ -236,14 +235,14 @@ def run_to_end(
     log: Path,
     limit: float | None = None,
 ) -> int:
-    """Run a command with its output in `log`; return its exit status.
+    """Run a command with its output in `log`, and return the exit status.
 
-    After `limit` seconds it is ended. Its standard input is empty, so that every run has the same.
-    It runs in its own session, so that it and the processes that it started can be ended together,
-    even if this process is killed; a process that has started another session continues. Of a long
-    output the beginning and the end are kept, also while the command runs. Raises `ProfileError`
-    if the command cannot be started, and `Interrupted`, once it has ended, if a signal ends this
-    process.
+    The command is ended after `limit` seconds. Its standard input is empty, so that all runs read
+    the same input. The command has its own session, and a second process watches this one. So the
+    command and its child processes are ended even if this process is killed. A child that has
+    started another session continues. Of a long output, only the beginning and the end are kept.
+    Raises `ProfileError` if the command cannot be started. Raises `Interrupted` if a signal ends
+    this process.
     """
     with log.open("wb") as output, raise_on_signals():
         try:
@@ -304,9 +303,9 @@ def _ended_with_parent(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _free_middle(output: IO[bytes]) -> None:
-    # Frees blocks in the middle of the file. The command keeps its position, so no byte that it
-    # writes at the same time is lost. Python has no call for this. If libc or the file system has
-    # none either, `_shorten` cuts the file at the end of the run.
+    # Frees the disk blocks in the middle of a file that the command still writes. Positions in the
+    # file stay valid, so no output is lost. Python has no call for this, but libc has. Where it
+    # fails, `_shorten` cuts the file at the end of the run.
     size = os.fstat(output.fileno()).st_size
     if size > LARGEST_LOG:
         with suppress(AttributeError):
@@ -357,12 +356,12 @@ def status_in_words(status: int) -> str:
 
 
 def end_group(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:
-    """Ask a process and its group to end; kill all that still run after `GRACE` seconds."""
+    """Signal a process group, wait up to `GRACE` seconds for `process`, then kill the group."""
     try:
         _signal(process, number)
         process.wait(GRACE)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        pass  # it took too long, or the user does not wait
+        pass  # it took too long, or the user pressed Ctrl+C
     finally:
         _signal(process, signal.SIGKILL)
         process.wait()
@@ -375,7 +374,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Raise `Interrupted` for signals that end a program, in the main thread."""
+    """In the main thread, raise `Interrupted` for signals that end a program, such as SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -386,7 +385,7 @@ def raise_on_signals() -> Iterator[None]:
     before = {
         number: signal.signal(number, interrupt)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-        if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores SIGHUP
     }
     try:
         yield

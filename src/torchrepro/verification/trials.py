@@ -1,7 +1,7 @@
-"""Controlled re-runs after a divergence: advice is tested before it is shown.
+"""Runs a command again with controlled changes after a divergence, to test advice.
 
-A trial runs the command again with one change: one more setting, or one pinned source of
-nondeterminism. If its runs agree, the change shows the cause, or a command that is repeatable.
+A trial makes one change: it adds a setting, pins a source of nondeterminism, or edits a line. If
+the runs of a trial agree, the change shows the cause, or a command that is repeatable.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ENOUGH_PINNED = 2  # runs that must agree before a pinned source is named as the
 
 EVERYTHING = "everything"
 
-MOST = 18  # the limit of runs for all trials of one divergence; escalation has none
+MOST = 18  # the limit of runs for all trials of one divergence; `escalated` has no limit
 
 _AGREED = f"the same in {ENOUGH} runs"
 _EDIT_AGREED = f"with this edit, {ENOUGH_PINNED} runs agree"
@@ -97,14 +97,14 @@ _WITHOUT_A_CALL = {
 @dataclass
 class Trials:
     runner: Runner
-    profile: Any  # the profile as the user named it; None for a command without one
+    profile: Any  # the profile as the user named it; None without a profile
     overrides: Sequence[str]
     resolved: ResolvedProfile | None
     between: tuple[Run, Run]  # two runs that differ
     environments: Sequence[RunEnvironment]  # the environments of the two runs
     verdict: Verdict
     meta: Mapping[str, Any]
-    leftovers: Leftovers  # the files that one of the two runs left for the next
+    leftovers: Leftovers  # the files that the first run left behind
     most: float = MOST  # the limit of runs for all trials
     done: list[ControlledRun] = field(default_factory=list)
     _last: Run = field(init=False)  # the first run of the last trial whose runs agreed
@@ -145,7 +145,7 @@ class Trials:
         return self._with(edit=None)  # several sources together
 
     def _explained_by_suspect(self, suspect: Suspect | None, evidence: Evidence) -> Verdict | None:
-        """Return the verdict if runs agree once the suspect, or uninitialized memory, is pinned."""
+        """Pin the suspect or uninitialized memory. Return the verdict if runs agree, else None."""
         if evidence.holds("reads_unwritten_memory"):
             if self._pin_helps(UNINITIALIZED_MEMORY, [], self.resolved):
                 return self._explained(UNINITIALIZED_MEMORY, [], evidence)
@@ -153,7 +153,7 @@ class Trials:
         if suspect is None:
             return None
         if evidence.differing_seeds or suspect.where in {run.source for run in evidence.sides}:
-            # A source that cannot be pinned itself is shown by the seed that was made from it.
+            # If the source cannot be pinned, the seed that was computed from it is pinned instead.
             lines: list[Suspect] = [suspect, *evidence.differing_seeds[:1]]
             for read in lines:
                 can_be_pinned = read.what in {*PINNED_TOGETHER, EXPLICIT_SEED}
@@ -162,9 +162,9 @@ class Trials:
         return None
 
     def _from_line(self, evidence: Evidence, origin: LineOfOrigin) -> Verdict:
-        """Return the verdict with the results of trials at the line where the difference began.
+        """Return the verdict after trials at the program line where the runs began to differ.
 
-        Other lines are not tried: they read and computed the same in both runs.
+        Other lines are not tried, because they read and computed the same in both runs.
         """
         base = self._base
         observed: dict[str, list[NondeterministicRead]] = {}
@@ -211,16 +211,16 @@ class Trials:
         return self._with(cause=cause, edit=None)
 
     def with_one_hash_seed(self) -> Verdict:
-        """Return the verdict of runs that differ by hash seed, with the command that fixes it."""
-        self.environments = [RunEnvironment()] * 2  # as for the proposed command
+        """Return the verdict with a command that fixes the hash seed, if its runs agree."""
+        self.environments = [RunEnvironment()] * 2  # without perturbations
         overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
-        # The perturbations, each tried alone, have shown already that the hash seed is the cause.
+        # The cause is known: runs differed when the hash seed alone was perturbed.
         if self.own_profile or not self._agrees_under(self.profile or "seed-only", overrides):
             return self.verdict
         return self._with(command=self.done[-1].command, tried=_AGREED, edit=None)
 
     def escalated(self) -> Verdict:
-        """Return the verdict with the first repeatable command; settings get ever stricter."""
+        """Try ever stricter settings. Return the verdict with the first repeatable command."""
         evidence = evidence_of(self.verdict, self.meta)
         base = self.resolved or resolve("seed-only")
         levels = levels_above(base.values, evidence.first, self.verdict.program)
@@ -233,7 +233,7 @@ class Trials:
         return self.verdict
 
     def _settings(self, evidence: Evidence) -> Iterator[tuple[Any, tuple[str, ...]]]:
-        """Yield profiles with overrides that may help, the cheapest first."""
+        """Yield pairs of a profile and overrides that may make runs agree, the cheapest first."""
         if self.own_profile:
             return
         base = self.resolved
@@ -250,7 +250,7 @@ class Trials:
             yield "debug-strict", ()
 
     def _sources(self, evidence: Evidence) -> dict[str, list[NondeterministicRead]]:
-        """Return the sources that the program reads, each with its reads, the likeliest first."""
+        """Return the sources that may cause the difference, likeliest first, with known reads."""
         by_line: dict[str, dict[str, NondeterministicRead]] = {}
         for read in evidence.suspects:
             if read.what in PINNED_TOGETHER:
@@ -262,7 +262,7 @@ class Trials:
     def _decisive(
         self, source: str, reads: Sequence[NondeterministicRead], resolved: ResolvedProfile | None
     ) -> Sequence[NondeterministicRead]:
-        """Return the one read that is enough to pin, or all reads if no single one is."""
+        """Return the first read that makes runs agree when pinned alone, or all of `reads`."""
         if len(reads) > 1:
             for read in reads[:_LINES]:
                 if self._pin_helps(source, [read], resolved):
@@ -292,16 +292,16 @@ class Trials:
         if source == EVERYTHING:
             pins = {pinned: [] for pinned in PINNED_TOGETHER}
         if source == THREADS:
-            pins[ADDRESS] = []  # a set of futures is ordered by address
+            pins[ADDRESS] = []  # the order of a set of futures depends on their addresses
         at = f" at {short(reads[0].where)}" if reads else ""
         change = f"{source}{at} pinned"
         same = self._agrees(change, "", resolved, pinning(pins), runs=ENOUGH_PINNED)
         return same and not self._by_chance()
 
     def _differs_by_leftovers(self) -> bool:
-        """Whether files that one run leaves for the next make runs differ; updates the verdict.
+        """Return whether runs differ because of files that one run leaves for the next.
 
-        In that case runs agree without these files, perhaps only if the program is seeded too.
+        This is shown if runs agree without the files, at least when seeded. Updates the verdict.
         """
         seeded = [("seed-only", ())] if self.resolved is None and not self.own_profile else []
         for profile, overrides in [(self.profile, self.overrides), *seeded]:
@@ -317,8 +317,8 @@ class Trials:
             if self._agrees(change, command, resolved, environment, location=location):
                 without, compare = self._last, self.runner.compare
                 if self.leftovers.overwritten and not compare(self.between[0], without).same:
-                    # All of these runs started with the overwritten files, which may differ from
-                    # the files that run 1 started with.
+                    # These runs read the overwritten files. Run 1 may have read other contents,
+                    # so the agreement of these runs does not show the cause.
                     reason = self.leftovers.why_not_undone
                     self.done[-1] = replace(self.done[-1], same=False, answer=reason)
                     continue
@@ -339,11 +339,11 @@ class Trials:
                 return True
             if self.done and not self.done[-1].runs:
                 break  # no copy can be made
-        # Run 2 made fewer steps because it found the files: the verdict says so without a trial.
+        # If run 2 made fewer steps, `Leftovers.explained` has already named the files.
         return self.between[0].steps > self.between[1].steps
 
     def _edit_that_works(self, source: str, reads: Sequence[Suspect]) -> Edit | None:
-        """Return an edit, at one of these lines or elsewhere, that makes runs in a copy agree."""
+        """Return the first edit, of the lines of `reads` or others, that makes runs agree."""
         edits = [_edit(read.what, read, is_seed=False) for read in reads]
         files, steps = self.verdict.program.files, min(run.steps for run in self.between)
         edits += edits_of_other_lines(source, files, steps)
@@ -353,7 +353,7 @@ class Trials:
         return None
 
     def _edit_helps(self, edit: Edit, resolved: ResolvedProfile | None) -> bool:
-        """Whether runs in an edited copy agree."""
+        """Return whether runs agree in a copy of the folder with the edit applied."""
         change, environment = f"{short(edit.where)} edited", RunEnvironment()
         try:
             with edited_copy(edit, self.leftovers.written, self.runner.folder) as copy:
@@ -375,9 +375,9 @@ class Trials:
         runs: int = ENOUGH,
         location: Callable[[Runner], AbstractContextManager[RunLocation]] = own_folder,
     ) -> bool:
-        """Whether so many runs agree with a change; the trial is appended to `done`.
+        """Run the command `runs` times with one change, and return whether these runs agree.
 
-        The environment of the change overrides the environments of the original runs.
+        Appends the trial to `done`. `environment` overrides the environments of the original runs.
         """
         if self._differs_seldom or self._spent + runs > self.most:
             return False
@@ -424,7 +424,7 @@ class Trials:
         return same
 
     def _by_chance(self) -> bool:
-        """Return whether the runs of the last trial may agree by chance, and note it there."""
+        """Return whether the runs of the last trial may agree by chance, and mark it if so."""
         reads = [read for trace in traces_of(self._last) for read in trace.meta.get("sources", ())]
         if all(read["what"] != FORKED for read in reads):
             return self._agrees_unchanged()
@@ -433,10 +433,10 @@ class Trials:
         return True
 
     def _agrees_unchanged(self) -> bool:
-        """Whether most runs of the unchanged command agree with the last trial; marks the trial.
+        """Return whether runs of the unchanged command agree with the last trial too.
 
-        If neither original run agrees with the trial, the change has changed the results: no
-        further run is needed.
+        If so, marks the trial, because it shows no cause. If neither original run agrees with the
+        trial, the change has changed the results, and no further run is needed.
         """
         trial, compare = self.done[-1], self.runner.compare
         if not any(compare(run, self._last).same for run in self.between):
@@ -464,7 +464,7 @@ class Trials:
 
     @property
     def tried(self) -> tuple[ControlledRun, ...]:
-        """All trials, and the runs of the unchanged command that they were compared with."""
+        """All trials, followed by the runs of the unchanged command if there were any."""
         runs, same = len(self._unchanged), self._differs_seldom
         if not runs:
             return tuple(self.done)
@@ -481,17 +481,17 @@ class Trials:
 
     @property
     def _base(self) -> ResolvedProfile | None:
-        """The profile under which sources are pinned: `seed-only` for a command without one."""
+        """The profile under which sources are pinned. Without a profile, this is `seed-only`."""
         if self.resolved is None and not self.own_profile:
             return resolve("seed-only")
         return self.resolved
 
     @property
     def own_profile(self) -> bool:
-        """Whether the command applies a profile itself, so that no setting can be added to it."""
+        """Whether the command applies a profile itself, so that trials cannot add settings."""
         return self.resolved is None and self.meta.get("profile") is not None
 
-    # Answers: the verdict with the results of trials.
+    # Answers: each returns the verdict with the results of trials.
 
     def _with(self, **advice: Any) -> Verdict:
         before = self.verdict.advice or Advice("")
@@ -502,7 +502,7 @@ class Trials:
         return self._with(cause=cause, command=command, tried=_AGREED, edit=None)
 
     def _with_line_ignored(self, evidence: Evidence) -> Verdict:
-        """Return the verdict with a command that ignores the first line, if all else agrees."""
+        """If only one line differs, return the verdict with a command that ignores this line."""
         line = relative_location(evidence.first.source)
         runner = replace(self.runner, ignore=(*self.runner.ignore, line))
         if line and runner.compare(*self.between).same:
@@ -514,7 +514,7 @@ class Trials:
         command = self.done[-1].command
         is_brought_in = evidence.holds("is_of_program") and not evidence.holds("is_random")
         if is_brought_in and self.resolved is None:
-            # The profile seeds generators and fixes hashes: which of the two was missing?
+            # The profile seeds generators and fixes hashes. This trial shows which one helps.
             if self._pin_helps(HASH, [], None):
                 reads = [read for read in evidence.suspects if read.what == HASH]
                 self.verdict = self._explained(HASH, reads[:1], evidence)
@@ -524,7 +524,7 @@ class Trials:
         return self._with(command=command, tried=_AGREED, edit=None)
 
     def _by_what_cannot_be_pinned(self, evidence: Evidence) -> Verdict:
-        """Return the verdict without the causes that pinning has ruled out."""
+        """Return the verdict with a cause that pinning has not ruled out."""
         if evidence.differing_seeds:
             return self._with(edit=None)
         program = self.verdict.program
@@ -544,7 +544,7 @@ class Trials:
         return self._with(cause=cause, edit=edit, tried=_EDIT_AGREED if edit else "")
 
     def _explained(self, source: str, reads: Sequence[Suspect], evidence: Evidence) -> Verdict:
-        """Return the verdict with the source that a trial has confirmed, and its line if known."""
+        """Return the verdict with `source` as the cause, and the line that reads it if known."""
         seeds = evidence.differing_seeds[:1]
         words = source if reads else _WITHOUT_A_CALL.get(source, source)
         shown = self.verdict.origin.where if self.verdict.origin else evidence.first.source
@@ -561,7 +561,7 @@ class Trials:
             lines = " and ".join(short(read.where) for read in reads[:2])
             cause = f"{cause.removesuffix('.')}, at {lines}."
             distinct = {_edit(source, read, is_seed=False) for read in reads}
-            edit = distinct.pop() if len(distinct) == 1 else None  # the same one for all lines
+            edit = distinct.pop() if len(distinct) == 1 else None  # one edit for all lines
         tried = f"with that source pinned, {ENOUGH_PINNED} runs agree"
         if source == THREADS or (source == CLOCK and edit is None):
             candidates = [*reads, *self._lines(source)] if source == THREADS else ()
@@ -570,7 +570,7 @@ class Trials:
         return self._with(cause=cause, edit=edit, tried=tried)
 
     def _lines(self, source: str) -> list[Suspect]:
-        """Return the lines whose text suggests that they read the source that was pinned."""
+        """Return the program lines that seem to read `source`, according to their text."""
         sources = {ADDRESS: (SET_ORDER, ADDRESS), HASH: (SET_ORDER,)}.get(source, (source,))
         program = self.verdict.program
         if source == UNINITIALIZED_MEMORY and program.unwritten:
@@ -582,8 +582,8 @@ class Trials:
                 if self._pin_helps(source, [line], self.resolved):
                     return [line]
             return list(lines)
-        # A sorted set has a fixed order unless members share a key: such lines are likely only
-        # where no other line reads the order of a set.
+        # Sorting a set with a key leaves only members with equal keys in the order of the set. So
+        # lines that sort are returned only if no other line reads the order of a set.
         return [line for line in lines if line.name not in TIES] or list(lines)
 
     def _command(
@@ -594,7 +594,7 @@ class Trials:
         before: str = "",
         full: Callable[[Sequence[str]], Sequence[str]] = list,
     ) -> str:
-        """Return a `verify` command with the user's criteria; a shell runs `before` each time."""
+        """Return a `verify` command line with the user's criteria. A run starts with `before`."""
         secrets = known_secrets(*([self.resolved] if self.resolved else []))
         words = shareable(full(self.runner.command), secrets)
         if before:

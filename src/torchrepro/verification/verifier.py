@@ -1,7 +1,7 @@
-"""Runs a command several times, reports whether its runs are the same, and looks for the cause.
+"""Runs a command several times, compares the runs, and looks for the cause of a difference.
 
-After a divergence two more runs record it in detail. Then each perturbation is tried alone, and
-trials look for the cause and for a repeatable command.
+After a divergence, two more runs record it in detail. Then each perturbation is applied alone.
+Finally, trials look for the cause, and for a command that is repeatable.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def request_for(
     max_size: int | str | None,
     tolerance: tuple[float, float] | None,
 ) -> RecordingRequest:
-    """Return the request for recording runs that are compared, with statistics for a tolerance."""
+    """Return the request that records runs for a comparison. A tolerance needs statistics."""
     return RecordingRequest(
         *("", level, None, tuple(keep)),
         statistics=tolerance is not None,
@@ -84,23 +84,24 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     say: Callable[[str], object] = lambda text: None,
     meanwhile: Callable[[str], object] | None = None,
 ) -> Verification:
-    """Run `command` under `profile` in fresh processes and return whether all runs are the same.
+    """Run `command` under `profile` in fresh processes, and return whether all runs are the same.
 
-    If `profile` is None, the command is recorded and nothing is set. Runs are the same if their
-    bits are; `rtol` and `atol`, or the guarantee `aligned`, compare within a tolerance instead.
-    `ignore` names lines as ``file:line``: their results, and differences that these alone cause,
-    are ignored. `level`, `keep`, `every` and `max_size` select what is recorded, as in `record`.
-    `stress` names perturbations (`perturbations.EVERYTHING` names all); they act on every run but
-    the first. If runs diverge, two more record the divergence in detail unless `closer` is false,
-    and `escalate` tries stricter settings level by level.
+    If `profile` is None, no settings are applied. By default, runs are the same if all recorded
+    bits are equal. With `rtol` and `atol`, or under the guarantee `aligned`, they are compared
+    within a tolerance instead. `ignore` names program lines as ``file:line``. Results of these
+    lines are ignored, and also differences that only these lines cause. `level`, `keep`, `every`
+    and `max_size` select what is recorded, as in `record`. `stress` names perturbations of
+    `perturbations.EVERYTHING`, which change every run except the first. If runs diverge and
+    `closer` is true, two more runs record the divergence in detail. With `escalate`, stricter
+    settings are then tried level by level.
 
-    Recordings are written to `folder`, which must be new or empty. Without it they are written to a
-    temporary folder, which is kept only if runs diverge. `say` receives the progress as text, and
-    `meanwhile` the state of the running command, such as the number of steps so far.
+    Recordings are written to `folder`, which must be new or empty. Without a name they are written
+    to a temporary folder, which is kept only if runs diverge. `say` receives the progress as text.
+    `meanwhile` receives the state of the running command, such as the number of steps so far.
 
-    Raises `ProfileError` for a wrong request, `ApplyError` if the profile cannot be applied,
-    `TraceError` if the command fails in all runs or nothing is recorded, and `runner.Interrupted`
-    if a signal ends it.
+    Raises `ProfileError` for an invalid request, and `ApplyError` if the profile cannot be
+    applied. Raises `TraceError` if the command fails in all runs, or if nothing is recorded.
+    Raises `runner.Interrupted` if a signal ends this process.
     """
     if runs < FEWEST:
         raise ProfileError.about(
@@ -121,7 +122,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     request = request_for(level, keep, every, max_size, tolerance)
     with output_directory(os.fspath(folder), say) as output:
         runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
-        # Every run but the first is perturbed, each differently.
+        # The first run is not perturbed. Each later run is perturbed differently.
         environments = [
             plan.environment(number, plan.names if number else ()) for number in range(runs)
         ]
@@ -208,10 +209,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
 def command_line(
     profile: Any, resolved: ResolvedProfile | None, overrides: Sequence[str], command: Sequence[str]
 ) -> str:
-    """Return the command line that is verified, as shell input.
-
-    Possible secrets are hidden, as in a manifest.
-    """
+    """Return the verified command line as shell input, with possible secrets hidden."""
     secrets = known_secrets(*([resolved] if resolved else []))
     words = shareable(command, secrets)
     if resolved is not None:
@@ -229,14 +227,14 @@ _SPOT = attrgetter("rank", "step", "phase", "module", "op")
 
 
 def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) -> Verdict:
-    """Return a verdict with more detail from two more runs, one in each of `setups`.
+    """Return the verdict with details from two more runs, one in each of `setups`.
 
-    These runs record the divergence in detail, or the loading of data if the data differed. If they
-    diverge at another op, or not at all, the verdict only gets a note.
+    These runs record the divergence in detail, or the loading of data if the data differed. If
+    they diverge at another op, or if they agree, the verdict gets a note instead.
     """
     first = verdict.first
     if first is None or not first.op:
-        return verdict  # it has no op
+        return verdict  # only an op can be recorded in detail
     # If other threads end steps, the number of a step varies from run to run.
     steps = (max(first.step - 1, 0), first.step + 1) if verdict.compared.in_order else None
     keep = (*runner.request.keep, first.module)
@@ -279,8 +277,8 @@ def _with_note(verdict: Verdict, note: str) -> Verdict:
 def _culprits(
     runner: Runner, resolved: ResolvedProfile | None, plan: StressPlan, first: Run, number: int
 ) -> StressResult:
-    # The perturbations of run `number`, which differs from `first`, are tried one by one. Bisecting
-    # them would take as many runs, since the most specific come first.
+    # The perturbations of run `number` are tried one by one. A bisection would need as many runs,
+    # because the most specific perturbations come first.
     def diverges(names: Sequence[str]) -> bool:
         runner.say(f"perturbed by {', '.join(names) or 'nothing'} ...")
         done = len(list(runner.folder.glob("stress-*.log")))
@@ -326,7 +324,7 @@ def _with_other_hash_seed(
     *,
     closer: bool,
 ) -> tuple[Run, Verdict, StressResult]:
-    """Run once with a hash seed that differs from the profile's; all earlier runs agree."""
+    """Run once with another hash seed than the profile's, and compare the run with `first`."""
     resolved, environment = setup
     changed = resolve(resolved, (f'env.PYTHONHASHSEED="{plan.other_hash_seed}"',))
     runner.say(f"with a {HASH_SEED} that differs from the profile's ...")

@@ -1,1 +1,1 @@
-"""Relations: variants of a program that ought to agree with it, and how they are compared."""
+"""Runs variants of a program, such as one without torch.compile, and compares the results."""

@@ -16,22 +16,23 @@ from torchrepro.lock.file_notes import SKIPPED_FOLDERS
 if TYPE_CHECKING:
     from torchrepro.verification.relations.notes import Notes
 
-_LONGEST_WAIT = 3  # backward passes after which a checkpoint is complete, even with new files
+_LONGEST_WAIT = 3  # passes after which a checkpoint counts as complete, even with new files
 _BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"\x89HDF")
 _LONGEST_HEADER = 100_000_000  # of safetensors: https://huggingface.co/docs/safetensors
 
 
 class Checkpoints:
-    """Notes each checkpoint below `tree`, and kills the process once the one of `kill` is complete.
+    """Notes the checkpoints below `tree`, and may kill the process after one of them.
 
-    `pattern` matches the paths or names of checkpoints. Without it, files are checkpoints if they
-    begin like files of torch.save, pickle, safetensors or HDF5. `kill` is a number of backward
-    passes: the first checkpoint that is written after so many is the last that the process writes.
+    `pattern` matches the paths or names of checkpoints. Without a pattern, a file is a checkpoint
+    if it begins like a file of torch.save, pickle, safetensors or HDF5. `kill` is a number of
+    backward passes. The process is killed once the first checkpoint that it writes after this
+    number of passes is complete.
 
-    The folder is scanned before every pass, because Python's audit events report neither
-    ``torch.save(path)`` nor safetensors, which open files in C. A framework may write a checkpoint
-    file by file, also while training continues, so that a later pass completes it. A checkpoint
-    has settled, which means it is complete, after a pass without a new name, or after three passes.
+    The folder is scanned before every pass, because Python's audit events do not report files that
+    C code opens, as in ``torch.save(path)`` and safetensors. A framework may write several files
+    for one checkpoint while training continues. So a checkpoint counts as complete (settled) after
+    a pass without a new file name, or after three passes.
     """
 
     def __init__(self, notes: Notes, tree: str, pattern: str = "", kill: int | None = None) -> None:
@@ -49,7 +50,7 @@ class Checkpoints:
         atexit.register(lambda: self._note_changes(self._begun))
 
     def pass_begins(self, ended: int) -> None:
-        """Look for checkpoints before a backward pass, once `ended` passes have ended."""
+        """Look for new checkpoints as a backward pass begins, after `ended` earlier passes."""
         self._begun = ended + 1
         changed, has_new_name = self._note_changes(ended)
         for saved in [*self._unsettled]:
@@ -61,7 +62,7 @@ class Checkpoints:
             self._notes.add(settled=saved)
             if is_last:
                 self._notes.add(killed=ended)
-                # The run has its own session. All its processes end, as if the machine failed.
+                # A run has its own session. All its processes are killed, as in a power failure.
                 if os.getsid(0) == os.getpgrp():
                     os.killpg(os.getpgrp(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -72,8 +73,8 @@ class Checkpoints:
         # A run resumes only from a checkpoint that it opens before its first pass.
         if event != "open" or self._begun or self._is_checking or str(args[1])[:1] != "r":
             return
-        self._is_checking = True  # the check opens the file, which is another event
-        with suppress(OSError, ValueError, TypeError):  # not a path
+        self._is_checking = True  # the check opens the file too, which raises another event
+        with suppress(OSError, ValueError, TypeError):  # the argument is not a path
             path = os.path.relpath(os.fsdecode(args[0]), self._tree)
             if path in self._known and self._is_checkpoint(path):
                 self._notes.add(opened=path)
@@ -100,7 +101,7 @@ class Checkpoints:
             folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
             for name in files:
                 path = os.path.join(folder, name)  # noqa: PTH118 - many of them
-                with suppress(OSError):  # it was removed
+                with suppress(OSError):  # removed since the listing
                     stat = os.lstat(path)
                     state = stat.st_mtime_ns, stat.st_size, stat.st_ino
                     states[os.path.relpath(path, self._tree)] = state
@@ -123,7 +124,7 @@ class Checkpoints:
         return head[8:] == b"{" and 0 < int.from_bytes(head[:8], "little") < _LONGEST_HEADER
 
     def _is_open(self) -> bool:
-        """Whether a process of this run has a checkpoint open for writing, as far as is known."""
+        """Whether a process of this run is known to have a checkpoint open for writing."""
         session = os.getsid(0)
         for link in Path("/proc").glob("[0-9]*/fd/*"):
             with suppress(OSError, ValueError, IndexError):

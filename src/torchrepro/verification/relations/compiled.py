@@ -42,7 +42,7 @@ _MOST = 16  # the most children of a region that are tried
 
 
 class Unit(NamedTuple):
-    """The outputs of one call of a region, or of a module outside of all regions."""
+    """The outputs of one call of a compiled region, or of a module outside of all regions."""
 
     name: str
     where: str
@@ -52,12 +52,12 @@ class Unit(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option that makes compiled code compute as eager code does."""
+    """An option of torch.compile that makes compiled code compute as eager code does."""
 
     name: str
     value: bool | str
-    without: str  # what compiled code does without it
-    variable: str = ""  # read by each torch that has the option; empty if all have it
+    without: str  # what compiled code does without the option
+    variable: str = ""  # the option's environment variable; empty if every torch has the option
 
 
 OF_TORCH = Option(
@@ -88,7 +88,7 @@ ROUNDING = (
 
 
 class Compiled(Relation):
-    """The plain program, and one without torch.compile; with `Option`s too if these differ."""
+    """The relation between a program and the same program without torch.compile."""
 
     agreement = "it computes the same with torch.compile and without it"
     takes = frozenset(("rtol", "atol"))
@@ -97,7 +97,7 @@ class Compiled(Relation):
         return self.run(name, observers={REGIONS: {}})
 
     def variants(self, plain: Run) -> Iterator[Variant]:
-        """Run the program without torch.compile; if it differs, look for the reason."""
+        """Run the program without torch.compile. If the results differ, look for the reason."""
         notes = (note for notes in self.notes_of(plain) for note in notes)
         regions = {note["region"]: note["children"] for note in notes if "region" in note}
         if not regions:
@@ -123,9 +123,9 @@ class Compiled(Relation):
         yield replace(as_it_is, verdict=decides)
 
     def _with_options_of(self, eager: Run) -> tuple[Sequence[Option], Variant]:
-        """Return the fewest options that make the program agree with eager code.
+        """Return the fewest options that make the program agree with its run `eager`.
 
-        If none do, these are the options for random numbers.
+        If no options help, returns the options for random numbers. Also returns the comparison.
         """
 
         def tried(name: str, *options: Option) -> Variant:
@@ -180,9 +180,9 @@ class Compiled(Relation):
         eager: Sequence[Unit],
         children: Mapping[str, Sequence[str]],
     ) -> Verdict:
-        """Compile the children of a region one at a time; descend into a child that differs.
+        """Compile only one child of a region at a time, and descend into a child that differs.
 
-        Returns the verdict with the innermost module that differs.
+        Returns `verdict` with the innermost module that differs.
         """
         culprit = ""
         tried: list[str] = []
@@ -213,7 +213,7 @@ class Compiled(Relation):
 
 
 def _advice(first: Divergence, options: Sequence[Option], note: str) -> Advice:
-    """Return the cause, and the lines that make compiled code compute as eager code does."""
+    """Return advice that names the cause, and the lines of code that set the `options`."""
     lines = "; ".join(f"{option.name} = {option.value!r}" for option in options)
     cause = " and ".join(option.without for option in options)
     edit, before = None, source_line(first.source)
@@ -227,10 +227,10 @@ def _advice(first: Divergence, options: Sequence[Option], note: str) -> Advice:
 def _compare(
     compiled: Sequence[Unit], eager: Sequence[Unit], tolerance: Tolerance | None
 ) -> tuple[Compared, Divergence | None, str]:
-    """Compare the calls that both runs have, in the order of the compiled run.
+    """Compare the calls that occur in both runs, in the order of the compiled run.
 
-    Without a tolerance, the default of the coarsest dtype so far applies: its rounding affects all
-    later results.
+    Without a tolerance, uses the default for the coarsest dtype so far, because the rounding of
+    this dtype affects all later results.
     """
     eager_calls = defaultdict[tuple[str, int, str], list[Unit]](list)
     for unit in reversed(eager):

@@ -1,8 +1,8 @@
-"""Observes how processes load batches, and applies the changes of a trial to it.
+"""Observes how processes load batches, and applies the changes of a trial to the loading.
 
-Each process that loads notes each batch, and the program lines that draw random numbers for it. The
-values that code of a loader can read are noted when a loader begins and when a process begins to
-load.
+A process notes each batch that it loads, and the program lines that draw random numbers for this
+batch. It notes the values that a dataset can reach when a loader begins, and when the process
+loads its first batch.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from torchrepro.verification.relations.reachable import (
     text_digest,
 )
 
-_NOTED, _FOLLOWED = 1000, 64  # the most batches that a process notes, and whose draws it notes
+_NOTED, _FOLLOWED = 1000, 64  # the most batches noted per process, and the most with draws
 _lasting = ExitStack()  # as long as the process
 
 
 def observe_loading(arguments: Mapping[str, Any]) -> None:
-    """Note how batches are loaded into `folder`, and apply the changes of a trial.
+    """Write notes on the loading of batches to `folder`, and apply the changes of a trial.
 
-    `loader` has attributes that every loader gets. The generators that `reset` names are set to the
-    same state before each batch is loaded, and are restored after it.
+    In `arguments`, `loader` has attributes that every loader gets, and `reset` names generators.
+    Such a generator is set to a fixed state before each batch is loaded, and restored after the
+    batch.
     """
     loading = _Loading(arguments)
     wrap_loader_iteration(_lasting, loading.loader_begins)
@@ -107,7 +108,7 @@ class _Loading:
     def around_fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
         if self._process != os.getpid():
             self._begin_process()
-        # Under a profile a wrapper of torchrepro, which seeds samples, may contain the dataset.
+        # Under a profile, the dataset may be inside a wrapper of torchrepro, which seeds samples.
         dataset = getattr(fetcher.dataset, "_dataset", fetcher.dataset)
         if not self._fetched:
             self._note(dataset, read=_read_by(dataset, fetcher.collate_fn))
@@ -122,7 +123,7 @@ class _Loading:
         before = States(slot for _, slot in to_reset)
         for generator, slot in to_reset:
             fixed = getattr(derive("trial", 0), generator.name)()
-            with suppress(ValueError):  # a bit generator that is not numpy's default
+            with suppress(ValueError):  # for a bit generator other than numpy's default
                 slot.write(generator.slot(fixed).read())
         is_noted = self._fetched <= _NOTED
         reads = is_noted and not self._reset
@@ -146,7 +147,7 @@ class _Loading:
 
 
 class _Draws:
-    """The program lines that change the states of generators."""
+    """Finds the program lines that draw from generators while a batch is loaded."""
 
     def __init__(self, slots: Sequence[tuple[str, Slot]]) -> None:
         self.lines: dict[str, str] = {}
@@ -154,7 +155,7 @@ class _Draws:
         self._states = self._first = self._read()
 
     def drawn(self) -> dict[str, str]:
-        """Return the generators that were drawn from, each with its initial state."""
+        """Return the generators that were drawn from, each with a digest of its first state."""
         states = zip(self._slots, self._first, self._read(), strict=True)
         return {name: text_digest(first) for (name, _), first, last in states if first != last}
 
@@ -174,6 +175,6 @@ class _Draws:
 
 
 def _read_by(*roots: Any) -> dict[str, str]:
-    """Return a digest of each value that code of a loader can reach."""
+    """Return the digests of the values that can be reached from `roots`, by their names."""
     digests = [(name, digest(value)) for name, value in reached([("", root) for root in roots])]
     return {name: text for name, text in reversed(digests) if text}

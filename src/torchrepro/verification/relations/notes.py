@@ -1,4 +1,4 @@
-"""The notes of one process of a run for a relation: a file with one JSON object a line."""
+"""Writes the notes of one process for a relation, to a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Notes:
-    """The file of this process's notes."""
+    """The file with the notes of the process that creates this object."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -20,7 +20,7 @@ class Notes:
         self._file: Any = None
 
     def add(self, **values: Any) -> None:
-        """Write one line immediately, as the process may be killed. Forked children write none."""
+        """Write one line at once, as the process may be killed. A forked child writes nothing."""
         if os.getpid() != self._process:
             return
         if self._file is None:
@@ -30,7 +30,7 @@ class Notes:
         self._file.write(json.dumps(values) + "\n")
 
     def discard(self) -> None:
-        """Remove the file, and write nothing more. A forked child does not remove it."""
+        """Remove the file, and ignore further notes. A forked child does not remove the file."""
         if self._file is not None and os.getpid() == self._process:
             Path(self._file.name).unlink()
         self._process = 0

@@ -1,4 +1,4 @@
-"""Values that code of the program can reach: variables, attributes, and globals that it names."""
+"""Finds the values that a program can reach through variables, attributes and globals."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchrepro.trace.frames import is_of_program
 from torchrepro.trace.hooks import parts_of
 from torchrepro.trace.op_facts import tensors_in
 
-_MOST, _ITEMS = 2000, 200  # the most values that are visited in all, and in one value
+_MOST, _ITEMS = 2000, 200  # the most values visited in total, and inside of one value
 NUMBERS = (int, float)
 _WITHOUT_PARTS = (*NUMBERS, bool, complex, str, bytes, type(None), torch.Tensor, ModuleType)
 
 
 def digest(value: Any) -> str:
-    """Return one digest of all comparable parts of a value; empty if it has none."""
+    """Return one digest of the comparable parts of a value. It is empty without such parts."""
     with unobserved():
         parts = [(path, part_type, mark.hex()) for path, part_type, mark in parts_of(value)]
     is_empty = isinstance(value, list | tuple | dict | None) and not value
@@ -35,7 +35,7 @@ def digest(value: Any) -> str:
 
 
 def batch_digest(batch: Any) -> str:
-    """Return a digest of a batch that is the same in a worker and in the main process."""
+    """Return a digest of a batch. It is the same in a worker and in the main process."""
     with unobserved():
         return digest(batch) or text_digest([fingerprint(tensor) for tensor in tensors_in(batch)])
 
@@ -53,7 +53,7 @@ def global_generators() -> dict[str, Any]:
 
 
 def generators(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, GeneratorKind]]:
-    """Yield each reachable generator once, with the name under which it is found first."""
+    """Yield each reachable random generator once, with the first name found and its kind."""
     seen = set[int]()
     for name, value in reached(roots):
         generator = None if isinstance(value, random.SystemRandom) else generator_kind(value)
@@ -63,9 +63,9 @@ def generators(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, Gen
 
 
 def reached(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield values with their names: the roots, their parts, and globals that functions read.
+    """Yield values with their names: `roots`, their parts, and globals that functions read.
 
-    Below a root without a name, an attribute is named with its class, such as ``rng of Rows``.
+    Below a root without a name, attributes are named with the class, such as ``rng of Rows``.
     """
     seen = set[int]()
     todo = [*roots]
@@ -101,7 +101,7 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         cls = value if isinstance(value, type) else type(value)
         try:
             attributes_of_value = {} if value is cls else vars(value)
-        except Exception:  # noqa: BLE001 - it has none, or is a proxy without a target
+        except Exception:  # noqa: BLE001 - no attributes, or a proxy without a target
             attributes_of_value = {}
         for members in (attributes_of_value, *_members_of(cls)):
             for member, part in [*members.items()]:
@@ -113,7 +113,7 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _read_by(code: CodeType) -> tuple[list[str], list[str]]:
-    """Return the globals that code of the program reads, and attributes it may read of them."""
+    """Return the names of globals that program code reads, and of attributes it may read."""
     codes = [code] if is_of_program(code) else []
     for outer in codes:
         codes += [inner for inner in outer.co_consts if isinstance(inner, CodeType)]

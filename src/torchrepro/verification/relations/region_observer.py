@@ -1,4 +1,4 @@
-"""Observes for `compile` the outputs of each compiled region, and of modules outside of regions."""
+"""Observes the outputs of compiled regions and other modules, for the relation `compile`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _lasting = ExitStack()  # as long as the process
 
 
 def set_options(arguments: Mapping[str, Any]) -> None:
-    """Set `options` of torch.compile to their values, each once its module is imported."""
+    """Set each of the `options` of torch.compile once the module of this option is imported."""
     options = arguments["options"]
 
     def set_options_of(module: str) -> None:
@@ -39,7 +39,7 @@ def set_options(arguments: Mapping[str, Any]) -> None:
 
 
 def note_regions(arguments: Mapping[str, Any]) -> None:
-    """Note regions; of the region in `only`, if there is one, only one child is compiled."""
+    """Note the outputs of regions. With `only`, compile only one child of one region."""
     notes = Notes(arguments["folder"])
     on_worker_started(_lasting, notes.discard)
     regions = _Regions(notes, arguments.get("only"))
@@ -49,15 +49,15 @@ def note_regions(arguments: Mapping[str, Any]) -> None:
 
 
 class _Regions:
-    # A region has the same name whether it is compiled or not: `torch.compile` is wrapped, and its
-    # return value is watched. The modules of a region that is not compiled are noted too.
+    # `torch.compile` is wrapped, so that a region has the same name with and without compilation.
+    # Without compilation, the modules of a region are noted too.
 
     def __init__(self, notes: Notes, only: tuple[str, str] | None) -> None:
         self._notes, self._only = notes, only
         self._step = 0
         self._now = threading.local()  # how many regions a thread has entered
         self._names: dict[int, tuple[str, str]] = {}  # address of a module -> its name and line
-        self._kept: list[Any] = []  # kept alive, so that no other object gets their addresses
+        self._kept: list[Any] = []  # modules, kept alive so that addresses stay unique
         self._owners: dict[int, str] = {}
         self._labels = Counter[str]()
 
@@ -73,7 +73,7 @@ class _Regions:
                 known = self._names.pop(address(module))
                 is_split = self._is_split(original, module, label, options)
                 compiled = model if is_split else original(model, **options)
-                if is_bound:  # `module.compile()`, which compiles its hooks
+                if is_bound:  # from `module.compile()`, which also compiles hooks
                     return self._watched(compiled, label, line)
                 self._kept.append(compiled)
                 self._names[address(compiled)] = known

@@ -1,6 +1,6 @@
-"""Runs a program and its variants, which ought to agree, and reports whether they do.
+"""Runs a program and variants that should compute the same, and reports whether they do.
 
-The plain program runs twice first: if it does not agree with itself, no variant can be judged.
+The plain program first runs twice. If these two runs differ, the variants cannot be judged.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def relate(  # noqa: PLR0913 - each is an option of the command
     say: Callable[[str], object] = lambda text: None,
     meanwhile: Callable[[str], object] | None = None,
 ) -> Related:
-    """Run `command` and its variants under the relation `name`; return whether all agree.
+    """Run `command` and the variants of the relation `name`, and return whether all agree.
 
     `name` is a key of `RELATIONS`. `checkpoint` is a pattern for checkpoint files, and
-    `resume_command` resumes from ``{checkpoint}``. All else is as in `verify`, which raises the
-    same exceptions.
+    `resume_command` is a command that resumes from ``{checkpoint}``. All other parameters, and the
+    exceptions, are as in `verify`.
     """
     if name not in RELATIONS:
         raise ProfileError.about(
@@ -93,7 +93,7 @@ def relate(  # noqa: PLR0913 - each is an option of the command
             verdict = runner.compare(*plain)
             variants = tuple(relation.variants(plain[0])) if verdict.same else ()
         except TorchreproError as error:
-            reduced: Any = error.__reduce__()  # its class, and the arguments of its constructor
+            reduced: Any = error.__reduce__()  # the class, and the arguments of its constructor
             raise reduced[0](*relation.with_users_paths(reduced[1])) from None
         verdict, variants = relation.with_users_paths((verdict, variants))
         line = command_line(profile, resolved, overrides, command)

@@ -1,7 +1,7 @@
-"""Checks whether a run that is killed and resumed from its checkpoint continues as the whole run.
+"""Checks whether a killed and resumed run continues exactly as the whole, uninterrupted run.
 
-Each run is in a fresh copy of the repository, so that it finds no checkpoint of another run. The
-notes of both runs show which part of the state the resumed run did not restore.
+Each run has a new copy of the repository, so that it finds no checkpoint of another run. The notes
+of the whole and of the resumed run show which part of the state was not restored.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RESUME_SO = (
 
 
 class State(NamedTuple):
-    """The notes of a run: the passes of its longest process, and the checkpoints of all."""
+    """The notes of a run: passes of the process with most passes, checkpoints of all processes."""
 
     passes: Sequence[Mapping[str, Any]]
     """The state at the start of each backward pass, and of each step without a backward pass."""
@@ -63,14 +63,14 @@ class State(NamedTuple):
     """The checkpoints, each with the number of passes after which it was written."""
     settled: Sequence[int]
     """The counts of passes after which a checkpoint was written that was then completed."""
-    killed: int  # the number of passes after which it was killed; 0 if it was not
-    opened: frozenset[str]  # the checkpoints that it opened before its first pass
+    killed: int  # the number of passes after which the run was killed; 0 if it was not
+    opened: frozenset[str]  # the checkpoints that the run opened before its first pass
     fetched: Mapping[str, Mapping[str, Any]]
     """How a process loaded each batch, by the digest of the batch."""
 
     @property
     def written(self) -> dict[str, int]:
-        """The number of passes after which each checkpoint file was last written."""
+        """Each checkpoint file, with the number of passes after which it was last written."""
         return {path: save["saved"] for save in self.saves for path in save["files"]}
 
     def batches(self, number: int) -> list[str]:
@@ -80,12 +80,12 @@ class State(NamedTuple):
         return int(self.passes[number]["step"])
 
     def left_of_step(self, number: int) -> int:
-        """Return how many passes of its step remain, including this one."""
+        """Return how many passes remain in the step of a pass, including this pass."""
         step = self.step(number)
         return sum(noted["step"] == step for noted in self.passes[number:])
 
     def position(self, number: int) -> str:
-        """Return where a pass begins, in words."""
+        """Return a phrase that says where a pass begins, such as ``after step 4``."""
         step, within = self.step(number), self.passes[number]["within"]
         if within:
             return f"within step {step}, after {within} of its batches"
@@ -93,7 +93,7 @@ class State(NamedTuple):
 
 
 class Resumed(Relation):
-    """The whole run, and a run that is killed after a checkpoint and started again."""
+    """The relation between the whole run and a run that is killed and then resumed."""
 
     agreement = "resumed from its checkpoints, it continues as the whole run does"
     takes = frozenset(("checkpoint", "resume_command"))
@@ -104,15 +104,15 @@ class Resumed(Relation):
         self._recordings = self.runner.folder.resolve()
         self._before = self._users_files()
         self._written: frozenset[str] = frozenset()  # results of the run, absent in later copies
-        self._updated: frozenset[str] = frozenset()  # data that it updates, copied for each run
+        self._updated: frozenset[str] = frozenset()  # data that runs update, copied for each
 
     def plain(self, name: str) -> Run:
         if self.copies:
             return self._run(name, self._copy())
         copy = self._copy(all_files=True)
         run = self._run(name, copy)
-        # Ignored files that it wrote are results, such as an old checkpoint. Links are excluded:
-        # `Copy.strayed` reports a write through one.
+        # Ignored files that the run wrote are results, such as checkpoints. Links are excluded,
+        # because `Copy.strayed` reports a write through a link.
         self._written = frozenset(
             path
             for path in _ignored(self._root)
@@ -124,7 +124,7 @@ class Resumed(Relation):
         without_results = self._run(f"{name}-anew", self._copy())
         if run.status or not without_results.status:
             return without_results
-        # The program needs the files that it wrote: they are data that it updates, not results.
+        # The program fails without these files: they are data that it updates, not results.
         self._updated, self._written = self._written, frozenset()
         return self._run(f"{name}-with-all", self._copy())
 
@@ -203,9 +203,9 @@ class Resumed(Relation):
     def _line(
         self, whole: State, number: int, begins: int, saved: int, first: Divergence
     ) -> LineOfOrigin | None:
-        """Return the line that first reads the program's own state, from runs that follow lines.
+        """Run again to follow program lines, and return the line where the difference began.
 
-        Lines cannot be matched if a run resumes within a step.
+        Returns None if a run resumed within a step, because then lines cannot be matched.
         """
         step = whole.step(begins)
         if not first.source or whole.passes[begins]["within"]:
@@ -268,9 +268,10 @@ class Resumed(Relation):
         return {str(path.relative_to(self._root)): file_state(path) for path in islice(files, MANY)}
 
     def _copy(self, *, all_files: bool = False) -> Copy:
-        """Make a copy. The first one copies ignored files, since the run may write to them.
+        """Make a copy of the repository for one run.
 
-        Later ones link the ignored files that the first run did not write.
+        With `all_files`, as for the first run, ignored files are copied, because the run may write
+        to them. Later copies contain links to ignored files that the first run did not write.
         """
         root = self._root
         temporary = self.open.enter_context(temporary_folder())
@@ -318,8 +319,8 @@ class Resumed(Relation):
 def _ignored(root: Path) -> list[str]:
     """Return the paths of the files and folders below `root` that git ignores.
 
-    Folders are replaced by their files, so that writes to them stay in the copy. Exceptions are
-    virtual environments and folders of more than `MANY` files.
+    A folder is replaced by the files in it, so that a run writes new files into the copy.
+    Exceptions are virtual environments, and folders of more than `MANY` files.
     """
     try:
         words = ("ls-files", "-z", "-oi", "--exclude-standard", "--directory")
@@ -345,7 +346,7 @@ def _ignored(root: Path) -> list[str]:
 def _older_checkpoint(
     whole: State, begins: int, read: Mapping[str, int], written: Mapping[str, int]
 ) -> str:
-    """Return the checkpoint that the run resumed from, in words, if there is a newer one."""
+    """Return a note with the checkpoint that a run resumed from, if there is a newer one."""
     newest = max(written, key=written.__getitem__)
     used = min(read or written, key=lambda path: (abs(written[path] - begins), -written[path]))
     if max(begins, written[used]) >= written[newest]:
@@ -359,11 +360,11 @@ def _older_checkpoint(
 def _pass_restored(whole: State, resumed: State, written: Collection[int]) -> int | None:
     """Return the number of the pass of the whole run where the resumed run begins.
 
-    At this pass most parameters equal the resumed run's; parameters with their initial values do
-    not count. Several passes qualify within an accumulation window, and after skipped
-    steps. Among them it is the pass that reads the same batches, then one with as many passes left
-    in its step, then one with equal gradients, then the nearest to a pass after which a checkpoint
-    was `written`. If no pass qualifies, it is the only pass of `written`, or None.
+    At this pass, most parameters of both runs are equal. Parameters with their initial values do
+    not count. Several passes can qualify while gradients accumulate, and after skipped steps. Four
+    criteria decide between them, in this order: an equal loss, as many passes left in the step,
+    equal gradients, and the shortest distance to a number in `written`. If no pass qualifies,
+    returns the only number in `written`, or None if there are several.
     """
     restored = resumed.passes[0]
     parameters, initial = restored["parameters"], whole.passes[0]["parameters"]
@@ -408,10 +409,9 @@ def _changed(name: str, before: str, after: str) -> str:
 def _own_values(
     whole: State, killed: State, resumed: State, begins: int, ends: int
 ) -> dict[str, tuple[str, str]]:
-    """Return the program's own values that differ at the start of pass `ends`, in both runs.
+    """Return the program's own values that differ between both runs as pass `ends` begins.
 
-    Values that differ between the whole and the killed run already vary from run to run, and are
-    ignored.
+    Ignores values that vary from run to run: the whole and the killed run differ in these too.
     """
     left, right = whole.passes[ends]["own"], resumed.passes[ends - begins]["own"]
     *_, (of_whole, of_killed) = zip(whole.passes, killed.passes, strict=False)
@@ -423,7 +423,7 @@ def _own_values(
 
 
 def _first_hidden(whole: State, killed: State, resumed: State, begins: int) -> Divergence | None:
-    """Return the first difference that training may hide, but evaluation or later steps show."""
+    """Return the first difference that only evaluation or later steps would show."""
     both = zip(whole.passes[begins:], resumed.passes, strict=False)
     for number, (left, right) in enumerate(both, start=begins):
         for name in _unequal(left["buffers"], right["buffers"])[:1]:
@@ -432,7 +432,7 @@ def _first_hidden(whole: State, killed: State, resumed: State, begins: int) -> D
             return Divergence(*at, kind=Kind.VALUES, what=what)
     last = min(len(whole.passes), len(resumed.passes) + begins) - 1
     if last == begins:
-        return None  # values that are computed from the previous pass do not exist yet
+        return None  # some values only exist after the first pass
     own_values = _own_values(whole, killed, resumed, begins, last)
     names = [name for name in own_values if name.startswith(WEIGHTS)]
     names += _unequal(whole.passes[last]["scaler"], resumed.passes[last - begins]["scaler"])
@@ -445,9 +445,10 @@ def _first_hidden(whole: State, killed: State, resumed: State, begins: int) -> D
 def _lost(
     kind: str, name: str, states: Collection[Any], right: Mapping[str, Any], what: str = ""
 ) -> NotRestored:
-    """Return how a state was lost: never restored to one of `states`, or changed by a later line.
+    """Return how a state was lost.
 
-    Lines are known from the opening of a checkpoint to the first batch.
+    Either it was never restored to one of `states`, or a later line changed it again. Lines are
+    only known from the opening of a checkpoint to the first batch.
     """
     key = name if kind == "generator" else f"{kind} {name}"
     followed = [
@@ -472,7 +473,7 @@ READ_LATER: Mapping[str, Collection[str]] = {
 def _not_restored(
     whole: State, resumed: State, begins: int, first: Divergence
 ) -> Sequence[NotRestored]:
-    """Return the state that was lost, without state that `first` cannot come from."""
+    """Return the state that was not restored, preferably only state that can cause `first`."""
     left, right = whole.passes[begins], resumed.passes[0]
     lost = [
         NotRestored(kind, name)
@@ -494,7 +495,7 @@ def _not_restored(
             by_key.setdefault(key, []).append(owner)
     lost += [NotRestored("optimizer", key, f"of {_few(names)}") for key, names in by_key.items()]
 
-    # Counted from the pass backwards: a resumed run may have loaded fewer batches before it.
+    # Counted backwards from the pass: the resumed run may have loaded fewer batches before.
     pairs = [*zip_longest(left["batches"][::-1], right["batches"][::-1])][: len(left["batches"])]
     unlike = [(expected, got) for expected, got in pairs if not got or expected[3] != got[3]]
     for kind in ("scheduler", "scaler", *["sampler"] * bool(unlike)):
@@ -504,7 +505,7 @@ def _not_restored(
             states = [noted[kind].get(name) for noted in whole.passes[begins - 1 : begins + 1]]
             lost.append(_lost(kind, name, states, right, ", ".join(fields[:3])))
 
-    # By generator, the first step from `begins` on that draws from it.
+    # Generator -> the first step from `begins` on that draws from this generator.
     later = reversed(whole.passes[begins:])
     draws = {name: noted["step"] for noted in later for name in noted["drew"]}
     # Draws of a backward pass or an optimizer are noted with the pass that follows.
@@ -514,7 +515,7 @@ def _not_restored(
         after = right["generators"].get(name, [])
         if states[-1:] != after[-1:]:
             generator = _lost("generator", name, states, right)
-            # The order of an epoch was drawn before `begins`, and again as the run resumed.
+            # The order of an epoch is drawn before `begins`. The resumed run draws it again.
             is_drawn = draws.get(name, until + 1) <= until or name in right["drew"]
             is_known = right["is_followed"] or set(states).isdisjoint(after)
             if generator.restored or (name in draws and is_known):
@@ -531,7 +532,10 @@ def _not_restored(
 def _not_loaded(
     whole: State, resumed: State, expected: Any, got: Any, *, is_known: bool
 ) -> Iterator[NotRestored]:
-    """Yield why a loader returned another batch; `is_known` if lost state explains its order."""
+    """Yield the reasons why a loader returned another batch.
+
+    `is_known` is true if lost state already explains the order of the batches.
+    """
     line, epoch, position, _ = expected
     if got is None:
         yield NotRestored("loader", short(line), "it returned no batch")
@@ -542,7 +546,7 @@ def _not_loaded(
 
     before, after = loading(whole, expected), loading(resumed, got)
     has_indices = "None" not in after.get("fetched", "None")
-    key = "fetched" if has_indices else "batch"  # without indices, a batch is known by its values
+    key = "fetched" if has_indices else "batch"  # without indices, batches are compared
     of_loader = [
         (batch, loading(whole, batch))
         for noted in whole.passes
@@ -567,7 +571,7 @@ def _not_loaded(
             batch[1] < epoch and loaded.get("seed") == before["seed"] for batch, loaded in of_loader
         )
         if is_known and not lives_on and before["seed"] != after["seed"]:
-            return  # the lost state that is known has seeded these workers
+            return  # the lost state that is already known has seeded these workers
         for name, state in before["drawn"].items():
             if after.get("drawn", {}).get(name, state) != state:
                 drawn_at = before["drew"].get(name) or after["drew"].get(name, "")

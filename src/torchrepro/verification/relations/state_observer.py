@@ -1,4 +1,4 @@
-"""Observes for `resume` the state of the program at the start of each backward pass."""
+"""Observes the state of a program at each backward pass, for the relation `resume`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ if TYPE_CHECKING:
     from torchrepro.seeding.generators import GeneratorKind
 
 _MOST = 2000  # the most tensors of a program that are noted
-_LINES = 300  # the most program lines that are followed after a checkpoint was opened
+_LINES = 300  # the most program lines to follow after a checkpoint is opened
 _WEIGHTS = (torch.Tensor, torch.nn.Parameter)
 _lasting = ExitStack()  # as long as the process
 
 
 def note_state(arguments: Mapping[str, Any]) -> None:
-    """Note in `folder` the state that a resumed run must restore; see `Checkpoints` for the rest.
+    """Note in `folder` the state that a resumed run must restore.
 
-    These are parameters, gradients, optimizers, schedulers, scalers, generators, epochs of samplers
-    and batches at the start of each backward pass, and buffers at the start of its forward pass.
+    At each backward pass, this state consists of parameters, gradients, optimizers, schedulers,
+    scalers, generators, epochs of samplers, and batches. Buffers are noted at the start of the
+    forward pass. The other keys of `arguments` are parameters of `Checkpoints`.
     """
     notes = Notes(arguments["folder"])
     on_worker_started(_lasting, notes.discard)
@@ -59,21 +60,21 @@ def note_state(arguments: Mapping[str, Any]) -> None:
 
 
 class _State:
-    # The state is noted for each backward pass, and for each step without one: a checkpoint may be
-    # saved within an accumulation window, or after passes whose steps a scaler has skipped.
+    # The state is noted for each backward pass, because a checkpoint may be saved while gradients
+    # accumulate, or after a scaler skipped steps. It is also noted for steps without such a pass.
 
     def __init__(self, notes: Notes, checkpoints: Checkpoints) -> None:
         self._notes, self.checkpoints = notes, checkpoints
         self._step = 0
-        self._passes = 0  # the number that have begun
+        self._passes = 0  # passes that have begun
         self._in_step = 0  # passes in the current step
         self._losses = 0  # losses in the current step
         self._names: dict[int, str] = {}  # address -> name of a parameter
-        self._models: dict[int, tuple[str, Any]] = {}  # kept alive, so that addresses stay theirs
+        self._models: dict[int, tuple[str, Any]] = {}  # kept alive, so that addresses stay unique
         self._positions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._iterations = Counter[str]()
         self._global = GeneratorStates()
-        # Address -> name, generator (kept alive, so that the address stays its own) and reader.
+        # Address -> name, generator and reader. The generator is kept alive to keep its address.
         self._own: dict[int, tuple[str, Any, Callable[[], Any]]] = {}
         self._objects: list[tuple[str, Any]] = []
         self._last: dict[str, Any] = {}
@@ -92,7 +93,7 @@ class _State:
         self._batches: list[Any] = []
 
     def follow(self) -> None:
-        """Note the program lines that change a state, until the first forward pass."""
+        """Trace the program until the first forward pass, and note lines that change a state."""
         if self._passes or sys.gettrace() not in (None, self._line_begins):
             return
         self._line, self._lines_left = program_line(sys._getframe(1)), _LINES  # noqa: SLF001
@@ -127,7 +128,7 @@ class _State:
         is_used = bool(loader.num_workers) or hasattr(loader.sampler, "generator")
         self._sample(loader, counts=is_used)
         if loader.persistent_workers:  # the iterator of the previous epoch is reused
-            # The iterator is private. Without it, positions would count on through the epochs.
+            # `_iterator` is private. The position is removed, so that an epoch counts from 0.
             self._positions.pop(getattr(loader, "_iterator", loader), None)
         self._objects = _objects_of_interest()
 
@@ -140,7 +141,7 @@ class _State:
             if iterator not in self._positions:
                 self._iterations[source_line] += 1
                 self._positions[iterator] = [self._iterations[source_line], 0]
-            position = self._positions[iterator]  # its epoch, and the batch in the epoch
+            position = self._positions[iterator]  # the epoch, and the batch in the epoch
             position[1] += 1
             self._batches.append([source_line, *position, batch_digest(batch)])
         self._sample()
@@ -173,7 +174,7 @@ class _State:
         self._losses += len(digests)
 
     def backward_ends(self) -> None:
-        self._buffers, self._called = {}, set()  # forget forward passes within the backward pass
+        self._buffers, self._called = {}, set()  # forget recomputed forward passes
 
     def optimizer_begins(self, _optimizer: Any, _closure: Any) -> None:
         if not self._in_step:
@@ -219,7 +220,7 @@ class _State:
         parameters, gradients, state = {}, {}, dict[str, str]()
         known: dict[int, Any] = {}
         optimizers = [optimizer for kind, optimizer in self._objects if kind == "optimizer"]
-        # A wrapper shares its groups with the wrapped optimizer.
+        # A wrapper and the wrapped optimizer have the same groups: one of the two is enough.
         distinct = {address(optimizer.param_groups): optimizer for optimizer in optimizers}.values()
         groups = [(optimizer, group) for optimizer in distinct for group in optimizer.param_groups]
         for number, (optimizer, group) in enumerate(groups):
@@ -246,9 +247,9 @@ class _State:
         return {"parameters": parameters, "gradients": gradients, "optimizer": state, "own": values}
 
     def _own_values(self, known: dict[int, Any], shapes: set[Any]) -> dict[str, str]:
-        """Return numbers of the program, sizes of its containers, and weights that are not trained.
+        """Return the program's own numbers, sizes of containers, and weights that are not trained.
 
-        Before the first pass these are all values, later only the values that have changed.
+        Before the first pass, returns all values. Later, returns only values that have changed.
         """
         texts: dict[str, str] = {}
         for name, value in reached(_roots()):
@@ -271,7 +272,7 @@ class _State:
         return {name: text for name, text in texts.items() if is_all or name in self._moving}
 
     def _sample(self, root: Any = None, *, counts: bool = True) -> None:
-        """Note the states of all generators; draws since the last note only count if `counts`."""
+        """Note the states of all generators. If `counts`, note draws since the last sample too."""
         with unobserved():
             states: dict[str, Any] = dict(self._global.read())
             for key, (name, generator, kind) in _generators(root).items():
@@ -300,7 +301,7 @@ class _State:
 
 
 def _is_fresh(generator: Any) -> bool:
-    """Return whether nothing was drawn from a torch generator since it was seeded."""
+    """Return whether a torch generator still has the state that it was seeded with."""
     if not isinstance(generator, torch.Generator):
         return False
     with unobserved():
@@ -320,7 +321,7 @@ _NEEDED = {"optimizer": "param_groups", "sampler": "epoch"}
 
 
 def _objects_of_interest() -> list[tuple[str, Any]]:
-    # The oldest first. Types are checked once each: there are many objects, but few types.
+    # The oldest objects come first. Types are checked, because there are fewer types than objects.
     alive = [candidate for generation in (2, 1, 0) for candidate in gc.get_objects(generation)]
     types, bases = {*map(type, alive)}, _KINDS.items()
     kinds = {cls: kind for cls in types for kind, base in bases if issubclass(cls, base)}
@@ -340,7 +341,7 @@ def _fields_of(objects: list[tuple[str, Any]]) -> dict[str, dict[str, dict[str, 
 
 
 def _generators(root: Any = None) -> dict[int, tuple[str, Any, GeneratorKind]]:
-    """Return the program's own reachable generators by address, each with its name and kind."""
+    """Return the reachable generators of the program by address, with their names and kinds."""
     shared = {address(generator) for generator in global_generators().values()}
     reachable = generators(_roots(root))
     by_address = {address(value): (name, value, kind) for name, value, kind in reachable}
@@ -348,7 +349,7 @@ def _generators(root: Any = None) -> dict[int, tuple[str, Any, GeneratorKind]]:
 
 
 def _roots(root: Any = None) -> Iterator[tuple[str, Any]]:
-    """Yield the local variables of the program's running functions, and its global variables."""
+    """Yield `root`, and the local and global variables of the program's running functions."""
     yield "loader", root
     for frame in frames():
         if is_of_program(frame.f_code):

@@ -1,4 +1,4 @@
-"""The base of all relations: runs of a program and of its variants, and the answer."""
+"""Provides the base class of all relations, and presents the comparison with variants."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ AGREE, DIFFER, UNKNOWN = 0, 1, 4
 
 @dataclass
 class Relation:
-    """A program and its variants, which ought to agree with it."""
+    """A program, and variants of it that should compute the same results."""
 
-    agreement: ClassVar[str]  # a sentence that is true if all agree
-    takes: ClassVar[frozenset[str]]  # the options that it supports; other relations reject them
+    agreement: ClassVar[str]  # the sentence to show if all variants agree
+    takes: ClassVar[frozenset[str]]  # the options that the relation supports; it rejects others
     loading: ClassVar[bool] = True
     """True if ops are recorded while the main process loads a batch."""
 
     runner: Runner
     resolved: ResolvedProfile | None
-    open: ExitStack  # cleans up at the end, also after a signal
+    open: ExitStack  # removes copies at the end, also after a signal
     checkpoint: str = ""
     """A pattern for checkpoint files; empty if they are recognized by their contents."""
-    resume_command: str = ""  # resumes from a checkpoint; empty if the command itself does
+    resume_command: str = ""  # resumes from a checkpoint; empty if the command itself resumes
     copies: dict[str, str] = field(default_factory=dict)
     """The folders of copies -> the user's folders."""
-    strayed: str = ""  # a use of files outside a copy, which may make a run fail; empty if none
+    strayed: str = ""  # a use of files outside a copy, in words; else empty
 
     def plain(self, name: str) -> Run:
         return self.run(name)
 
     def variants(self, plain: Run) -> Iterator[Variant]:
-        """Run the variants of the program and compare each with a plain run."""
+        """Run the variants of the program, and compare each variant with the run `plain`."""
         raise NotImplementedError
 
     def run(
@@ -61,7 +61,7 @@ class Relation:
         resolved: ResolvedProfile | None = None,
         runner: Runner | None = None,
     ) -> Run:
-        """Run the command once; its processes start `observers` with arguments (see `OBSERVED`)."""
+        """Run the command once. Its processes start the `observers` (see `at_start.OBSERVED`)."""
         self.runner.say(f"{name.replace('-', ' ')} ...")
         environment = environment or RunEnvironment()
         if observers is not None:
@@ -72,17 +72,17 @@ class Relation:
         return (runner or self.runner).run(resolved or self.resolved, name, environment)
 
     def notes_of(self, run: Run) -> list[list[dict[str, Any]]]:
-        """Return the notes of each process of a run, rank by rank."""
+        """Return the notes of a run, as one list for each process, in the order of the ranks."""
         files = sorted(self._notes(run.name).glob("*.jsonl"))
         texts = (file.read_text(encoding="utf-8").splitlines() for file in files)
-        # The last line may be cut off.
+        # The last line is incomplete if the process was killed.
         return [[json.loads(line) for line in lines if line.endswith("}")] for lines in texts]
 
     def _notes(self, name: str) -> Path:
         return self.runner.folder / f"{name}.observed"
 
     def with_users_paths(self, value: Any) -> Any:
-        """Return a value with paths of the user's files in place of paths into removed copies."""
+        """Return `value` with each path into a removed copy replaced by the original path."""
         if type(value) is str:
             for copy, original in self.copies.items():
                 value = value.replace(copy, original)
@@ -100,7 +100,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class NotRestored:
-    """State of the whole run that the resumed run did not restore."""
+    """A part of the program's state that the resumed run did not restore."""
 
     kind: str
     """``parameter``, ``gradient``, ``buffer``, ``optimizer``, ``scheduler``, ``scaler``,
@@ -117,12 +117,12 @@ class NotRestored:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant of the plain program, and how it compares with it."""
+    """A variant of the program, and the result of comparing its run with the plain run."""
 
     name: str  # such as ``2 workers``
     run: Run | None  # None if it was not run
-    verdict: Verdict | None = None  # None if they cannot be compared
-    unknown: str = ""  # why they cannot be compared, and what to do; empty if they can
+    verdict: Verdict | None = None  # None if the runs cannot be compared
+    unknown: str = ""  # why the verdict is missing, and what to do; else empty
     not_restored: tuple[NotRestored, ...] = ()
     note: str = ""  # a condition of the verdict, such as the tolerance
 
@@ -135,7 +135,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Related(Displayed):
-    """The answer: whether a program agrees with its variants."""
+    """The answer of `relate`: whether a program agrees with all its variants."""
 
     relation: str
     agreement: str
@@ -147,7 +147,7 @@ class Related(Displayed):
 
     @property
     def status(self) -> int:
-        """The exit status: 0 all agree, 1 one does not, 4 cannot tell."""
+        """The exit status: 0 if all variants agree, 1 if one differs, and 4 if this is unknown."""
         if not self.plain_verdict.same:
             return UNKNOWN
         statuses = {variant.status for variant in self.variants}
@@ -167,7 +167,7 @@ class Related(Displayed):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the first variant that differs, or of the plain program if none does."""
+        """The verdict of the first variant that differs, or else of the two plain runs."""
         variant = self.deciding
         return variant.verdict if variant and variant.verdict else self.plain_verdict
 
@@ -218,7 +218,7 @@ def _rows(related: Related) -> Iterator[tuple[str, str]]:
 
 
 def related_json(related: Related) -> dict[str, Any]:
-    """Return the answer as plain JSON values, together with the fields of its verdict."""
+    """Return the answer as JSON values, including the fields of its verdict."""
     deciding, variants = related.deciding, []
     for variant in related.variants:
         verdict = variant.verdict and variant.verdict.to_json()

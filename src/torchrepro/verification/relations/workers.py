@@ -1,4 +1,4 @@
-"""Checks whether a program computes the same with any number of loader workers."""
+"""Checks whether a program computes the same with and without workers in its loaders."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MOST = 20  # the limit of runs for all trials of one difference
 
 
 class Workers(Relation):
-    """The plain program, and variants with 0 and with 2 workers in every loader."""
+    """The relation between a program and its variants with 0 and with 2 workers in each loader."""
 
     agreement = "it computes the same with 0 and with 2 workers in every loader"
     takes = frozenset(("rtol", "atol", "ignore"))
-    loading = False  # ops that load a batch in a worker are not recorded either
+    loading = False  # ops that load batches are not recorded, as in workers
 
     def variants(self, plain: Run) -> Iterator[Variant]:
         loaders = _meta(plain, "loaders")
@@ -64,7 +64,7 @@ class Workers(Relation):
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """One of two setups of a program, which differ in their numbers of workers."""
+    """A run of the program with its settings. Two setups differ in the number of workers."""
 
     run: Run
     environment: RunEnvironment
@@ -73,18 +73,18 @@ class _Setup:
 
 
 class _Trial(NamedTuple):
-    """One change to both setups, and the cause that is reported if they then agree."""
+    """A change to both setups, and the cause to report if their runs agree with the change."""
 
-    change: str  # empty if the notes of the runs show the cause
+    change: str  # empty if the notes already show the cause, so that no run is needed
     cause: str
     line: str = ""
     loader: Mapping[str, Any] = {}  # attributes of every loader
-    reset: Sequence[str] = ()  # generators
-    pins: Mapping[str, Sequence[str]] = {}  # sources, each with its lines
+    reset: Sequence[str] = ()  # generators that start each batch in one fixed state
+    pins: Mapping[str, Sequence[str]] = {}  # source -> program lines
 
 
 class _Trials:
-    """Runs both setups with one change at a time."""
+    """Looks for the cause of a difference, by runs of both setups with one change at a time."""
 
     def __init__(self, relation: Workers, setups: Sequence[_Setup]) -> None:
         self._relation = relation
@@ -92,7 +92,7 @@ class _Trials:
         self._runs = 0
 
     def explained(self, verdict: Verdict) -> Verdict:
-        """Return the verdict with the cause that notes or a trial show, or with `Not known`."""
+        """Return `verdict` with the cause that a trial shows, or else with ``Not known``."""
         tried: list[str] = []
         for trial in self._trials():
             if trial.change and self._runs + len(self._setups) > MOST:
@@ -128,8 +128,8 @@ class _Trials:
         return self._relation.run(name, environment, observers, setup.resolved, runner)
 
     def _trials(self) -> Iterator[_Trial]:
-        """Yield possible causes, the cheapest first: the first ones need one run or none."""
-        # The notes of each process, without workers and with workers.
+        """Yield the possible causes. The first causes take the fewest runs to test."""
+        # One list of notes for each process, without workers and with workers.
         without, loaded = (
             self._relation.notes_of(self._run(setup, _Trial("", ""))) for setup in self._setups
         )
@@ -227,7 +227,7 @@ def _last_line(files: Sequence[str], fits: Callable[[Any], bool]) -> str:
 
 
 def _meta(run: Run, key: str) -> list[Any]:
-    """Return the list under a key of the metadata of a run, from all its traces."""
+    """Return the entries under `key` in the metadata of all traces of a run."""
     traces = read_run(run.folder, records=False)
     for trace in traces:
         trace.close()
@@ -235,7 +235,7 @@ def _meta(run: Run, key: str) -> list[Any]:
 
 
 def _changed(begun: Sequence[Any], later: Sequence[Any]) -> list[str]:
-    """Return the names of values that changed since a loader of the dataset first began."""
+    """Return the names of values that changed after the first loader of a dataset began."""
     first = {note["dataset"]: note["read"] for note in reversed(begun)}
     changed: dict[str, None] = {}
     for note in later:
@@ -251,7 +251,7 @@ def _indices(notes: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _undivided(without: Sequence[Sequence[Any]], loaded: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """Yield iterable datasets whose workers each yield all batches, so that these repeat."""
+    """Yield iterable datasets that every worker loads from the start, so that batches repeat."""
 
     def batches(notes: Sequence[Any], name: str) -> list[str]:
         fetched = [note for note in notes if note["dataset"] == name and "fetched" in note]
