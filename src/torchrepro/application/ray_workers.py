@@ -1,8 +1,8 @@
 """Passes the active profile to the workers of Ray, on every machine of the cluster.
 
-A worker inherits the environment of the process that started Ray on the worker's machine, often not
-this process. So the profile is added to the job's runtime environment in two forms: variables, set
-before a worker's Python starts, and Ray's set-up hook, called in a worker before the first task
+A worker inherits the environment of the process that started Ray on the worker's machine. That may
+be another process than this one. So the job's runtime environment contains the profile twice.
+Variables are set before a worker's Python starts. Ray's set-up hook runs before the first task
 (https://docs.ray.io/en/latest/ray-core/handling-dependencies.html#api-reference).
 
 This module does not import Ray. Once the program has imported Ray, `ray.init` is wrapped, also in

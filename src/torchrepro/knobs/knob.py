@@ -334,7 +334,7 @@ class EffectiveValue:
     """A sentence about the library, to format with the value: ``MKL has {} threads``."""
 
     def check(self, text: str) -> tuple[bool | None, str]:
-        """Return whether `text` is in effect (None if unknown), and the value in effect in words."""
+        """Return whether `text` is in effect (None if unknown), and the real value in words."""
         try:
             now = self.read()
             return bool(now == self.means(text)), self.words.format(now)

@@ -340,7 +340,7 @@ _OF_LIBRARIES = re.compile(
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a short digest of each library's variable whose value manifests do not record.
+    """Return a short digest of every variable of a library that is not in `RECORDED`.
 
     Four hex digits are enough to show a change, and too few to confirm a guess at the value.
     """

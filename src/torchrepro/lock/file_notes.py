@@ -259,7 +259,7 @@ def is_of_cache(path: str) -> bool:
 
 
 def _up_to_link(path: str, base: str) -> str:
-    """Return `path`, cut after the first component below `base` that is a link."""
+    """Return the part of `path` that ends at the first link below `base`, or all of `path`."""
     at = len(base)
     while (at := path.find(os.sep, at + 1)) > 0:
         if os.path.islink(path[:at]):  # noqa: PTH114 - a text

@@ -2,7 +2,7 @@
 
 Results (`Numbers`) are the exact losses of each step, a digest of the parameters after each step,
 and a digest of the final state. A lock stores one line per step, so a git diff of a lock shows
-which steps changed. Results of single tests, for the fixture `repro_numbers`, have other files.
+which steps changed. The fixture `repro_numbers` stores results of single tests in other files.
 """
 
 from __future__ import annotations

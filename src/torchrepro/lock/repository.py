@@ -340,7 +340,7 @@ def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[
 
 
 def commit_with(root: Path, files: Mapping[str, str], likely: Sequence[str] = ()) -> str:
-    """Return a commit that contains all `files` with exactly these blobs.
+    """Return a commit that contains all `files`, a mapping from paths to blobs.
 
     Searches the commits in `likely`, then the history of HEAD from the newest commit on, then all
     branches. Raises `CopyError` with the reason and a hint if no commit matches.
