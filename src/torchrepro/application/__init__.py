@@ -1,1 +1,1 @@
-"""A profile becomes a plan; the plan is applied, guarded, and undone."""
+"""Plans a profile, applies the plan, watches the knobs for drift, and restores the process."""

@@ -1,4 +1,4 @@
-"""Executes a plan, reads every write back, and undoes it exactly: the only writer of knobs."""
+"""Executes a plan, reads every write back, and restores the knobs. No other module writes knobs."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from torchrepro.seeding.seeding_calls import SeedingCall
 
 _active: list[Applied] = []
-_past: list[str] = []  # names; non-empty once a profile was applied: a relaunch would lose work
+_past: list[str] = []  # names of applied profiles; after the first, a relaunch would lose work
 
 
 class Applied:
-    """An active profile: its report, and the method that restores the process.
+    """A profile that was applied to this process, with a report and a method to undo the profile.
 
-    Leaving the `with` block, or calling `restore`, restores the state at entry. Profiles nest:
-    restoring an outer profile first restores the profiles that were applied after it.
+    `restore`, or the end of a `with` block, restores the state before the profile was applied.
+    Restoring an outer profile first restores all profiles that were applied after the outer one.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -106,10 +106,10 @@ class Applied:
         return self in _active
 
     def restore(self) -> None:
-        """Restore every knob to its state before the profile; a second call does nothing.
+        """Restore the state of every knob before the profile. A second call does nothing.
 
-        If a knob raises, the others are still restored, and its error is raised at the end. Raises
-        `DriftError` if knobs have drifted under `guard: error`.
+        If restoring a knob fails, all other knobs are still restored, and the error is raised at
+        the end. Raises `DriftError` if knobs have drifted and the profile has `guard: error`.
         """
         with applying, unfrozen(), ExitStack() as all_scopes:
             scopes = _active[_active.index(self) :] if self.active else []
@@ -147,8 +147,8 @@ class Applied:
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Set the knobs of `steps` in order.
 
-        Under `guard: error`, later drift is passed to `refuse` as `DriftError`. Raises `ApplyError`
-        if a strict profile cannot set a knob; all knobs are restored before.
+        With `guard: error`, `refuse` is called with a `DriftError` if a knob drifts later. If a
+        strict profile cannot set a knob, restores all knobs and raises `ApplyError`.
         """
         with ExitStack() as until_done:
             until_done.callback(self._undo_all)
@@ -266,15 +266,15 @@ class Applied:
 def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     """Apply a profile to this process, and return the object that restores the process.
 
-    `profile` is a name, a path, a `Profile`, a DictConfig or a dict; if a program's whole config is
-    passed, its section `repro` is used. Environment variables are set first, flags next, seeds
-    last; torch is imported when a knob needs it. Changes exactly the knobs that the profile names.
-    With `on_late: relaunch` the first call may replace the process; with `relaunch_or_warn` it
-    never does. Under `torchrepro run` of another profile, a line on stderr names the replaced one.
+    `profile` is a name, a path, a `Profile`, a DictConfig or a dict. In the whole config of a
+    program, only the section `repro` is used. Sets the knobs that the profile names: first
+    environment variables, then flags, then seeds. Other knobs stay unchanged. Imports torch if a
+    knob needs torch. With `on_late: relaunch`, the first call may start the program again. If the
+    process runs under `torchrepro run` with another profile, a line on stderr names that profile.
 
-    Raises `ProfileError` for an invalid profile, `ApplyError` if a strict profile has a conflict or
-    a write fails or has no effect, and `LateError` if a knob is past its phase and the profile's
-    `on_late` is `error`. If it raises, the process is unchanged.
+    Raises `ProfileError` if the profile is invalid, and `LateError` if it is too late to set a knob
+    and `on_late` does not allow that. Raises `ApplyError` if the profile is strict and a write of a
+    knob fails, has no effect or contradicts an exported variable. An error leaves no changes.
     """
     with applying:  # reading the profile imports modules
         resolved = original_profile(profile, overrides) or resolve(profile, overrides)
@@ -286,24 +286,24 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
 
 
 def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
-    """Apply `resolved` as `apply` does; an `obstacle` is the reason not to relaunch, if any."""
+    """Apply `resolved` like `apply`. A non-empty `obstacle` is a reason not to relaunch."""
     with applying:
         past = len(_past)
         for begin_now in deferred_callbacks:
             begin_now()
-        del _past[past:]  # these profiles begin only now: a relaunch would lose no work of theirs
+        del _past[past:]  # these profiles begin only now, so a relaunch would lose no work
         applied = begin(resolved, obstacle)
         applied.carry_out(applied.plan.steps)
         return applied
 
 
 def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
-    """Make the plan for `resolved`; raise if it cannot be applied. Sets no knob yet."""
+    """Return `resolved` as an active profile whose knobs are not set yet. Raises like `apply`."""
     plan = make_plan(resolved)
     stop_or_relaunch(plan, obstacle)
     _past.append(plan.resolved.name)
     if not _active:
-        reset_counts()  # earlier uses of policies belong to no active profile
+        reset_counts()  # earlier uses of policies do not count for this profile
     applied = Applied(plan)
     _active.append(applied)
     executed.append(applied._executed)  # noqa: SLF001 - the same module
@@ -311,10 +311,11 @@ def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
 
 
 def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> str:
-    """Return if the plan may be executed; otherwise raise, or relaunch if `on_late` allows it.
+    """Return if the plan may be executed. If not, raise an error, or relaunch the process.
 
-    An `obstacle` is the reason not to relaunch now. `by_itself` allows the relaunch of
-    `on_late: relaunch_or_warn`. Returns the reason why the process was not relaunched, if any.
+    `on_late` decides between an error and a relaunch. A non-empty `obstacle` is a reason not to
+    relaunch. `on_late: relaunch_or_warn` only relaunches if `by_itself` is true. Returns why the
+    process was not relaunched, or an empty string.
     """
     plan.refuse_if_stopping()
     on_late = plan.resolved.on_late

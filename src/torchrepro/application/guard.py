@@ -1,14 +1,13 @@
-"""The drift guard: checks whether knobs keep the values that the active profiles have set.
+"""Checks for drift: a knob that no longer has the value that an active profile has set.
 
-A process has one guard; the knob `guard` selects what it does about drift. Every active profile
-adds a baseline of the knobs that it has set. If several profiles name a knob, the innermost one
-decides its value. The guard always reads knobs again when a profile is restored; if it is set to
-warn or to raise an error, it also reads them before optimizer steps and at process exit.
+Every active profile has a baseline: the values of the profile's knobs just after it was applied. If
+several profiles set a knob, the baseline of the innermost profile counts. Knobs are read again when
+a profile is restored. If the knob `guard` is `warn` or `error`, they are also read before optimizer
+steps and at process exit.
 
-Torch does not report which code changed a flag. While the guard watches, it therefore wraps the
-functions that change flags and variables: the setters of torch's C module that torch looks up at
-every call, the setters stored in the flags of ``torch.backends``, the assignment to a compiler
-setting, and the two methods behind `os.environ`.
+Torch does not report which code changed a flag. So this module wraps the functions that change
+flags and variables: setters of torch's C module, setters in the flags of ``torch.backends``, the
+assignment to a compiler setting, and the two methods that change `os.environ`.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ UNSEEN = Writer()
 
 
 class LastWrite(NamedTuple):
-    """The knob's value after the last observed write, and the writes that led to it.
+    """The value of a knob after the last observed write, and the writes that led to this value.
 
-    A write is a pair of the knob's value after it and the writer.
+    A write is a pair: the value of the knob after the write, and the writer.
     """
 
     value: Any
@@ -72,7 +71,7 @@ class LastWrite(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BaselineEntry:
-    """One knob, and the value that it had after a profile set it."""
+    """One knob, and the knob's value just after a profile was applied."""
 
     knob: Knob
     value: Any
@@ -81,8 +80,8 @@ class BaselineEntry:
 
     @classmethod
     def of(cls, knob: Knob) -> BaselineEntry:
-        """Take the value of `knob` in this thread as its baseline."""
-        # Inductor's options are context variables (torch/utils/_config_module.py of pytorch).
+        """Return an entry with the value that `knob` has now in this thread."""
+        # Each thread has its own values of inductor's options (torch/utils/_config_module.py).
         per_thread = knob.name in PER_THREAD or isinstance(knob.access, InductorVariable)
         now = reading(knob)
         return cls(knob, now, threading.get_ident() if per_thread else 0, LastWrite(now))
@@ -108,7 +107,7 @@ class BaselineEntry:
             self.last = LastWrite(now, change, write if unbroken else before.first_break)
 
     def change(self, now: Any, when: str) -> KnobChange:
-        """Return the knob's change to `now`; its `why` is set if `now` is equivalent."""
+        """Return the change of the knob to `now`, with a `why` if `now` keeps the guarantee."""
         name, was, why = self.knob.name, self.value, why_equivalent(self.knob, now)
         value, writer = self.last.first_change if why else self.last.first_break
         if self.last.value != now or (why and value != now):
@@ -124,7 +123,7 @@ class BaselineEntry:
 
 @dataclass(eq=False, slots=True)
 class Guard:
-    """The baseline of one active profile, and the drift from it that was observed so far."""
+    """The baseline of one active profile, and the observed drift from this baseline."""
 
     refuse: Callable[[TorchreproError], None]  # called when the profile is no longer satisfied
     at_steps: bool = False  # whether knobs are read again before optimizer steps
@@ -141,13 +140,13 @@ class Guard:
 
     @property
     def agreeing(self) -> tuple[Writer, ...]:
-        """The switches that have written knobs and caused no drift."""
+        """The determinism switches of frameworks that have written knobs and caused no drift."""
         causes = {drift.by for drift in self.drift.values()}
         return tuple(switch for switch in self.switches.values() if switch.by not in causes)
 
     @property
     def since(self) -> str:
-        """The current moment, in words."""
+        """The current moment in words, such as `after step 3`."""
         if not self.at_steps:
             return "at the end"
         return f"after step {self.steps - 1}" if self.steps else "before any step"
@@ -160,11 +159,11 @@ _watched: list[tuple[BaselineEntry, Guard]] = []
 
 
 def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
-    """Take the current values of `knobs` as the baseline of `guard`.
+    """Store the current values of `knobs` as the baseline of `guard`.
 
-    While the knob `guard` is on, the first call for a profile also imports ``torch.optim``,
-    registers torch's hook before optimizer steps and a hook at exit, and wraps the functions that
-    write knobs. Closing the returned stack removes the baseline, the hooks and the wrappers.
+    If the knob `guard` is not `none`, the first call also imports ``torch.optim``, registers a hook
+    before optimizer steps and a hook at exit, and wraps the functions that write knobs. Closing
+    the returned stack removes the baseline, the hooks and the wrappers.
     """
     with ExitStack() as undo:
         if guard not in guards:
@@ -182,7 +181,7 @@ def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
 
                 undo.callback(_stepped.clear)
                 undo.callback(register_optimizer_step_pre_hook(_before_step).remove)
-                at_exit = partial(_at_exit, os.getpid())  # a new object: unregister removes by it
+                at_exit = partial(_at_exit, os.getpid())  # new, since unregister removes by object
                 atexit.register(at_exit, ExitStatus())
                 undo.callback(atexit.unregister, at_exit)
                 undo.enter_context(watch_writers(_note_writer))
@@ -193,18 +192,18 @@ def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
 
 
 def final_check(concerned: Collection[Guard]) -> Callable[[], None]:
-    """Read the knobs of profiles again, just before these profiles are restored.
+    """Read the knobs of the guards `concerned`, just before the profiles are restored.
 
-    Call the returned function after the restore: it reports the drift or raises `DriftError`.
+    The returned function reports the drift or raises `DriftError`. Call it after the restore.
     """
     return partial(_act_on, check(concerned), _mode())
 
 
 @contextmanager
 def keep_error(error: BaseException | None) -> Iterator[None]:
-    """Report a `DriftError` of the block on stderr where raising it would hide `error`.
+    """Print a `DriftError` of the block on stderr if raising it would hide the exception `error`.
 
-    A `SystemExit` with status 0 is no failure: the `DriftError` is raised over it.
+    If `error` is a `SystemExit` with status 0, it is not a failure, and the `DriftError` is raised.
     """
     try:
         yield
@@ -218,8 +217,8 @@ def keep_error(error: BaseException | None) -> Iterator[None]:
 def track_moved_knobs() -> Callable[[], tuple[Knob, ...]]:
     """Return a function that returns the watched knobs that have changed since this call.
 
-    A profile may change knobs that it does not name, since torch ties some of its flags together.
-    It may also correct earlier drift; `check` therefore records that drift first.
+    A profile may change knobs that it does not name, because torch changes some flags together. A
+    profile may also correct earlier drift, so this drift is recorded first.
     """
     check(guards)
     before = [(baseline.knob, reading(baseline.knob)) for baseline, _ in _watched]
@@ -229,9 +228,9 @@ def track_moved_knobs() -> Callable[[], tuple[Knob, ...]]:
 def check(
     concerned: Collection[Guard], moment: Callable[[Guard], str] = lambda guard: guard.since
 ) -> list[tuple[Guard, KnobChange]]:
-    """Read the knobs of the guards `concerned` again, and return the drift.
+    """Read the knobs of the guards `concerned` again, and return the drift of each guard.
 
-    `moment` returns in words when a guard observed it.
+    `moment` returns the time of this reading in words. A worker of a data loader reads nothing.
     """
     if present_worker() is not None:
         return []
@@ -256,7 +255,7 @@ def check(
 
 
 def reading(knob: Knob) -> Any:
-    """Return the value of `knob`, or in words why it can no longer be read."""
+    """Return the value of `knob`, or a text that says why the value can no longer be read."""
     try:
         now = knob.access.read()
     except Exception as error:  # noqa: BLE001 - a state that cannot be read any more has drifted
@@ -280,9 +279,9 @@ def _guards_at_steps() -> tuple[Guard, ...]:
 
 
 def _update_watched() -> None:
-    """Update which baseline is watched for each knob.
+    """Choose again which profile's baseline is watched for each knob.
 
-    A change before this call comes from a profile and does not count as drift.
+    Changes before this call come from a profile, so they do not count as drift.
     """
     before = {baseline.knob.name: baseline.last for baseline, _ in _watched}
     deciding: dict[str, tuple[BaselineEntry, Guard]] = {}
@@ -309,8 +308,8 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     _act_on(drifts, mode)
 
 
-# torch.compile does not trace a function with this attribute. The decorator that sets it would
-# import torch's compiler, which takes a second.
+# torch.compile does not trace a function with this attribute. Torch's decorator that sets the
+# attribute would import the compiler, which takes a second.
 _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
 
 
@@ -440,7 +439,7 @@ def _note_writer() -> None:
 
 
 def _is_worker_loop(frame: FrameType) -> bool:
-    # A spawned worker has our guard, and at its exit `get_worker_info` no longer identifies it.
+    # A spawned worker has our guard, and at exit `get_worker_info` no longer identifies the worker.
     function = frame.f_globals.get("__name__"), frame.f_code.co_name
     return function == ("torch.utils.data._utils.worker", "_worker_loop")
 
@@ -449,9 +448,9 @@ def watch_writers(notify: Callable[[], None]) -> ExitStack:
     """Call `notify` after every write of a knob, until the returned stack is closed.
 
     Replaces attributes of ``torch._C``, of the flags of ``torch.backends``, of the class of torch's
-    compiler settings and of the class of `os.environ`. Two sorts of writes are not observed: calls
-    through a name that was imported before, such as ``from torch import set_num_threads``, and
-    writes of opt_einsum's settings, which are plain attributes of a torch module.
+    compiler settings and of the class of `os.environ`. Does not observe a call of a function that
+    was imported by name earlier (``from torch import set_num_threads``). Does not observe writes
+    of opt_einsum's settings either, because these are plain attributes of a torch module.
     """
     listeners = [notify]
 
@@ -467,19 +466,19 @@ def watch_writers(notify: Callable[[], None]) -> ExitStack:
         return writing
 
     with ExitStack() as undo:
-        undo.callback(listeners.clear)  # our wrapper stays if another one was put around it
+        undo.callback(listeners.clear)  # our wrapper stays if other code has wrapped it since
         for owner, name in tuple(setters()):
             wrap(undo, owner, name, followed)
         return undo.pop_all()
 
 
 def setters() -> Iterator[tuple[Any, str]]:
-    """Yield every function that writes torch's state or the environment, as owner and attribute.
+    """Yield the owner and the name of every function that writes torch's state or `os.environ`.
 
-    Torch has no public notification of writes, so these are private: the setters of its C module
+    Torch does not report writes, so private functions are used: the setters of torch's C module
     (``torch._C._set_*``), the setters stored in the flags of ``torch.backends`` (``ContextProp``)
-    and the assignment to a compiler setting (``ConfigModule``). If one of them was removed or
-    renamed, the guard reports before which step a knob was changed, but not by which line.
+    and the assignment to a compiler setting (``ConfigModule``). If torch renames one of them, the
+    guard still reports the step before which a knob was changed, but not the line.
     """
     torch: Any = import_module("torch")
     written_in_c = vars(torch._C)  # noqa: SLF001 - see above
@@ -491,7 +490,7 @@ def setters() -> Iterator[tuple[Any, str]]:
     backends = import_module("torch.backends")
     flag = getattr(backends, "ContextProp", ())
     for module in list(vars(backends).values()):
-        # A flag keeps the setter of its definition; replacing it in torch._C has no effect on it.
+        # A flag stores its setter when it is defined, so a wrapper in torch._C does not affect it.
         flags = (value for value in vars(type(module)).values() if isinstance(value, flag))
         yield from ((value, "setter") for value in flags)
     with suppress(ImportError):  # an older torch has not loaded it yet
@@ -499,7 +498,7 @@ def setters() -> Iterator[tuple[Any, str]]:
     settings = getattr(sys.modules.get("torch.utils._config_module"), "ConfigModule", None)
     if settings is not None and "__setattr__" in vars(settings):
         yield settings, "__setattr__"
-    # Every change of `os.environ` calls one of these: `pop`, `update` and `clear` do, too.
+    # Every change of `os.environ` calls one of these two, even `pop`, `update` and `clear`.
     yield from ((type(os.environ), name) for name in ("__setitem__", "__delitem__"))
 
 
@@ -521,9 +520,9 @@ def _switch(frame: FrameType) -> str:
 
 
 def _switch_that_sets(variable: str, text: str) -> str:
-    """Return the switch that sets `variable` to `text`, or an empty string.
+    """Return the name of the framework switch that has set `variable` to `text`, or "".
 
-    Its module has to be loaded, and all its other variables have to be as it sets them.
+    The module of the switch must be loaded, and all variables must be as the switch sets them.
     """
     all_set = _FULL_DETERMINISM.items() <= os.environ.items()
     if _HUGGING_FACE in sys.modules and _FULL_DETERMINISM.get(variable) == text and all_set:

@@ -1,8 +1,8 @@
-"""Start a command under a profile, or relaunch this process under one.
+"""Starts a command under a profile, or relaunches this process with the variables of a profile.
 
-An automatic relaunch only replaces a plain program: `python script` or `python -m module`, in its
-main process, before it has used a device or started threads or processes, and without a launcher or
-a debugger. In doubt there is no relaunch.
+Only the main process of `python script` or `python -m module` is relaunched automatically. It must
+not have used a device or started threads or processes, and must not run under a launcher or a
+debugger. In doubt the process is not relaunched.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ if sys.version_info >= (3, 11):
         answer = "no"
 sys.stdout.write({_PROBE_MARK!r} + answer)
 """  # the same import as in sitecustomize, but without the current folder on the path
-_TIMEOUT = 20.0  # seconds that a Python has to answer; after that it is started without an answer
+_TIMEOUT = 20.0  # seconds to wait for a Python's answer; the command is then started without it
 
 
 def environment_for(plan: Plan) -> dict[str, str]:
     """Return the environment that applies the plan's profile in a child process.
 
-    Variables that the user exported are kept where the plan keeps them. Raises `ApplyError` if
-    the profile is strict and an exported variable contradicts it.
+    A variable that the user exported keeps its value if the plan does not set it. Raises
+    `ApplyError` if the profile is strict and an exported variable contradicts the profile.
     """
     plan.refuse_if_stopping()
     seed, ranks = plan.resolved.values.get("seed"), plan.resolved.values.get("ranks", "same")
@@ -111,11 +111,11 @@ def _python_path() -> str:
 def start(
     resolved: ResolvedProfile, command: Sequence[str], variables: Mapping[str, str]
 ) -> NoReturn:
-    """Replace this process by `command` under `resolved`; does not return.
+    """Replace this process by `command` under the profile `resolved`. Does not return.
 
     The command also gets the environment `variables`. Raises `ProfileError` if the command does not
-    exist. Raises `ApplyError` if its Python would not apply the profile, if an exported variable
-    contradicts a strict profile, or inside a run under another profile.
+    exist. Raises `ApplyError` if the command's Python would not apply the profile, if an exported
+    variable contradicts a strict profile, or if this process runs under another profile.
     """
     program, environment = prepared(resolved, command)
     started = {"command": list(command), "folder": os.getcwd()}  # noqa: PTH109 - text for JSON
@@ -125,17 +125,17 @@ def start(
         untaken = environment[UNTAKEN] = _warn_if_untaken(resolved, command)
     try:
         replace_process(program, command, environment)
-    finally:  # only reached if the command was not started; without the folder no warning follows
+    finally:  # only reached if the start failed; removing the folder prevents the warning
         if untaken:
             Path(untaken).rmdir()
 
 
 def _warn_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
-    """Fork a process that warns after the end of this one if no Python applied the profile.
+    """Fork a process that prints a warning at the end of the command if no Python got the profile.
 
-    Returns the folder whose removal means that one did. Returns an empty string if the system
-    cannot wait for a process other than a child (macOS), or if it refuses the folder or the fork:
-    the command then starts without the warning.
+    Returns a folder. A Python that applies the profile removes the folder to prevent the warning.
+    Returns an empty string if the command has to start without the warning. That happens if the
+    system can wait for child processes only (macOS), or if it refuses the folder or the fork.
     """
     if not hasattr(os, "pidfd_open"):
         return ""
@@ -146,17 +146,17 @@ def _warn_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
     except OSError:
         return ""
     if child:
-        # The grandchild is no child of the command, which may wait for all its children.
+        # Only a grandchild can wait here, because the command may wait for all its children.
         os.waitpid(child, 0)
         return str(folder)
     try:
-        os.setsid()  # ^C is for the command
+        os.setsid()  # ^C must stop only the command
         if not os.fork():
             nothing = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1):  # an open pipe would delay the end of the command's output
                 os.dup2(nothing, stream)
             select.select([this], [], [])
-            folder.rmdir()  # raises if a Python has removed the folder: then there is no warning
+            folder.rmdir()  # raises if a Python has removed the folder, which prevents the warning
             say(
                 f"{resolved.name} was applied in no Python: `{_redacted(command)}` started no "
                 "Python with torchrepro on this machine; other programs only got the profile's "
@@ -169,7 +169,7 @@ def _warn_if_untaken(resolved: ResolvedProfile, command: Sequence[str]) -> str:
 def replace_process(
     program: str, command: Sequence[str], environment: Mapping[str, str]
 ) -> NoReturn:
-    """Replace this process by `command`; raises `ProfileError` if the system refuses."""
+    """Replace this process by `command`. Raises `ProfileError` if the system refuses."""
     try:
         os.execve(program, list(command), environment)  # noqa: S606 - no shell is wanted
     except OSError as error:
@@ -191,10 +191,9 @@ def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, di
 
 
 def program_and_recording_environment(command: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the program that `command` names, and the environment to record it without a profile.
+    """Return the program that `command` names, and an environment that records without a profile.
 
-    Raises `ProfileError` if the command does not exist, and `TraceError` if its Python would not
-    record.
+    Raises `ProfileError` if the command does not exist, and `TraceError` if it cannot be recorded.
     """
     program = program_of(command)
     barrier = unreachable(program, command)
@@ -204,7 +203,7 @@ def program_and_recording_environment(command: Sequence[str]) -> tuple[str, dict
 
 
 def program_of(command: Sequence[str]) -> str:
-    """Return the program that `command` names; raises `ProfileError` if it does not exist."""
+    """Return the program that `command` names. Raises `ProfileError` if it does not exist."""
     program = shutil.which(command[0])
     if program is None:
         raise ProfileError.about(
@@ -255,10 +254,10 @@ def _why_unusable(python: str | None) -> str:
     if python is None:
         return ""
     ours, asked = Path(sys.executable), Path(python)
-    # The folder identifies a virtual environment, the link's target the version: check both.
+    # The folder identifies a virtual environment, and the link's target identifies the version.
     if asked.parent.resolve() == ours.parent.resolve() and asked.resolve() == ours.resolve():
         return ""
-    # An outer run must not apply its profile to this short check, or record it.
+    # An outer `torchrepro run` must not apply a profile to this short check, or record the check.
     kept = {name: text for name, text in os.environ.items() if not name.startswith("TORCHREPRO_")}
     try:
         done = subprocess.run(  # noqa: S603 - the user named this Python
@@ -296,10 +295,10 @@ def _shebang(program: Path) -> list[str]:
 
 
 def relaunch(variables: Mapping[str, str]) -> None:
-    """Replace this process by the same command line with `variables` set; does not return.
+    """Start this process's command line again with `variables` set. Does not return.
 
     The process keeps its id, which is stored in the environment to prevent a second relaunch.
-    Buffered output is dropped: the program prints it again.
+    Buffered output is dropped, because the new program prints it again.
     """
     environment = {**os.environ, **variables, RELAUNCHED: str(os.getpid())}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
@@ -309,8 +308,8 @@ def relaunch(variables: Mapping[str, str]) -> None:
 def untouched() -> Iterator[None]:
     """Restore the environment variables and the CPU affinity when the block ends.
 
-    Libraries that torch loads may export variables, and with OMP_PROC_BIND OpenMP binds the thread
-    that loads it to a CPU: a command that replaces this process would inherit both.
+    Libraries that torch loads may export variables. With OMP_PROC_BIND, OpenMP binds the thread
+    that loads it to a CPU. A command that replaces this process would inherit both changes.
     https://www.openmp.org/spec-html/5.2/openmpse57.html
     """
     get = getattr(os, "sched_getaffinity", None)
@@ -324,16 +323,16 @@ def untouched() -> Iterator[None]:
 
 
 def obstacle_to_relaunch(*, insists: bool) -> str:
-    """Return why this process is not relaunched, or an empty string if it can be.
+    """Return the reason not to relaunch this process, or an empty string.
 
-    `insists`: the profile has `on_late: relaunch`, so only the `IMPOSSIBLE` obstacles count.
+    If `insists` is true, as with `on_late: relaunch`, the reasons in `IN_DOUBT` are ignored.
     """
     obstacles = IMPOSSIBLE if insists else (*IMPOSSIBLE, *IN_DOUBT)
     return next((words for is_there, words in obstacles if is_there()), "")
 
 
 def _in_pytest() -> bool:
-    # The variables alone are inherited by every process that a test starts.
+    # The variables do not suffice, because every process that a test starts inherits them.
     return "_pytest" in sys.modules and bool(
         {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
     )
@@ -350,7 +349,7 @@ def _main_file() -> Path | None:
 
 
 def _script_read_once() -> bool:
-    """Whether the script's source can be read only once: `- < FILE`, `<(COMMAND)`."""
+    """Whether the script's source can be read only once, as in `- < FILE` or `<(COMMAND)`."""
     if sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]:
         return True
     script = _main_file() or Path(os.devnull)
@@ -358,17 +357,17 @@ def _script_read_once() -> bool:
 
 
 def _script_out_of_reach() -> bool:
-    """Whether the script's path on the command line no longer exists, seen from this folder."""
+    """Whether the script's path on the command line does not exist in the working directory."""
     script = _main_file()
     named = [word for word in sys.orig_argv[1:] if script and Path(word).name == script.name]
     return bool(named) and not any(Path(word).exists() for word in named)
 
 
 def _is_plain() -> bool:
-    """Whether the command line, started in this folder, starts the running script or module.
+    """Whether the command line, in the working directory, would start this script or module again.
 
-    It does not if a tool that runs programs has replaced `__main__` or `sys.argv`, or if the
-    program has changed its folder.
+    It would not if a tool that runs programs has replaced `__main__` or `sys.argv`, or if the
+    program has changed the working directory.
     """
     _, program = interpreter_line(sys.orig_argv[1:])
     file = _main_file()
@@ -401,7 +400,7 @@ def _is_watched() -> bool:
 
 
 def _stdin_may_be_used_up() -> bool:
-    """Whether standard input may already be read in part; for a pipe this is always possible."""
+    """Whether part of standard input may have been read. For a pipe this is always possible."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:

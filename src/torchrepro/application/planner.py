@@ -1,8 +1,8 @@
 """Decides what applying a profile does to each knob of this process, and changes nothing.
 
-A plan has one step per knob, in the order in which `apply` sets them. `apply` executes and reports
-the decision of each step. It decides itself only if the knob's library was not loaded at planning,
-and decides again if another step can change the knob (`Knob.reread`).
+A plan has one step per knob, in the order in which `apply` sets the knobs. A step has an expected
+outcome, which `apply` carries out and reports. `apply` decides the outcome again if the library of
+the knob was not loaded during planning, or if another step can change the knob (`Knob.reread`).
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Plan(Displayed):
 
     @property
     def report(self) -> Report:
-        """The expected outcomes."""
+        """The report of the expected outcomes."""
         rows = tuple(step.expected for step in self.steps)
         return make_report(self.resolved, rows, self.facts, planned=True)
 
     @property
     def late(self) -> tuple[KnobRow, ...]:
-        """The knobs that are past their phase, without knobs of absent hardware."""
+        """The knobs that it is too late to set. Knobs of absent hardware are omitted."""
         return tuple(
             step.expected
             for step in self.steps
@@ -83,7 +83,7 @@ class Plan(Displayed):
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables to set for a process before it starts, without those the user exported."""
+        """The variables to set before a process starts, except variables that the user exported."""
         to_set = (Outcome.APPLIED, Outcome.TOO_LATE)
         return {
             step.knob.variable: step.value
@@ -93,7 +93,7 @@ class Plan(Displayed):
 
     @property
     def late_variables(self) -> dict[str, str]:
-        """The variables to set that are past their phase in this process."""
+        """The variables of the profile that it is too late to set in this process."""
         late = {row.knob for row in self.late}
         return {
             step.knob.variable: step.value
@@ -118,18 +118,19 @@ def _plan_parts(plan: Plan) -> tuple[Part, ...]:
 
 
 def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:
-    """Return what applying `profile` in this process would do; changes and imports nothing.
+    """Return what applying `profile` in this process would do. Changes and imports nothing.
 
-    `profile` is any value that `apply` accepts. A knob of a library that is not loaded yet shows no
-    current value. Raises `ProfileError` for an invalid profile.
+    `profile` is any value that `apply` accepts. If the library of a knob is not loaded yet, the
+    plan shows no current value of the knob. Raises `ProfileError` if the profile is invalid.
     """
     return make_plan(resolve(profile, overrides))
 
 
 def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None) -> Plan:
-    """Return the plan for `resolved` in this process, without importing anything.
+    """Return the plan for `resolved` in this process. Imports nothing.
 
-    `closed` replaces this process's closed latches, to plan for a process that has not started.
+    By default, `closed` contains the events in this process after which some knobs can no longer be
+    set, such as the import of torch. An empty `closed` plans for a process that has not started.
     """
     started_under = inherited()
     closed = closed_latches() if closed is None else closed
@@ -163,7 +164,7 @@ def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
 
 
 def refusal(resolved: ResolvedProfile, rows: Sequence[KnobRow]) -> str:
-    """Return the message for a strict profile that some of `rows` stop."""
+    """Return the error message for a strict profile that cannot be applied because of `rows`."""
     head = (
         f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be applied; "
         "the process is unchanged:"
@@ -173,7 +174,7 @@ def refusal(resolved: ResolvedProfile, rows: Sequence[KnobRow]) -> str:
 
 
 def lateness(plan: Plan, why: str) -> str:
-    """Return the message for a profile that stops because knobs are past their phase."""
+    """Return the error message for a profile with knobs that it is too late to set."""
     head = f"profile '{plan.resolved.name}' has knobs past their phase"
     lines = [f"  {row.knob}: {row.why}" for row in plan.late]
     if why:
@@ -183,9 +184,9 @@ def lateness(plan: Plan, why: str) -> str:
 
 
 def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> KnobRow:
-    """Decide the outcome of a knob that is no variable from its value; its library is loaded.
+    """Return the expected outcome of a knob that is not a variable. Its library must be loaded.
 
-    The outcome `ineffective` means: the knob can be set, but has no effect in this process.
+    The outcome `ineffective` means that the knob can be set, but has no effect in this process.
     """
     try:
         now = knob.access.read()
@@ -196,7 +197,7 @@ def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> KnobRow:
         return KnobRow(knob.name, Outcome.UNSUPPORTED, now, now, refusal)
     if inert := knob.inert(value, wanted):
         return KnobRow(knob.name, Outcome.INEFFECTIVE, now, value, inert)
-    if knob.changes_with_use:  # seeding a generator again is never idle
+    if knob.changes_with_use:  # seeding a generator again always has an effect
         return KnobRow(knob.name, Outcome.APPLIED, now, value)
     reached = knob.scope is Scope.EVERY_THREAD and other_threads_in_torch()
     why = f"it reaches threads that run torch now: {some(reached)}" if reached else ""
@@ -214,7 +215,7 @@ def _decide_variable(
     *,
     is_absent: bool,
 ) -> KnobRow:
-    """Decide the outcome of a variable; `late` is the reason why its latch is closed, if it is."""
+    """Return the expected outcome of a variable. `late` is empty, or says why it is too late."""
     name = knob.variable
     text = os.environ.get(name)
     try:
@@ -227,15 +228,15 @@ def _decide_variable(
             return conflict
         if not late:
             return row
-        # A late variable stays unchanged. With absent hardware this process does not read it: it
-        # is set for child processes.
+        # A late variable stays unchanged. If its hardware is absent, this process does not read
+        # the variable, and it is set for child processes.
         after = value if is_absent else row.before
         why = f"{late}; `torchrepro run` sets it in time"
         return replace(row, outcome=Outcome.TOO_LATE, after=after, why=why)
     kept = replace(row, after=row.before)
     in_effect, instead = None, ""
     if knob.effect and (late or not knob.door):
-        # The check makes a library read the variable, so it waits until the library has read it.
+        # The check makes the library read the variable, so it runs only after the library did so.
         in_effect, instead = knob.effect.check(text)
     if in_effect is False:
         if not late:
@@ -259,7 +260,7 @@ def _conflict(knob: Knob, value: Any, exported: Mapping[str, str], before: Any) 
 
 
 def _unmet_need(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
-    """Return why the knob that `value` needs is not set, by this or an outer profile."""
+    """Return why `value` has no effect because a knob that it needs is not set, or ""."""
     if not knob.needs or not knob.needing(value):
         return ""
     needed = knobs_by_name()[knob.needs]
@@ -275,7 +276,7 @@ def _unmet_need(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
 def _variables_of_profiles() -> dict[str, str]:
     """Return the variables that active profiles have set, directly or through a flag.
 
-    A variable that has another value now is not included.
+    A variable that has been changed since then is omitted.
     """
     variables = {}
     for step, row in chain.from_iterable(executed):

@@ -1,6 +1,6 @@
 """Compares the settings of all ranks of a run, once, before the first step.
 
-Ranks exchange their settings through the store of their process group. A collective would need a
+Ranks exchange settings through the store of the process group. A collective operation would need a
 device, and would create a communicator before the knobs of communicators are set.
 """
 
@@ -37,16 +37,16 @@ _PROGRAM_SEED = "seed set by the program"
 """Key for the seed that the program set itself; ranks may have different ones."""
 
 _watching: list[Agreement] = []  # innermost profile last: only the last one compares
-_turns = count()  # ranks compare in the same order, so equal numbers belong together
+_turns = count()  # equal on all ranks, because all ranks compare in the same order
 
 
 class Agreement:
-    """Compares the settings of this rank with the other ranks', once per process group.
+    """Compares the settings of this rank with the settings of the other ranks.
 
-    It compares when a process group is created, or at the latest before the first step. Wraps
-    `torch.distributed.init_process_group`; in a rank that a launcher has numbered, also the names
-    under which modules imported it. Registers torch's hook before optimizer steps, and removes it
-    after the comparison.
+    Compares once per process group: at its creation, or at the latest before the first step. Wraps
+    `torch.distributed.init_process_group`. If a launcher has set the rank in a variable, also wraps
+    the function in all modules that imported it by name. Registers a hook before optimizer steps,
+    and removes the hook after the comparison.
     """
 
     def __init__(self, report: Callable[[], Report], refuse: Callable[[ApplyError], None]) -> None:
@@ -77,9 +77,9 @@ class Agreement:
         _watching.remove(self)
 
     def compare(self, program_seed: Mapping[str, str] | None = None) -> None:
-        """Compare with the other ranks if there are any and they were not compared yet.
+        """Compare with the other ranks, at most once per process group.
 
-        If all ranks have the same `program_seed`, their loaders use it from now on.
+        If `program_seed` is equal on all ranks, all data loaders use this seed from now on.
         """
         import torch.distributed as dist
 
@@ -121,7 +121,7 @@ class Agreement:
 def settings_of(report: Report) -> dict[str, str]:
     """Return the settings and versions that have to be equal on all ranks, as text.
 
-    The seeds of generators may differ between ranks; the plan that they are derived from may not.
+    Generators may have different seeds on each rank, but all ranks must use the same plan of seeds.
     """
     from torchrepro.manifest.environment import versions  # a single process does not need it
 
@@ -136,9 +136,9 @@ def settings_of(report: Report) -> dict[str, str]:
 def exchange(
     store: Any, size: int, rank: int, mine: Mapping[str, str]
 ) -> dict[int, dict[str, list[str]]]:
-    """Return, for every rank that differs from rank 0, the differing keys with both values.
+    """Return the keys with different values on rank 0 and another rank: rank -> key -> both values.
 
-    All `size` ranks return the same. Raises `ApplyError` if a rank does not answer.
+    All `size` ranks return the same dict. Raises `ApplyError` if a rank does not answer.
     """
     if rank == 0:
         store.set("mine/0", json.dumps(dict(mine)))
@@ -193,7 +193,7 @@ def _store() -> Any:
 
 
 def note_unpinned_sums(backend: str) -> None:
-    """Name on stderr the missing variables without which `backend` chooses the order of sums."""
+    """Print a note if the variables that fix the order of sums of `backend` are not set."""
     for library, variables in VARIABLES_FOR_ORDER_OF_SUMS.items():
         missing = [name for name in variables if name not in os.environ]
         if library in backend and missing:

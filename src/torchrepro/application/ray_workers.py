@@ -1,14 +1,13 @@
-"""Passes the active profile to the workers of Ray, on every machine of its cluster.
+"""Passes the active profile to the workers of Ray, on every machine of the cluster.
 
-A worker inherits the environment of the process that started Ray on its machine, which need not be
-this process. The profile is therefore part of the job's runtime environment, in two ways: as
-variables, which are set before a worker's Python starts, and as Ray's set-up hook, which runs in
-each worker before the first task
+A worker inherits the environment of the process that started Ray on the worker's machine. That may
+be another process than this one. So the job's runtime environment contains the profile twice.
+Variables are set before a worker's Python starts. Ray's set-up hook runs before the first task
 (https://docs.ray.io/en/latest/ray-core/handling-dependencies.html#api-reference).
 
-This module does not import Ray. It wraps `ray.init` once the program has imported Ray, also where a
-module imported `init` by its name. Ray's variable for a hook names `add_profile` only during that
-call: a child Python without torchrepro would inherit it, and fail in its `ray.init`.
+This module does not import Ray. Once the program has imported Ray, `ray.init` is wrapped, also in
+modules that imported `init` by name. The variable in `HOOK` names `add_profile` only during this
+call, because a child Python without torchrepro would inherit the variable and fail in `ray.init`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _PASSED_VARIABLES = (
 
 
 class _Scope(NamedTuple):
-    """A profile for workers, and the function that is called if it cannot reach them."""
+    """A profile for workers, and the function to call if the profile cannot reach the workers."""
 
     resolved: Callable[[], ResolvedProfile]
     refuse: Callable[[TorchreproError], None]
@@ -66,10 +65,10 @@ _undo: list[ExitStack] = []  # at most one stack, which removes our wrapper of `
 def reach_workers(
     resolved: Callable[[], ResolvedProfile], refuse: Callable[[TorchreproError], None]
 ) -> Callable[[], None]:
-    """Pass `resolved` to all workers of Ray that start from now on; return the undo function.
+    """Pass `resolved` to all workers of Ray that start from now on, and return the undo function.
 
-    Changes nothing until Ray is imported. If the profile cannot reach the workers, a strict one
-    calls `refuse`; any other prints a warning on stderr.
+    Changes nothing until Ray is imported. Prints a warning if `ray.init` was called before. If the
+    profile is strict and a later `ray.init` cannot pass it to the workers, `refuse` is called.
     """
     scope = _Scope(resolved, refuse)
     _scopes.append(scope)
@@ -144,10 +143,10 @@ def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
-    """Return the `runtime_env` of a job with the entries that apply the profile in its workers.
+    """Return the `runtime_env` of a job with the entries that apply the profile in the workers.
 
-    Ray calls this hook in `ray.init`, for a submitted job or if `HOOK` named a function before,
-    which this one calls first.
+    Ray calls this hook in `ray.init` for a submitted job, or if the variable in `HOOK` named
+    another hook before. The other hook is called first.
     """
     former = os.environ.get(FORMER)
     if former:
@@ -210,9 +209,10 @@ def _variables(resolved: ResolvedProfile) -> dict[str, str]:
 
 
 def _refuse_or_warn(why: str, todo: str, extent: str = "") -> None:
-    """Report that workers are not under the innermost profile: an error if it is strict.
+    """Report that workers do not run under the innermost profile.
 
-    With the `extent` "fully " the report says that they are only partly under it.
+    Calls `refuse` if the profile is strict, otherwise prints a warning. If `extent` is "fully ",
+    reports that only part of the profile reaches the workers.
     """
     from torchrepro.ground.console import say_once
     from torchrepro.ground.errors import ApplyError
@@ -227,7 +227,7 @@ def _refuse_or_warn(why: str, todo: str, extent: str = "") -> None:
 
 
 def _set_up_hook(name: str, strict: bool, former: Any) -> Callable[[], None]:  # noqa: FBT001
-    """Return the set-up hook. Ray sends its code, so it also runs without torchrepro installed."""
+    """Return the set-up hook. Ray sends the hook's code, so it also runs without torchrepro."""
 
     module, _, function = _APPLY_IN_WORKER.rpartition(".")
     hook, its_former, ours = HOOK, FORMER, _OURS

@@ -1,1 +1,1 @@
-"""The catalogue: one row per setting of a process that a profile can change."""
+"""The catalogue has one row for each setting of a process that a profile can change."""

@@ -325,7 +325,7 @@ CUDNN = (
             "default).",
             "one switch for both, allow_tf32",
             "torch.backends.cudnn.allow_tf32",
-            reread=True,  # before torch 2.9 both share one switch
+            reread=True,  # before torch 2.9 conv and rnn share one switch
         )
         for operation in ("conv", "rnn")
     ),
@@ -505,7 +505,7 @@ FALLBACK = WordOrMapping(
 
 @dataclass(slots=True)
 class StoredValue:
-    """A value inside torchrepro; the code that it controls reads it from here."""
+    """A setting of torchrepro itself. The code that depends on the setting calls `read`."""
 
     value: Any
 
@@ -735,8 +735,8 @@ SEEDS = (
     ),
 )
 
-# Within torch, the level of the NPU follows the flag that its setter also changes. Seeds come
-# last, because an earlier write may draw from a generator, which would change the results.
+# The determinism level of the NPU comes after torch's flag, because the setter of the level changes
+# the flag too. Seeds come last, because the write of another knob may draw from a generator.
 CATALOGUE: tuple[Knob, ...] = (
     *ENV,
     *(*TORCH, *CUDA, *CUDNN, *CPU, *NPU),
@@ -747,13 +747,13 @@ CATALOGUE: tuple[Knob, ...] = (
 
 @cache
 def knobs_by_name() -> dict[str, Knob]:
-    """Return all knobs by name."""
+    """Return a dict from the name of each knob to the knob."""
     return {knob.name: knob for knob in CATALOGUE}
 
 
 @cache
 def other_names() -> dict[str, tuple[Knob, ...]]:
-    """Return the knobs by alias, for every alias that is not itself the name of a knob."""
+    """Return a dict from each alias to its knobs, without aliases that are also names of knobs."""
     names: dict[str, tuple[Knob, ...]] = {}
     for knob in CATALOGUE:
         for alias in knob.aliases:
@@ -774,7 +774,7 @@ def explanations(name: str) -> list[dict[str, str]]:
     """Return an explanation of every knob that matches `name`.
 
     `name` is the name of a knob, a key of a profile, an alias, a variable, or the last part of a
-    name. Raises `ProfileError` with a near match for anything else.
+    name. Raises `ProfileError` if no knob matches, and suggests a similar name.
     """
     if name in WITHOUT_EFFECT:
         raise ProfileError.about(f"{name} does nothing: {WITHOUT_EFFECT[name]}")

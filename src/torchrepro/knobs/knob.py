@@ -1,9 +1,9 @@
-"""Knobs: their legal values, and how to read and write the state behind them.
+"""Defines what a knob is: its legal values, and how the state behind the knob is read and written.
 
-This module alone decides which values are legal; messages and the JSON Schema follow it.
+Messages and the JSON Schema take the legal values from this module.
 
-An environment variable is written to `os.environ`. Child processes get it, and so does C code
-that has not read the variable yet.
+A knob of an environment variable is written to `os.environ`. Child processes inherit the variable.
+C code of this process gets the new value too, unless it read the variable earlier.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ class Legal:
         return self.first_illegal_part(value)[1]
 
     def first_illegal_part(self, value: Any) -> tuple[tuple[str, ...], str]:
-        """Return the path of keys to the first illegal value in `value`, and why it is illegal."""
+        """Return the keys that lead to the first illegal part of `value`, and why it is illegal."""
         return (), self.complaint(value)
 
     def json_schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of a legal value; the default fits environment variables."""
+        """Return the JSON Schema of a legal value. The default is for environment variables."""
         return {"type": ["string", "integer"], "description": self.words}
 
     def examples(self) -> tuple[Any, ...]:
-        """Return one or two legal values or more: two at least, unless only one exists."""
+        """Return at least two legal values as examples, or one if only one value is legal."""
         return self.choices()
 
     def choices(self) -> tuple[str, ...]:
-        """Return the words to compare a misspelt value with."""
+        """Return the words that an error message may suggest for a misspelt value."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Switch(Legal):
-    """true or false."""
+    """Allows the values true and false."""
 
     words: str = "true or false"
 
@@ -70,7 +70,7 @@ class Switch(Legal):
 
 @dataclass(frozen=True, slots=True)
 class Integer(Legal):
-    """A whole number from `low` to `high` inclusive; None as `high` means no upper limit."""
+    """Allows whole numbers from `low` to `high` inclusive. There is no maximum for `high=None`."""
 
     low: int = 0
     high: int | None = None
@@ -97,7 +97,7 @@ class Integer(Legal):
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Legal):
-    """One of a few words."""
+    """Allows the words in `values`."""
 
     values: tuple[str, ...]
 
@@ -117,7 +117,7 @@ class OneOf(Legal):
 
 @dataclass(frozen=True, slots=True)
 class Text(Legal):
-    """A text that matches a pattern as a whole."""
+    """Allows texts that match `pattern` from start to end."""
 
     pattern: str
     words: str
@@ -137,7 +137,7 @@ class Text(Legal):
         return self.because or "not a legal value"
 
     def examples(self) -> tuple[Any, ...]:
-        """Return the legal texts among the words of the description."""
+        """Return each word of the description `words` that is itself a legal text."""
         words = (word.strip(',"') for word in self.words.split())
         return tuple(word for word in words if not self.complaint(word))
 
@@ -152,7 +152,7 @@ class Text(Legal):
 
 @dataclass(frozen=True, slots=True)
 class Digits(Legal):
-    """The text of an environment variable: a whole number from `low` to `high` inclusive."""
+    """Allows the text of a whole number from `low` to `high` inclusive, or a word in `also`."""
 
     low: int
     high: int
@@ -178,7 +178,7 @@ class Digits(Legal):
 
 @dataclass(frozen=True, slots=True)
 class MappingOf(Legal):
-    """A mapping from names to legal values or null."""
+    """Allows mappings from names to values that `of` allows, or to null."""
 
     of: Legal
     maps: str  # keys and values in words: ``patterns to devices``
@@ -208,11 +208,11 @@ class MappingOf(Legal):
 
 @dataclass(frozen=True, slots=True)
 class WordOrMapping(Legal):
-    """One word for all, or a mapping from names to words."""
+    """Allows either one word for all names, or a mapping from names to words."""
 
     word: OneOf
     mapping: MappingOf
-    under: str = ""  # if not empty: the mapping is nested below this only key
+    under: str = ""  # if not empty, the only key of an outer mapping that contains the mapping
 
     @property
     def words(self) -> str:
@@ -247,7 +247,7 @@ class WordOrMapping(Legal):
 
 ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
 SEED = Integer(0, 2**32 - 1)
-SCHEMA_VERSION = Integer(1, 1)  # the versions of the schema that a profile may be written for
+SCHEMA_VERSION = Integer(1, 1)  # the schema versions that a profile may name
 
 
 Value = str | Mapping[str, Any] | None
@@ -255,7 +255,7 @@ Value = str | Mapping[str, Any] | None
 
 
 def per_op(value: Value) -> Mapping[str, str]:
-    """Return the words by op or pattern; empty if `value` is one word for all ops."""
+    """Return the word for each op or pattern. Returns {} if `value` is one word for all ops."""
     return value.get("ops", {}) if isinstance(value, Mapping) else {}
 
 
@@ -265,7 +265,7 @@ def is_pattern(name: str) -> bool:
 
 
 def acts_only_on_refusal(value: Value) -> bool:
-    """Return whether `value` acts only on ops that torch refuses to run."""
+    """Return whether `value` of `device.fallback` affects only ops that torch refuses to run."""
     named = per_op(value)
     words = {value} if isinstance(value, str) else set(named.values())
     return words != {"error"} and all(map(is_pattern, named))
@@ -289,7 +289,7 @@ A knob without a latch takes effect at any time.
 
 
 class Scope(StrEnum):
-    """The processes and threads that a write affects."""
+    """The processes and threads that a write of a knob affects."""
 
     PROCESS = "this process"
     PROCESS_AND_CHILDREN = "this process and the processes it starts"
@@ -297,24 +297,24 @@ class Scope(StrEnum):
 
 
 class MissingState(Exception):  # noqa: N818 - an answer, not an error
-    """The state behind a knob does not exist in this process; the message explains why."""
+    """The state behind a knob does not exist in this process. The message says why."""
 
 
 class Access(Protocol):
     """How to read and write the state behind one knob."""
 
     def read(self) -> Any:
-        """Return the current value as a profile would write it.
+        """Return the current value, in the form that a profile uses.
 
         Changes nothing, and imports only the library of the knob. Raises `MissingState` if the
         state does not exist.
         """
 
     def write(self, value: Any) -> None:
-        """Set `value`; errors of a library that refuses the value propagate."""
+        """Set `value`. If the library refuses the value, the error of the library is raised."""
 
     def save(self) -> Any:
-        """Return the state that `restore` needs, which can have more detail than `read` shows."""
+        """Return the state for `restore`. It can contain more than the value that `read` shows."""
 
     def restore(self, saved: Any) -> None:
         """Restore exactly the state that `save` returned."""
@@ -334,7 +334,7 @@ class EffectiveValue:
     """A sentence about the library, to format with the value: ``MKL has {} threads``."""
 
     def check(self, text: str) -> tuple[bool | None, str]:
-        """Return whether `text` is in effect (None if unknown), and the actual effect in words."""
+        """Return whether `text` is in effect (None if unknown), and the real value in words."""
         try:
             now = self.read()
             return bool(now == self.means(text)), self.words.format(now)
@@ -357,14 +357,14 @@ class Knob:
     """`torchrepro run` sets the knob when this module is imported; if empty, at the very start."""
 
     scope: Scope = Scope.PROCESS
-    since: str = ""  # first documented version; torchrepro detects whether the state exists
+    since: str = ""  # the first documented version, for display: the state itself is looked up
     library: str = ""  # the module that must be loaded before the state can be read or written
     aliases: tuple[str, ...] = ()
     """Other names of this state: keys for profiles, variables, attributes of torch."""
 
     key: str = ""  # the key of the profile that sets this knob, if it is not `name`
     variable: str = ""  # the environment variable behind the row, if any
-    needs: str = ""  # another knob that values with `needing(value)` require
+    needs: str = ""  # the knob that has to be set too if `needing` returns true for the value
     needing: Callable[[Any], bool] = lambda _: False
     needed: tuple[Any, ...] = ()
     """The values of the knob `needs` that are enough; if empty, any value is."""
@@ -416,7 +416,7 @@ class Knob:
         return not self.library or self.library in sys.modules
 
     def holds(self, value: Any) -> bool:
-        """Return whether the state is `value`, by the check of the access or by `read`."""
+        """Return whether the state equals `value`. An access may define its own comparison."""
         check = getattr(self.access, "holds", None)
         return bool(check(value)) if check else bool(self.access.read() == value)
 
@@ -428,17 +428,17 @@ class Knob:
     def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
         """Return why `value` would have no effect although it can be set, or an empty string.
 
-        `wanted` maps the names of knobs to all values of the profile. The library is loaded.
+        `wanted` maps each knob of the profile to its value. The library must be loaded already.
         """
         judge = getattr(self.access, "inert", None)
         return str(judge(value, wanted)) if judge else ""
 
 
 def unfrozen() -> AbstractContextManager[None]:
-    """Allow restoring the flags of ``torch.backends`` even if the program has frozen them.
+    """Return a context that allows setting the flags of ``torch.backends`` even if they are frozen.
 
-    torch's own ``flags()`` managers use the same private function on exit. If it is
-    missing, restoring after ``torch.backends.disable_global_flags`` raises the error of torch.
+    A program freezes them with ``torch.backends.disable_global_flags``. The private function of
+    torch is also used by torch's ``flags()``. If it is missing, writing a frozen flag fails.
     """
     backends = sys.modules.get("torch.backends")
     manager = getattr(backends, "__allow_nonbracketed_mutation", nullcontext)
@@ -446,7 +446,10 @@ def unfrozen() -> AbstractContextManager[None]:
 
 
 def object_at(path: str, name: str = "") -> Any:
-    """Return the attribute `name` of ``module:path.to.object``, or None if a part is missing."""
+    """Return the attribute `name` of the object at ``module:path.to.object``.
+
+    Returns None if an attribute is missing. Raises `MissingState` if the import fails.
+    """
     module, _, inner = path.partition(":")
     try:
         attribute: Any = import_module(module)
@@ -479,13 +482,13 @@ class Attribute:
     save = read
 
     def restore(self, saved: Any) -> None:
-        if self.read() != saved:  # flags frozen since refuse even an equal value
+        if self.read() != saved:  # a flag that is frozen by now refuses even an equal value
             self.write(saved)
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """A getter and a setter of one module, with a translation of their values."""
+    """A state that the function `getter` of a module reads, and the function `setter` writes."""
 
     module: str
     getter: str
@@ -519,7 +522,7 @@ _ALWAYS_ACTIVE = object()
 
 @dataclass(frozen=True, slots=True)
 class LazyAccess:
-    """The access at `path`, whose module is imported when a profile first uses it."""
+    """Forwards to the access at `path`. The module in `path` is imported at the first use."""
 
     path: str  # module and object, relative to torchrepro: ``seeding.loader_hook:seeding_policy``
     at_rest: Any = _ALWAYS_ACTIVE
@@ -551,7 +554,7 @@ class LazyAccess:
         return str(refuses(value)) if refuses else ""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an optional method of the access, such as `holds`; raises at rest."""
+        """Return an optional method such as `holds`. Raises `AttributeError` before the import."""
         if name.startswith("__") or self._resting:
             raise AttributeError(name)
         return getattr(named(self.path), name)
@@ -570,7 +573,7 @@ class LazyAccess:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable; None means that it is not set."""
+    """One environment variable. The value None means that the variable is not set."""
 
     name: str
 
@@ -587,7 +590,7 @@ class Variable:
 
 
 def variable(name: str) -> Knob:
-    """Return a row for a variable of `env_extra` that is not in the catalogue."""
+    """Return a knob for a variable that a profile sets in `env_extra`, outside the catalogue."""
     return Knob(
         name=f"env_extra.{name}",
         legal=ANY_TEXT,

@@ -1,16 +1,16 @@
-"""State of torch and torch_npu that needs more than an attribute or a getter and a setter.
+"""Reads and writes knobs of torch and torch_npu that need more than an attribute or two functions.
 
-Since torch 2.9 every (backend, operation) has its own float32 precision, and the older booleans
-(`allow_tf32`, `set_float32_matmul_precision`) are views that raise if they disagree with it
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32). So a write sets the finest name and
-then updates the older name, so that code that still reads the older name works.
+Since torch 2.9 each operation of each backend has its own float32 precision. Reading an older
+setting (`allow_tf32`, `set_float32_matmul_precision`) raises an error if the new ones disagree
+with it (https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32). So a write sets the new setting
+first, and then updates the older one for code that still reads it.
 
 Inductor reads its variables once, when it is imported. The import takes 0.7 s, and a program
-without torch.compile never needs it. So the variable is the state before the import, and the
-option of inductor is the state after it.
+without torch.compile never needs it. So a knob of inductor is the environment variable before the
+import, and the option of inductor after the import.
 
 Some settings of torch_npu never reach a device. Functions such as `determinism_blocked` return
-why, or an empty string. Their `wanted` maps names of knobs to the values of the profile.
+why, or an empty string. Their argument `wanted` maps each knob of the profile to its value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from torchrepro.ground.patching import set_variable
 from torchrepro.knobs.knob import Attribute, Calls, MissingState, Variable, object_at
 
-_FINEST = (  # owners below torch.backends
+_FINEST = (  # the attributes of torch.backends that have a float32 precision
     "cuda.matmul",
     "cudnn.conv",
     "cudnn.rnn",
@@ -40,7 +40,7 @@ _FINEST = (  # owners below torch.backends
 _OLDER = {"cuda.matmul": "cuda.matmul", "cudnn.conv": "cudnn", "cudnn.rnn": "cudnn"}
 """Finest name -> the owner of the older boolean `allow_tf32` that includes it."""
 
-_MATMUL_FITS = {  # older word -> the finest settings of matrix products
+_MATMUL_FITS = {  # value of the older setting -> the new settings that agree with it
     "highest": {"cuda.matmul": "ieee", "mkldnn.matmul": "ieee"},
     "high": {"cuda.matmul": "tf32", "mkldnn.matmul": "tf32"},
     "medium": {"cuda.matmul": "tf32", "mkldnn.matmul": "bf16"},
@@ -71,14 +71,14 @@ class Fp32Precision:
             return
         older = _OLDER.get(self.owner)
         if older == "cudnn" and import_module("torch").backends.flags_frozen():
-            # Writing the finer setting would work, but then reading the older name would raise.
+            # Only the new setting can be written now, and then reading the older one would raise.
             raise RuntimeError("cuDNN's flags are frozen by disable_global_flags")
         _owner(self.owner).fp32_precision = value
         covered = [_finest(name) for name in _FINEST if _OLDER.get(name) == older]
         if older and set(covered) == {value}:
             try:
                 _ = _owner(older).allow_tf32
-            except RuntimeError:  # torch raises if the finer settings disagree
+            except RuntimeError:  # torch raises if the new settings disagree
                 settings = _all_finest()
                 _owner(older).allow_tf32 = value == "tf32"
                 _set_finest(settings)
@@ -95,7 +95,7 @@ class Fp32Precision:
     def restore(self, saved: Any) -> None:
         finest, matmul_precision, cudnn_allow_tf32 = saved
         settings = _all_finest() | {self.owner: finest[self.owner]}
-        # The older names come first, because writing one also changes the finer settings.
+        # The older settings come first, because a write of an older one also changes the new ones.
         if _OLDER.get(self.owner) == "cuda.matmul":
             import_module("torch").set_float32_matmul_precision(matmul_precision)
         elif _OLDER.get(self.owner) == "cudnn":
@@ -122,10 +122,10 @@ def _set_finest(values: Mapping[str, Any]) -> None:
 
 
 def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> Any:
-    """Return the value of an older name, even if reading it raises.
+    """Return the value of an older setting, even if `read` raises an error.
 
-    Reading works while the finer settings agree. So they are set, for a moment, to match each
-    possible value in turn.
+    `read` works while the new settings agree with the older one. So the new settings are changed
+    for a moment, to agree with each possible value of the older setting in turn.
     """
     with suppress(RuntimeError):
         return read()
@@ -141,12 +141,12 @@ def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> An
     raise RuntimeError("torch does not show the float32 precision of its older names")
 
 
-_CONFIGS = ("torch.compiler.config", "torch._inductor.config")  # some moved to the first one
+_CONFIGS = ("torch.compiler.config", "torch._inductor.config")  # torch moved some to the first
 
 
 @dataclass(frozen=True, slots=True)
 class InductorVariable(Variable):
-    """A variable with the values 0 and 1, and the option of inductor that it initializes."""
+    """An environment variable with the values 0 and 1, and the inductor option that it sets."""
 
     option: str
 
@@ -173,7 +173,7 @@ class InductorVariable(Variable):
     def restore(self, saved: Any) -> None:
         text, option, start = saved
         set_variable(self.name, text)
-        if option is None:  # inductor, if loaded since, started from the value that is now undone
+        if option is None:  # if inductor was imported since, it has read the value now undone
             option, start = text == "1", {"default": text == "1"}
         self._set(option, start)
 
@@ -201,7 +201,7 @@ class InductorVariable(Variable):
 
 
 class InductorSwitch(InductorVariable):
-    """The same state, with true and false as its values."""
+    """An `InductorVariable` whose values in a profile are true and false."""
 
     def read(self) -> Any:
         if not inductor_reads(self.name):
@@ -219,12 +219,11 @@ _START = ("default", "env_value_default", "env_value_force")
 
 
 def _start(config: Any, option: str) -> dict[str, Any]:
-    """Return the initial values of `option` for new threads.
+    """Return torch's private values with which `option` starts in new threads.
 
-    They are private to torch. The public way does not suffice: an assignment to an option
-    changes the current thread only, and a variable can force an option to ignore assignments. If
-    torch stores these values elsewhere, other threads keep the values of the import, and a
-    forced option is reported as ineffective.
+    An assignment does not suffice: it changes the current thread only, and an environment variable
+    can make torch ignore it. If a new torch stores these values elsewhere, other threads keep the
+    values of the import, and an option that ignores assignments is reported as ineffective.
     """
     entry = getattr(config, "_config", {}).get(option)
     return {name: vars(entry)[name] for name in _START if name in getattr(entry, "__dict__", ())}
@@ -232,16 +231,16 @@ def _start(config: Any, option: str) -> dict[str, Any]:
 
 @cache
 def inductor_reads(variable: str) -> bool:
-    """Return whether the source of inductor mentions `variable`; an import would take 0.7 s."""
+    """Return whether inductor's source file mentions `variable`. An import would take 0.7 s."""
     source = Path(str(import_module("torch").__file__)).parent / "_inductor" / "config.py"
     return source.is_file() and variable in source.read_text(encoding="utf-8")
 
 
-MODES = ("none", "warn", "error")  # of deterministic algorithms; the index is the number in torch
+MODES = ("none", "warn", "error")  # of deterministic algorithms, at the index that torch uses
 
 
 class DeterministicAlgorithms(Calls):
-    """The flag of torch; an NPU gets it only if torch_npu forwards it."""
+    """Torch's flag for deterministic algorithms. An NPU gets the flag if torch_npu forwards it."""
 
     def save(self) -> Any:
         warns_only = import_module("torch").is_deterministic_algorithms_warn_only_enabled()
@@ -250,8 +249,8 @@ class DeterministicAlgorithms(Calls):
     def restore(self, saved: Any) -> None:
         mode, warns_only = saved
         Calls.restore(self, mode)
-        # Restore `warn_only` although the flag is off. The public setter would import inductor
-        # (0.7 s) and change the flag of inductor too. Without the private one, it is lost.
+        # Restore `warn_only` even while the flag is off. The public setter would import inductor
+        # (0.7 s) and change inductor's flag. Without the private setter, `warn_only` is lost.
         setter = getattr(import_module("torch")._C, "_set_deterministic_algorithms", None)  # noqa: SLF001 - see above
         if not mode and warns_only and setter:
             setter(False, warn_only=True)  # noqa: FBT003 - torch's own signature
@@ -270,10 +269,10 @@ DETERMINISTIC_ALGORITHMS = DeterministicAlgorithms(
 
 
 class FillUninitializedMemory(Attribute):
-    """The switch of torch, and its copy in torch_npu.
+    """Torch's switch `fill_uninitialized_memory`, and torch_npu's copy of the switch.
 
-    The copy starts as off and is updated only by a write to the switch. Until the first write the
-    switch has no effect on an NPU, although it reads true
+    The copy starts as false, and only a write of the switch updates the copy. Until the first
+    write the switch has no effect on an NPU, although reading the switch returns true
     (https://github.com/Ascend/pytorch, torch_npu/utils/_deterministic.py).
     """
 
@@ -296,7 +295,7 @@ class FillUninitializedMemory(Attribute):
 
 
 class OptEinsum(Attribute):
-    """A setting of opt_einsum; torch refuses to write it if that package is not installed."""
+    """A setting for opt_einsum. Torch refuses a write if that package is not installed."""
 
     def read(self) -> Any:
         if not import_module("torch.backends.opt_einsum").is_available():
@@ -307,7 +306,7 @@ class OptEinsum(Attribute):
 
 
 class ReducedPrecision(Attribute):
-    """A reduction switch; newer torch stores it together with a second switch for split-k."""
+    """A switch for sums in low precision. Newer torch joins it with a switch for split-k."""
 
     def save(self) -> Any:
         matmul = import_module("torch").backends.cuda.matmul
@@ -317,7 +316,7 @@ class ReducedPrecision(Attribute):
 
 
 def npu() -> Any:
-    """Return ``torch.npu``; raises `MissingState` if torch_npu is not loaded."""
+    """Return ``torch.npu``. Raises `MissingState` if torch_npu is not loaded."""
     module = getattr(import_module("torch"), "npu", None)
     if module is None:
         raise MissingState("no torch_npu in this process")
@@ -331,18 +330,18 @@ def npu_with_devices() -> Any:
 
 
 def native(name: str) -> Any:
-    """Return the function `name` of torch_npu's C module, or None.
+    """Return the private function `name` of torch_npu's C module, or None if it does not exist.
 
-    Private, because the public readers initialise the device, write the value that they read, or
-    do not exist. If a function is missing, its knob is unsupported or relies on the flag of torch.
+    The public functions initialise the device, write the value that they read, or do not exist.
+    Without the private function, a knob is unsupported or relies on the flag of torch.
     """
     return getattr(getattr(sys.modules.get("torch_npu"), "_C", None), name, None)
 
 
 def option_text(name: str) -> str:
-    """Return the value of an option as text, empty if it is not set.
+    """Return the text of torch_npu's option `name`, or an empty string if the option is not set.
 
-    Raises `MissingState` if this torch does not know the option.
+    Raises `MissingState` if this torch_npu does not know the option.
     """
     if not hasattr(npu(), "set_option"):
         raise MissingState("this torch.npu has no set_option")
@@ -354,7 +353,7 @@ def option_text(name: str) -> str:
 
 
 _OLDEST_DETERMINISTIC_CANN = (8, 5)
-CUBE_MATH_LOWERS = {  # values: may the matrix unit drop mantissa bits of float32?
+CUBE_MATH_LOWERS = {  # mode -> whether the matrix unit may drop mantissa bits of float32
     "KEEP_DTYPE": False,
     "ALLOW_FP32_DOWN_PRECISION": True,
     "USE_FP16": True,
@@ -364,23 +363,23 @@ CUBE_MATH_LOWERS = {  # values: may the matrix unit drop mantissa bits of float3
 
 
 def determinism_blocked(wanted: Mapping[str, Any]) -> str:
-    """Return why determinism would not reach the NPUs of this process, or an empty string."""
+    """Return why ops on this process's NPUs would not be deterministic, or an empty string."""
     if npu_with_devices() is None:
         return ""
     return cann_too_old() or compiled_ops_blocked(wanted)
 
 
 def cann_too_old() -> str:
-    """Return why determinism never reaches a device with this CANN, or an empty string.
+    """Return why this version of CANN never makes an NPU deterministic, or an empty string.
 
-    https://github.com/Ascend/pytorch, torch_npu/csrc/framework/OpParamMaker.cpp: below 8.5 a
-    torch_npu that knows level 3 sends "off" with every op.
+    Below CANN 8.5, a torch_npu that knows determinism level 3 sends "off" with every op
+    (https://github.com/Ascend/pytorch, torch_npu/csrc/framework/OpParamMaker.cpp).
     """
     get_version = getattr(getattr(npu(), "utils", None), "get_cann_version", None)
     version = str(get_version("RUNTIME")).split(".")[:2] if get_version else []
     runtime = tuple(int(number) for number in version if number.isdigit())
-    # Private (``_sync_deterministic_level``): it came with level 3, which has no public name. If
-    # it is missing, torch_npu is assumed to forward determinism, as older versions do.
+    # A private function, because level 3 has no public name, and this function came with it. If
+    # the function is missing, torch_npu is older and is assumed to forward determinism.
     knows_level_3 = hasattr(npu(), "_sync_deterministic_level")
     is_known = len(runtime) == len(_OLDEST_DETERMINISTIC_CANN)
     if not is_known or runtime >= _OLDEST_DETERMINISTIC_CANN or not knows_level_3:
@@ -393,7 +392,7 @@ def cann_too_old() -> str:
 
 def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
     """Return why ops compiled at first call would not be deterministic, or an empty string."""
-    # Before device init, calling a reader would fix the value of its variable for good.
+    # Before device init, a call of a getter would fix the value of its variable permanently.
     used: Any = npu() if hasattr(npu(), "is_initialized") and npu().is_initialized() else None
     jit_compile, queue = map(wanted.get, ("backends.npu.jit_compile", "backends.npu.task_queue"))
     if jit_compile is None and hasattr(used, "is_jit_compile_false"):
@@ -425,9 +424,9 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NpuOption:
-    """A setting that torch_npu stores as the text of an option, empty until it is set.
+    """A setting that torch_npu stores as the text of an option. The text is empty until it is set.
 
-    Before device init torch_npu queues options in order. Reading an option initialises nothing.
+    Before device init torch_npu queues all writes. Reading an option does not initialise a device.
     """
 
     name: str
@@ -455,12 +454,12 @@ class NpuOption:
 
 
 class JitCompile(NpuOption):
-    """The option behind set_compile_mode, which cannot be cleared once a device is in use.
+    """The option behind `set_compile_mode`. It cannot be cleared after device init.
 
-    After device init torch_npu reads an empty text as `enable`, but its own reader still reports
-    the default of the chip. So the default is read with that reader, and restored as an explicit
-    value. An option that was empty before device init keeps the value of the profile if it is
-    undone after device init.
+    After device init torch_npu reads an empty text as `enable`, but its `is_jit_compile_false`
+    still returns the default of the chip. So `save` calls that function, and `restore` sets the
+    answer as an explicit value. If the option is empty before device init and the profile is
+    restored after device init, the option keeps the profile's value.
     """
 
     def read(self) -> Any:
@@ -479,7 +478,7 @@ class JitCompile(NpuOption):
 
 
 class MatmulHf32(NpuOption):
-    """The older switch for matrix products; cube_math_type overrides it once set."""
+    """The older switch for matrix products. A value of `cube_math_type` overrides the switch."""
 
     def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
         names = {str(number): name for number, name in enumerate(CUBE_MATH_LOWERS)}
@@ -491,7 +490,7 @@ class MatmulHf32(NpuOption):
 
 
 class DeterministicLevel:
-    """The determinism level of torch_npu; its public setter also changes the flag of torch."""
+    """The determinism level of torch_npu. The setter of the level also changes torch's flag."""
 
     def read(self) -> Any:
         getter = native("_npu_get_deterministic_level")
@@ -502,10 +501,10 @@ class DeterministicLevel:
     def write(self, value: int) -> None:
         torch = import_module("torch")
         if torch.are_deterministic_algorithms_enabled() != (value > 0):
-            # Set here without cost; torch_npu would import inductor to change the flag.
+            # If torch_npu had to change the flag, it would import inductor.
             torch.set_deterministic_debug_mode("error" if value > 0 else "default")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it always warns against also using torch's flag
+            warnings.simplefilter("ignore")  # torch_npu always warns against using torch's flag too
             npu().set_deterministic_level(value)
 
     def save(self) -> Any:

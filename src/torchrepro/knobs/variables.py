@@ -2,11 +2,11 @@
 
 The fields of a row:
 
-- `set_in`: the section of a profile that may set the variable. ``env`` makes it a knob.
-  ``env_extra`` is for variables whose legal values never name code, a host, a credential, a file.
-  The user who starts a run must consent to any other variable; see `torchrepro.profile.schema`.
+- `set_in`: the section of a profile that may set the variable. A variable in ``env`` is a knob.
+  ``env_extra`` is for variables whose values cannot name code, a host, a credential or a file.
+  The user who starts a run must consent to any other variable (`torchrepro.profile.schema`).
 - `recorded`: manifests record the variable, as they do all knobs, because it affects results.
-- `instead`: published recipes set the variable, but no library reads it.
+- `instead`: the setting to use instead. Recipes set the variable, but no library reads it.
 - `legal`: a name in `KINDS`, words such as ``LAZY|EAGER`` (``~`` in front ignores case), or the
   fields of a `Text`.
 - `decides_results`: as the field of a `Knob`; in any section.
@@ -135,8 +135,8 @@ ENOUGH: Mapping[str, Callable[[str], bool]] = {
     "a_number": str.isdigit,
     "not_empty": bool,
     "pinned": lambda value: bool(value) and not value.startswith("^"),  # it names algorithms
-    "of_fixed_size": lambda value: value in (":4096:8", ":16:8"),  # sums of cuBLAS repeat
-    "in_fixed_order": lambda value: value.lower() in ("true", "strict"),  # of the sums of HCCL
+    "of_fixed_size": lambda value: value in (":4096:8", ":16:8"),  # cuBLAS then repeats its sums
+    "in_fixed_order": lambda value: value.lower() in ("true", "strict"),  # HCCL's order of sums
     "switched_on": lambda value: value in ("1", "true"),  # the ATB library accepts both
 }
 """Name in `enough` -> a check that returns whether a text of the variable gives the guarantee."""
@@ -155,9 +155,9 @@ def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _hash_secret() -> bytes:
-    """Return the secret with which Python hashes text, from a private variable of CPython.
+    """Return the secret with which Python hashes text.
 
-    The public `sys.flags` shows only whether the seed is 0.
+    Reads a private C variable, because `sys.flags` shows only whether the seed is 0.
     """
     import ctypes
 
@@ -181,9 +181,9 @@ def _secret_of(text: str) -> bytes:
 def openmp_of_torch() -> set[str]:
     """Return the paths of the loaded OpenMP runtimes that torch uses, or will use.
 
-    Another library installs its own runtime under a different name, or shares the loaded one.
-    So a runtime belongs to torch if torch installs a file with its name. Returns an empty set
-    if the system does not list loaded files.
+    A runtime belongs to torch if torch installs a file with the same name: another package
+    installs its own runtime under a different name, or shares the loaded runtime. Returns an
+    empty set if the system does not list loaded files.
     """
     try:
         mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}
@@ -345,9 +345,9 @@ _OF_LIBRARIES = re.compile(
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return four hex digits of the digest of every variable of a library that is not recorded.
+    """Return a short digest of every variable of a library that is not in `RECORDED`.
 
-    Four digits show a change, but are too few to confirm a guess at the value.
+    Four hex digits are enough to show a change, and too few to confirm a guess at the value.
     """
     return {
         name: digest_of_text(f"{name}={value}")
@@ -366,7 +366,7 @@ class AllowedVariable(NamedTuple):
 
     name: str
     legal: Text
-    why: str  # its whole effect: the reason why consent is not needed
+    why: str  # the whole effect of the variable, which shows why consent is not needed
 
 
 @cache

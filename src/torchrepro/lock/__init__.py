@@ -1,1 +1,1 @@
-"""Locks, which later runs are checked against, and diffs of profiles, manifests and runs."""
+"""Writes locks, checks later runs against locks, and compares profiles, manifests and runs."""

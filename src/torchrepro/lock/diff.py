@@ -1,9 +1,9 @@
 """Compare two profiles, manifests, locks or runs, and rate the impact of each difference.
 
-Each of the two is read as a `Snapshot`. Profiles are compared by their effect on this machine: a
-key that a profile omits has the value that is in effect without a profile, so an explicit default
-makes no difference. The `Impact` of a difference, on losses and parameters, depends on the purpose
-of the setting, and for two profiles also on whether this machine has the hardware for it.
+Each of the two is read as a `Snapshot`. Two profiles are compared by their effect on this machine.
+A key that a profile omits has the value that is in effect without a profile, so setting that value
+explicitly makes no difference. An `Impact` rates how likely a difference changes losses and
+parameters. For two profiles it also depends on whether this machine has the hardware of the knob.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ It explains why a knob was not set. It is not compared itself.
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A profile, manifest, lock or run to compare, by section; unrecorded sections are absent."""
+    """The sections of a profile, manifest, lock or run to compare, as far as they were recorded."""
 
     name: str
     kind: str  # ``profile``, ``manifest``, ``lock`` or ``recording``
@@ -65,15 +65,15 @@ class Snapshot:
     """
 
     def of_rank(self, rank: str) -> Snapshot:
-        """Return the snapshot of one process; without ranks, all processes have the same."""
+        """Return the snapshot of one process. Without ranks, all processes share one snapshot."""
         return Snapshot(self.name, self.kind, self.ranks.get(rank, self.sections))
 
 
 def snapshot_of(name: str) -> Snapshot:
-    """Return the snapshot of a profile, or of the path of a manifest, a lock or a run's folder.
+    """Return the snapshot of a profile, a manifest, a lock or the folder of a run.
 
-    A name that is both a profile and a folder means the profile; ./NAME means the folder. Raises
-    `ProfileError` or `TraceError` if it cannot be read.
+    `name` is the name of a profile or a path. A name that is both a profile and a folder means the
+    profile, and ./NAME means the folder. Raises `ProfileError` or `TraceError` if reading fails.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml") and not name.startswith("pkg://"):
@@ -88,7 +88,7 @@ def snapshot_of(name: str) -> Snapshot:
 
 
 def of_profile(name: str, resolved: ResolvedProfile) -> Snapshot:
-    """Return the snapshot of a profile: its values, and the packs that set them."""
+    """Return the snapshot of a profile: the values, and the packs that set the values."""
     sections = {
         "profile": flatten(plain(resolved.values)),
         "packs": _packs({key: origin.to_json() for key, origin in resolved.origins.items()}),
@@ -98,7 +98,7 @@ def of_profile(name: str, resolved: ResolvedProfile) -> Snapshot:
 
 
 def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Snapshot:
-    """Return the snapshot of a manifest or a lock; raises `ProfileError` for a damaged one."""
+    """Return the snapshot of a manifest or a lock. Raises `ProfileError` if it is damaged."""
     sections: dict[str, Section] = {}
     for name_of_section, row in SECTIONS.items():
         if row.key not in contents:
@@ -130,12 +130,12 @@ def _knobs(report: Any) -> Section:
 
 
 def _state(outcome: Any, after: Any, absent: Any) -> Any:
-    """Return the value of a knob after applying, or its outcome if it was not set."""
+    """Return a knob's value after the profile was applied, or the outcome if it was not set."""
     return after if is_set(outcome, after, absent) else str(outcome)
 
 
 def _packs(origins: Any) -> Section:
-    """Return the version of each package that set a value, even if the value was replaced."""
+    """Return the version of each package that set a value, even if another value replaced it."""
     packs: dict[str, set[str]] = {}
     for origin in _pairs(origins).values():
         for layer in (origin, *origin["replaced"]):
@@ -155,7 +155,7 @@ def _versions(value: Any) -> Section:
 
 
 class _SectionRow(NamedTuple):
-    key: str  # in a manifest
+    key: str  # the key of a manifest that has the section
     read: Callable[[Any], Section | None] = _pairs  # returns None to omit the section
     prefix: str = ""  # printed before a name, because tables have no column for the section
     absent: str = ""
@@ -201,7 +201,7 @@ RUN_DEPENDENCIES: Mapping[str, _SectionRow] = {
 
 
 def _row_of(name: str) -> _SectionRow:
-    # Recordings have sections of other names.
+    # A recording has sections that manifests do not have, such as `processes`.
     return SECTIONS.get(name) or RUN_DEPENDENCIES.get(name, _SectionRow(""))
 
 
@@ -254,7 +254,7 @@ def _recorded(trace: Trace) -> Mapping[str, Section]:
 
 
 class Impact(StrEnum):
-    """How likely a difference changes results, the likeliest first."""
+    """How likely a difference changes results. The likeliest member comes first."""
 
     CHANGES = "changes numbers"
     MAY = "may change numbers"
@@ -316,7 +316,7 @@ THREADS = ("backends.cpu.num_threads", "env.OMP_NUM_THREADS", "env.MKL_NUM_THREA
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key with different values in two snapshots; None if it is not set or does not exist."""
+    """A key with different values in two snapshots. A missing value is stored as None."""
 
     section: str
     key: str
@@ -325,21 +325,21 @@ class Difference:
     ranks: tuple[str, ...] = ()
     """The ranks of a recorded run that have this difference; empty if all have it."""
     here: Impact | None = None  # the impact on this machine, if known
-    hardware: str = ""  # the hardware that one of them lacks, so that it could not set the knob
+    hardware: str = ""  # the hardware that one machine lacked, so that the knob was not set there
 
     @property
     def impact(self) -> Impact:
         return self.here or impact_of(self.section, self.key)
 
     def to_json(self, left: str = "left", right: str = "right") -> dict[str, Any]:
-        """Return the difference as plain JSON values, the two values under these names."""
+        """Return the difference as plain JSON. `left` and `right` are the keys of the values."""
         row = {"key": self.key, left: self.left, right: self.right}
         row |= {"section": self.section, "rank": str(self.impact)}
         return {**row, "ranks": list(self.ranks)} if self.ranks else row
 
 
 class Gap(NamedTuple):
-    """A section or key that one snapshot lacks, so that it could not be compared."""
+    """A section or key that could not be compared, because one snapshot does not contain it."""
 
     side: str  # the name of that snapshot
     section: str
@@ -354,7 +354,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDiff:
-    """The differences of two snapshots, the likeliest to change results first."""
+    """The differences of two snapshots. The likeliest to change results come first."""
 
     left: str
     right: str
@@ -367,14 +367,14 @@ class SnapshotDiff:
 
     @property
     def substantial(self) -> tuple[Difference, ...]:
-        """All differences except in the command line."""
+        """All differences except in how the runs were started."""
         return self.having(*(impact for impact in Impact if impact is not Impact.STARTED))
 
     def having(self, *impacts: Impact) -> tuple[Difference, ...]:
         return tuple(it for it in self.differences if it.impact in impacts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the differences as plain JSON values, without sections that are empty."""
+        """Return the differences as plain JSON. Optional lists are omitted if they are empty."""
         answer = {"same": self.same, "differences": [it.to_json() for it in self.substantial]}
         if started := self.having(Impact.STARTED):
             answer["told"] = [difference.to_json() for difference in started]
@@ -384,10 +384,11 @@ class SnapshotDiff:
 
 
 def compare(left: Snapshot, right: Snapshot) -> SnapshotDiff:
-    """Compare the sections that both snapshots have; implied differences are omitted.
+    """Return the differences in the sections that both snapshots have.
 
-    Recorded runs are compared rank by rank, and a difference names its ranks unless all have it.
-    Raises `ProfileError` for two runs without a rank in common.
+    A difference that follows from another one is omitted. Recorded runs are compared rank by rank,
+    and a difference names its ranks if only some ranks have it. Raises `ProfileError` if two runs
+    have no rank in common.
     """
     ranks = tuple(left.ranks or right.ranks) or ("",)
     missing: list[Gap] = []
@@ -421,7 +422,7 @@ def _ordered(differences: Iterable[Difference]) -> tuple[Difference, ...]:
 
 
 def differences_of(left: str, right: str) -> SnapshotDiff:
-    """Return the differences of two profiles, manifests, locks or runs, by their names or paths.
+    """Return the differences of two profiles, manifests, locks or runs with these names or paths.
 
     Two profiles are compared by their effect on this machine, which imports torch. Raises
     `ProfileError` or `TraceError` if one of them cannot be read.
@@ -450,7 +451,7 @@ def effective(comparison: SnapshotDiff) -> SnapshotDiff:
             if impact is not Impact.CHANGES:
                 pass
             elif key in DEFAULTS:
-                impact = Impact.SHOULD_NOT  # such a key refuses runs, but computes nothing
+                impact = Impact.SHOULD_NOT  # such a key may refuse a run, but computes nothing
             elif knobs and all(knob.hardware in absent for knob in knobs):
                 impact = Impact.NOTHING_HERE
             elif not any(k.decides_results or k.variable in DECIDE_RESULTS for k in knobs):
@@ -460,7 +461,7 @@ def effective(comparison: SnapshotDiff) -> SnapshotDiff:
 
 
 def _without_profile(key: str) -> Any:
-    """Return the value in this process of a key that its profile omits; None if unknown."""
+    """Return the value of `key` in this process without a profile, or None if it is unknown."""
     if key in DEFAULTS:
         return DEFAULTS[key]
     knobs = [knob for knob in knobs_for_key(key) if knob.name == key]
@@ -476,7 +477,7 @@ def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
     differences = []
     shared = [name for name in left.sections if name in right.sections and name != ABSENT_HARDWARE]
     if "profile" in shared:
-        shared = [name for name in shared if name != "asked"]  # the digest of the profile
+        shared = [name for name in shared if name != "asked"]  # follows from the profile
     for section in shared:
         left_section, right_section = left.sections[section], right.sections[section]
         # Values are compared with their types, except for knobs: a recording stores them as texts.
@@ -507,7 +508,7 @@ def _lacks_hardware(snapshot: Snapshot, knob: str) -> bool:
     return is_unsupported and knob in snapshot.sections.get(ABSENT_HARDWARE, {})
 
 
-def _is_unknown(value: Any) -> bool:  # the text is then the reason
+def _is_unknown(value: Any) -> bool:  # such a text gives the reason
     return isinstance(value, str) and (value.startswith(UNKNOWN) or HIDDEN in value)
 
 
@@ -530,7 +531,7 @@ def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
 def _is_implied(
     difference: Difference, left: Snapshot, right: Snapshot, differing: set[tuple[str, str]]
 ) -> bool:
-    """Return whether a difference follows from another one, or from a knob of the profile."""
+    """Return whether another difference, or a knob of a profile, explains this difference."""
     section, key = difference.section, difference.key
     if section == "knobs":
         known = knobs_by_name().get(key)
@@ -562,9 +563,10 @@ def _comparison_parts(comparison: SnapshotDiff) -> tuple[Part, ...]:
 
 
 def difference_parts(rows: Sequence[Difference], left: str, right: str) -> tuple[Part, ...]:
-    """Return a table of differences, and a line on knobs whose hardware only one of them has.
+    """Return a table of differences, and a line on the knobs that only one machine could set.
 
-    The table has a column for the impact, unless all differences have the same.
+    The other machine lacks the hardware of these knobs. The table omits the column for the impact
+    if two or more differences all have the same impact.
     """
     displayed: list[Part] = []
     if listed := [row for row in rows if not row.hardware]:
@@ -581,7 +583,7 @@ def difference_parts(rows: Sequence[Difference], left: str, right: str) -> tuple
 
 
 def shared_impact(rows: Sequence[Difference]) -> Impact | None:
-    """Return the impact of two or more differences, if it is the same for all."""
+    """Return the impact that two or more differences share, or None if they share no impact."""
     return rows[0].impact if rows[1:] and len({row.impact for row in rows}) == 1 else None
 
 

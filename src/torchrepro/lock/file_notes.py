@@ -1,9 +1,9 @@
 """Log the files that each process of a run uses, and redirect imports to a checkout.
 
 Python's audit events report every file that Python opens, imported code, listed folders, and the
-arguments of other programs that it starts. They do not report files that C code opens: for these,
+arguments of other programs that it starts. They do not report files that C code opens. So
 `torch.save` and SQLite are intercepted, and open and mapped files are logged after optimizer steps.
-Every Python process below the command runs this module, even without torch, so it imports little.
+Every Python process of a command runs this module, even without torch, so it imports little.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 MOST = 100_000  # logged uses of files per process
 
-MOST_OUTSIDE = 5_000  # of these outside of the repository
+MOST_OUTSIDE = 5_000  # logged uses of files outside of the repository, per process
 
 READ, WRITTEN, LISTED, TOO_MANY = "read", "written", "listed", "too many"
-VARIABLE = "variable"  # an environment variable that the program reads; size 1 if it was set
-TYPED = "typed"  # the program came by `python -c` or by standard input
-CHANGED = "changed"  # other than its contents: refused in a checkout, but not logged
+VARIABLE = "variable"  # a read of an environment variable; `size` is 1 if the variable was set
+TYPED = "typed"  # the program came from `python -c` or from standard input
+CHANGED = "changed"  # by a rename or chmod, for example: may be refused, but is not logged
 _WRITING = os.O_WRONLY | os.O_RDWR
 SKIPPED_FOLDERS = (
     "__pycache__",
     ".git",
-)  # folders of a repository that hold no file of the program
+)  # folders of a repository that contain no file of the program
 
-_FINDERS = "__editable__"  # prefix of the finder modules of editable installs by setuptools
+_FINDERS = "__editable__"  # prefix of setuptools' finder modules for editable installs
 
 
 class Use(NamedTuple):
@@ -66,12 +66,12 @@ def noted(log: Path) -> list[Use]:
 
 
 def begin(asked: Mapping[str, str]) -> None:
-    """Log the uses of files below `root` in the file `log`; adds an audit hook.
+    """Add an audit hook that logs the uses of files below `root` in the file `log`.
 
-    With `tree`, a checkout of `root`, imports find the checkout first, which changes `sys.path`. A
-    call that would write below `root`, or through a link in the checkout to another folder, raises
-    `OSError`; files below `ours` may be written. Without `tree`, also logs the files outside of
-    `root` that the program or a data library opens, and the variables that the program reads.
+    If `tree` is not empty, it is a checkout of `root`, and `sys.path` is changed so that imports
+    find the checkout first. A write below `root`, or through a link out of the checkout, then
+    raises `OSError`, except below `ours`. If `tree` is empty, also logs the files outside of `root`
+    that the program or a data library opens, and the environment variables that the program reads.
     """
     notes = _Notes(**asked)
     if asked["tree"]:
@@ -85,7 +85,7 @@ def begin(asked: Mapping[str, str]) -> None:
 
 
 def _find_in_copy(root: str, tree: str) -> None:
-    """Replace folders below `root` in `sys.path` by folders of the checkout that exist."""
+    """Replace each folder below `root` in `sys.path` by its copy in the checkout, if it exists."""
 
     def mapped(folder: str) -> str:
         copied = tree + folder[len(root) :]
@@ -118,12 +118,12 @@ class _Notes:
     def note_open_files(self, *step: Any) -> None:
         """Log the files that are open or mapped, because C code may have opened them.
 
-        As a step hook, logs only after optimizer steps 1, 2, 4, 8, ... to save time.
+        As a hook of optimizer steps, logs only after steps 1, 2, 4, 8, ... to save time.
         """
         self._steps += bool(step)
         if step and self._steps & (self._steps - 1):
             return
-        # Listing /proc/self/fd would raise an audit event, and its order may be perturbed.
+        # A listing of /proc/self/fd would raise an audit event, and the order may be perturbed.
         paths = {os.path.realpath(f"/proc/self/fd/{number}") for number in range(3, _DESCRIPTORS)}
         with suppress(OSError):  # an exception would end the program
             with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123 - above
@@ -160,7 +160,7 @@ class _Notes:
         environ_type.keys, environ_type.__getitem__ = noted_names, noted_read
 
     def on_event(self, event: str, args: tuple[Any, ...]) -> None:
-        """Log an audit event; with a checkout, refuse a write outside of it."""
+        """Log an audit event. With a checkout, raise `OSError` for a write outside of it."""
         uses_of, refused = _EVENTS.get(event), ""
         if uses_of is None:
             return
@@ -185,7 +185,7 @@ class _Notes:
             raise OSError(errno.EROFS, reason, refused)
 
     def guard_save(self, module: str) -> None:
-        """Report `torch.save`, which opens files in C, as an `open` event."""
+        """Wrap `torch.save`, which opens files in C, so that calls count as `open` events."""
         torch: Any = sys.modules[module]
         save = torch.save
 
@@ -197,7 +197,7 @@ class _Notes:
         torch.save = guarded
 
     def _leads_out(self, path: str, real: str) -> bool:
-        """Return whether a path is below `root`, or behind a link in the checkout."""
+        """Return whether `path` leads to a file below `root`, or by a link out of the checkout."""
         is_original = real.startswith(self._inside) and not real.startswith(self._ours)
         return not real.startswith(self._in_tree) and (
             is_original or path.startswith(self._in_tree)
@@ -252,14 +252,14 @@ class _Notes:
 
 
 def is_of_cache(path: str) -> bool:
-    """Return whether a path is below a folder that contains no files of the program."""
+    """Return whether a path is below one of `SKIPPED_FOLDERS`."""
     return any(
         f"{os.sep}{folder}{os.sep}" in f"{os.sep}{path}{os.sep}" for folder in SKIPPED_FOLDERS
     )
 
 
 def _up_to_link(path: str, base: str) -> str:
-    """Return a path below `base` up to its first component that is a link."""
+    """Return the part of `path` that ends at the first link below `base`, or all of `path`."""
     at = len(base)
     while (at := path.find(os.sep, at + 1)) > 0:
         if os.path.islink(path[:at]):  # noqa: PTH114 - a text
@@ -305,7 +305,7 @@ def _opened(path: Any, mode: Any, flags: int) -> Iterator[tuple[str, Any]]:
 
 
 def _in_words(words: Any, folder: Any) -> Iterator[tuple[str, str]]:
-    """Yield the files in the command line of another program."""
+    """Yield a read of each file that the command line of another program names."""
     for word in [words] if isinstance(words, str | bytes | os.PathLike) else words:
         for text in os.fsdecode(word).split():  # a word may be a line for a shell
             path = os.path.join(os.fsdecode(folder or ""), text.rpartition("=")[2])  # noqa: PTH118
@@ -314,9 +314,10 @@ def _in_words(words: Any, folder: Any) -> Iterator[tuple[str, str]]:
 
 
 def _within(path: Any, folder: int = -1) -> str:
-    """Return a path as absolute, relative to the descriptor `folder` or the working directory.
+    """Return `path` as an absolute path.
 
-    Raises `TypeError` if it is not a path.
+    A relative path starts at the folder with the descriptor `folder`, or at the working directory
+    if `folder` is negative. Raises `TypeError` if `path` is not a path.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         raise TypeError
@@ -348,7 +349,7 @@ _EVENTS: Mapping[str, Any] = {
         [] if os.path.exists(_within(path, folder)) else [(CHANGED, path, folder)]  # noqa: PTH110
     ),
     "os.link": lambda old, new, of_old, of_new: [
-        (CHANGED, old, of_old),  # a later write to the new name changes it
+        (CHANGED, old, of_old),  # a later write to the new name also changes the old file
         (CHANGED, new, of_new),
     ],
     "os.symlink": lambda target, new, folder: [(CHANGED, new, folder)],

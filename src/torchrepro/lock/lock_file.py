@@ -64,7 +64,7 @@ def is_relative_path(profile: str) -> bool:
 
 
 def plan_of_a_run(resolved: ResolvedProfile) -> Plan:
-    """Return the plan for `torchrepro run` of a profile on this machine; imports torch."""
+    """Return the plan for `torchrepro run` of a profile on this machine. Imports torch."""
     import_torch()
     return make_plan(resolved, closed={})
 
@@ -72,9 +72,9 @@ def plan_of_a_run(resolved: ResolvedProfile) -> Plan:
 def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     """Write a lock of `profile` on this machine into `path`, and return the planned report.
 
-    Imports torch and applies nothing. Raises `ProfileError` for an invalid profile, an override
-    that contains a secret, and a file that cannot be written or is not a lock. Raises `ApplyError`
-    if a strict profile could not be applied on this machine.
+    Imports torch, but does not apply the profile. Raises `ProfileError` if the profile is invalid,
+    if an override contains a secret, and if `path` cannot be written or is not a lock. Raises
+    `ApplyError` if a strict profile could not be applied on this machine.
     """
     refuse_other_file(path)
     contents, report = contents_of_lock(path, profile, overrides)
@@ -97,7 +97,7 @@ def refuse_other_file(path: Path) -> None:
 def contents_of_lock(
     path: Path, profile: str, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Report]:
-    """Return the contents of a lock at `path`, and the planned report; raises as `write_lock`."""
+    """Return the contents of a lock at `path`, and the planned report. Raises like `write_lock`."""
     resolved = resolve(profile, overrides)
     secrets = known_secrets(resolved)
     for text in overrides:
@@ -145,7 +145,7 @@ class CheckResult:
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """Enforced keys that could not be compared."""
+        """The keys that could not be compared. Keys of the source code are omitted."""
         return tuple(gap for gap in self.comparison.gaps if gap.section != "source")
 
     def to_json(self) -> dict[str, Any]:
@@ -162,7 +162,10 @@ class CheckResult:
 
 
 def named_in(path: Path, contents: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the profile of a lock, with a path from the working directory, and its overrides."""
+    """Return the profile and the overrides that a lock names.
+
+    If the profile is a path, it is returned relative to the working directory.
+    """
     named: dict[str, Any] = contents["named"] if isinstance(contents.get("named"), dict) else {}
     name: Any = named.get("profile")
     overrides: Any = named.get("overrides")
@@ -177,9 +180,9 @@ def check(
 ) -> CheckResult:
     """Return the differences between the lock in the file `path` and this machine.
 
-    Resolves the profile again by its name, to notice changed packs: by the name in the lock, or by
-    `profile` if given. Imports torch. Raises `ProfileError` for a file that is not a lock or is
-    damaged, and for an invalid `profile`.
+    Resolves `profile`, or the locked profile if `profile` is empty, because packs may have changed
+    since. Imports torch. Raises `ProfileError` if the file is damaged or is not a lock, and if
+    `profile` is invalid.
     """
     kind, contents = read_complete(path)
     if kind != "lock":

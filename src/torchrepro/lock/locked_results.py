@@ -1,8 +1,8 @@
-"""The results of a run as a lock stores them, and the first step that differs between two.
+"""Reads the results of runs as locks store them, and finds the first difference between two.
 
-Results (`Numbers`) are the exact losses of each step, a digest of the parameters after it, and a
-digest of the final state. A lock has one line per step, so changed results read as a diff. The
-results of single tests, which the fixture `repro_numbers` checks, are in a file next to the tests.
+Results (`Numbers`) are the exact losses of each step, a digest of the parameters after each step,
+and a digest of the final state. A lock stores one line per step, so a git diff of a lock shows
+which steps changed. The fixture `repro_numbers` stores results of single tests in other files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIGITS = 16  # hexadecimal digits of a digest
 FOLDER = "repro_numbers"
 """Name of the folder, next to a test module, with the results of its tests."""
 
-FORMAT = 1  # of the files in this folder
+FORMAT = 1  # the version of the file format in this folder
 
 
 class StepResults(NamedTuple):
@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any, path: str) -> Numbers:
-        """Return the results in the lock `path`; raises `ProfileError` if they are damaged."""
+        """Return the results in the lock `path`. Raises `ProfileError` if they are damaged."""
         steps = {}
         try:
             for line in value["steps"]:
@@ -80,7 +80,7 @@ def _exact(value: float) -> str:
 
 
 def _digest_of_all(digests: Iterable[bytes]) -> str:
-    """Return a digest of digests in their order; empty if all of them are empty."""
+    """Return one digest of all `digests` in this order, or an empty string if all are empty."""
     joined = b"".join(digests)
     return xxhash.xxh3_128_hexdigest(joined)[:_DIGITS] if joined else ""
 
@@ -126,7 +126,7 @@ def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
 
 
 class ResultsDifference(NamedTuple):
-    """The first difference between the results of a run and of a lock."""
+    """The first difference between the results in a lock and the results of a run."""
 
     step: int
     what: str  # ``loss``, ``parameters``, ``steps`` or ``end``
@@ -145,7 +145,7 @@ class ResultsDifference(NamedTuple):
         return f"results differ from step {self.step}: {difference}"
 
     def _distinct_losses(self) -> tuple[str, str]:
-        """Return both losses, with as many digits as it takes to see the difference."""
+        """Return both losses as text, with enough digits to show the difference."""
         losses = [_number(text) for text in (self.locked, self.here)]
         for digits in range(5, 18):
             left, right = (f"{it:.{digits}g}" if isinstance(it, float) else it for it in losses)
@@ -167,7 +167,7 @@ def _number(text: str) -> float | str:
 
 
 def first_difference(locked: Numbers, here: Numbers) -> ResultsDifference | None:
-    """Return the first difference between the results of two runs; None if they are equal.
+    """Return the first difference between the results of two runs, or None if they are equal.
 
     If one run has more steps, the common steps are compared first.
     """
@@ -191,9 +191,9 @@ def first_difference(locked: Numbers, here: Numbers) -> ResultsDifference | None
 
 
 def numbers_of_training(losses: Any, model: Any = None) -> Numbers:
-    """Return losses, and the state of a model, as the results of a lock.
+    """Return losses, and a digest of a model's state, as the results that a lock stores.
 
-    `losses` is a number or a tensor with one element, or a list of them. Raises `ProfileError` for
+    `losses` is a number, a tensor with one element, or a list of them. Raises `ProfileError` for
     other losses.
     """
     import_torch()
@@ -218,11 +218,11 @@ def numbers_of_training(losses: Any, model: Any = None) -> Numbers:
 def check_test_results(
     path: Path, name: str, profile: str | None, numbers: Numbers, reason: str
 ) -> str:
-    """Compare the results of the test `name` with the file `path`; return the error message.
+    """Compare the results of the test `name` with the file `path`, and return the error message.
 
-    The message is empty if they are equal. `profile` is the name of the active profile. With a
-    `reason`, and for a test without stored results, the results are written instead; a test
-    without stored results fails if the variable `CI` is set.
+    The message is empty if the results are equal. `profile` is the name of the active profile.
+    With a `reason`, the results are stored and not compared. If the test has no stored results,
+    they are stored too. If the variable `CI` is set, such a test gets an error message instead.
     """
     machine = platform_name()
     settings = {"torch": installed_version("torch"), "profile": profile}
@@ -256,7 +256,7 @@ def check_test_results(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the file under a file lock, because test processes run in parallel."""
+    """Yield the contents of a file under a file lock, because test processes run in parallel."""
     contents: dict[str, Any] = {"tests": FORMAT, MACHINES: {}}
     if not path.exists() and os.environ.get("CI"):
         yield contents

@@ -1,11 +1,11 @@
-"""The git repository of a program: list its files, find the commit of a lock, and check it out.
+"""Lists the files of a program's git repository, and finds and checks out the commit of a lock.
 
-A checkout is not a `git worktree`, which would be registered in the user's repository and run its
-hooks.
+A checkout is not a `git worktree`: git would register a worktree in the user's repository, and
+would run the hooks of that repository.
 
-A lock is written before the commit that contains it, and squashing, rebasing and merging change
-the name of that commit. So the commit of a lock is found by content: every file of the repository
-that the locked run read must have the blob that the lock names.
+A lock is written before the commit that contains the lock, and squashing, rebasing and merging
+change the hash of that commit. So the commit of a lock is found by content: every file of the
+repository that the locked run read must have the blob that the lock names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchrepro.lock.file_notes import (
 )
 from torchrepro.manifest.environment import git
 
-FAILED = (OSError, SubprocessError)  # exceptions of `git`
+FAILED = (OSError, SubprocessError)  # the exceptions that the function `git` raises
 
 _SUBMODULE = "160000"  # file mode in the index
 _COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
@@ -40,7 +40,7 @@ _BLOCK = 64  # commits in one call of git
 
 
 class CopyError(Exception):
-    """A checkout or a copy of files cannot be made, or is not as requested; the text says why."""
+    """Files cannot be checked out or copied, or do not match the request. The text says why."""
 
 
 def _output(folder: Path, *words: str) -> str:
@@ -48,7 +48,7 @@ def _output(folder: Path, *words: str) -> str:
 
 
 def names_by_git(folder: Path, *words: str, given: bytes = b"") -> list[str]:
-    """Return the NUL-terminated names that git prints; raises `FAILED`."""
+    """Return the NUL-terminated names that a git command prints. Raises `FAILED`."""
     listed = git(folder, *words, timeout=None, given=given)
     return [os.fsdecode(name) for name in listed.split(b"\0") if name]
 
@@ -69,9 +69,9 @@ def is_of_environment(path: Path, root: Path) -> bool:
 
 
 def _submodules(root: Path, commit: str = "") -> dict[str, str]:
-    """Return the folders of the submodules, checked out or not, each with its commit.
+    """Return the commit of each submodule by folder, also of submodules that are not checked out.
 
-    Reads the index, or `commit` if given. Raises `FAILED`.
+    Reads the tree of `commit`, or the index if `commit` is empty. Raises `FAILED`.
     """
     words = ("ls-tree", "-r", "-z", commit) if commit else ("ls-files", "-s", "-z")
     lines = (line.partition("\t") for line in names_by_git(root, *words))
@@ -92,10 +92,10 @@ def repositories(root: Path) -> Iterator[Path]:
 
 
 def entries(folder: Path, root: Path) -> tuple[list[Path], list[str]]:
-    """Return the folders in `folder`, and the names of its files.
+    """Return the paths of the folders in `folder`, and the names of the files in `folder`.
 
-    Caches and virtual environments are omitted. Links to folders count as files. `root` is the
-    outermost folder.
+    Caches and virtual environments are omitted. A link to a folder counts as a file. `root` is the
+    folder where the search started.
     """
     folders, names = [], []
     with suppress(OSError), os.scandir(folder) as directory:
@@ -121,8 +121,8 @@ def walked(root: Path) -> Iterator[Path]:
 def files_now(root: Path) -> list[str]:
     """Return the relative paths of all files below `root` that git does not ignore.
 
-    Includes the files of submodules. Outside of a repository, only virtual environments are
-    omitted.
+    Includes the files of submodules. If `root` is not in a repository, returns all files except in
+    caches and virtual environments.
     """
     try:
         submodules = [name for name in _submodules(root) if _is_checked_out(root / name)]
@@ -161,7 +161,7 @@ def write_commit(root: Path, commit: str, tree: Path) -> None:
 
 
 def _make_repository(root: Path, commit: str, tree: Path) -> None:
-    """Make a repository without its own objects, which uses the objects of the one at `root`."""
+    """Make a repository in `tree` that uses the objects of the repository at `root`."""
     folder = tree / ".git"
     for name in ("refs", "objects/info"):
         (folder / name).mkdir(parents=True)
@@ -174,9 +174,9 @@ def _make_repository(root: Path, commit: str, tree: Path) -> None:
 
 
 def write_files(root: Path, names: Iterable[str], tree: Path) -> None:
-    """Write the current files of `root` into the folder `tree`.
+    """Copy the files `names` from the folder `root` into the folder `tree`.
 
-    If `root` is a repository, `tree` becomes one with the same HEAD. Raises `CopyError`.
+    If `root` is a repository, `tree` becomes a repository with the same HEAD. Raises `CopyError`.
     """
     head = ""
     with suppress(*FAILED):  # not a repository, or without a commit
@@ -197,7 +197,7 @@ def write_files(root: Path, names: Iterable[str], tree: Path) -> None:
 
 
 def file_state(path: Path, *, follow: bool = False) -> tuple[int, int]:
-    """Return the modification time in nanoseconds and the size; zeros if there is no file."""
+    """Return the modification time in nanoseconds, and the size. A missing file has 0 and 0."""
     try:
         status = path.stat(follow_symlinks=follow)
     except OSError:
@@ -214,10 +214,10 @@ class FilesRead(NamedTuple):
 
 
 def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) -> FilesRead:
-    """Return the files that a run read, from its `log` and the paths in `named`.
+    """Return the files that a run read: the files in its `log`, and the existing files in `named`.
 
-    Files that the run wrote itself are omitted. Raises `CopyError` if git fails, and if a file of
-    the program was changed during the run.
+    Files that the run wrote itself are omitted. Raises `CopyError` if git fails, if the log is not
+    complete, if the program is not a file, and if a program file changed during the run.
     """
     uses = noted(log)
     if any(use.kind == TOO_MANY for use in uses):
@@ -268,7 +268,7 @@ def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) 
 
 
 def _by_repository(root: Path, names: Iterable[str]) -> dict[Path, list[str]]:
-    """Group names by the repository that contains them: `root`, or one of its submodules."""
+    """Group `names` by the repository that contains each file: `root` or one of the submodules."""
     grouped: dict[Path, list[str]] = {repository: [] for repository in repositories(root)}
     for name in names:
         # The innermost repository comes first. The folder of a submodule belongs to its parent.
@@ -290,7 +290,7 @@ def _ignored(root: Path, repository: Path, names: Iterable[str]) -> set[str]:
 
 
 def _without(root: Path, name: str, written: set[str]) -> Iterator[str]:
-    """Yield `name`, or, if files in this folder were written, the other paths in it."""
+    """Yield `name`. If files in this folder were written, yield the other paths in it instead."""
     inside = {path for path in written if path.startswith(f"{name}/")}
     if not inside:
         yield name
@@ -302,7 +302,7 @@ def _without(root: Path, name: str, written: set[str]) -> Iterator[str]:
 
 
 def blobs_of(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the blob that git would store for each file; files that do not exist are skipped.
+    """Return the hash of the blob that git would store for each file. Missing files are skipped.
 
     Raises `CopyError` if git fails.
     """
@@ -329,7 +329,7 @@ def blobs_of(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[str]:
-    """Return the commit that added a seal to a lock file, and the HEAD that the lock names."""
+    """Return the commit that added `seal` to the file `lock`, then `written_at` if it is a hash."""
     commits: list[str] = []
     with suppress(*FAILED, ValueError):  # a lock outside of the repository
         name = lock.resolve().relative_to(root)
@@ -340,10 +340,10 @@ def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[
 
 
 def commit_with(root: Path, files: Mapping[str, str], likely: Sequence[str] = ()) -> str:
-    """Return the newest commit whose `files` have these blobs.
+    """Return a commit that contains all `files`, a mapping from paths to blobs.
 
-    Searches the commits in `likely`, then the history of HEAD, then all branches. Raises
-    `CopyError` with the reason and a hint if no commit matches.
+    Searches the commits in `likely`, then the history of HEAD from the newest commit on, then all
+    branches. Raises `CopyError` with the reason and a hint if no commit matches.
     """
     with suppress(*FAILED):
         for commit in _having(root, likely, files):
@@ -374,7 +374,7 @@ def commit_with(root: Path, files: Mapping[str, str], likely: Sequence[str] = ()
 def _by_submodule(
     root: Path, wanted: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Split wanted files into the files of the repository itself, and of each submodule."""
+    """Split `wanted` into the files of the repository itself, and the files of each submodule."""
     outside: dict[str, str] = {}
     inside: dict[str, dict[str, str]] = {}
     submodules = [*_submodules(root)]
@@ -388,10 +388,10 @@ def _by_submodule(
 
 
 def _having(root: Path, commits: Sequence[str], wanted: Mapping[str, str]) -> Iterator[str]:
-    """Yield the commits whose files have the wanted blobs."""
+    """Yield each of `commits` that contains all wanted files with the wanted blobs."""
     outside, inside = _by_submodule(root, wanted)
     batch = {name: blob for name, blob in outside.items() if "\n" not in name}
-    single = outside.items() - batch.items()  # git reads one name per line
+    single = outside.items() - batch.items()  # names of two lines: git reads one name per line
     for start in range(0, len(commits), _BLOCK):
         block = commits[start : start + _BLOCK]
         objects = "".join(f"{commit}:{name}\n" for commit in block for name in batch)
