@@ -177,7 +177,7 @@ def _replaced(
 
 
 def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]]:
-    """Yield ops that contain dropout, with (position, name, neutral value) of their arguments."""
+    """Yield ops that contain dropout, and (position, name, value) of arguments to turn it off."""
     names = (name for name in op_names() if name.startswith(_NAMESPACES))
     for op in ops_named(*names):
         of_ascend = op.name().startswith("npu::") and "dropout" in op.name()
@@ -256,7 +256,7 @@ class WrittenMask:
     value: str = "0.0"  # a Python expression
 
     def draws_in(self, module: str, function: str, read: Iterable[str]) -> bool:
-        """Return whether this row means `function` of `module`, which reads the names `read`."""
+        """Return whether this row covers `function` of `module`, which reads the names `read`."""
         is_known = fnmatchcase(module, self.modules) and fnmatchcase(function, self.functions)
         return is_known and any(fnmatchcase(name, self.name) for name in read)
 

@@ -244,7 +244,7 @@ def has_kernel(op: Any, key: str) -> bool:
     check. Without this API, a policy that needs the check fails, and its report says so.
     """
     if key == _KEY and op.name() in _names:
-        return False  # ours, as an op with its own kernel here is never interposed
+        return False  # our kernel: an op with its own one here is never interposed
     c = import_module("torch")._C  # noqa: SLF001 - see above
     return bool(c._dispatch_has_kernel_for_dispatch_key(op.name(), key))  # noqa: SLF001
 
@@ -260,7 +260,7 @@ def op_names() -> list[str]:
 
 
 def ops_named(*names: str) -> Iterator[Any]:
-    """Yield the overload of each name, if torch has it. ``aten::mul`` is a default overload."""
+    """Yield the named overloads that torch has. A name such as ``aten::relu`` means the default."""
     for full_name in names:
         namespace, _, rest = full_name.partition("::")
         name, _, overload = rest.partition(".")

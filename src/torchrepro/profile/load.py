@@ -121,8 +121,8 @@ def validate(composition: Composition) -> Profile:
 def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") -> Composition:
     """Compose a profile from a dict or a DictConfig. Interpolations in a DictConfig are resolved.
 
-    Raises `ProfileError` for a call of a resolver such as ``${oc.env:HOME}``, because the values
-    must not depend on the machine, and a report must not contain secrets of the machine.
+    Raises `ProfileError` for a call of a resolver such as ``${oc.env:HOME}``. The values must not
+    depend on the machine, and a report must not contain secrets of the machine.
     """
     where = where or ("the DictConfig" if _is_dictconfig(source) else "the dict")
     values = _plain_config(source, where) if _is_dictconfig(source) else plain(source)

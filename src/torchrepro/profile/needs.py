@@ -21,7 +21,7 @@ WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seede
 
 
 class Need(NamedTuple):
-    """The value of one knob that guarantees need, and the values that contradict them."""
+    """One knob's value that is necessary for guarantees, and the values that contradict them."""
 
     guarantees: tuple[str, ...]
     knob: str

@@ -56,7 +56,8 @@ class ProfileFolder(NamedTuple):
     def file(self, name: str) -> Path | None:
         """Return the file of the profile `name`, or None if this folder does not have it.
 
-        Raises `ProfileError` for two files of this name, or for a link to a file outside.
+        Raises `ProfileError` for two files of this name, or for a link to a file outside the
+        folder.
         """
         if not name.startswith(self.prefix):
             return None
