@@ -260,7 +260,7 @@ def op_names() -> list[str]:
 
 
 def ops_named(*names: str) -> Iterator[Any]:
-    """Yield the named overloads that torch has. A name such as ``aten::relu`` means the default."""
+    """Yield the named overloads that torch has. ``aten::relu`` means the default overload."""
     for full_name in names:
         namespace, _, rest = full_name.partition("::")
         name, _, overload = rest.partition(".")
