@@ -1,1 +1,1 @@
-"""The record of a run: everything that its results depend on, without secrets."""
+"""The manifest of a run: a record of all that its results depend on, without secrets."""

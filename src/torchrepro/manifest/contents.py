@@ -1,6 +1,6 @@
-"""The contents of manifests and locks: the environment of a run, and how it was started.
+"""The contents of manifests and locks: the environment of a run, and how the run was started.
 
-Writes manifests, also automatically for a process; finds them; reads manifests and locks.
+Writes, finds and reads manifests, and reads locks. `ProcessManifest` writes one automatically.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-KINDS = ("lock", "manifest")  # kinds of files; the key of this name holds the file's format
+KINDS = ("lock", "manifest")  # kinds of files; the key of this name contains the format
 FILE = "repro.json"  # the file name of every manifest
 LARGEST = 16 * 2**20  # bytes; a larger file is refused
 
@@ -66,13 +66,13 @@ PARTS_OF_A_LOCK = (
 def manifest(
     resolved: ResolvedProfile, report: Report, hydra: DictConfig | None = None
 ) -> dict[str, Any]:
-    """Return the manifest of a run under `resolved` as plain JSON values, without any secret.
+    """Return the manifest of a run under `resolved` as plain JSON values, without secrets.
 
-    `hydra` is Hydra's section of the job's config, by default of the running job; a caller at the
-    end of a job has to pass it, since Hydra clears it then.
+    `hydra` is Hydra's own config of the job, by default of the running job. A caller at the end of
+    a job has to pass it, because Hydra clears the config at the end.
 
-    The manifest includes the use of random numbers so far: the streams that the run drew from, and
-    the lines on which it seeded a generator itself.
+    The manifest also lists the streams of random numbers that the run drew from so far, and the
+    lines of the program that seeded a generator.
     """
     secrets = known_secrets(resolved)
     hydra = hydra_job() if hydra is None else hydra
@@ -80,7 +80,7 @@ def manifest(
     return common_contents(
         resolved,
         report,
-        other_variables=other_variables(at_start),  # libraries may have set more since then
+        other_variables=other_variables(at_start),  # libraries may have set more since the start
         streams=list(streams.drawn_streams()),
         seeding_calls=[asdict(call) for call in seeding_calls()],
         command_line=shareable(sys.orig_argv, secrets),
@@ -89,9 +89,9 @@ def manifest(
 
 
 def common_contents(resolved: ResolvedProfile, report: Report, **sections: Any) -> dict[str, Any]:
-    """Return the common contents of a manifest and a lock, and `sections`, without any secret.
+    """Return the contents that manifests and locks share, plus `sections`, without secrets.
 
-    Imports no library and never fails because of the machine.
+    Imports no library, and does not raise if a fact of the machine cannot be read.
     """
     compiler = compiler_settings()
     contents = {
@@ -113,19 +113,19 @@ def common_contents(resolved: ResolvedProfile, report: Report, **sections: Any) 
 
 
 def seal_of(contents: Mapping[str, Any]) -> str:
-    """Return a digest of a lock without its `seal`; it shows whether the lock was edited."""
+    """Return the digest of a lock without `seal`. The digest shows whether the lock was edited."""
     sealed = {key: value for key, value in contents.items() if key != "seal"}
     return f"sha256:{hashlib.sha256(as_text(sealed).encode()).hexdigest()}"
 
 
 def known_secrets(*profiles: ResolvedProfile) -> tuple[str, ...]:
-    """Return the secret values among the variables of this process and of the profiles."""
+    """Return the secret values of the environment variables of this process and the profiles."""
     environments = [os.environ, *(resolved.environment() for resolved in profiles)]
     return tuple({value for variables in environments for value in secret_values(variables)})
 
 
 def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
-    """Write a manifest into `folder`, which is created if missing, and return its path."""
+    """Write a manifest into `folder`, and return the file's path. Creates a missing folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     write_atomically(path, as_text(contents).encode())
@@ -133,7 +133,7 @@ def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
 
 
 def as_text(contents: Mapping[str, Any]) -> str:
-    """Return a manifest or a lock as the text of its file; equal contents give equal texts."""
+    """Return the text of a file for a manifest or a lock. Equal contents give equal texts."""
     return json.dumps(contents, indent=2, sort_keys=True) + "\n"
 
 
@@ -144,13 +144,13 @@ _NAME_ONE = (
 
 
 class DamagedError(ProfileError):
-    """A file that is neither a manifest nor a lock, or is damaged."""
+    """The file is damaged, or is not a manifest or a lock."""
 
 
 def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the kind of the file, ``lock`` or ``manifest``, and its contents.
+    """Return the kind of the file, ``lock`` or ``manifest``, and the contents.
 
-    Raises `ProfileError` if the file is neither, or has another format.
+    Raises `ProfileError` for any other file, or if the file has another format version.
     """
     file = str(path)
     try:
@@ -192,12 +192,12 @@ class OtherMachineError(ProfileError):
 
 
 def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the kind and the contents of a manifest or a complete lock, with its `true_seal`.
+    """Return the kind and the contents of a manifest or a complete lock, plus a `true_seal`.
 
-    The `true_seal` is the seal that its contents should have. If the lock has sections, returns the
-    section of this platform together with the common contents. Raises `OtherMachineError` if there
-    is no such section, and `ProfileError` for a lock without one of `PARTS_OF_A_LOCK`, which would
-    check less than the written lock did.
+    The `true_seal` is the seal that the contents should have. If a lock has sections for
+    platforms, the contents are the common contents and the section of this platform. Raises
+    `OtherMachineError` if this platform has no section. Raises `ProfileError` if the lock lacks
+    one of `PARTS_OF_A_LOCK`, because a check against it would compare less than was locked.
     """
     written_as, contents = read_contents(path)
     if MACHINES in contents:
@@ -239,7 +239,7 @@ def _missing_parts(contents: Mapping[str, Any]) -> list[str]:
 
 
 def hydra_job() -> DictConfig | None:
-    """Return Hydra's section of the config of the job that runs in this process, or None."""
+    """Return Hydra's own config of the job that runs in this process, or None."""
     module: Any = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return None
@@ -248,7 +248,7 @@ def hydra_job() -> DictConfig | None:
 
 
 def hydra_folder(config: DictConfig) -> Path:
-    """Return the folder where Hydra stores the config of a job; `config` is Hydra's section of it.
+    """Return the folder where Hydra stores the job's config. `config` is Hydra's section of it.
 
     If Hydra stores none, the folder is ``.hydra``. See https://hydra.cc/docs/configure_hydra/intro
     (hydra.runtime.output_dir, output_subdir).
@@ -259,7 +259,7 @@ def hydra_folder(config: DictConfig) -> Path:
 def refuse_used_folder(folder: Path) -> None:
     """Raise `ProfileError` if `folder` is a file, or contains the manifest of another run.
 
-    Only rank 0 checks, which writes the manifest: other ranks may start after it has written.
+    Only rank 0 checks, because rank 0 writes the manifest, and other ranks may start later.
     """
     message = ""
     if streams.world().rank == 0:
@@ -274,10 +274,10 @@ def refuse_used_folder(folder: Path) -> None:
 
 
 class ProcessManifest:
-    """Writes a manifest when torch is imported, and the complete one at the end of the process.
+    """Writes a manifest when torch is imported, and the complete manifest when the process ends.
 
-    Only one process of a run writes it: the first one that imports torch, or rank 0 if a launcher
-    set ranks, since the launcher may import torch first.
+    Only one process of a run writes the manifest: the first process that imports torch. If a
+    launcher set ranks, rank 0 writes it, because the launcher itself may import torch first.
     """
 
     def __init__(self, folder: str, read: Callable[[], tuple[ResolvedProfile, Report]]) -> None:
@@ -287,7 +287,7 @@ class ProcessManifest:
         self._written = ""
 
     def write(self) -> None:
-        """Write the manifest unless another process has; if it fails, a line on stderr says so."""
+        """Write the manifest if no other process has written it. Reports a failure on stderr."""
         if os.getpid() != self._process or streams.world().rank:
             return
         with suppress(OSError):
@@ -305,9 +305,9 @@ class ProcessManifest:
 
 
 def manifest_in(name: str, folder: Path) -> Path | None:
-    """Return the manifest in the folder of a run, or None.
+    """Return the path of the manifest in a run's `folder`, or None.
 
-    Raises `ProfileError` for a folder with several manifests, such as a sweep's folder.
+    Raises `ProfileError` if the folder has several manifests, such as the folder of a sweep.
     """
     candidates = (folder / FILE, *folder.glob(f"*/{FILE}"))
     manifests = sorted(path for path in candidates if path.is_file())
@@ -332,19 +332,19 @@ RUN, HYDRA, CODE = get_args(Way)
 
 @dataclass(frozen=True, slots=True)
 class HydraJob:
-    """The request to Hydra; the job may be one of a sweep."""
+    """The overrides, the profile and the folder of a Hydra job, which may belong to a sweep."""
 
     task: tuple[str, ...]  # the overrides of this job; an override of a sweep has this job's value
     own: tuple[str, ...]  # the overrides of Hydra's own config
     sweep: bool
-    number: int | None  # of the job in its sweep
+    number: int | None  # the number of the job in the sweep
     subdir: str  # the folder of the manifest, within the run's output folder
     choice: str  # the name of the profile that the app's config chose, or empty
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """How a run was started."""
+    """The command, the folder and the request that started a run."""
 
     by: Way
     folder: str  # the working directory
@@ -360,12 +360,12 @@ _sweep: list[tuple[tuple[str, ...], str]] = []  # at most one: the command and f
 
 
 def note_sweep(command: Sequence[str], folder: str) -> None:
-    """Note that a Hydra launcher runs jobs in this process, of a sweep that `command` started."""
+    """Store the command and the folder of a sweep whose jobs a launcher runs in this process."""
     _sweep[:] = [(tuple(command), folder)]
 
 
 def command_and_folder() -> tuple[tuple[str, ...], str]:
-    """Return command line and folder of the sweep whose jobs run in this process, or its own."""
+    """Return command line and folder of the sweep in this process, or else of this process."""
     return _sweep[0] if _sweep else (tuple(sys.orig_argv), FOLDER)
 
 
@@ -387,9 +387,9 @@ def _started_here(
 
 
 def _command_line() -> tuple[Sequence[str], str, str]:
-    """Return the command, its folder, and the launcher if the launcher's command is unknown.
+    """Return the command and the folder of the run, and the launcher if its command is unknown.
 
-    The command line of a launched process starts only that process, so it is not the command.
+    The launcher's command counts, since the command line of a process starts only this process.
     """
     if _sweep:
         return (*_sweep[0], "")
@@ -426,7 +426,7 @@ def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
 
 
 def started_in(path: Path, contents: Mapping[str, Any]) -> Started:
-    """Return how the run of the manifest `path` was started.
+    """Return how a run was started, as recorded in the `contents` of the manifest `path`.
 
     Raises `ProfileError` for a damaged manifest.
     """

@@ -1,4 +1,4 @@
-"""The destinations for the profile of a run: one class per tool, which uses the tool's API."""
+"""Write the profile of a run to MLflow, W&B, TensorBoard or a folder, with one class for each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NAMESPACE = "torchrepro"
 
 
 def _profile(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resolved profile in sections, with its digest and the satisfied guarantee."""
+    """Return the values of the profile, with the digest, the name and the satisfied guarantee."""
     report = manifest["report"]
     outcome = {"name": report["profile"], "guarantee": report["guarantee"]["held"]}
     return {"digest": manifest["digest"], **manifest["profile"], **outcome}
 
 
 def _flat(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `_profile` under dotted keys with our prefix, as strings, numbers and booleans."""
+    """Return `_profile` under keys such as ``torchrepro.seed``. Lists and mappings become JSON."""
     return {
         f"{NAMESPACE}.{key}": value
         if isinstance(value, str | int | float)
@@ -37,17 +37,17 @@ def _flat(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Destination:
-    """A tool or a folder to which a manifest is written; a manifest has no secrets."""
+    """A tool or a folder to which a manifest can be written."""
 
     name: str
     takes: str  # the accepted targets, in words
     place: str = "the place"  # a target, in words
-    started_by: str = ""  # the call that makes a target active; empty if the tool cannot tell it
-    modules: tuple[str, ...] = ()  # of the tool; such a module as the target means the active one
+    started_by: str = ""  # the call that makes a target active; empty if the tool cannot report it
+    modules: tuple[str, ...] = ()  # of the tool; as a target, a module means the active run
     place_class: str = ""  # the class of targets, as a name in one of `modules`
 
     def module_of(self, target: Any) -> Any:
-        """Return the loaded module of the tool whose class `target` is an instance of, or None."""
+        """Return the loaded module of the tool that defines the class of `target`, or None."""
         for module in self._loaded():
             target_class = module
             for name in self.place_class.split("."):
@@ -61,23 +61,23 @@ class Destination:
         return self.module_of(target) is not None
 
     def is_tool(self, target: Any) -> bool:
-        """Return whether `target` is the tool's module, or its name."""
+        """Return whether `target` is a module of the tool, or the name of the tool."""
         return bool(target == self.name) or any(target is module for module in self._loaded())
 
     def _loaded(self) -> list[Any]:
         return [module for module in map(sys.modules.get, self.modules) if module is not None]
 
     def active(self) -> Any:
-        """Return the active target of the tool, or None; imports nothing."""
+        """Return the active target of the tool, or None. Does not import the tool."""
         return None
 
     def write(self, target: Any, manifest: Mapping[str, Any]) -> str:
-        """Write `manifest` in place of an earlier one, and return in words what was written."""
+        """Write `manifest` over an earlier one, and return a text that names the written items."""
         raise NotImplementedError
 
 
 class Mlflow(Destination):
-    """Tags and an artifact of a run. MLflow's parameters could not be changed later.
+    """Writes tags and an artifact of an MLflow run. Tags can be changed later, parameters cannot.
 
     See https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html.
     """
@@ -114,7 +114,7 @@ class Mlflow(Destination):
 
 
 class Wandb(Destination):
-    """Config and a file of the run. Each call with an artifact would create a new version of it.
+    """Writes config and a file of a W&B run. An artifact would get a new version at every call.
 
     See https://docs.wandb.ai/ref/python/sdk/classes/run.
     """
@@ -139,11 +139,12 @@ class Wandb(Destination):
 
 
 class TensorBoard(Destination):
-    """Hyper-parameters and a text. Neither of its libraries reports which writers are open.
+    """Writes hyper-parameters and a text with the caller's SummaryWriter.
 
-    Event files only grow: a later call writes the text as a new step, and of the hyper-parameters
-    TensorBoard shows the latest. They are written to a separate run in the writer's folder, since
-    the writer's run may have others. See https://docs.pytorch.org/docs/stable/tensorboard.html.
+    The caller passes a writer, because torch and tensorboardX do not list open writers. Event
+    files only grow, so a later call writes the text as a new step, and TensorBoard shows the
+    latest hyper-parameters. They are in a separate run in the writer's folder, since the writer's
+    run may have others. See https://docs.pytorch.org/docs/stable/tensorboard.html.
     """
 
     name = "tensorboard"
@@ -191,7 +192,7 @@ class FolderDestination(Destination):
 
 
 class HydraJobDestination(FolderDestination):
-    """The output folder of the running Hydra job, to which `+repro=` writes, too."""
+    """The folder of the running Hydra job, where a run with `+repro=` also writes its manifest."""
 
     name = "hydra"
     takes = "hydra"
@@ -199,7 +200,7 @@ class HydraJobDestination(FolderDestination):
     modules = ("hydra",)
 
     def is_place(self, target: Any) -> bool:
-        return False  # only the active job's folder is a target, by the name of the tool
+        return False  # a target is the name of the tool, not a folder
 
     def active(self) -> Path | None:
         config = hydra_job()

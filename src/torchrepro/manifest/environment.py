@@ -1,7 +1,7 @@
-"""The hardware, the software and the commit of a run, on which its results depend.
+"""Read the hardware, the software and the commit that the results of a run depend on.
 
-Hardware and software are tables: add a row to record another fact. Reading them imports no library,
-initializes no device and never fails, since a manifest is written at the start of a user's job.
+Hardware and software are tables. Add a row to record another fact. Reading a row does not import a
+library, initialize a device or raise, since a manifest is written at the start of a user's job.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def _loaded(name: str) -> Any:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the fact of each row of `HARDWARE`; None means that this machine does not have it.
+    """Return the fact of each row of `HARDWARE`. None means that this machine does not have it.
 
-    GPUs are the ones that the driver reports. A fact that only torch reports is omitted until the
+    GPUs are listed as the driver reports them. A fact that only torch reports is missing until the
     program has imported torch. If a row fails, its value is ``unknown: `` and the reason.
     """
     return read_rows(HARDWARE)
@@ -100,7 +100,7 @@ def _gpus() -> list[str]:
 
 
 def _in_use(backend: str, device_files: str) -> list[str]:
-    """Return the names of the devices that torch uses; empty if it uses none of the machine's."""
+    """Return the names of torch's devices. Raises `NotKnownYetError` before torch uses them."""
     module = getattr(sys.modules.get("torch"), backend, None)
     if module is not None and module.is_initialized():
         return [module.get_device_name(index) for index in range(module.device_count())]
@@ -137,10 +137,10 @@ _VECTORS = {
 
 
 def platform_name() -> str:
-    """Return the platform: the model of the GPU or NPU, or the CPU's vendor and vector extension.
+    """Return the model of the GPU or NPU, or else the CPU's vendor and vector extension.
 
-    Versions, variables and numbers of threads do not belong to it: they can be the cause of a
-    difference. Imports torch if the driver of a GPU does not report the model.
+    Versions, variables and numbers of threads are not part of the platform, because they can cause
+    a difference. Imports torch if the driver of a GPU does not report the model.
     """
     for name in ("gpu", "npu"):
         try:
@@ -159,10 +159,10 @@ def platform_name() -> str:
 
 
 def compiler_settings() -> dict[str, Any] | None:
-    """Return the settings of torch's compiler that are not its defaults; None before it is loaded.
+    """Return the settings of torch's compiler that differ from the defaults.
 
-    A string may be a path, so it is replaced by four hex digits of its digest. The defaults are
-    private attributes: in a torch without them, no setting is returned.
+    Returns None before the compiler is loaded. A string may be a path, so four hex digits of its
+    digest replace it. The defaults are private attributes. If a torch lacks them, returns None.
     """
     settings = None
     for module in map(sys.modules.get, ("torch._inductor.config", "torch._dynamo.config")):
@@ -171,7 +171,7 @@ def compiler_settings() -> dict[str, Any] | None:
         settings = settings or {}
         prefix = module.__name__.split(".")[1].removeprefix("_")
         for name, value in module.get_config_copy().items():
-            # `_is_default` is false for a setting that was changed and restored.
+            # `_is_default` is also false for a setting that was changed and restored.
             is_default = module._is_default(name) or value == module._config[name].default  # noqa: SLF001 - see above
             ours = name == "wrap_inductor_compiled_regions"  # a recording sets it; code is the same
             if not is_default and not ours:
@@ -193,12 +193,12 @@ LIBRARIES = (
 
 
 def software() -> dict[str, Any]:
-    """Return the fact of each row of `VERSIONS`; absent and failed ones are as in `hardware`."""
+    """Return the fact of each row of `VERSIONS`. For missing facts, see `hardware`."""
     return read_rows(VERSIONS)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that a profile's effect depends on."""
+    """Return the versions of Python and of the `PACKAGES` that are installed."""
     installed = {name: VERSIONS[name]() for name in ("python", *PACKAGES)}
     return {name: version for name, version in installed.items() if version is not None}
 
@@ -274,18 +274,18 @@ _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules"
 def commit() -> dict[str, Any]:
     """Return the commit and the number of changed files of the working tree.
 
-    The working tree is the one of the program's script, or else of the current folder. Untracked
+    This is the working tree of the program's script, or else of the current folder. Untracked
     files do not count as changes, because runs write such files. If git fails, the only key is
-    ``unknown``, with the reason. git runs once per process and folder. It writes nothing and runs
+    ``unknown``, with the reason. git runs once per process and folder. It writes no file, and runs
     no hook, file monitor or external diff (https://git-scm.com/docs/git#_environment_variables).
     """
     return dict(_answer(_status, _folder()))
 
 
 def repository(folder: str = "") -> dict[str, Any]:
-    """Return the keys of `commit`, the digest of the changes, and the remotes.
+    """Return the keys of `commit`, plus a digest of the changes and the remotes.
 
-    By default the folder is the program's, as in `commit`.
+    The default folder is the same as in `commit`.
     """
     return dict(_answer(_changes, folder or _folder()))
 
@@ -297,8 +297,8 @@ def _folder() -> str:
 def source_folder(script: str | Path | None) -> str:
     """Return the folder whose commit is recorded for a program that runs `script`.
 
-    It is the script's folder. Without a script, or if it is installed in this environment, it is
-    the current folder.
+    This is the folder of the script. It is the current folder if there is no script, or if the
+    script is installed in this environment.
     """
     if script and not Path(script).absolute().is_relative_to(sys.prefix):
         return str(Path(script).absolute().parent)
@@ -357,9 +357,10 @@ def git(
     timeout: float | None = TIMEOUT,
     variables: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return the output of git in `folder`, with `given` as its input and `variables` set.
+    """Run git with the arguments `words` in `folder`, and return the output.
 
-    git runs no hook. Raises `OSError` and `subprocess.SubprocessError`.
+    git reads `given` as input, gets `variables` in the environment, and runs no hook. Raises
+    `OSError` or `subprocess.SubprocessError` if git fails.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     return subprocess.run(  # noqa: S603 - this package passes only its own words

@@ -1,1 +1,1 @@
-"""Policies: changes to ops of the whole process that no flag can make, and their undo."""
+"""Policies change ops of the whole process where torch has no flag, and can be reverted."""

@@ -1,19 +1,20 @@
 """Ops without a deterministic kernel, and deterministic implementations of some of them.
 
-Under `torch.use_deterministic_algorithms(True)` such a kernel raises. The ops come from the list
-of torch (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html,
-of 2.6 and of 2.13). Others are missing there, but their kernels for the CPU, CUDA or XPU call
-`alertNotDeterministic` (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/Context.h,
-https://github.com/intel/torch-xpu-ops). The device, the arguments and the version of torch decide
-which ops raise; this module does not.
+Under `torch.use_deterministic_algorithms(True)` such a kernel raises, depending on the device, the
+arguments and the version of torch. The documentation of torch 2.6 and 2.13 lists most of these ops
+(https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). The
+kernels of the other ops for the CPU, CUDA or XPU call `alertNotDeterministic`
+(https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/Context.h,
+https://github.com/intel/torch-xpu-ops).
 
-If several writes have the same index, the last one wins, as in a loop over the elements
-(https://docs.pytorch.org/docs/stable/generated/torch.Tensor.put_.html does not specify it). A
-stable sort of the indices finds the last write, so that every element is written once. The result
-is the same on every device and in every run.
+The implementations write values to indices. If several values have the same index, the last value
+wins, as in a loop. torch does not specify this order
+(https://docs.pytorch.org/docs/stable/generated/torch.Tensor.put_.html). A stable sort of the
+indices finds the last value, so that every element is written once. The result is the same on
+every device.
 
-A kernel must check `use_deterministic_algorithms` itself. Ops of other packages may not check it,
-and a Triton kernel cannot. `unseen_kernels` lists these.
+A kernel only raises if it checks `use_deterministic_algorithms` itself. Custom ops may not check
+it, and Triton kernels cannot. `unseen_kernels` lists the custom ops and Triton kernels.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class NondeterministicOp(NamedTuple):
-    """An op, all of its overloads included."""
+    """One op, including all of its overloads, that has no deterministic kernel on some device."""
 
     name: str
-    instead: str  # advice: a replacement that runs on the device without this policy
+    instead: str  # advice: other code that runs on the device without this policy
     documented: tuple[str, ...] = ()
     """Functions in the list of torch that run this op; empty if only the kernels alert."""
 
-    on_cpu: bool = True  # False if the CPU kernel raises too, and torchrepro has no other kernel
+    on_cpu: bool = True  # False if the CPU kernel raises too, and torchrepro has no other one
 
 
 _POOL = "pool with strides and sizes that divide the input (reshape and mean), or use max_pool2d"
@@ -134,25 +135,25 @@ OPS: tuple[NondeterministicOp, ...] = (
 
 
 def is_alert(error: RuntimeError) -> bool:
-    """Return whether torch raised `error` for a kernel without a deterministic implementation.
+    """Return whether torch raised `error` because an op has no deterministic kernel.
 
-    The error has no special type, so the text decides. If torch changes the text, no op falls back
-    to the CPU: each raises as without this policy, and no op varies unnoticed.
+    torch raises a plain `RuntimeError`, so the text of the error decides. If a later torch changes
+    this text, the op raises instead of running on the CPU.
     """
     return "does not have a deterministic implementation" in str(error)
 
 
 def row_of(packet: str) -> NondeterministicOp | None:
-    """Return the row of the op `packet`, such as ``cumsum``, or None."""
+    """Return the row of `OPS` for the op `packet`, such as ``cumsum``, or None."""
     return next((row for row in OPS if row.name == packet), None)
 
 
 def put_(self: Tensor, index: Tensor, source: Tensor, accumulate: Any = None) -> Tensor:
-    """Write `source` to the elements of the flattened `self` at `index`.
+    """Write the elements of `source` to the positions `index` of the flattened `self`, in place.
 
-    Does not accumulate: the kernel of the CPU is deterministic for that (see `implementation`).
-    Raises like torch: `IndexError` for an index out of range, and `RuntimeError` for arguments
-    that do not match.
+    Ignores `accumulate`: `implementation` skips calls that accumulate, because the CPU kernel is
+    deterministic for them. Like torch, raises `RuntimeError` for a wrong dtype, and `IndexError`
+    for an index out of range or a wrong number of indices.
     """
     torch = import_module("torch")
     if index.dtype != torch.int64:
@@ -175,7 +176,7 @@ def put_(self: Tensor, index: Tensor, source: Tensor, accumulate: Any = None) ->
 
 
 def max_unpool2d(self: Tensor, indices: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Write the elements of `self` at `indices` of planes of `output_size`; the rest is zero.
+    """Return zeros in planes of `output_size`, with the elements of `self` written at `indices`.
 
     Raises `RuntimeError` for arguments that do not match, as torch does.
     """
@@ -195,10 +196,10 @@ def max_unpool3d(
     stride: Sequence[int],
     padding: Sequence[int],
 ) -> Tensor:
-    """Write the elements of `self` at `indices` of volumes of `output_size`; the rest is zero.
+    """Return zeros in volumes of `output_size`, with the elements of `self` written at `indices`.
 
-    Raises `RuntimeError` for arguments that do not match, as torch does. `stride` and `padding`
-    are only checked.
+    `stride` and `padding` are checked, but do not affect the result. Raises `RuntimeError` for
+    arguments that do not match, as torch does.
     """
     if len(stride) != 3 or len(padding) != 3 or any(step <= 0 for step in stride):  # noqa: PLR2004
         raise RuntimeError("max_unpool3d: stride and padding must have 3 numbers, strides above 0")
@@ -231,7 +232,7 @@ def _unpooled(self: Tensor, indices: Tensor, output_size: Sequence[int], dims: i
 
 
 def _write_last(target: Tensor, positions: Tensor, values: Tensor) -> None:
-    """Write `values` to `target`; of several values for one position, only the last."""
+    """Write `values` to `positions` of `target`. If a position repeats, the last value wins."""
     torch = import_module("torch")
     ordered, order = torch.sort(positions, stable=True)
     is_last = torch.ones_like(ordered, dtype=torch.bool)
@@ -251,7 +252,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def implementation(packet: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the implementation of the op `packet` for a call with these arguments, or None."""
+    """Return our implementation of the op `packet` for a call with these arguments, or None."""
     accumulates = packet == "put_" and bool(kwargs.get("accumulate", args[3:] and args[3]))
     return None if accumulates else IMPLEMENTATIONS.get(packet)
 
@@ -276,14 +277,14 @@ Torch 2.6 does not record it for ops defined in Python.
 _REGISTERED_AT = re.compile(r"^[\w\[\]]+: registered at (.+?):\d+", re.MULTILINE)
 
 _TRITON_TYPES = (("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner"))
-_FEW = 3  # up to so many ops of a package are listed by name
+_FEW = 3  # the most ops of one namespace that are listed by name
 
 
 def unseen_kernels() -> tuple[str, ...]:
-    """Return the custom ops and Triton kernels in this process.
+    """Return the names of the custom ops and Triton kernels in this process.
 
-    Many ops are counted instead of named. Imports nothing, so modules that are not loaded do not
-    count.
+    A namespace with many ops is one text with their number. This function imports nothing, so it
+    finds ops and kernels only in modules that are already loaded.
     """
     return (*sorted(_custom_ops()), *sorted(_triton_kernels()))
 
@@ -309,10 +310,10 @@ def _custom_ops() -> Iterator[str]:
 
 
 def _comes_with_torch(op: str) -> bool:
-    """Return whether a module or the C++ source of torch registers `op`.
+    """Return whether torch itself registers `op`, in a module or in C++ source of torch.
 
-    Private (`_dispatch_dump`, and the definitions of `torch._library.custom_ops`): torch offers no
-    public record of where an op is registered. Without it, the op counts as foreign.
+    Uses private API (`_dispatch_dump`, and the definitions of `torch._library.custom_ops`),
+    because no public API shows where an op is registered. Without this API, `op` counts as custom.
     """
     torch = sys.modules["torch"]
     definitions = getattr(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
@@ -325,12 +326,12 @@ def _comes_with_torch(op: str) -> bool:
 
 @cache
 def _sources() -> str:
-    """Return the folder of the C++ source that torch was built from; empty if unknown."""
+    """Return the folder of the C++ source of this build of torch, or an empty string."""
     return _registered_at("aten::add.Tensor").partition("/aten/")[0].removesuffix("/build")
 
 
 def _registered_at(op: str) -> str:
-    """Return the file that registers an op; empty if torch does not record it."""
+    """Return the source file that registers `op`, or an empty string if torch records none."""
     dump = getattr(sys.modules["torch"]._C, "_dispatch_dump", lambda _: "")  # noqa: SLF001 - see above
     line = _REGISTERED_AT.search(dump(op))
     return line[1] if line else ""

@@ -1,20 +1,20 @@
-"""Dropout as the identity, for every caller in the process.
+"""Make dropout return its input unchanged, for every caller in the process.
 
 Replacements of the composite ops cover modules, functions, names imported earlier, recurrent
 layers and attention. A replacement of `native_dropout` covers compiled and scripted code. Kernels
-that drop inside a larger computation get a probability of 0
+that contain dropout in a larger computation get a probability of 0
 (https://docs.pytorch.org/docs/stable/library.html).
 
-A custom mask in a module looks like any other random number, so it is not changed: every op that
-still draws is counted and named in the report. Compiled code draws inside the kernels of inductor,
-which are not counted.
+A module may draw its own mask with an op such as `torch.rand`. Such an op is not changed, because
+random numbers can have any other purpose. The report names each op that still draws, with the
+number of calls. Draws of compiled code are not counted: they happen inside inductor's kernels.
 
-Known functions with a custom mask run unchanged except for one name, which is read as the
-probability that drops nothing. Each function gets a code object compiled from its source with that
-name replaced (https://docs.python.org/3/reference/datamodel.html#function.__code__). The function
-object stays the same, so it does not matter when or how it was imported, or when a layer was made.
-No attribute changes, so a layer is printed, copied and saved as before. torch.jit and torch.export
-capture a copy of the code, which keeps its masks.
+Known functions with a custom mask get new code, compiled from their source with one change: a name
+such as the probability is read as a value that drops nothing
+(https://docs.python.org/3/reference/datamodel.html#function.__code__). The function object stays
+the same, so it does not matter when or how it was imported, or when a layer was created. No
+attribute changes, so a layer is printed, copied and saved as before. A copy of the code that
+torch.jit or torch.export captured keeps its masks.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ OF_ASCEND = {"p": 0.0, "prob": 0.0}
 _NAMESPACES = ("aten::", "npu::")
 
 POLICY = "dropout"
-_counting = threading.local()  # .inside: True while this thread runs a counted op
+_counting = threading.local()  # `.inside` is True while this thread runs a counted op
 
 
 def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
-    # A copy, because code after dropout may write to its result in place.
+    # Returns a copy, because the caller may write to the result of dropout in place.
     unchanged = _identity_in_place(tensor, p, train)
     return unchanged.clone() if p and train else unchanged
 
@@ -110,7 +110,7 @@ def _rrelu(
 
 
 def _slopes(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any) -> Any:
-    """Return the factors for the gradient in backward, which torch stores in `noise`."""
+    """Return the slope of rrelu at each element. Backward reads it from the argument `noise`."""
     torch = import_module("torch")
     with torch.no_grad():
         return torch.ones_like(tensor).masked_fill_(tensor <= 0, (lower + upper) / 2)
@@ -132,7 +132,7 @@ COMPOSITE: dict[str, Callable[..., Any]] = {
 
 WITH_KERNELS: dict[str, Callable[..., Any]] = {
     "native_dropout": partial(_identity_and_mask, "bool"),
-    # TorchScript saves a mask of ones and passes 1 / (1 - p) as the scale of the gradient.
+    # Ignores the scale, because TorchScript passes 1 / (1 - p) although nothing was dropped.
     "native_dropout_backward": lambda gradient, mask, scale: gradient.clone(),
     "_fused_dropout": partial(_identity_and_mask, "uint8"),
     "rrelu_with_noise": partial(_with_noise, "leaky_relu"),
@@ -177,7 +177,7 @@ def _replaced(
 
 
 def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]]:
-    """Yield ops with dropout inside, with (position, name, value without dropout) of arguments."""
+    """Yield ops that contain dropout, and (position, name, value) of arguments to turn it off."""
     names = (name for name in op_names() if name.startswith(_NAMESPACES))
     for op in ops_named(*names):
         of_ascend = op.name().startswith("npu::") and "dropout" in op.name()
@@ -207,11 +207,11 @@ def _without_dropout(
 
 
 def _replace_in_python(undo: ExitStack, op: Any, replacement: Callable[..., Any]) -> None:
-    """Replace the Python kernels of `op`, which torch.compile uses before the dispatcher.
+    """Replace the Python kernels of `op`, which torch.compile uses instead of the dispatcher.
 
-    Private (``OpOverload.py_kernels``): while torch traces code, its decompositions in Python have
-    priority over the dispatcher, and no public API replaces one. Without them, the override of the
-    op suffices.
+    Uses private API (``OpOverload.py_kernels``): while torch.compile traces code, decompositions
+    in Python have priority over the dispatcher, and no public API replaces them. If `op` has no
+    Python kernel, its override in the dispatcher suffices.
     """
     kernels: dict[Any, Any] = getattr(op, "py_kernels", {})
     before = {key: kernel for key, kernel in kernels.items() if str(key) != "DispatchKey.Meta"}
@@ -248,20 +248,20 @@ def _caller() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WrittenMask:
-    """A function that draws a mask, and a name in it to replace so that nothing drops."""
+    """A row of `WRITTEN_MASKS`: functions that draw a mask, and how to make them drop nothing."""
 
     modules: str  # the name of a module, or a prefix followed by `*`
     functions: str  # pattern of qualified names within the module
-    name: str  # pattern of parameters, variables or attributes to replace by `value`
+    name: str  # pattern of the parameters, variables or attributes that `value` replaces
     value: str = "0.0"  # a Python expression
 
     def draws_in(self, module: str, function: str, read: Iterable[str]) -> bool:
-        """Return whether this row describes a function in `module` that reads the names `read`."""
+        """Return whether this row covers `function` of `module`, which reads the names `read`."""
         is_known = fnmatchcase(module, self.modules) and fnmatchcase(function, self.functions)
         return is_known and any(fnmatchcase(name, self.name) for name in read)
 
 
-_NEVER_SKIP = "-1.0"  # below every draw: a layer is skipped if `draw <= layerdrop`
+_NEVER_SKIP = "-1.0"  # less than any draw, since a layer is skipped if `draw <= layerdrop`
 
 WRITTEN_MASKS = (
     # https://github.com/pytorch/vision/tree/main/torchvision/ops
@@ -313,10 +313,11 @@ _lock = fork_safe_lock()  # modules are imported in any thread
 
 
 def zero_masks() -> None:
-    """Make the known functions drop nothing, also functions of modules that are loaded later.
+    """Make the known functions drop nothing, including functions of modules that are loaded later.
 
-    Changes their `__code__` and `sys.meta_path`; imports nothing. Raises `SourceMissingError`, and
-    changes nothing, if a source cannot be read or differs from the running code.
+    Replaces the `__code__` of functions, and adds a finder to `sys.meta_path`. Imports nothing.
+    Raises `SourceMissingError`, without any change, if a source is missing or differs from the
+    running code.
     """
     with _lock:
         _finder.watch()
@@ -329,22 +330,22 @@ def zero_masks() -> None:
 
 
 def restore_masks() -> None:
-    """Undo `zero_masks`: restore the original code of all functions."""
+    """Restore the original code of every function that `zero_masks` changed."""
     with _lock:
         _finder.unwatch()
         while _exchanged:
             function, (original, zeroed) = _exchanged.popitem()
-            if function.__code__ is zeroed:  # otherwise other code has replaced it since
+            if function.__code__ is zeroed:  # False if other code replaced it later
                 function.__code__ = original
 
 
 def _zero_when_loaded(module: str) -> None:
     with _lock:
-        if _finder not in sys.meta_path:  # undone during the import
+        if _finder not in sys.meta_path:  # the policy was turned off during the import
             return
         try:
             _zero_in(module)
-        except SourceMissingError as error:  # this must not make the import fail
+        except SourceMissingError as error:  # the import of the user must not fail
             say(f"dropout is not zeroed: {error}")
 
 
@@ -366,7 +367,7 @@ def _zero_in(name: str) -> None:
         return
     file = next(iter(drawing)).__code__.co_filename
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the Python compiler about the source of a library
+        warnings.simplefilter("ignore")  # warnings about the library's source
         tree = _tree(module)
         # Compile the whole module, because its imports affect the code of a function.
         as_written = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))

@@ -1,8 +1,8 @@
-"""Replace or refuse nondeterministic ops, and ops that a profile names: `device.fallback`.
+"""The policy `device.fallback`: replace or forbid nondeterministic ops, and ops in the profile.
 
-A function in front of each such op (see `interpose`) calls the kernel, and observes whether torch
-refuses it (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
-torch decides for each device which kernels are deterministic; this module does not.
+A Python function wraps each such op (see `interpose`). It calls the kernel, and checks whether
+torch refuses to run the kernel because it is nondeterministic
+(https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ _lock = fork_safe_lock()
 _active = _Active()
 _registered: dict[str, Callable[..., Any]] = {}
 
-_handled = threading.local()  # .names: the ops that this thread handles at the moment
+_handled = threading.local()  # `.names` are the ops that this thread handles at the moment
 _modes = fork_safe_lock()
-_varying: list[int] = []  # the mode to restore, once per running call that may vary
+_varying: list[int] = []  # the mode to restore, one entry per running call of `_native`
 
 
 class FallbackPolicy:
-    """The policy `device.fallback`; its value is None if no profile sets it."""
+    """The policy `device.fallback`. `read` returns None if no profile sets this knob."""
 
     def read(self) -> Value:
         return _active.value
 
     def write(self, value: Value) -> None:
-        """Apply `value` instead of the current value; None removes all functions of this policy.
+        """Set the value of this policy to `value`. None makes all ops run as in torch again.
 
-        Raises `ProfileError` for an op that this torch does not have; errors of torch while a
-        kernel is registered propagate. After an error nothing has changed.
+        Raises `ProfileError` for an op that this torch does not have. Errors of torch during the
+        registration of a kernel propagate. After an error, the earlier value is active again.
         """
         global _active  # noqa: PLW0603 - one active value per process
         with _lock:
@@ -89,14 +89,14 @@ policy = FallbackPolicy()
 def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
     """Call `fn` instead of `op` while a profile that sets `device.fallback` is active.
 
-    `op` is an op of torch or a custom op, such as ``"aten::cumsum"`` or ``torch.ops.aten.cumsum``;
-    without an overload it means all overloads. `fn` is called with the arguments of the op and must
-    return the result of the op; for an in-place op, the argument that it writes to. torchrepro
-    fills ``out=`` arguments. `fn` runs below autograd: torch computes the gradient with a separate
-    op. Inside `fn`, calls of `op` run the original. A profile that names the op in
-    `device.fallback: {ops: ...}` overrides the replacement. A second registration for an op
-    replaces the first. Raises `TypeError` if `fn` is not callable, and `ProfileError` if torch has
-    no such op.
+    `op` is an op of torch or a custom op, such as ``"aten::cumsum"`` or ``torch.ops.aten.cumsum``.
+    A name without an overload means all overloads. `fn` is called with the arguments of the op and
+    must return the result of the op. For an in-place op, the result is the argument that the op
+    changes. `fn` does not get ``out=`` arguments, because torchrepro copies the result into them.
+    `fn` runs below autograd, so torch computes the gradient with a separate op. A call of `op`
+    inside `fn` runs the original op. If a profile names the op in `device.fallback: {ops: ...}`,
+    the profile overrides the replacement. A second registration for an op replaces the first.
+    Raises `TypeError` if `fn` is not callable, and `ProfileError` if torch has no such op.
     """
     if not callable(fn):
         raise TypeError(f"a replacement of an op must be callable, but {fn!r} is not")
@@ -107,9 +107,9 @@ def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
 
 
 def unregister_replacement(op: Any) -> None:
-    """Remove the replacement of `op`, which must be spelled as in its registration.
+    """Remove the replacement that `register_replacement` registered for `op`.
 
-    Raises `ProfileError` if no replacement is registered under this name.
+    `op` must be spelled as in that call. Raises `ProfileError` if this name has no replacement.
     """
     name = str(op)
     with _lock:
@@ -163,10 +163,11 @@ add_effects(_uncalled_replacements)
 
 
 def _decided(value: str | Mapping[str, Any]) -> _Active:
-    """Return the action per op that `value` selects.
+    """Return the action for each op that `value` selects.
 
-    A name overrides a pattern, and a long pattern overrides a short one; their order in the
-    profile does not matter. Raises `ProfileError` for an op that this torch does not have.
+    A name overrides a pattern, and a longer pattern overrides a shorter one. The order in the
+    profile does not matter. Raises `ProfileError` if a name or a pattern matches no op, or for an
+    op that cannot run on the CPU.
     """
     words = per_op(value)
     choices = {row.name: value if isinstance(value, str) else "error" for row in OPS}
@@ -184,7 +185,7 @@ def _decided(value: str | Mapping[str, Any]) -> _Active:
     for name, choice in choices.items():
         try:
             ops = overloads_named(f"aten::{name}")
-        except ProfileError:  # another version of torch has it
+        except ProfileError:  # only another version of torch has this op
             continue
         actions |= {op: partial(_where_refused, op, choice) for op in ops}
     named: dict[Any, Action] = {}
@@ -235,10 +236,11 @@ def _always(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any)
 
 
 def _native(op: Any, proceed: Action, args: Any, kwargs: Any) -> Any:
-    """Run an op with any kernel of torch.
+    """Run the op with any kernel of torch, deterministic or not.
 
-    The mode belongs to the process, so an op in another thread may vary during the call. If several
-    threads run such calls, the last one to end restores the mode.
+    The deterministic mode of torch belongs to the process, so ops in other threads may run
+    nondeterministic kernels during this call, too. If several threads make such calls at the same
+    time, the last call to end restores the mode.
     """
     torch = import_module("torch")
     with _modes:
@@ -330,7 +332,7 @@ def _with_advice(op: Any, message: str) -> str:
 
 
 def _count(op: Any, action: str, moved: int = 0) -> None:
-    # The caller of `interpose` is a line of the program; a thread of torch has no caller.
+    # The caller of the wrapper in `interpose` is a line of the program, or a thread of torch.
     inner = [frame for frame in frames() if frame.f_globals.get("__name__") == interpose.__name__]
     caller = inner[-1].f_back if inner else None
     count(KNOB, op.name(), action, program_line(caller) if caller is not None else "", moved)

@@ -1,13 +1,13 @@
 """Random numbers for devices, drawn on the host from the generator of the CPU.
 
-One seed gives different random numbers on each type of device, because each has its own generator
-(https://github.com/pytorch/pytorch/issues/84234). Under this policy, every op that draws on the
-accelerator draws on the host instead, in program order like a run on the CPU, and the result is
-moved to the device. torch tags these ops as seeded randomness. Code that inductor compiles calls
-them too, because of its option `fallback_random`.
+One seed gives different random numbers on each type of device, because each type has its own
+generator (https://github.com/pytorch/pytorch/issues/84234). Under this policy, every op that would
+draw on the accelerator draws on the host, in program order like a run on the CPU. The result is
+moved to the device. torch tags these ops as `nondeterministic_seeded`. Compiled code calls these
+ops too, because the policy sets inductor's option `fallback_random`.
 
-Fused attention and the recurrent layers of cuDNN draw their own masks. If such a call drops
-elements, other ops of torch compute it instead, as on a CPU.
+Fused attention and the recurrent layers of cuDNN draw masks inside their kernels. If such a call
+drops elements, other ops of torch compute it instead, as on a CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RECURRENT = tuple(
 
 _SEED_AND_OFFSET = 16  # bytes: the size of the state of a CUDA or Ascend generator
 _STEP = 4  # the smallest increment of the offset of a device generator
-_GENERATORS, _STATES = 256, 64  # maximum numbers to store; a state has 5 kB
+_GENERATORS, _STATES = 256, 64  # the most that are stored; a state has 5 kB
 
 
 def _host(undo: ExitStack) -> None:
@@ -59,7 +59,7 @@ def _host(undo: ExitStack) -> None:
     cpu_generator = partial(_cpu_generator, OrderedDict())
     of_device = [op for op in seeded_ops() if has_kernel(op, _OWN_DEVICE)]
     for op in of_device:
-        # Ops that create tensors: no dispatch key lies between BackendSelect and the kernel.
+        # `interpose` cannot wrap an op with a kernel at BackendSelect, such as `randn`.
         if has_kernel(op, "BackendSelect"):
             undo.callback(override(op, _OWN_DEVICE, partial(_on_host, op, cpu_generator)))
     # Includes ops that are composite in torch, but have a kernel on a custom device.
@@ -88,7 +88,7 @@ def _on_host(
 
 @dataclass(slots=True)
 class _Pair:
-    """The generator of a device, the CPU generator that replaces it, and their recent states."""
+    """A device generator, the CPU generator that draws in its place, and recent states of both."""
 
     device: Any
     cpu: Any
@@ -98,15 +98,16 @@ class _Pair:
 
 
 def _cpu_generator(pairs: OrderedDict[int, _Pair], generator: Any) -> Any:
-    """Return a CPU generator with the seed of `generator`, which is advanced at every draw.
+    """Return the CPU generator that draws in place of `generator`, the generator of a device.
 
-    If the program seeds `generator` again or restores one of its states, the state differs from
-    the last one: then the CPU generator is seeded or restored too.
+    Both start with the same seed. Each call advances the state of `generator`. If the program
+    seeds or restores `generator`, the state differs, and the CPU generator is seeded or restored,
+    too.
     """
     if generator.device.type == "cpu":
         return generator
-    # Each call gets a new Python object for a generator, but its address stays the same. The pair
-    # keeps it alive, so that no other generator gets that address.
+    # Each call gets a new Python object for the same C++ generator, so the key is the C++ address.
+    # The pair keeps the generator alive, so that no other generator gets this address.
     address = generator._cdata  # noqa: SLF001 - torch has no public identity
     pair = pairs.get(address) or _Pair(generator, import_module("torch").Generator())
     _keep(pairs, address, pair, _GENERATORS)
@@ -141,9 +142,9 @@ def _advanced(generator: Any, state: bytes) -> bytes:
 
 
 def _compose_fused_ops(undo: ExitStack) -> None:
-    """Compute attention and recurrent layers with dropout by other ops.
+    """Compute attention and recurrent layers with dropout by several ops, not a fused kernel.
 
-    In older torch without ``torch.library.get_kernel``, such calls draw on the device.
+    A fused kernel draws on the device. A torch without ``torch.library.get_kernel`` still uses it.
     """
     if not hasattr(import_module("torch").library, "get_kernel"):
         return

@@ -1,18 +1,18 @@
-"""Functions between the dispatcher of torch and the kernels of single ops, for every caller.
+"""Wrap Python functions around the kernels of single ops of torch, for every caller.
 
-On its way to a kernel, a call passes the dispatch key BackendSelect. That key is below autograd,
-which keeps its formulas, and above the kernels of all devices
-(https://github.com/pytorch/pytorch/wiki/PyTorch-dispatcher-walkthrough). A function registered
-there for one op (https://docs.pytorch.org/docs/stable/library.html) intercepts the calls from
-Python, C++ and backward. It can change a call, and passes it to the kernel. Other ops are not
-changed and cost no more than before.
+On its way to a kernel, a call passes the dispatch key BackendSelect. This key comes after
+autograd, so gradients are not changed, and before the kernels of all devices
+(https://github.com/pytorch/pytorch/wiki/PyTorch-dispatcher-walkthrough). A function registered at
+this key for one op (https://docs.pytorch.org/docs/stable/library.html) receives the calls from
+Python, C++ and backward. The function can change a call before it passes the call to the kernel.
+Other ops are not changed and do not become slower.
 
-A registration is never removed; once no policy needs it, it passes every call on. Removing it would
-free a kernel that another thread may be running: torch releases the interpreter lock inside an op,
-and its dispatcher does not lock kernels.
+A registration is never removed. If no policy needs it any more, it passes every call on. Removing
+it would free a kernel that another thread may be running: torch releases the interpreter lock
+inside an op, and the dispatcher of torch does not lock kernels.
 
-An op has overloads: ``aten::median`` has ``aten::median.dim``, and others with ``out=``. A name
-without an overload means all overloads.
+An op can have several overloads: ``aten::median`` has ``aten::median.dim`` and others. In a
+profile, a name without an overload means all overloads of the op.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchrepro.ground.messages import Problem, near
 
 
 class Priority(IntEnum):
-    """The order of several functions at one op; the last one calls the kernel."""
+    """The order of the functions around one op: 0 is called first, the last calls the kernel."""
 
     DROPOUT = 0
     FALLBACK = 1
@@ -45,19 +45,19 @@ _RUNTIME_KEYS = {"CompositeImplicitAutograd": "CPU", "Autograd": "AutogradCPU"}
 """Alias key -> a key where torch stores the kernel registered at the alias."""
 
 _lock = fork_safe_lock()
-interposed: dict[Any, dict[Priority, Callable[..., Any]]] = {}  # op -> the functions in front of it
+interposed: dict[Any, dict[Priority, Callable[..., Any]]] = {}  # op -> the functions around it
 _libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
-_names: set[str] = set()  # of these ops, also if a custom op was redefined since
+_names: set[str] = set()  # names of these ops, even if a custom op was redefined later
 _overrides: dict[tuple[Any, str], tuple[list[Callable[..., Any]], Any]] = {}
 """(Op, key) -> (replacements of its kernel, latest last; the registration)."""
 
 
 def interpose(op: Any, priority: Priority, around: Callable[..., Any]) -> Callable[[], None]:
-    """Route every call of the overload `op` through `around`; return a function that undoes it.
+    """Route every call of the overload `op` through `around`, and return a function to undo this.
 
-    `around(proceed, *args, **kwargs)` returns the result for the caller; `proceed` passes the
-    arguments on towards the kernel. Calls with `meta` tensors skip `around`. Changes the dispatcher
-    of torch.
+    `around(proceed, *args, **kwargs)` returns the result for the caller.
+    `proceed(*args, **kwargs)` calls the next function, or the kernel. Calls with `meta` tensors
+    skip `around`. Changes the dispatcher of torch.
     """
     with _lock:
         if op not in _libraries:
@@ -69,7 +69,7 @@ def interpose(op: Any, priority: Priority, around: Callable[..., Any]) -> Callab
 
 
 def withdraw(op: Any, priority: Priority) -> None:
-    """Undo `interpose` for `op` and `priority`; does nothing if nothing is there."""
+    """Remove the function that `interpose` added for `op` and `priority`, if there is one."""
     with _lock:
         remaining = {**interposed.get(op, {})}
         remaining.pop(priority, None)
@@ -99,22 +99,23 @@ def _is_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @cache
 def _keys_below() -> Any:
-    """Return the dispatch keys below BackendSelect.
+    """Return the dispatch keys that come after BackendSelect.
 
-    Private (``_dispatch_keyset_full_after``), though examples of torch for kernels with a keyset
-    use it. Without it, nothing is interposed, and the report of the policy says why.
+    Uses private API (``_dispatch_keyset_full_after``), as torch's own examples of kernels with a
+    keyset do. Without this API, no op is interposed, and the policy's report says why.
     """
     c = import_module("torch")._C  # noqa: SLF001 - see above
     return c._dispatch_keyset_full_after(getattr(c.DispatchKey, _KEY))  # noqa: SLF001
 
 
 def _with_tensors(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` of the overload `op`, but convert plain numbers for tensor parameters.
+    """Return `call`, but with numbers converted to tensors where `op` has tensor parameters.
 
-    torch passes such a number to C++ as a tensor that does not take part in type promotion
+    For a call such as ``torch.mul(tensor, 2)``, torch passes the number to C++ as a tensor that
+    does not take part in type promotion
     (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc). A function in
-    Python gets a plain number, which the kernels refuse. The number becomes a tensor with the dtype
-    that leads to the same result type as in torch.
+    Python gets the plain number, which the kernels refuse. The tensor made here has the dtype that
+    leads to the same result type as in torch.
     """
     schema = op._schema.arguments  # noqa: SLF001 - a schema has no public reader
     positions = [i for i, argument in enumerate(schema) if str(argument.type) == "Tensor"]
@@ -149,12 +150,12 @@ def _as_tensor(value: Any, tensors: list[Any]) -> Any:
 
 
 def override(op: Any, key: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the kernel of `op` at `key`; return a function that undoes it.
+    """Replace the kernel of `op` at the dispatch key `key`, and return a function to undo this.
 
-    `replacement(original, *args, **kwargs)` returns the result for the caller; `original` has the
-    same arguments. Changes the dispatcher of torch. In torch without ``torch.library.get_kernel``
-    the original kernel cannot be called. The undo then removes the registration, and another thread
-    that runs the op at that moment may crash.
+    `replacement(original, *args, **kwargs)` returns the result for the caller. `original` has the
+    same arguments. Changes the dispatcher of torch. A torch without ``torch.library.get_kernel``
+    passes None as `original`. There the undo may crash another thread that runs the op at that
+    moment.
     """
     library = import_module("torch").library
     can_call_original = hasattr(library, "get_kernel")
@@ -179,7 +180,7 @@ def override(op: Any, key: str, replacement: Callable[..., Any]) -> Callable[[],
 def _overridden(
     replacements: list[Any], original: Any, keyset: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    latest = replacements[-1:]  # read once: another thread may remove the replacement
+    latest = replacements[-1:]  # read only once, as another thread may remove it
     proceed = partial(original, keyset) if original is not None else None  # keyset comes first
     if latest:
         return latest[0](proceed, *args, **kwargs)
@@ -198,14 +199,14 @@ def _registered(op: Any, key: str, kernel: partial[Any]) -> Any:
 
 
 def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
-    """Return `kernel`, marked so that torch.compile runs it and its calls without tracing them.
+    """Return `kernel`, marked so that torch.compile does not trace it or the functions it calls.
 
-    Older torch crashes if it traced our function for compiled code that was deleted since
+    Older torch crashes if it traced our function for compiled code that was deleted later
     (https://github.com/pytorch/pytorch/issues/155057).
 
-    Private (``set_code_exec_strategy``; on older torch ``skip_code`` and ``set_eval_frame``): the
-    public functions import torch._dynamo, which takes a second. Without them, Dynamo may warn that
-    it cannot trace the original kernel.
+    Uses private API (``set_code_exec_strategy``; on older torch ``skip_code`` and
+    ``set_eval_frame``), because the public functions import torch._dynamo, which takes a second.
+    Without this API, Dynamo may warn that it cannot trace the original kernel.
     """
     compiler = getattr(import_module("torch")._C, "_dynamo", None)  # noqa: SLF001 - see above
     frames: Any = getattr(compiler, "eval_frame", None)
@@ -229,7 +230,7 @@ def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
 
 
 def can_be_interposed(op: Any) -> bool:
-    """Return whether calls of `op` reach BackendSelect; torch decomposes other ops before it."""
+    """Return whether calls of `op` reach BackendSelect. torch decomposes some ops before that."""
     try:
         return not any(has_kernel(op, key) for key in _COMPOSITE_KEYS)
     except RuntimeError:  # an op of TorchScript that is not dispatched, such as aten::mul.left_t
@@ -237,29 +238,29 @@ def can_be_interposed(op: Any) -> bool:
 
 
 def has_kernel(op: Any, key: str) -> bool:
-    """Return whether the overload `op` has a kernel at the dispatch key `key` that is not ours.
+    """Return whether the overload `op` has a kernel at `key` that `interpose` did not register.
 
-    Private (``_dispatch_has_kernel_for_dispatch_key``): torch has no public way to check. Without
-    it, a policy that needs the check fails, and its report says so.
+    Uses private API (``_dispatch_has_kernel_for_dispatch_key``), because torch has no public
+    check. Without this API, a policy that needs the check fails, and its report says so.
     """
     if key == _KEY and op.name() in _names:
-        return False  # an op with its own kernel at this key is never interposed
+        return False  # our kernel: an op with its own one here is never interposed
     c = import_module("torch")._C  # noqa: SLF001 - see above
     return bool(c._dispatch_has_kernel_for_dispatch_key(op.name(), key))  # noqa: SLF001
 
 
 def op_names() -> list[str]:
-    """Return the name of every op in this process, such as ``aten::uniform_``.
+    """Return the name of every op overload in this process, such as ``aten::add.Tensor``.
 
-    Private (``_dispatch_get_all_op_names``): torch has no public list of its ops. Without it, a
-    policy that needs the list fails, and its report says so.
+    Uses private API (``_dispatch_get_all_op_names``), because torch has no public list of its ops.
+    Without this API, a policy that needs the list fails, and its report says so.
     """
     names: list[str] = import_module("torch")._C._dispatch_get_all_op_names()  # noqa: SLF001 - see above
     return names
 
 
 def ops_named(*names: str) -> Iterator[Any]:
-    """Yield the overloads with these names, such as ``aten::uniform_``, if torch has them."""
+    """Yield the named overloads that torch has. ``aten::relu`` means the default overload."""
     for full_name in names:
         namespace, _, rest = full_name.partition("::")
         name, _, overload = rest.partition(".")
@@ -271,27 +272,27 @@ def ops_named(*names: str) -> Iterator[Any]:
 
 @cache
 def seeded_ops() -> tuple[Any, ...]:
-    """Return the ops that torch tags as drawing random numbers from a seeded generator."""
+    """Return the ops of ``aten`` that torch tags as drawing from a seeded generator."""
     seeded = import_module("torch").Tag.nondeterministic_seeded
     ops = ops_named(*(name for name in op_names() if name.startswith("aten::")))
     return tuple(op for op in ops if seeded in op.tags)
 
 
 def random_ops() -> tuple[Any, ...]:
-    """Return the seeded ops that have their own kernel instead of a decomposition."""
+    """Return the seeded ops that `interpose` can wrap, because torch does not decompose them."""
     return tuple(filter(can_be_interposed, seeded_ops()))
 
 
 def packet_name(op: Any) -> str:
-    """Return the name of `op` without its namespace and its overload name, as in ``median``."""
+    """Return the name of `op` alone, as in ``median`` for ``aten::median.dim``."""
     return str(op.name()).partition("::")[2].partition(".")[0]
 
 
 def overloads_named(spelled: str) -> tuple[Any, ...]:
-    """Return the overloads that `spelled` means, if `interpose` supports them.
+    """Return the overloads that the name `spelled` means and that `interpose` can wrap.
 
-    `spelled` is ``aten::median``, ``aten.median`` or ``median``, optionally with an overload after
-    another dot. Raises `ProfileError` if torch has no such op, or decomposes it into others.
+    `spelled` is ``aten::median``, ``aten.median`` or ``median``, possibly with a dot and an
+    overload after it. Raises `ProfileError` if torch has no such op, or decomposes it into others.
     """
     overloads: list[Any] = []
     namespace, separator, rest = spelled.partition("::")

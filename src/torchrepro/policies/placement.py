@@ -1,14 +1,14 @@
 """Run submodules of a model on another device, to find out whether a device is at fault.
 
-The submodules are found by name when a model is first called. While a profile needs it, torch
-calls a global hook before every call of a module
+When a model is first called, the submodules are found by name. For this, torch calls a global hook
+before every call of a module while a profile names submodules
 (https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_forward_pre_hook.html).
-A placed submodule draws random numbers from the generator of its new device.
+A submodule on another device draws random numbers from the generator of that device.
 
-The tensors that its forward needs are copied to the device, and its results are copied back. Other
+The tensors that the forward needs are copied to the device, and the results are copied back. Other
 objects are passed unchanged, so that an object with state, such as a key-value cache, remains the
-object of the caller. Ops that autograd records copy the parameters, so gradients flow to the
-original parameters: optimizers, DDP and checkpoints see the module on its original device
+object of the caller. Autograd records the copies of parameters, so gradients flow to the original
+parameters. Optimizers, DDP and checkpoints see the module on its original device
 (https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html).
 """
 
@@ -49,7 +49,7 @@ _ABSENT = object()
 def absence(word: str) -> str:
     """Return why this machine cannot run modules on the device `word`, or an empty string.
 
-    Initialises no device (https://docs.pytorch.org/docs/stable/accelerator.html).
+    Does not initialize a device (https://docs.pytorch.org/docs/stable/accelerator.html).
     """
     accelerator, devices, types = import_module("torch").accelerator, ["cpu"], ["cpu"]
     if accelerator.is_available():
@@ -64,12 +64,12 @@ def absence(word: str) -> str:
 
 
 def bare(name: str) -> str:
-    """Return `name`, or a pattern of names, without the parts that wrappers add."""
+    """Return a module name, or pattern of names, without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
 
 
 def named(root: Any) -> dict[str, Any]:
-    """Return the modules inside `root` by bare name; for a wrapper, the module inside it."""
+    """Return bare name -> module for the modules inside `root`, except wrappers such as DDP."""
     modules: dict[str, tuple[str, Any]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         short = bare(name)
@@ -80,10 +80,10 @@ def named(root: Any) -> dict[str, Any]:
 
 
 def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, str]], set[str]]:
-    """Return module -> (name, device) for the modules to place, and the patterns with a match.
+    """Return module -> (name, device) for the modules to place, and the patterns that matched.
 
-    A name overrides a pattern, and a pattern for a module overrides a pattern for its list. Raises
-    `ApplyError` if two patterns of the same strength disagree.
+    An exact name overrides a pattern. A pattern for a module overrides a pattern for the list that
+    contains the module. Raises `ApplyError` if two patterns of equal priority disagree.
     """
     names = named(root)
     claims: dict[Any, dict[tuple[int, str], str]] = {}
@@ -115,7 +115,7 @@ def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, 
 
 
 def _modules_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `name`, or the members with a forward if it is a list of modules without one."""
+    """Yield `name` if its module has a forward. For a list of modules, yield its members."""
     forward = getattr(names[name].forward, "__func__", None)
     if forward is not import_module("torch").nn.Module.forward:
         yield name
@@ -125,7 +125,7 @@ def _modules_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
 
 
 class ModulesPolicy:
-    """The policy `device.modules`: patterns of module names -> devices."""
+    """The policy `device.modules`, which maps patterns of module names to devices."""
 
     def read(self) -> dict[str, str]:
         return dict(_in_force[-1].patterns) if _in_force else {}
@@ -160,7 +160,7 @@ policy = ModulesPolicy()
 
 
 class Placement:
-    """The patterns of one profile, and the modules that they matched in models called so far."""
+    """The patterns of one profile, and the modules that match them in the models called so far."""
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         self.patterns = dict(patterns)
@@ -176,7 +176,7 @@ class Placement:
         self._compilations = 0
 
     def install(self) -> None:
-        """Run the submodules found so far on their devices, and search every model called.
+        """Run the submodules found so far on their devices, and search each model that is called.
 
         Adds two global hooks to torch: before calls of modules, and before optimizer steps.
         """
@@ -200,7 +200,7 @@ class Placement:
         self._compilations = compilations()
 
     def uninstall(self) -> None:
-        """Undo `install`."""
+        """Remove the hooks of `install`, and run each submodule on its original device again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -209,7 +209,7 @@ class Placement:
         forget_compiled()
 
     def place(self, model: Any) -> tuple[str, ...]:
-        """Find the submodules of `model` to place, place them, and return their names."""
+        """Place the submodules of `model` that match a pattern, and return their names."""
         torch = import_module("torch")
         with self._lock:
             placements, matched = match(model, self.patterns)
@@ -232,7 +232,7 @@ class Placement:
             return tuple(name for name, _ in placements.values())
 
     def unmatched(self) -> str:
-        """Return a message about the patterns without a match so far, or an empty text."""
+        """Return a message about the patterns that match no module so far, or an empty string."""
         called = some(self._class_names) or (
             "only compiled code" if self._has_compiled() else "nothing"
         )
@@ -269,7 +269,7 @@ class Placement:
             refuse(ApplyError(problem))
 
     def report(self) -> None:
-        """Print unmatched patterns and submodules that never ran on standard error."""
+        """Print to stderr which patterns matched no module, and which submodules never ran."""
         # A process that calls no module, such as a launcher, has nothing to report.
         ran = self._class_names or self._has_compiled()
         lines = [self.unmatched()] if ran and not self._stepped else []
@@ -288,7 +288,7 @@ class Placement:
         note(*filter(None, lines))
 
     def _has_compiled(self) -> bool:
-        """Return whether torch compiled code under this profile, whose calls skip the hook."""
+        """Return whether torch compiled code since `install`. Such code does not call the hook."""
         return compilations() > self._compilations
 
 
@@ -298,19 +298,19 @@ _in_force: list[Placement] = []  # at most one: an inner profile replaces the pa
 def compilations() -> int:
     """Return the number of frames that torch.compile has compiled in this process.
 
-    Private (``torch._dynamo.utils.counters``), though the guides of torch show it; no public API
-    exists. Without it, unmatched patterns go unreported if a program runs only compiled code.
+    Uses the private ``torch._dynamo.utils.counters``, because no public API exists. Without it, a
+    program that runs only compiled code gets no message about unmatched patterns.
     """
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters.get("frames", {}).get("ok", 0))
 
 
 def place_modules(*models: Any) -> tuple[str, ...]:
-    """Run the submodules of `models` that the profile names on their devices; return their names.
+    """Run submodules of `models` on the devices that the profile names, and return their names.
 
-    Without this call, torchrepro finds them when a model is first called as a whole. Raises
-    `ApplyError` if a pattern of `device.modules` matches no module in these models or in models
-    called earlier. Does nothing and returns an empty tuple if no active profile names a module.
+    Without this call, torchrepro finds the submodules when a model is first called as a whole.
+    Raises `ApplyError` if a pattern of `device.modules` matches no module in these models or in
+    models called earlier. Returns an empty tuple if no active profile names a module.
     """
     if not _in_force:
         return ()
@@ -323,9 +323,9 @@ def place_modules(*models: Any) -> tuple[str, ...]:
 
 
 class PlacedForward:
-    """A replacement for the forward of one module, which runs it on another device.
+    """Replaces the forward of one module, and runs the original forward on another device.
 
-    The hooks of the module still run on the original device. torch does not compile the call
+    The hooks of the module still run on the original device. torch.compile skips the forward
     (https://docs.pytorch.org/docs/stable/generated/torch.compiler.disable.html).
     """
 
@@ -333,13 +333,13 @@ class PlacedForward:
         self.name = name
         self.device = device
         self.calls = 0
-        self.module = ref(module)  # a copy of the module may have this forward too
+        self.module = ref(module)  # a copy of the module may share this forward
         self._is_installed = False
-        self._lock = fork_safe_lock()  # while it runs, the parameters of the module are replaced
+        self._lock = fork_safe_lock()  # a call replaces the module's parameters
         # A forward that was set on the module itself, not on its class.
         self._own: Any = vars(module).get("forward", _ABSENT)
         if isinstance(self._own, PlacedForward):
-            # A replica of DataParallel or a shallow copy has the forward of the original.
+            # A replica of DataParallel or a shallow copy shares the forward of the original.
             self._own = self._own._own  # noqa: SLF001 - same class
         elif getattr(self._own, "__func__", None) is type(module).forward:
             # A deep copy of a placed module stores the forward of its class as an attribute.
@@ -389,7 +389,7 @@ class PlacedForward:
         return signature(self._plain(self.module()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the original forward, so that copies do not need torchrepro."""
+        """Copy and pickle the original forward, so that a copy can be used without torchrepro."""
         if self._own is _ABSENT:
             return getattr, (self.module(), "forward")
         return partial, (self._own,)
@@ -402,10 +402,10 @@ def run_forward_on(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, int]:
-    """Run `forward` of `module` on `device`; return its result and the number of bytes moved.
+    """Run `forward` of `module` on `device`, and return the result and the number of bytes moved.
 
-    If all tensors are on the device already, `forward` gets the original arguments. Writes to
-    arguments, buffers and parameters reach the originals.
+    If all tensors are on the device already, `forward` gets the original arguments. If `forward`
+    writes to an argument, a buffer or a parameter, the original changes, too.
     """
     # Tied parameters and buffers are included under each of their names.
     prefix = _PREFIX.removesuffix(".")
@@ -448,7 +448,7 @@ def _stage_class() -> Any:
 
 @contextmanager
 def _attributes(module: Any, transfer: _Transfer, moved: list[dict[str, Any]]) -> Iterator[None]:
-    """Replace tensor attributes in `module` by their copies `moved`, but not its state."""
+    """Use `moved` as plain tensor attributes of `module`, and restore the originals at the end."""
     parts = list(module.modules())
     before = [_tensors_of(part) for part in parts]
     derived = [
@@ -475,7 +475,7 @@ def _tensors_of(part: Any) -> dict[str, Any]:
 
 @contextmanager
 def _settings_of(home: Any, device: Any) -> Iterator[None]:
-    """Apply the settings for the device `home` to `device`: autocast and the default device.
+    """Apply the autocast and default-device settings of the device `home` to `device`.
 
     Autocast uses the dtype of `home` for the ops that autocast lists for `device`.
     """
@@ -492,12 +492,12 @@ def _settings_of(home: Any, device: Any) -> Iterator[None]:
 
 
 class _Transfer:
-    """Moves the tensors of one call to a device, and back to the device of the first of them."""
+    """Moves the tensors of one call to a device, and results back to the first tensor's device."""
 
     def __init__(self, device: Any, state: Iterable[Any]) -> None:
         self._device = device
         self._state = {id(tensor) for tensor in state}  # ids of tensors of the module
-        self.home: Any = None
+        self.home: Any = None  # the device of the first tensor that was moved
         self.moved = 0
         self._copies: list[tuple[Any, Any, int | None, Any]] = []
         """A tensor of the caller, its copy, and the version of the copy or else its content."""
@@ -509,11 +509,11 @@ class _Transfer:
         self._back = NestedCopier(self._bring)
 
     def back(self, value: Any) -> Any:
-        """Return `value` with every tensor in it moved back."""
+        """Return `value` with every tensor in it moved back, or replaced by the original."""
         return value if self.home is None else self._back(value)
 
     def settle(self) -> None:
-        """Apply writes of the forward to the tensors, lists and mappings of the caller.
+        """Repeat the writes of the forward in the tensors, lists and mappings of the caller.
 
         Must run before results are moved back, because a result may be one of these objects.
         """
@@ -558,7 +558,7 @@ class _Transfer:
 
     def _moved(self, tensor: Any, device: Any) -> Any:
         self.moved += tensor.numel() * tensor.element_size()
-        return tensor.to(device, copy=True)  # an op that autograd sees
+        return tensor.to(device, copy=True)  # autograd records this op
 
 
 def is_there(tensor: Any, device: Any) -> bool:
@@ -567,10 +567,10 @@ def is_there(tensor: Any, device: Any) -> bool:
 
 
 def _version(tensor: Any) -> int | None:
-    """Return a number that grows with each write to `tensor`, or None if torch counts no writes.
+    """Return a number that grows with each write to `tensor`, or None if torch does not count.
 
-    ``_version`` is private, but no public API detects a write of equal values. Without the
-    attribute, contents are compared.
+    Uses the private ``_version``, because no public API detects a write of equal values. Without
+    this attribute, the caller compares the contents of the tensor.
     """
     try:
         return int(tensor._version)  # noqa: SLF001 - see above
@@ -579,10 +579,10 @@ def _version(tensor: Any) -> int | None:
 
 
 class NestedCopier:
-    """Copies nested values and changes every tensor in them, each tensor and container once.
+    """Copies nested containers, and replaces every tensor in them by `change(tensor)`.
 
-    If an object occurs twice, its copy occurs twice. The pytree of torch does not preserve that,
-    and does not support dataclasses and other classes of mappings.
+    An object that occurs twice is copied once, and its copy occurs twice. The pytree of torch does
+    not preserve that, and does not support dataclasses and other classes of mappings.
     """
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
@@ -592,7 +592,7 @@ class NestedCopier:
         """Copied containers: the original, the copy, and the initial parts of the copy."""
 
     def __call__(self, value: Any) -> Any:
-        """Return `value` with its tensors changed."""
+        """Return a copy of `value` in which every tensor is changed."""
         if id(value) in self._done:
             return self._done[id(value)][1]
         if is_tensor(value):
@@ -620,12 +620,12 @@ class NestedCopier:
         parts = [part if part is on_host else self(part) for part in value]
         if all(map(operator.is_, parts, value)):
             return value
-        # The constructor of a named tuple has one argument per field; `_make` has an iterable.
+        # A named tuple's constructor takes one argument per field, but `_make` takes an iterable.
         return getattr(type(value), "_make", type(value))(parts)
 
 
 def _parts_of(value: Any) -> dict[Any, Any] | None:
-    """Return the parts of a mutable container by key; None for anything else."""
+    """Return key -> part for a list, mapping or dataclass, or None for any other value."""
     if isinstance(value, list):
         return dict(enumerate(value))
     if isinstance(value, MutableMapping):
@@ -636,7 +636,7 @@ def _parts_of(value: Any) -> dict[Any, Any] | None:
 
 
 def _refill(container: Any, parts: Mapping[Any, Any]) -> None:
-    """Replace the parts of a list, mapping or dataclass; writes only parts that differ."""
+    """Replace the content of a list, mapping or dataclass by `parts`. Skips identical parts."""
     if isinstance(container, list):
         container[:] = parts.values()
     elif isinstance(container, MutableMapping):
@@ -648,4 +648,4 @@ def _refill(container: Any, parts: Mapping[Any, Any]) -> None:
     else:
         for name, part in parts.items():
             if getattr(container, name) is not part:
-                object.__setattr__(container, name, part)  # works for frozen ones too
+                object.__setattr__(container, name, part)  # also if the dataclass is frozen

@@ -1,4 +1,4 @@
-"""Shared by all policies: an on/off switch, a count of their effects, and error handlers."""
+"""Tools for all policies: an on/off switch, a count of effects, and handlers of errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
 """(Policy, subject, action, source line) -> (calls, bytes moved)."""
 
-_MANY = 1000  # source lines; bounds the memory for a program that draws from ever new lines
+_MANY = 1000  # the most lines that are counted, as a program may draw from ever new lines
 _lock = fork_safe_lock()
 _counted: dict[tuple[str, str, str, str], list[int]] = {}
 _sources: list[Callable[[list[PolicyEffect]], Iterable[PolicyEffect]]] = []
@@ -28,7 +28,7 @@ _handlers: list[Callable[[ApplyError], None]] = []  # of the active profiles, in
 
 @dataclass(frozen=True, slots=True)
 class Toggle:
-    """A policy with two values that changes the results of compiled code while it is on."""
+    """A policy that is on or off, and changes the results of compiled code while it is on."""
 
     off: str
     on: str
@@ -65,7 +65,7 @@ class Toggle:
     restore = write
 
     def _remove_tag(self) -> None:
-        if not sys.is_finalizing():  # no imports at exit
+        if not sys.is_finalizing():  # Python cannot import at exit
             tags = [*_tags]
             tags.remove(self.name)
             _set_tags(tags)
@@ -73,7 +73,7 @@ class Toggle:
 
 
 def _set_tags(tags: list[str]) -> None:
-    """Set `tags`, names of policies, in the keys under which torch.compile caches code.
+    """Put `tags`, which are names of policies, into the cache keys of torch.compile.
 
     See https://docs.pytorch.org/docs/stable/torch.compiler_api.html.
     """
@@ -84,13 +84,13 @@ def _set_tags(tags: list[str]) -> None:
 
 
 def forget_compiled() -> None:
-    """Make torch.compile compile everything again; does nothing if it was never used."""
+    """Make torch.compile compile all code again, if this process has used torch.compile."""
     if "torch._dynamo" in sys.modules:
         import_module("torch").compiler.reset()
 
 
 class PolicyEffect(NamedTuple):
-    """An action of a policy, and how often it happened."""
+    """One action of a policy on an op or a module, and how often it happened."""
 
     policy: str
     """The knob: ``device.fallback``."""
@@ -109,12 +109,12 @@ class PolicyEffect(NamedTuple):
     """Bytes copied between devices for it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the effect as plain JSON values."""
+        """Return the effect as a dict of plain JSON values."""
         return self._asdict()
 
 
 def count(policy: str, subject: str, action: str, line: str = "", moved: int = 0) -> None:
-    """Count one `action` of `policy` on `subject`, and the bytes that it moved."""
+    """Add one `action` of `policy` on `subject` to the counts, and the number of bytes moved."""
     key = policy, subject, action, line
     with _lock:
         if key not in _counted and len(_counted) >= _MANY:
@@ -125,7 +125,7 @@ def count(policy: str, subject: str, action: str, line: str = "", moved: int = 0
 
 
 def counts_so_far() -> Counts:
-    """Return a copy of the counts, to pass to `effects` as its `since`."""
+    """Return a copy of the counts. A later call of `effects` accepts this copy as `since`."""
     with _lock:
         return {key: (calls, moved) for key, (calls, moved) in _counted.items()}
 
@@ -137,7 +137,7 @@ def reset_counts() -> None:
 
 
 def effects(since: Counts = MappingProxyType({})) -> tuple[PolicyEffect, ...]:
-    """Return the effects of the policies after the counts `since` were taken."""
+    """Return the effects of the policies since `counts_so_far` returned `since`."""
     counted = []
     for key, (calls, moved) in sorted(counts_so_far().items()):
         calls_before, moved_before = since.get(key, (0, 0))
@@ -147,18 +147,18 @@ def effects(since: Counts = MappingProxyType({})) -> tuple[PolicyEffect, ...]:
 
 
 def add_effects(source: Callable[[list[PolicyEffect]], Iterable[PolicyEffect]]) -> None:
-    """Let `effects` append the results of `source(counted effects)`, such as uncalled ops."""
+    """Let `effects` also return the results of `source`, which gets the counted effects."""
     _sources.append(source)
 
 
 def handle_with(handler: Callable[[ApplyError], None]) -> Callable[[], None]:
-    """Pass later errors of policies to `handler`; return the undo."""
+    """Pass later errors of policies to `handler`, and return a function to undo this."""
     _handlers.append(handler)
     return lambda: _handlers.remove(handler)
 
 
 def refuse(error: ApplyError) -> None:
-    """Pass `error` to the innermost active profile; raises it if no profile is active."""
+    """Pass `error` to the handler of the innermost profile, or raise it if none is active."""
     if not _handlers:
         raise error
     _handlers[-1](error)

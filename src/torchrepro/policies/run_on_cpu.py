@@ -1,9 +1,9 @@
-"""Run one op on the CPU instead of a device, and move its results to the device.
+"""Run one op on the CPU instead of a device, and move the results to the device.
 
-The schema of an op shows which arguments it writes to
+The schema of an op shows which arguments the op writes to
 (https://docs.pytorch.org/docs/stable/library.html). Results of in-place and ``out=`` calls are
-copied back into the original tensors; other results are moved. If tensors overlap and the op
-writes to one of them, their copies on the CPU overlap too.
+copied back into the original tensors. Other results are moved. If tensors overlap in memory and
+the op writes to one of them, the copies on the CPU overlap, too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NO_KERNEL = "not implemented for '"
 def on_cpu(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Change = lambda value: value
 ) -> tuple[Any, int]:
-    """Run the overload `op` on the CPU; return its result for the caller, and the bytes moved.
+    """Run the overload `op` on the CPU, and return the result and the number of bytes moved.
 
-    `generator` translates each `torch.Generator` among the arguments. Records no gradient, because
-    callers run below autograd. Errors of the op propagate.
+    `generator` maps each `torch.Generator` among the arguments to a CPU generator. No gradient is
+    recorded, because callers run below autograd. Errors of the op propagate.
     """
     torch = import_module("torch")
     everything = [*leaves(args), *leaves(kwargs)]
@@ -65,7 +65,7 @@ def on_cpu(
 def _copies(
     tensors: dict[int, Any], written: set[int], outputs: set[int]
 ) -> tuple[dict[int, tuple[Any, Any]], int]:
-    """Return id -> (tensor, its copy on the CPU), and the bytes moved for the copies."""
+    """Return id -> (tensor, copy of the tensor on the CPU), and the bytes moved for the copies."""
     torch, moved = import_module("torch"), 0
     copies: dict[int, tuple[Any, Any]] = {}
     for group in _overlapping(tensors, written):
@@ -96,7 +96,7 @@ def is_on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def fit_to(tensor: Any, like: Any) -> None:
-    """Resize the output `tensor` to the size and strides of `like`, unless the sizes are equal."""
+    """Give the output `tensor` the size and strides of `like`, if the sizes differ."""
     if tensor.size() != like.size():
         tensor.resize_(like.size())
         if _is_plain(tensor) and tensor.stride() != like.stride():
@@ -168,8 +168,8 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _memory(tensor: Any) -> tuple[int, str]:
-    # Private (`_cdata`): the address of the storage object, which is unique. The memory of a
-    # device may have no readable address.
+    # The private `_cdata` is the unique address of the storage object. The memory of a device
+    # may have no readable address.
     return tensor.untyped_storage()._cdata, str(tensor.dtype)  # noqa: SLF001 - see above
 
 
@@ -190,9 +190,9 @@ def _bytes(tensor: Any) -> int:
 
 
 def _device(values: list[Any]) -> Any:
-    """Return the device that a call with these arguments computes on, or None for the CPU.
+    """Return the device where a call with these arguments computes, or None for the CPU.
 
-    A `device=` argument comes first, then a tensor that is not on the CPU, then a generator.
+    A `device=` argument decides first, then a tensor that is not on the CPU, then a generator.
     """
     torch = import_module("torch")
     named = [value for value in values if isinstance(value, torch.device)]
@@ -202,7 +202,7 @@ def _device(values: list[Any]) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether `value` is a tensor of torch."""
+    """Return whether `value` is a `torch.Tensor`."""
     return isinstance(value, import_module("torch").Tensor)
 
 
@@ -211,7 +211,7 @@ def _is_far(value: Any) -> bool:
 
 
 def leaves(values: Any) -> list[Any]:
-    """Return the leaves of nested lists, tuples and dicts as one list."""
+    """Return all leaves of nested lists, tuples and dicts as one flat list."""
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, list | tuple):

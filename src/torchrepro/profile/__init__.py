@@ -1,1 +1,1 @@
-"""From the name of a profile to a validated, frozen `Profile`."""
+"""Find, read and validate a profile, from its name to a frozen `Profile`."""

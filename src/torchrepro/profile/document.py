@@ -1,7 +1,7 @@
-"""Read one profile file as data: no code in it can run, and the line of every key is kept.
+"""Read one profile file as plain data, with the line of every key. The file cannot run code.
 
-PyYAML's parser events are checked first, so that tags, anchors and depth are refused before any
-node becomes an object (https://pyyaml.org/wiki/PyYAMLDocumentation, "Events").
+The events of PyYAML's parser are checked before any node becomes an object. This check refuses
+tags, anchors and deep nesting (https://pyyaml.org/wiki/PyYAMLDocumentation, "Events").
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float")}  # all
 
 
 def refuse_instructions(word: str, source: str, key: str) -> None:
-    """Raise `ProfileError` if `word` is a key such as ``_target_``, an instruction to Hydra."""
+    """Raise `ProfileError` if `word` is an instruction to Hydra, such as the key ``_target_``."""
     if len(word) > 1 and word.startswith("_") and word.endswith("_"):
         message, todo = "a profile is data and runs no code", f"remove `{word}`"
         raise ProfileError.about(message, source, key, todo=todo)
 
 
 def refuse_interpolation(text: str, source: str, key: str) -> None:
-    """Raise `ProfileError` if `text` refers to a value outside the profile."""
+    """Raise `ProfileError` for an interpolation (``${...}``) or a missing value (``???``)."""
     if "${" in text:
         message = "a profile is data: it interpolates nothing and calls no resolver"
         todo = "write the value itself, or override it where the program is started"
@@ -69,13 +69,13 @@ def refuse_interpolation(text: str, source: str, key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The content of one file: its values, its defaults list, and the line of every key."""
+    """The content of one profile file: values, defaults list, and the line of every key."""
 
     source: str  # the file, as messages show it
     values: Mapping[str, Any]
     defaults: tuple[str, ...] = ("_self_",)
     lines: Mapping[str, int] = field(default_factory=dict)  # by dotted key, counted from 1
-    typed: bool = False  # whether the user who starts the run wrote it: a dict in code, no file
+    typed: bool = False  # True for a dict in code by the user who starts the run
 
     def line_of(self, key: str) -> str:
         """Return ``file:line`` of `key`, or of the nearest section around it."""
@@ -87,7 +87,7 @@ class Document:
 def read_document(path: Path, source: str = "") -> Document:
     """Read the profile in the file `path`, which messages show as `source`.
 
-    Raises `ProfileError` for anything that is not a plain YAML mapping of at most 256 KiB.
+    Raises `ProfileError` if the file is not a plain YAML mapping of at most 256 KiB.
     """
     source = source or str(path)
     try:
@@ -163,7 +163,7 @@ def parse_document(text: str, source: str) -> Document:
 
 def _judge_events(text: str, source: str) -> None:
     depth = documents = nodes = 0
-    event: Any  # the stubs only have the common base class of events
+    event: Any  # PyYAML's type stubs only have the base class of events
     for event in yaml.parse(text, Loader=LOADER):
         nodes += isinstance(event, yaml.NodeEvent)
         documents += isinstance(event, yaml.DocumentStartEvent)
@@ -195,7 +195,7 @@ def _judge_events(text: str, source: str) -> None:
 
 
 def defaults_list(entries: Any, source: str) -> tuple[str, ...]:
-    """Return the entries of a defaults list, with `_self_` among them; raises `ProfileError`."""
+    """Check a defaults list, and return its entries. Adds `_self_` at the end if it is missing."""
     entries = [] if entries is None else entries
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise ProfileError.about(

@@ -1,10 +1,10 @@
-"""From a name, a path or plain values to a validated `Profile`, or one readable error.
+"""Load a profile from a name, a path or plain values, or raise one readable error.
 
-A profile is composed of its defaults list, its own values, pieces and overrides, in this order.
-The rules are Hydra's (https://hydra.cc/docs/advanced/defaults_list): the entries of a defaults list
-are merged in order, key by key, and `_self_` is the position of the file itself. This module
-applies the rules without Hydra for two reasons: it keeps the line of each value, and code that
-applies a profile does not spend time to import Hydra.
+A profile is merged from the defaults list, the file's own values, pieces and overrides, in this
+order. The rules are Hydra's (https://hydra.cc/docs/advanced/defaults_list): the entries of a
+defaults list are merged in order, key by key, and `_self_` is the position of the file itself.
+This module does not use Hydra for two reasons: it keeps the line of each value, and a program that
+applies a profile does not spend time on the import of Hydra.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from torchrepro.profile.schema import Profile
 
-SECTION = "repro"  # key under which the config of a program holds its profile
+SECTION = "repro"  # the key of the profile in the config of a program
 
 REFUSED = "_refused_"
 """Key of a config with the reason why its profile was refused while Hydra composed it.
@@ -70,8 +70,8 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
     """Load and validate a profile.
 
     `profile` is a name on the search path (``debug-strict``), a path to a YAML file, or
-    ``pkg://package.path/name``; `overrides` are written as on a Hydra command line
-    (``seed=7``, ``backends.cudnn.benchmark=false``). Raises `ProfileError`; changes nothing.
+    ``pkg://package.path/name``. `overrides` are written as on a Hydra command line (``seed=7``,
+    ``backends.cudnn.benchmark=false``). Raises `ProfileError`. Does not change the process.
     """
     _refuse_other_types(profile, overrides)
     return validate(compose(str(profile), overrides))
@@ -80,11 +80,11 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
 def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> ResolvedProfile:
     """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
 
-    If `source` is the config of a program, its section `repro` is resolved. `typed`: the user who
-    starts the run wrote the overrides; they do not come from a file.
+    If `source` is the config of a program, its section `repro` is resolved. `typed` means that the
+    user who starts the run wrote the overrides, and that they do not come from a file.
 
-    The shipped profiles are not validated with pydantic, whose import takes longer than applying
-    one. Tests prove that validation would return exactly the same values.
+    Shipped profiles are not validated with pydantic, because importing pydantic takes longer than
+    applying a profile. Tests prove that validation would return exactly the same values.
     """
     _refuse_other_types(source, overrides)
     resolved = getattr(source, "resolved", source)  # a Profile is already validated
@@ -111,7 +111,7 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
 
 
 def validate(composition: Composition) -> Profile:
-    """Validate composed values; raises `ProfileError` that names where each value was set."""
+    """Validate composed values, or raise a `ProfileError` that names where each value was set."""
     # The import of pydantic takes longer than applying a shipped profile.
     from torchrepro.profile.schema import validated
 
@@ -119,10 +119,10 @@ def validate(composition: Composition) -> Profile:
 
 
 def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") -> Composition:
-    """Compose a dict or a DictConfig, whose interpolations are resolved first.
+    """Compose a profile from a dict or a DictConfig. Interpolations in a DictConfig are resolved.
 
-    Raises `ProfileError` for a resolver call such as ``${oc.env:HOME}``: the values of a profile
-    must not depend on the machine, and a report must not contain its secrets.
+    Raises `ProfileError` for a call of a resolver such as ``${oc.env:HOME}``. The values must not
+    depend on the machine, and a report must not contain secrets of the machine.
     """
     where = where or ("the DictConfig" if _is_dictconfig(source) else "the dict")
     values = _plain_config(source, where) if _is_dictconfig(source) else plain(source)
@@ -180,8 +180,8 @@ def compose(
 ) -> Composition:
     """Compose the profile `name` with `overrides` such as ``backends.cudnn.benchmark=true``.
 
-    Names are searched for in `folders` and on the search path. `typed`: the user who starts the
-    run wrote the overrides. Raises `ProfileError`.
+    Searches for names in `folders` and on the search path. `typed` means that the user who starts
+    the run wrote the overrides. Raises `ProfileError`.
     """
     layers = _Layers(Composition(asked=(name, *overrides)), folders)
     layers.add_named(name)
@@ -189,7 +189,7 @@ def compose(
 
 
 def compose_document(document: Document, overrides: Sequence[str] = ()) -> Composition:
-    """Compose values that were not read from a file of the search path."""
+    """Compose a profile from a document that is not a file on the search path, such as a dict."""
     layers = _Layers(Composition(only_shipped=False))
     layers.add(document, None, inherited=False)
     return layers.finished(overrides)
@@ -197,7 +197,7 @@ def compose_document(document: Document, overrides: Sequence[str] = ()) -> Compo
 
 @dataclass(slots=True)
 class _Layers:
-    """Follows defaults lists, depth first, and refuses a cycle."""
+    """Merges files into `composition`. Follows defaults lists depth first, and refuses a cycle."""
 
     composition: Composition
     folders: tuple[ProfileFolder, ...] = ()
@@ -251,7 +251,7 @@ class _Layers:
                 continue
             skipped = NOT_INHERITED if inherited else ()
             values = {key: v for key, v in document.values.items() if key not in skipped}
-            # `lines` also has the keys of sections, for problems with a section itself.
+            # `lines` also has the keys of sections, since a section itself may be wrong.
             keys = [key for key in document.lines or flatten(values) if key not in skipped]
             before = self.composition.origins
             lines = {key: document.line_of(key) for key in keys}
@@ -276,7 +276,7 @@ class _Layers:
             self.read_before.append(file.path)
 
     def finished(self, overrides: Sequence[str], *, typed: bool = True) -> Composition:
-        """Add the pieces among `overrides`, then all other overrides, in order."""
+        """Add the pieces among `overrides`, and after them all other overrides in order."""
         parsed_overrides = [(key_of(text), f"override {text}", parsed(text)) for text in overrides]
         for key, origin, values in parsed_overrides:
             if key == PIECES:
@@ -302,9 +302,9 @@ class _Layers:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Return the values that an override in Hydra's grammar sets; a deletion sets null.
+    """Return the values that an override in Hydra's grammar sets, nested in sections.
 
-    The values are nested in sections. Raises `ProfileError` for an override that is not plain.
+    A deletion such as ``~seed`` sets null. Raises `ProfileError` for a sweep or a wrong override.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -336,7 +336,7 @@ _OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # words that are not tex
 
 
 def in_hydras_grammar(value: Any) -> str:
-    """Return a value in the grammar of overrides, which `parsed` reads."""
+    """Return `value` as text in Hydra's grammar of overrides, which `parsed` reads."""
     if isinstance(value, Mapping):
         keys = (_NOT_IN_KEYS.sub(_ESCAPED, str(key)) for key in value)
         values = map(in_hydras_grammar, value.values())
@@ -355,12 +355,12 @@ def in_hydras_grammar(value: Any) -> str:
 
 
 def key_of(text: str) -> str:
-    """Return the dotted key of an override, without parsing its value."""
+    """Return the dotted key of the override `text`, without parsing the value."""
     return text.partition("=")[0].lstrip("+~").replace("/", ".")
 
 
 def check_values(value: Any, origin: str, key: str) -> None:
-    """Raise `ProfileError` for an instruction or an interpolation anywhere in `value`."""
+    """Raise `ProfileError` if `value` contains an instruction to Hydra or an interpolation."""
     for inner, entry in walk(value, key):
         refuse_instructions(inner.rpartition(".")[2], origin, inner)
         if isinstance(entry, str):
@@ -368,7 +368,7 @@ def check_values(value: Any, origin: str, key: str) -> None:
 
 
 def walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `value` and all values in it with dotted keys; list entries have the list's key."""
+    """Yield (key, value) for `value` and all values inside. A list entry has the list's key."""
     yield key, value
     if isinstance(value, Mapping):
         for inner, entry in value.items():
@@ -383,7 +383,7 @@ PROFILE, PIECE = "profile", "piece"
 
 
 class ProfileEntry(NamedTuple):
-    """One profile, or one piece to add to profiles, on the search path."""
+    """One profile, or one piece that can be added to a profile, on the search path."""
 
     name: str
     guarantee: str
@@ -397,7 +397,7 @@ class ProfileEntry(NamedTuple):
 
 
 def listed() -> list[ProfileEntry]:
-    """Return every profile and piece on the search path; for a broken one, the problem."""
+    """Return every profile and piece on the search path. A broken one has its problem as text."""
     entries = []
     for folder in search_path():
         origin = f"package {versioned(folder.package)}" if folder.package else folder.origin

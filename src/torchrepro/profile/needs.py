@@ -1,7 +1,7 @@
-"""The needs of each guarantee: one row per knob, with the devices that it applies to.
+"""The needs of each guarantee: one row per knob, with the devices where the need applies.
 
-A profile with a value that breaks its guarantee is refused. If a need is not met, the report lowers
-the guarantee.
+A profile with a value that contradicts its guarantee is refused. If a need is not met in a run,
+the report lowers the guarantee.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seede
 
 
 class Need(NamedTuple):
-    """The value of a knob that guarantees need, and the values that contradict them."""
+    """One knob's value that is necessary for guarantees, and the values that contradict them."""
 
     guarantees: tuple[str, ...]
     knob: str
     met_by: Callable[[Any], bool] | None = None  # None: any value that is not in `broken_by`
     left_open: str = ""  # the results that may differ between two runs if the need is not met
-    kinds: tuple[str, ...] = ()  # the need applies if all of these kinds of devices are present
+    kinds: tuple[str, ...] = ()  # the need applies only if all of these are present
     broken_by: tuple[Any, ...] = ()  # the values that contradict the guarantee
-    because: str = ""  # the consequence of such a value
-    if_there: bool = False  # whether the need is met where the knob's state does not exist
+    because: str = ""  # the consequence of a value in `broken_by`
+    if_there: bool = False  # whether the need counts as met if torch lacks the knob
     calls: tuple[str, ...] = ()  # functions that a program can call to meet the need itself
 
 
@@ -39,7 +39,7 @@ def _is(*values: Any) -> Callable[[Any], bool]:
 
 
 def folded(value: Any) -> Any:
-    """Return a value for a comparison that ignores the case of words."""
+    """Return `value`, in lower case if it is a word, for comparisons that ignore case."""
     return value.lower() if isinstance(value, str) and value.isalpha() else value
 
 
@@ -47,7 +47,7 @@ SEED_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
 TIMING = "compiled code then chooses kernels by timing"
 
 _ON, _OFF = _is(True), _is(False)  # noqa: FBT003 - values that meet a need
-_IN_FULL = _is("ieee", "none")  # torch only tests whether float32 is tf32 or bf16
+_IN_FULL = _is("ieee", "none")  # torch reduces precision only for tf32 and bf16
 
 
 def _seed(generator: str, left_open: str, device: str, *calls: str) -> Need:

@@ -1,7 +1,6 @@
-"""A profile as plain values with their origins: while it is composed, and resolved for a plan.
+"""Plain values of a profile with their origins, during and after the composition.
 
-Every child process of `torchrepro run` imports this module, so it must not import a module that
-reads files.
+Every child process of `torchrepro run` imports this module, so it imports no file readers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 
 
 class ValueOrigin(NamedTuple):
-    """The line, override or argument that set a value, and the origin of the replaced value."""
+    """The line, override or argument that set a value, and the origin of the value before it."""
 
     set_by: str  # ``file:line``, the override, or the argument
     package: str = ""
@@ -45,7 +44,7 @@ class ValueOrigin(NamedTuple):
     replaced: ValueOrigin | None = None  # the origin of the value that this one replaced
 
     def to_json(self) -> dict[str, Any]:
-        """Return the origin as plain JSON values, with the replaced origins, the latest first."""
+        """Return the origin as plain JSON values, with the replaced origins from new to old."""
         replaced, origin = [], self.replaced
         while origin is not None:
             package = versioned(origin.package)
@@ -63,29 +62,29 @@ class ValueOrigin(NamedTuple):
 
 @cache
 def versioned(distribution: str) -> str:
-    """Return a distribution with its installed version, as in ``acme-profiles 1.2.0``."""
+    """Return a distribution's name and installed version, as in ``acme-profiles 1.2.0``."""
     version = installed_version(distribution)
     return f"{distribution} {version}" if version else distribution
 
 
 @dataclass(slots=True)
 class Composition:
-    """The merged values of a profile, and the origin of every dotted key."""
+    """The merged values of a profile during composition, and the origin of every dotted key."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, ValueOrigin] = field(default_factory=dict)
     typed: set[str] = field(default_factory=set)  # keys set by the user who starts the run
     only_shipped: bool = True  # whether all values come from torchrepro's own files
-    asked: tuple[str, ...] = ()  # the name or path, and the overrides; empty for plain values
+    asked: tuple[str, ...] = ()  # requested name or path, and overrides; empty for plain values
 
     def add(
         self, values: Mapping[str, Any], set_by: Mapping[str, str], package: str, *, typed: bool
     ) -> None:
-        """Merge `values` over the present ones; `set_by` names the origin of every dotted key."""
+        """Merge `values` over the present values. `set_by` maps every dotted key to its origin."""
         before, leaves = self.origins, flatten(values)
         _merge(self.values, values)
         written = {key for key, value in leaves.items() if value != {}}
-        # The earlier origins of sections around these keys, and of keys inside them, are obsolete.
+        # A new value makes origins obsolete: of keys inside it, and of sections around it.
         around = {section for key in written for section in _around(key)}
         kept = {
             name: origin
@@ -100,14 +99,14 @@ class Composition:
         self.typed = self.typed | leaves.keys() if typed else self.typed - leaves.keys()
 
     def name_it(self, name: str, origin: ValueOrigin) -> None:
-        """Give the profile a name, unless it has one."""
+        """Set the name of the profile, if the profile has no name."""
         if "name" not in self.values:
             name = printable(name).translate(str.maketrans("()", "[]"))  # legal by `PROFILE_NAME`
             self.values["name"] = name
             self.origins["name"] = origin._replace(value=name)
 
     def origin_of(self, key: str) -> str:
-        """Return the origin of `key`, of a key inside it, or of the nearest section around it."""
+        """Return the origin of `key`, or else of a key inside it or of a section around it."""
         if key not in self.origins:
             inside = [name for name in self.origins if name.startswith(f"{key}.")]
             if inside:
@@ -149,13 +148,13 @@ class ResolvedProfile:
         origins: Mapping[str, ValueOrigin] | None = None,
         asked: tuple[str, ...] = (),
     ) -> ResolvedProfile:
-        """Return `values` without null and empty sections, with their known origins."""
+        """Return a profile from `values`, without nulls, empty sections and unused origins."""
         kept = _without_null(values)
         known = {key: origins[key] for key in flatten(kept) if key in origins} if origins else {}
         return cls(MappingProxyType(kept), MappingProxyType(known), asked)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values with their origins as plain JSON values, for a child process."""
+        """Return the values and their origins as plain JSON values, for a child process."""
         return {
             "values": plain(self.values),
             "origins": {key: origin.to_json() for key, origin in self.origins.items()},
@@ -164,7 +163,7 @@ class ResolvedProfile:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ResolvedProfile:
-        """Return the profile that `to_json` wrote."""
+        """Return the profile that `to_json` converted to `content`."""
         origins = {key: ValueOrigin.from_json(o) for key, o in content["origins"].items()}
         return cls.of(content["values"], origins, tuple(content["asked"]))
 
@@ -180,34 +179,34 @@ class ResolvedProfile:
 
     @property
     def strict(self) -> bool:
-        """Whether a conflict, an ineffective or a failed knob stops the run."""
+        """Whether the run stops if a knob is in conflict, has no effect, or fails."""
         return self.guarantee in STRICT
 
     @property
     def on_late(self) -> str:
-        """The reaction to a knob past its phase: relaunch, relaunch_or_warn, error or warn."""
+        """The reaction to a knob set too late: relaunch, relaunch_or_warn, error or warn."""
         return str(self.values.get("on_late", DEFAULTS["on_late"]))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the values that the profile requests, equal on every machine and Python.
+        """SHA-256 of the requested values, equal on every machine and in every Python version.
 
-        The values are hashed as JSON with sorted keys, without spaces, in ASCII (for the integers
-        and strings of a profile, the canonical form of https://www.rfc-editor.org/rfc/rfc8785).
-        Name, description and schema are omitted, since they change nothing in a process.
+        The values are hashed as ASCII JSON with sorted keys and without spaces. For integers and
+        strings, this is the canonical form of https://www.rfc-editor.org/rfc/rfc8785. Name,
+        description and schema are not hashed, since they change nothing in a process.
         """
         effective = {key: value for key, value in self.values.items() if key not in WITHOUT_EFFECT}
         text = json.dumps(effective, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
     def settings(self) -> list[tuple[Knob, Any]]:
-        """Return the knobs that the profile names with their values, in the catalogue's order."""
+        """Return the knobs that the profile sets, with the values, in the catalogue's order."""
         leaves = flatten({k: v for k, v in self.values.items() if k not in NOT_A_KNOB})
         pairs = [(knob, value) for key, value in leaves.items() for knob in knobs_for_key(key)]
         return sorted(pairs, key=lambda pair: _POSITION.get(pair[0].name, -1))
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that the profile sets, for a process before it starts."""
+        """Return the environment variables that the profile sets, for a process to be started."""
         return {knob.variable: value for knob, value in self.settings() if knob.variable}
 
 
@@ -220,7 +219,7 @@ def knobs_for_key(key: str) -> tuple[Knob, ...]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested `values` under dotted keys; an empty section is a leaf."""
+    """Return dotted key -> leaf of nested `values`. Empty sections and `OPAQUE` are leaves."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         dotted = f"{prefix}{key}"
@@ -232,7 +231,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as plain JSON values: a frozen section as a dict, its keys as strings."""
+    """Return `value` as plain JSON values: dicts with string keys, and lists."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,15 +1,15 @@
-"""The schema of a profile: frozen pydantic models, with sections from the catalogue's rows.
+"""The schema of a profile: frozen pydantic models, with sections from the rows of the catalogue.
 
 Validation also checks installed versions, and the consent to environment variables. A profile may
-set the variables of the catalogue and of the allow list, which cannot choose code or hosts. Since a
-profile may come from a stranger, it sets any other variable only with the consent of the user who
-starts the run, who names the variable or sets it in an override. Dangerous variables are always
-refused.
+set the variables of the catalogue and of the allow list, because these cannot choose code or
+hosts. Since a profile may come from a stranger, any other variable needs the consent of the user
+who starts the run. The user consents by naming the variable or by setting it in an override.
+Dangerous variables are always refused.
 
-The JSON Schema of a profile's file, for completion and hints, supports as many editors as possible:
-draft 7, without references (that draft ignores a description next to a `$ref`), and with
-`markdownDescription`, which editors with VS Code's YAML language server show as a formatted hint:
-https://github.com/redhat-developer/vscode-yaml.
+Editors use the JSON Schema of a profile's file for completion and hints. To support as many
+editors as possible, it is draft 7 without references, since draft 7 ignores a description next to
+a `$ref`. `markdownDescription` is the formatted hint in editors with VS Code's YAML language
+server: https://github.com/redhat-developer/vscode-yaml.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ A profile cannot set it, nor any other variable of torchrepro.
 
 OPTION = "--allow-env"
 
-MAPPINGS = {  # keys whose value is a mapping with keys that the user chooses -> legal values
+MAPPINGS = {  # key whose value is a mapping with the user's own keys -> legal values
     **{key: knobs_by_name()[key].legal.words for key in ("device.modules", "streams", "ranks")},
     "requires": 'a mapping such as {torch: ">=2.6"}',
 }
@@ -97,9 +97,9 @@ with suppress(ValueError):
 
 
 def legal_values(legal_or_knob: str | Legal) -> GetPydanticSchema:
-    """Return the annotation of a field for legal values, or for the knob of this name.
+    """Return a pydantic annotation that accepts null and legal values.
 
-    Null is always legal.
+    `legal_or_knob` is a description of the legal values, or the name of a knob.
     """
     legal = legal_or_knob
     if isinstance(legal, str):
@@ -164,7 +164,7 @@ FROZEN = (AfterValidator(_frozen), PlainSerializer(plain))
 
 
 class Section(BaseModel):
-    """A section of a profile; null means an empty section. Values are attributes and items."""
+    """A section of a profile, with values as attributes and items. Null means an empty section."""
 
     model_config = CONFIG
 
@@ -247,7 +247,7 @@ ExtraVariables: TypeAlias = Annotated[
 
 
 def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
-    """Return (key, value, reason) for every contradiction in `resolved`."""
+    """Return (key, value, reason) for values that contradict the guarantee or each other."""
     leaves = flatten(resolved.values)
     found = []
     for row in NEEDS:
@@ -282,7 +282,7 @@ def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
 
 
 class Profile(BaseModel):
-    """The settings that a run requests; null leaves a setting unchanged."""
+    """The settings that a run requests. A setting that is null stays unchanged."""
 
     model_config = ConfigDict(**CONFIG, title="torchrepro profile")
 
@@ -363,7 +363,7 @@ class Profile(BaseModel):
         return _unpickled, (type(self), values, self._origins, self._asked)
 
     def __deepcopy__(self, memo: Any = None) -> Profile:
-        return self  # frozen, with all values in it
+        return self  # the profile and its values are frozen
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Profile) and self.resolved == other.resolved
@@ -378,7 +378,7 @@ class Profile(BaseModel):
         return ResolvedProfile.of(values, self._origins, self._asked)
 
     def remember(self, origins: Mapping[str, ValueOrigin], asked: tuple[str, ...]) -> None:
-        """Store the origin of each value; equality and digest ignore it."""
+        """Store the origin of each value, and the request `asked`. Equality ignores both."""
         self._origins, self._asked = origins, asked
 
     @property
@@ -394,7 +394,7 @@ def _unpickled(model: type[Profile], values: Any, origins: Any, asked: Any) -> P
 
 
 def validated(composition: Composition) -> Profile:
-    """Validate composed values; raises `ProfileError` with the origin of each wrong value."""
+    """Validate composed values, or raise `ProfileError` with the origin of each wrong value."""
     try:
         profile = Profile.model_validate(composition.values)
     except ValidationError as error:
@@ -480,9 +480,9 @@ def _unknown_key(path: list[str], text: str, origin: str) -> Problem:
 
 
 def allowed_by(names: Sequence[str]) -> str:
-    """Return the value of `VARIABLE` that consents to `names` and to the names already in it.
+    """Return the names in the variable TORCHREPRO_ALLOW_ENV plus `names`, as its new value.
 
-    Raises `ProfileError` for a dangerous variable, or a text that cannot name a variable.
+    Raises `ProfileError` for a dangerous variable, or for a text that cannot name a variable.
     """
     return ",".join(dict.fromkeys([*_consented(), *_consented(OPTION, ",".join(names))]))
 
@@ -561,11 +561,11 @@ def _unmet(requires: Mapping[str, Any], composition: Composition) -> list[Proble
 
 NULL = {"type": "null"}
 _TRIED = range(1000)  # integers that are tried as a variable's value
-_FEW = 16  # up to so many legal integers are listed; more are a range
+_FEW = 16  # the most legal integers that are listed; more become a range
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema of a profile or a piece: its keys, their values, its defaults list."""
+    """Return the JSON Schema for the file of a profile or piece, including the defaults list."""
     model = Profile.model_json_schema(by_alias=True)
     text = (
         "Profiles to inherit from, in order, and pieces to add; `_self_` is this file. "
@@ -634,9 +634,9 @@ def _schema_of_key(entry: Any, definitions: dict[str, Any], key: str) -> dict[st
 
 
 def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that also accepts null, if possible without `anyOf`.
+    """Return `entry` as a schema that also accepts null, if possible without `anyOf`.
 
-    An editor shows the hint of only one alternative.
+    For `anyOf`, an editor shows the hint of only one alternative.
     """
     first, *rest = entry.get("anyOf", [entry, NULL])
     if rest != [NULL] or not isinstance(first.get("type"), str):

@@ -1,10 +1,10 @@
-"""Find the file of a profile by its name: in torchrepro's folder, the user's, and in packs.
+"""Find the file of a profile by name: in torchrepro's folder, in the user's folders, and in packs.
 
-A pack is a Python package with YAML files and an entry point in the group `torchrepro.profiles`.
-The entry point's name is the prefix of its profiles' names, and its value is the package, as in
-``team = "acme_profiles"``. Packs are found by their metadata and never imported:
+A pack is a Python package with YAML files and an entry point in the group `torchrepro.profiles`,
+as in ``team = "acme_profiles"``. The name of the entry point is the prefix of the profiles' names,
+and its value is the package. Packs are found by their metadata and never imported:
 https://packaging.python.org/en/latest/specifications/entry-points. Distributions are read one by
-one, because `importlib.metadata.entry_points` fails for all of them if one is broken.
+one, because `importlib.metadata.entry_points` fails for all distributions if one is broken.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
 SUFFIXES = (".yaml", ".yml")
 _PACKAGE = re.compile(r"[\w.]+(:[\w.]+)?")
 
-MANY = 1000  # files and folders that are read in a folder to list its names
+MANY = 1000  # the most files and folders that are read to list names
 DEEPEST = 8
 
 
 class UnknownProfileError(ProfileError):
-    """No file has the name."""
+    """No file has the name of the requested profile."""
 
 
 class ProfileFolder(NamedTuple):
-    """A folder of profiles, and its name in messages."""
+    """A folder that contains profiles, and the folder's name in messages."""
 
     path: Path
     origin: str
     prefix: str = ""  # of the names of its profiles: ``team/`` in the pack `team`
     package: str = ""  # the distribution that the folder belongs to
-    source: Path | None = None  # the project with its files, if installed as editable
+    source: Path | None = None  # the folder of the project, if installed as editable
 
     def file(self, name: str) -> Path | None:
-        """Return the file of the profile `name`, if this folder has it.
+        """Return the file of the profile `name`, or None if this folder does not have it.
 
-        Raises `ProfileError` if the file is a link to a file outside the folder.
+        Raises `ProfileError` for two files of this name, or for a link to a file outside the
+        folder.
         """
         if not name.startswith(self.prefix):
             return None
@@ -80,13 +81,13 @@ class ProfileFolder(NamedTuple):
         return file
 
     def has_group(self, group: str) -> bool:
-        """Return whether `group`, as in ``team/with``, is a folder in this one."""
+        """Return whether this folder contains the folder `group`, such as ``team/with``."""
         inside = f"{group}/".removeprefix(self.prefix)
         is_here = f"{group}/".startswith(self.prefix) and is_name(group)
         return is_here and (self.path / inside).is_dir()
 
     def names(self) -> list[str]:
-        """Return the sorted names of the profiles in this folder; only some of a huge folder."""
+        """Return the sorted names of the profiles in this folder. Reads a huge folder in part."""
         names, left, folders = set(), MANY, [(self.path, 0)]
         while folders and left > 0:
             folder, depth = folders.pop()
@@ -104,7 +105,7 @@ class ProfileFolder(NamedTuple):
 
 
 class ProfileFile(NamedTuple):
-    """The file of a profile's name."""
+    """The file that was found for the name of a profile, and the folder of the file."""
 
     name: str
     path: Path
@@ -112,7 +113,7 @@ class ProfileFile(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The file in messages: relative to its distribution or to the working directory."""
+        """The path for messages, relative to the distribution or to the working directory."""
         if self.folder.package:
             inside = self.path.relative_to(self.folder.path)
             return f"{self.folder.package}:{inside}"
@@ -136,9 +137,9 @@ class Pack(NamedTuple):
         return ".".join(self.value.split(":")) if _PACKAGE.fullmatch(self.value) else ""
 
     def folders(self) -> list[ProfileFolder]:
-        """Return the folders of the pack, each with the prefix of its names.
+        """Return the folders of the pack, each with the prefix of the names in it.
 
-        Only folders of the distribution itself count: an entry point could also name any other
+        Only folders of the distribution itself count, because an entry point can name any other
         installed package, or a folder of the working directory.
         """
         if not self.name:
@@ -157,7 +158,7 @@ class Pack(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        """The problem of a pack without folders."""
+        """The problem to report for a pack without folders."""
         entry_point = f"entry point of {self.owner}"
         if not self.name:
             message = "its entry points cannot be read"
@@ -181,8 +182,8 @@ def find(
 
     `name` is a name in one of `folders` or on the search path, a path to a YAML file, or
     ``pkg://package.path/name``. `named_at` is the ``file:line`` of the defaults list that contains
-    it; a defaults list must not contain paths. The folders `beside` its file are searched first.
-    The files in `without` are ignored, since a profile may inherit from another profile of the same
+    `name`. A defaults list must not contain paths. The folders in `beside` are searched first. The
+    files in `without` are ignored, since a profile may inherit from another profile of the same
     name. Raises `ProfileError` if no file has the name, or if two different files have it.
     """
     try:
@@ -202,7 +203,7 @@ def find(
             return _at_path(name, Path(name))  # an existing file comes before the search path
         if is_name(name):
             everywhere = (*folders, *folders_for(name))
-            # A folder on the search path has no priority over the others on it.
+            # All folders on the search path have equal priority, also if one is in `beside`.
             searched = {(folder.path, folder.prefix) for folder in everywhere}
             first = [folder for folder in beside if (folder.path, folder.prefix) not in searched]
             files = _files(name, first, without)[:1] or _files(name, everywhere, without)
@@ -269,15 +270,15 @@ def _unknown(name: str, folders: Iterable[ProfileFolder], named_at: str) -> Unkn
 
 
 def search_path() -> tuple[ProfileFolder, ...]:
-    """Return every folder that is searched for a name."""
+    """Return every folder that is searched for the names of profiles."""
     return (*_fixed_folders(), *(folder for pack in packs() for folder in pack.folders()))
 
 
 def folders_for(name: str) -> tuple[ProfileFolder, ...]:
     """Return the folders of the search path that may contain `name`.
 
-    Packs are only read if the name begins with the name of a pack, because it means reading the
-    metadata of all installed distributions. Raises `ProfileError` for an incomplete pack.
+    Searches for a pack only if `name` has a prefix such as ``team/``, because the search reads the
+    metadata of all installed distributions. Raises `ProfileError` for a pack without folders.
     """
     prefix, slash, _ = name.partition("/")
     may_be_a_pack = slash and prefix not in ("", PIECES)
@@ -289,19 +290,19 @@ def folders_for(name: str) -> tuple[ProfileFolder, ...]:
 
 
 def incomplete_packs() -> list[Pack]:
-    """Return every pack whose package does not exist, or whose distribution cannot be read."""
+    """Return every pack without folders. The `problem` of a pack is the reason."""
     return [pack for pack in packs() if not pack.folders()]
 
 
 def missing_folders() -> list[str]:
-    """Return the entries of TORCHREPRO_PATH that are not folders."""
+    """Return the entries of the variable TORCHREPRO_PATH that are not folders."""
     return [text for text, path in _named_folders() if not path.is_dir()]
 
 
 def packs() -> list[Pack]:
-    """Return every pack with a valid name, and every distribution whose packs cannot be read.
+    """Return every pack with a valid name, and a nameless pack per unreadable distribution.
 
-    A distribution that is found twice counts once.
+    A distribution that Python finds twice counts once.
     """
     by_owner: dict[str, list[Pack]] = {}
     for distribution in distributions():
@@ -326,8 +327,8 @@ def packs() -> list[Pack]:
 def package_folders(name: str) -> tuple[list[Path], bool]:
     """Return the folders of the package `name`, and whether its top-level package is regular.
 
-    Imports neither the package nor its parents. A top-level package that is not regular may be any
-    folder on Python's path.
+    A regular package has an `__init__.py`. Without it, any folder on Python's path is a package.
+    This function does not import the package or its parents.
     """
     top, *inner = name.replace("/", ".").split(".")
     try:
@@ -341,23 +342,23 @@ def package_folders(name: str) -> tuple[list[Path], bool]:
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` has the form of a profile's name: words and slashes, no `..`."""
+    """Return whether `text` can name a profile: words separated by slashes, without `..`."""
     return bool(NAME.fullmatch(text)) and ".." not in text
 
 
 def is_piece(name: str) -> bool:
-    """Return whether `name` is the name of a piece, which is added to a profile."""
+    """Return whether `name` is the name of a piece, which can be added to a profile."""
     return PIECES in name.split("/")[:-1]
 
 
 def piece_named(name: str) -> str:
-    """Return the name on the search path of the piece `name`: ``team/zero`` is team/with/zero."""
+    """Return the full name of the piece `name`: ``team/with/zero`` for ``team/zero``."""
     pack, _, last = name.rpartition("/")
     return name if is_piece(name) else "/".join(filter(None, (pack, PIECES, last)))
 
 
 def piece_short_name(name: str) -> str:
-    """Return the name of a piece in `with=[...]`: ``team/zero`` for team/with/zero."""
+    """Return the name of a piece for `with=[...]`: ``team/zero`` for ``team/with/zero``."""
     return "/".join(part for part in name.split("/") if part != PIECES)
 
 
@@ -376,8 +377,8 @@ def _named_folders() -> list[tuple[str, Path]]:
 def _source(distribution: Distribution) -> Path | None:
     """Return the project folder of an editable distribution, or None.
 
-    Any published distribution can claim to be editable, so the folder has to declare packs itself:
-    https://packaging.python.org/en/latest/specifications/direct-url.
+    Any distribution can claim in its metadata to be editable, so the project itself must declare
+    packs: https://packaging.python.org/en/latest/specifications/direct-url.
     """
     text = _text(distribution, "direct_url.json")
     if "editable" not in text:
