@@ -73,7 +73,7 @@ PROBABILITIES = {
 """Arguments of larger kernels with dropout inside -> the value that drops nothing."""
 
 OF_ASCEND = {"p": 0.0, "prob": 0.0}
-"""The same for ops of torch_npu with dropout in their name."""
+"""Arguments of ops of torch_npu with dropout in their name -> the value that drops nothing."""
 
 _NAMESPACES = ("aten::", "npu::")
 

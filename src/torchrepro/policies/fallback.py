@@ -35,7 +35,8 @@ from torchrepro.policies.run_on_cpu import fit_to, is_on_device, on_cpu
 KNOB = "device.fallback"
 
 Action = Callable[..., Any]
-"""Handles a call of an op; called with `proceed`, which calls the kernel, and the arguments."""
+"""A function that handles a call of an op. Its arguments are `proceed`, which calls the kernel of
+the op, and the arguments of the call."""
 
 
 class _Active(NamedTuple):

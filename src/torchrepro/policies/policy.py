@@ -106,7 +106,7 @@ class PolicyEffect(NamedTuple):
 
     calls: int
     moved: int
-    """Bytes copied between devices for it."""
+    """Bytes that the action copied between devices."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the effect as a dict of plain JSON values."""

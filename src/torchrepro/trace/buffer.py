@@ -40,7 +40,7 @@ PIECE = 1 << 18
 """Elements that are widened at a time: few enough for the processor's cache."""
 
 LARGE_PIECE = 1 << 23
-"""The same on a device, where each piece waits for the device."""
+"""Elements that are widened at a time on a device, where each piece waits for the device."""
 _WIDEST = {"mps": "float32", "npu": "float32"}
 """The widest floats of types of devices where 64-bit arithmetic is slow or missing."""
 
@@ -224,7 +224,7 @@ class RecordingState:
     uninitialized_reads: dict[tuple[CallSite, CallSite, str], UninitializedReads] = field(
         default_factory=dict
     )
-    """By the call site that allocated the memory, the call site that read it, and the op."""
+    """Keys: the call site that allocated the memory, the call site that read it, and the op."""
     hidden: set[str] = field(default_factory=set)
     """The lines that hid ops from all modes, as ``file:line``."""
     # Locked from an op's record to its details, and while a step is moved to the store, because
@@ -233,7 +233,7 @@ class RecordingState:
     position: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Returns the running step and the number of records."""
     seeds: dict[str, tuple[int, int, str]] = field(default_factory=dict)
-    """By line that draws from an explicit generator: step, record and seed at its first draw."""
+    """Line that draws from an explicit generator -> step, record and seed of the first draw."""
 
     left_torch: int = 0  # the sum of the fingerprints of all tensors whose values left torch
 

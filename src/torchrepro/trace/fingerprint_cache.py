@@ -50,7 +50,7 @@ READ, WRITTEN, VIEW = range(3)
 """Source of a digest: memory was read, an op wrote the tensor, or the tensor is a view."""
 
 Entry = tuple["ReferenceType[Any]", int, Digest, int]
-"""The tensor, its version, its digest, and the source of the digest."""
+"""A tensor, the version of the tensor, a digest, and the source of the digest."""
 
 NO_ENTRY: Entry = (lambda: None), 0, UNREAD, READ  # type: ignore[assignment]
 """The default for a tensor without an entry; it never is valid."""

@@ -99,7 +99,7 @@ class Site:
     source: str
     """``file:line`` of the user's code."""
     outputs: str
-    """Dtype and shape of each output, as in ``float32[32, 64], int64[]``."""
+    """Dtype and shape of each output, such as ``float32[32, 64], int64[]``."""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -153,7 +153,7 @@ class StepRow:
     parameters: Fingerprint
     gradients: Fingerprint
     arguments: Fingerprint
-    """Of the arguments of its optimizers, such as the learning rate."""
+    """A digest of the arguments of the optimizers, such as the learning rate."""
     random: Mapping[str, str]
     """A fingerprint of the state of each generator at the end of the step."""
     finished: bool
@@ -165,11 +165,11 @@ class StepRow:
     level: str = "op"
     """The level of the recording in this step."""
     digest: Fingerprint = b""
-    """Of its records; the store fills it in."""
+    """A digest of the records of the step; the store fills it in."""
     details: Fingerprint = b""
-    """Of its statistics and tensors, empty if there are none; the store fills it in."""
+    """A digest of the statistics and tensors of the step, if any; the store fills it in."""
     parts: int = 0
-    """The number of rows of `part` with its records; the store fills it in."""
+    """The number of rows of `part` with the records of the step; the store fills it in."""
     thread: int = MAIN
     """The thread that ended the step."""
 

@@ -21,7 +21,7 @@ import numpy as np
 
 Array = Any  # an array of numpy
 Pairs = tuple[Array, Array]
-"""Of the left run and of the right run: records, or the positions of matched records."""
+"""Records, or positions of matched records: an array for the left run and one for the right."""
 
 UNMATCHED, TRUNCATED, DOWNSTREAM = -1, -2, -3
 """In place of a partner: it is missing, or not expected because the recording was cut off, or
@@ -42,7 +42,7 @@ TRUNCATED_STEPS = 1
 
 
 _MIX, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
-"""An odd number whose multiples of 64 bits look random: D. Knuth, TAOCP 3, 6.4."""
+"""An odd number for multiplicative hashing to 64 bits, and a shift: D. Knuth, TAOCP 3, 6.4."""
 
 
 @dataclass(frozen=True, slots=True)

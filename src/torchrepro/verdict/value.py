@@ -381,9 +381,9 @@ class Verdict(Displayed):
     """The line where the divergence began, if both runs followed their lines."""
     program: Program = UNKNOWN_PROGRAM  #: Facts about the program, as far as recorded.
     about: tuple[RunFacts, ...] = ()
-    """The facts of the left run and of the right run; empty if a run was not recorded."""
+    """The facts of the left and of the right run; empty if one of them was not recorded."""
     not_finite: tuple[NotFinite | None, ...] = (None, None)
-    """Of the left run and of the right run; None if all losses are finite."""
+    """The first loss of the left and the right run that is not finite; None if all are finite."""
     left_out: tuple[IgnoredLine, ...] = ()
     fed: int = 0
     """How many records were ignored because they differ only downstream of the lines `left_out`."""
