@@ -8,21 +8,16 @@ difference in any pair of traces. `diagnosis` adds advice.
 
 from __future__ import annotations
 
-import gc
 import math
-import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from torchrepro.ground.errors import TraceError
-from torchrepro.ground.messages import printable, some
-from torchrepro.trace.format import BY_PROGRAM, OPTIMIZER_STEP
-from torchrepro.trace.reader import Trace, read_run
+from torchrepro.ground.messages import some
+from torchrepro.trace.format import BY_PROGRAM
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict import recordings
 from torchrepro.verdict.criteria import (
@@ -40,16 +35,16 @@ from torchrepro.verdict.criteria import (
     criteria_for,
     mode_of,
 )
-from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
+from torchrepro.verdict.diagnosis import COARSE, advice
 from torchrepro.verdict.first_difference import FirstDifference
 from torchrepro.verdict.first_line import CAUSED_BY_PROGRAM, Origins
 from torchrepro.verdict.reach import draws_outside
 from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
 from torchrepro.verdict.render import are, counted, short
+from torchrepro.verdict.resumed_comparison import compare_resumed
 from torchrepro.verdict.value import (
     AT_ONE_LEVEL,
     UNKNOWN_PROGRAM,
-    Advice,
     Cell,
     Compared,
     Kind,
@@ -60,8 +55,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchrepro.trace.format import Site
+    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.recordings import Traces
-    from torchrepro.verdict.value import Divergence
+    from torchrepro.verdict.value import Divergence, LineOfOrigin, UninitializedRead
 
 
 # Divergences that a read of uninitialized memory can cause.
@@ -90,7 +86,7 @@ def compare(
     tolerance = tolerance_of(rtol, atol)
     runs = str(run_a), str(run_b)
     resumed = None
-    with _opened(runs) as traces:
+    with recordings.opened_runs(runs) as traces:
         if tolerance is None and not ignore:
             resumed = compare_resumed(runs, *(run.values() for run in traces))
         verdict = resumed or _verdict(runs, traces, tolerance, ignore)
@@ -137,36 +133,8 @@ def compare_within(
 ) -> Verdict:
     """Compare two runs like `compare`, but do not check arguments or recognize a resumed run."""
     runs = str(run_a), str(run_b)
-    with _opened(runs) as traces:
+    with recordings.opened_runs(runs) as traces:
         return _verdict(runs, traces, tolerance, ignore, one_program=one_program)
-
-
-@contextmanager
-def _opened(runs: tuple[str, str]) -> Iterator[Sequence[Traces]]:
-    def order(trace: Trace) -> tuple[int, bool, str, str, int]:
-        # Sort the processes of a rank by name, because they may start in any order.
-        name, meta = str(trace.meta.get("process", "")), trace.meta
-        program, ordinal = str(meta.get("program", "")), int(meta.get("ordinal", 0))
-        return trace.rank, name != "MainProcess", name, program, ordinal
-
-    with ExitStack() as stack:
-        if gc.isenabled():  # millions of rows would trigger collections that free nothing
-            gc.disable()
-            stack.callback(gc.enable)
-        opened: list[Traces] = []
-        for run in runs:
-            traces = read_run(run)
-            for trace in traces:
-                stack.callback(trace.close)
-            by_rank = groupby(sorted(traces, key=order), key=attrgetter("rank"))
-            opened.append(
-                {(rank, n): trace for rank, group in by_rank for n, trace in enumerate(group)}
-            )
-        try:
-            yield opened
-        except sqlite3.Error as error:
-            problem = f"has changed since it was opened: {error}"
-            raise TraceError.about(problem, found=" or ".join(runs)) from None
 
 
 class PairComparison:
@@ -229,7 +197,7 @@ class PairComparison:
             and reach.until == math.inf
             and metas[0].get("left") == metas[1].get("left")
             and not any(meta.get("hidden") for meta in metas)
-            and not (self.pair.ended_steps and _reaches(self.pair))
+            and not (self.pair.ended_steps and reaches_a_result(self.pair))
         )
         if not is_unread:
             return first
@@ -318,24 +286,10 @@ def _verdict(
         Pair(left[process], right[process], runs) for process in sorted(left) if process in right
     ]
     criteria = criteria_for(pairs, tolerance, one_program=one_program)
-    all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
-    if pairs and all_have_steps and not any(pair.steps for pair in pairs):
-        raise TraceError.about(
-            "no step was recorded in both runs",
-            found=" and ".join(runs),
-            todo="record the same steps of both",
-        )
-    comparisons = [PairComparison(pair, criteria, ignore) for pair in pairs]
+    comparisons = _compared_pairs(runs, pairs, criteria, ignore)
     missing = [*recordings.missing_processes(left, right)]
     diverged = [(_order(pair.first), pair) for pair in comparisons if pair.first is not None]
     earliest = min(diverged, key=itemgetter(0))[1] if diverged else None
-    tally, by_module = Counter[str](), Counter[str]()
-    for comparison in comparisons:
-        for step_comparison in comparison.steps.values():
-            tally.update(step_comparison.tally)
-            by_module.update(step_comparison.differing)
-    if earliest is not None and tally[earliest.sort]:
-        tally[earliest.sort] -= 1  # count later differences only; digests are not in the tally
     first = earliest.first if earliest else next(iter(missing), None)
     if first is None and not any(comparison.has_anything for comparison in comparisons):
         raise TraceError.about(
@@ -343,6 +297,7 @@ def _verdict(
             found=" and ".join(runs),
             todo="record the same steps of both at the level op, in full",
         )
+    tally, by_module = _differing(comparisons, earliest)
     modes: dict[int, Mode] = {}  # of each step, the coarsest mode of any process
     for step in sorted({step for comparison in comparisons for step in comparison.modes}):
         of_processes = (comparison.modes.get(step, Mode.OPS) for comparison in comparisons)
@@ -355,61 +310,16 @@ def _verdict(
     if first is not None and program.name_of(first.module) != first.module:
         first = replace(first, called=program.name_of(first.module))
     shown = [trace for pair in pairs[:1] for trace in pair.traces]
-    not_finite = tuple(map(recordings.not_finite, shown)) or (None, None)
-    at = (first.source, first.op) if first and first.kind in FROM_MEMORY else None
-    unwritten = tuple(
-        read
-        for read in program.unwritten
-        if (read.is_nan and any(not_finite)) or (read.read, read.op) == at
-    )
-    ignored = tuple(recordings.count_ignored(pairs, location) for location in ignore)
-    fed = sum(comparison.records.fed for comparison in comparisons)
-    notes = [*recordings.loss_sentences(not_finite, unwritten)]
-    if ignored:
-        lines = ", ".join(f"{counted(line.records, 'record')} of {line.where}" for line in ignored)
-        downstream = f" and {fed:,} that differ only because of them" if fed else ""
-        notes.append(f"ignored: {lines}{downstream}")
-    if ignored and first and first.op in COARSE:
-        notes.append(
-            "the ignored lines may be the cause: without --ignore the first differing op is named"
-        )
-    notes += criteria.notes
-    in_full = AT_ONE_LEVEL[compared.level]
-    if compared.by and compared.level != LEVELS[0] and in_full not in dict(compared.by):
-        notes.append(
-            f"no step was compared {in_full}: a difference that affects no parameter, gradient or "
-            "loss (such as in a running mean) goes unnoticed"
-        )
-    notes += [criteria.note_if_different] if first and criteria.note_if_different else []
-    ranks = [f"rank {pair.left.rank}: " if len(pairs) > 1 else "" for pair in pairs]
-    of_pairs = [
-        f"{rank}{note}"
-        for rank, comparison in zip(ranks, comparisons, strict=True)
-        for note in (*recordings.notes(comparison.pair), *comparison.notes())
-    ]
-    of_pairs += [divergence.what for divergence in missing]
-    if tally[ALONE]:
-        extra = counted(tally[ALONE], "more op")
-        of_pairs.append(f"{extra} {are(tally[ALONE])} in one of the runs only")
+    origin, of_origin = _origin_of(first, runs, shown)
     knows_step = earliest is not None and compared.in_order
-    origin = None
-    if first is not None and first.source and first.kind in CAUSED_BY_PROGRAM:
-        metas = [trace.meta for trace in shown]
-        origins = Origins(*runs, first.rank)
-        origin = origins.of(first)
-        if origin and origin.where == first.source and not origin.is_sure and not origin.called:
-            origin = None  # the op and its inputs are more informative
-        # A recording that the program starts itself begins too late to follow the lines.
-        if all(meta.get("detail") and meta.get("recorded_by") != BY_PROGRAM for meta in metas):
-            notes += origins.notes
-    reaches = first is not None and (bool(missing) or not pairs or any(map(_reaches, pairs)))
     verdict = Verdict(
         same=first is None,
         left=runs[0],
         right=runs[1],
         compared=compared,
         first=first,
-        reaches=reaches,
+        reaches=first is not None
+        and (bool(missing) or not pairs or any(map(reaches_a_result, pairs))),
         tolerance=criteria.tolerance,
         propagated=tally[PROPAGATED],
         independent=tally[INDEPENDENT],
@@ -417,24 +327,118 @@ def _verdict(
         map=tuple(_cells(comparisons)),
         losses=recordings.losses(pairs[0]) if pairs else (),
         settings=recordings.settings(pairs[0]) if pairs else (),
-        program=replace(program, unwritten=unwritten),
+        program=program,
         about=tuple(map(recordings.facts, shown)),
         agreed=agreed_before(modes, first.step) if first and knows_step else None,
-        not_finite=not_finite,
-        left_out=ignored,
-        fed=fed,
+        not_finite=tuple(map(recordings.not_finite, shown)) or (None, None),
+        left_out=tuple(recordings.count_ignored(pairs, location) for location in ignore),
+        fed=sum(comparison.records.fed for comparison in comparisons),
         across_ranks=tuple(
             sentence
             for name, run in zip(NAMES, traces, strict=True)
             for sentence in recordings.unequal_replicas(name, list(run.values()))
         ),
-        notes=(*notes, *dict.fromkeys(of_pairs)),
         origin=origin,
     )
+    verdict = replace(verdict, program=replace(program, unwritten=_unwritten_reads(verdict)))
+    of_pairs = [*_notes_of_pairs(comparisons), *(divergence.what for divergence in missing)]
+    if tally[ALONE]:
+        extra = counted(tally[ALONE], "more op")
+        of_pairs.append(f"{extra} {are(tally[ALONE])} in one of the runs only")
+    notes = (*_notes_of_runs(verdict, criteria), *of_origin, *dict.fromkeys(of_pairs))
+    verdict = replace(verdict, notes=notes)
     return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
 
 
-def _reaches(pair: Pair) -> bool:
+def _compared_pairs(
+    runs: tuple[str, str], pairs: Sequence[Pair], criteria: Criteria, ignore: Sequence[str]
+) -> list[PairComparison]:
+    """Compare each pair of traces. Raises `TraceError` if no step was recorded in both runs."""
+    all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
+    if pairs and all_have_steps and not any(pair.steps for pair in pairs):
+        raise TraceError.about(
+            "no step was recorded in both runs",
+            found=" and ".join(runs),
+            todo="record the same steps of both",
+        )
+    return [PairComparison(pair, criteria, ignore) for pair in pairs]
+
+
+def _differing(
+    comparisons: Sequence[PairComparison], earliest: PairComparison | None
+) -> tuple[Counter[str], Counter[str]]:
+    """Count the differing records by how they differ, without the first one, and by module."""
+    tally, by_module = Counter[str](), Counter[str]()
+    for comparison in comparisons:
+        for step in comparison.steps.values():
+            tally.update(step.tally)
+            by_module.update(step.differing)
+    if earliest is not None and tally[earliest.sort]:
+        tally[earliest.sort] -= 1  # a first difference of digests is not in the tally
+    return tally, by_module
+
+
+def _origin_of(
+    first: Divergence | None, runs: tuple[str, str], shown: Sequence[Trace]
+) -> tuple[LineOfOrigin | None, Iterable[str]]:
+    """Return the line where the divergence began, if the runs show it, with notes for the user."""
+    if first is None or not first.source or first.kind not in CAUSED_BY_PROGRAM:
+        return None, ()
+    origins = Origins(*runs, first.rank)
+    origin = origins.of(first)
+    if origin and origin.where == first.source and not origin.is_sure and not origin.called:
+        origin = None  # the op and its inputs are more informative
+    # A recording that the program starts itself begins too late to follow the lines.
+    metas = [trace.meta for trace in shown]
+    follows = all(meta.get("detail") and meta.get("recorded_by") != BY_PROGRAM for meta in metas)
+    return origin, origins.notes if follows else ()
+
+
+def _unwritten_reads(verdict: Verdict) -> tuple[UninitializedRead, ...]:
+    """Return the reads of uninitialized memory that made a loss NaN, or that are the divergence."""
+    first = verdict.first
+    at = (first.source, first.op) if first and first.kind in FROM_MEMORY else None
+    return tuple(
+        read
+        for read in verdict.program.unwritten
+        if (read.is_nan and any(verdict.not_finite)) or (read.read, read.op) == at
+    )
+
+
+def _notes_of_runs(verdict: Verdict, criteria: Criteria) -> Iterator[str]:
+    """Yield notes on ignored lines and on the limits of the comparison of all processes."""
+    yield from recordings.loss_sentences(verdict.not_finite, verdict.program.unwritten)
+    ignored, first, compared = verdict.left_out, verdict.first, verdict.compared
+    if ignored:
+        lines = ", ".join(f"{counted(line.records, 'record')} of {line.where}" for line in ignored)
+        fed = verdict.fed
+        downstream = f" and {fed:,} that differ only because of them" if fed else ""
+        yield f"ignored: {lines}{downstream}"
+    if ignored and first and first.op in COARSE:
+        yield (
+            "the ignored lines may be the cause: without --ignore the first differing op is named"
+        )
+    yield from criteria.notes
+    in_full = AT_ONE_LEVEL[compared.level]
+    if compared.by and compared.level != LEVELS[0] and in_full not in dict(compared.by):
+        yield (
+            f"no step was compared {in_full}: a difference that affects no parameter, gradient or "
+            "loss (such as in a running mean) goes unnoticed"
+        )
+    if first and criteria.note_if_different:
+        yield criteria.note_if_different
+
+
+def _notes_of_pairs(comparisons: Sequence[PairComparison]) -> Iterator[str]:
+    """Yield the notes on each process, with the rank in front if there are several processes."""
+    for comparison in comparisons:
+        rank = f"rank {comparison.pair.left.rank}: " if len(comparisons) > 1 else ""
+        for note in (*recordings.notes(comparison.pair), *comparison.notes()):
+            yield f"{rank}{note}"
+
+
+def reaches_a_result(pair: Pair) -> bool:
+    """Return whether losses, parameters or numbers of steps differ; also True if unknown."""
     ended = [[n for n, row in trace.steps.items() if row.finished] for trace in pair.traces]
     if not ended[0] or ended[0] != ended[1] or any(trace.is_truncated for trace in pair.traces):
         return True
@@ -490,185 +494,3 @@ def _compared(comparisons: Sequence[PairComparison], modes: Mapping[int, Mode]) 
         and any(last in pair.steps and pair.is_after_last(last) for pair in pairs),
         by=tuple((mode.words, words.pop(mode.words)) for mode in Mode if mode.words in words),
     )
-
-
-# Phase of a digest -> earlier phases that have no digest in `FIELDS`.
-_LOADING = {"forward": (), "backward": ("data",), "optimizer": ("data", "collective")}
-_ALLOCATES = "aten::empty"
-
-
-def compare_resumed(
-    runs: tuple[str, str], whole: Iterable[Trace], resumed: Iterable[Trace]
-) -> Verdict | None:
-    """Compare the run `whole` with a run that resumed from a checkpoint of `whole`.
-
-    Returns None if `resumed` is not recognized as such a run. It is recognized if it begins with
-    the parameters that `whole` had after a step, and not with the initial parameters of `whole`.
-    Also returns None if both runs were recorded under the guarantee `aligned`.
-    """
-    left, right = _trained(whole), _trained(resumed)
-    shifts = {_shift(Pair(*processes, runs)) for processes in zip(left, right, strict=False)}
-    shift = shifts.pop() if len(shifts) == 1 and len(left) == len(right) else None
-    # Runs under `aligned` are compared within a tolerance, which digests do not support.
-    if shift is None or all(trace.meta.get("guarantee") == "aligned" for trace in (*left, *right)):
-        return None
-    verdict, pair = _compared_from(runs, left, right, shift)
-    verdict = replace(
-        verdict,
-        settings=tuple(setting for setting in recordings.settings(pair) if setting.name != RESUMED),
-        about=tuple(map(recordings.facts, pair.traces)),
-        notes=(f"B resumes from A: its step 0 is step {shift} of A",),
-    )
-    likely = advice(verdict, pair.left.meta)
-    if verdict.first is None or likely is None:
-        return verdict
-    evidence = evidence_of(verdict, pair.left.meta)
-    rule, op = rule_of(evidence), verdict.first.op
-    is_known = verdict.first.kind is Kind.ENDED or evidence.holds("is_other_program")
-    if not (is_known or rule.kernel or op.endswith(OPTIMIZER_STEP)):
-        likely = Advice(cause=_not_restored(pair, verdict.first))
-    return replace(verdict, advice=replace(likely, closer=""))
-
-
-def _shift(pair: Pair) -> int | None:
-    whole, resumed = pair.traces
-    befores = zip(whole.meta.get("before") or (), resumed.meta.get("before") or (), strict=False)
-    restored = {digest for began, digest in befores if digest != began}
-    if not restored or not pair.in_order:
-        return None
-    after: dict[str, int] = {}
-    for number, row in whole.steps.items():
-        if row.finished:
-            after.setdefault(row.parameters.hex(), number)
-    if not restored <= after.keys():
-        return None
-    following = whole.steps.get(max(after[digest] for digest in restored) + 1)
-    return following.step - min(resumed.steps) if following and following.finished else None
-
-
-def _not_restored(pair: Pair, first: Divergence) -> str:
-    left = pair.left.steps
-    before = left[first.step - 1].random if first.step - 1 in left else {}
-    drew = [
-        name
-        for name in pair.unequal_generators(first.step)
-        if left[first.step].random[name] != before.get(name)
-    ]
-    if first.phase == "optimizer":
-        state = "the state of the optimizer, which took a different step with equal gradients"
-    elif drew:
-        names = ", ".join(drew)
-        state = f"random generators ({names}), whose states differ after step {first.step}"
-    elif first.phase == "data":
-        state = "the position in the data"
-    else:
-        state = "the position in the data, a buffer, or another state of the program"
-    return f"The parameters were restored, but most likely not {state}."
-
-
-def compare_from(whole: str, resumed: str, shift: int, losses: int = 0) -> Verdict:
-    """Compare a resumed run with the run `whole`, from step `shift` of `whole` on.
-
-    The checkpoint was saved in that step, after `losses` losses of the step were computed. Steps
-    are compared by losses, gradients and parameters, because ops of the setup and of logging may
-    differ. The divergence names the first op with a different result, if it is known.
-    """
-    runs = whole, resumed
-    with _opened(runs) as sides:
-        left, right = (_trained(run.values()) for run in sides)
-        return _compared_from(runs, left, right, shift, losses)[0]
-
-
-def _compared_from(
-    runs: tuple[str, str],
-    whole: Iterable[Trace],
-    resumed: Iterable[Trace],
-    shift: int,
-    losses: int = 0,
-) -> tuple[Verdict, Pair]:
-    pairs = []
-    for left, right in zip(whole, resumed, strict=False):
-        # Give each step of the resumed run its number in the whole run.
-        right.steps = {n + shift: replace(row, step=n + shift) for n, row in right.steps.items()}
-        right.losses = [replace(loss, step=loss.step + shift) for loss in right.losses]
-        positions = [number for number, loss in enumerate(left.losses) if loss.step == shift]
-        before = {*positions[:losses]}
-        left.losses = [loss for n, loss in enumerate(left.losses) if n not in before]
-        pairs.append(Pair(left, right, runs))
-    divergences = [
-        (first, pair) for pair in pairs if (first := _first_from(pair, losses)) is not None
-    ]
-    first, pair = min(
-        divergences, key=lambda pair: (pair[0].step, pair[0].rank), default=(None, pairs[0])
-    )
-    steps = [
-        step for step in pairs[0].steps if any(all(pairs[0].digests(step, name)) for name in FIELDS)
-    ]
-    compared = Compared(
-        ranks=len(pairs),
-        steps=len(steps),
-        ops=0,
-        bytes=sum(pairs[0].right.steps[step].bytes for step in steps),
-        level=pairs[0].levels[1],
-        by=((AT_ONE_LEVEL["step"], len(steps)),),
-    )
-    uses = recordings.program(pair, [rest for rest in pairs if rest is not pair])
-    same = first is None and bool(steps)
-    return Verdict(same, *runs, compared, first, losses=recordings.losses(pair), program=uses), pair
-
-
-def _trained(traces: Iterable[Trace]) -> Sequence[Trace]:
-    """Return one trace for each rank: the trace of the process with the most finished steps."""
-    by_rank = groupby(traces, key=attrgetter("rank"))
-    return [max(processes, key=attrgetter("ended_steps")) for _, processes in by_rank]
-
-
-def _first_from(pair: Pair, losses_before: int) -> Divergence | None:
-    for step in pair.steps:  # including a last step that did not end
-        first = pair.unequal_digest(step, FIELDS)
-        if first is not None:
-            is_whole = step != pair.steps[0] or not losses_before
-            return (_first_op(pair, step, first.phase) if is_whole else None) or first
-    left, right = (
-        max(
-            (number for number, row in trace.steps.items() if row.finished),
-            default=min(trace.steps, default=0) - 1,
-        )
-        for trace in pair.traces
-    )
-    cut = [recordings.CUT if trace.is_truncated else "" for trace in pair.traces]
-    if left != right or any(cut):
-        sentence = (
-            f"the whole run ends after step {left}{cut[0]}, "
-            f"the resumed one after step {right}{cut[1]}"
-        )
-        return pair.at_step(min(left, right) + 1, Kind.ENDED, sentence)
-    # A final state differs only if the resumed run has its value under no name. Names number the
-    # optimizers and models in order of appearance, which may be another order in a resumed run.
-    mine, theirs = (trace.meta.get("end") or {} for trace in pair.traces)
-    for group in ("optimizers", "buffers"):
-        resumed_values = theirs.get(group) or {}
-        for name, digest in (mine.get(group) or {}).items():
-            if name in resumed_values and digest not in resumed_values.values():
-                sentence = f"different at the end of the runs: {printable(name)}"
-                return pair.at_step(pair.steps[-1], Kind.VALUES, sentence)
-    return None
-
-
-def _first_op(pair: Pair, step: int, phase: str) -> Divergence | None:
-    """Return a divergence for the first op of a step that differs; None if the op is unknown.
-
-    Phases before `phase` are known to be equal, and are skipped. So are ops that only allocate
-    memory, and ops that only one run has, because these set up the run or log.
-    """
-    if any(trace.steps[step].level in COARSE for trace in pair.traces):
-        return None
-    phases = [PHASE_OF[name] for name in FIELDS]
-    agree = (*phases[: phases.index(phase)], *_LOADING[phase])
-    records = Records(pair, Criteria(needs_partner=False), [step])
-    for reader in records.readers:
-        for number, site in reader.trace.sites.items():
-            if site.phase in agree or site.op.startswith(_ALLOCATES):
-                reader.sites["compared"][number] = False
-    first = records.step(step).first
-    return None if first is None else records.describe(first)

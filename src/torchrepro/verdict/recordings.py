@@ -1,16 +1,22 @@
-"""Facts about two recordings: where the runs end, their settings, and the program."""
+"""Opens two recordings; facts about them: where the runs end, their settings, and the program."""
 
 from __future__ import annotations
 
+import gc
+import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
 from math import isnan
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from torchrepro.ground.errors import TraceError
 from torchrepro.ground.messages import printable, size
 from torchrepro.seeding.nondeterministic_calls import row_of_read
 from torchrepro.trace.format import MAIN, StepRow
+from torchrepro.trace.reader import read_run
 from torchrepro.verdict.criteria import ANY_STEP, NAMES, Pair
 from torchrepro.verdict.diagnosis import (
     FEATURES,
@@ -43,6 +49,39 @@ if TYPE_CHECKING:
     Traces = Mapping[tuple[int, int], Trace]  # (rank, number of the process in the rank) -> trace
 
 CUT = " (killed, ended by os._exit, or still running)"
+
+
+@contextmanager
+def opened_runs(runs: tuple[str, str]) -> Iterator[Sequence[Traces]]:
+    """Open the traces of two runs, by rank and number of the process; close them at the end.
+
+    Raises `TraceError` if a folder has no trace, or if a trace changes meanwhile.
+    """
+
+    def order(trace: Trace) -> tuple[int, bool, str, str, int]:
+        # Sort the processes of a rank by name, because they may start in any order.
+        name, meta = str(trace.meta.get("process", "")), trace.meta
+        program, ordinal = str(meta.get("program", "")), int(meta.get("ordinal", 0))
+        return trace.rank, name != "MainProcess", name, program, ordinal
+
+    with ExitStack() as stack:
+        if gc.isenabled():  # millions of rows would trigger collections that free nothing
+            gc.disable()
+            stack.callback(gc.enable)
+        opened: list[Traces] = []
+        for run in runs:
+            traces = read_run(run)
+            for trace in traces:
+                stack.callback(trace.close)
+            by_rank = groupby(sorted(traces, key=order), key=attrgetter("rank"))
+            opened.append(
+                {(rank, n): trace for rank, group in by_rank for n, trace in enumerate(group)}
+            )
+        try:
+            yield opened
+        except sqlite3.Error as error:
+            problem = f"has changed since it was opened: {error}"
+            raise TraceError.about(problem, found=" or ".join(runs)) from None
 
 
 def truncation(pair: Pair) -> Divergence | None:

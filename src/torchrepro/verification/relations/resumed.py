@@ -30,9 +30,9 @@ from torchrepro.lock.repository import (
     walked,
     write_files,
 )
-from torchrepro.verdict.comparison import compare_from
 from torchrepro.verdict.first_line import Origins
 from torchrepro.verdict.render import LINE, are, counted, short
+from torchrepro.verdict.resumed_comparison import compare_from
 from torchrepro.verdict.value import Advice, Divergence, Kind
 from torchrepro.verification.copies import MANY, Copy, temporary_folder
 from torchrepro.verification.relations.variants import NotRestored, Relation, Variant
