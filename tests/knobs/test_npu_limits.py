@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from torchrepro.doctor import examine
-from torchrepro.knobs import torch_state
+from torchrepro.knobs import ascend, torch_state
 from torchrepro.profile.load import resolve
 
 Has = Callable[..., None]
-MATMUL = torch_state.MatmulHf32("ALLOW_MATMUL_HF32", {})
+MATMUL = ascend.MatmulHf32("ALLOW_MATMUL_HF32", {})
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """All knobs, in the order in which they are set: environment, then flags, then seeds.
 
-The module `variables` defines the knobs of environment variables. This module defines the knobs of
-torch, torch_npu, the policies and the seed, and explains any knob in words.
+The module `variables` defines the knobs of environment variables, and `VENDORS` names the modules
+with the knobs of one vendor's devices. This module defines the knobs of torch, the policies and the
+seed, and explains any knob in words.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.imports import named
 from torchrepro.ground.messages import near
 from torchrepro.knobs.knob import (
     PHASES,
@@ -30,16 +33,11 @@ from torchrepro.knobs.knob import (
     acts_only_on_refusal,
 )
 from torchrepro.knobs.torch_state import (
-    CUBE_MATH_LOWERS,
     DETERMINISTIC_ALGORITHMS,
     MODES,
-    DeterministicLevel,
     FillUninitializedMemory,
     Fp32Precision,
     InductorSwitch,
-    JitCompile,
-    MatmulHf32,
-    NpuOption,
     OptEinsum,
     ReducedPrecision,
 )
@@ -60,7 +58,6 @@ _cudnn = partial(
     setters=("_set_cudnn_*", "_cuda_set_cudnn_*"),
 )
 _cpu = partial(_torch, source=f"{BACKENDS}-mkldnn", setters=("_set_mkldnn_*", "_set_onednn_*"))
-_npu = partial(_torch, hardware="Ascend", source="https://pypi.org/project/torch-npu/")
 
 
 def _flag(section: partial[Knob], name: str, access: Attribute, **columns: Any) -> Knob:
@@ -379,92 +376,6 @@ CPU = (
 )
 
 
-def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: str) -> Knob:
-    texts = tuple(access.texts)
-    return _npu(
-        name=f"backends.npu.{field}",
-        legal=Switch() if isinstance(texts[0], bool) else OneOf(texts),
-        access=access,
-        summary=summary,
-        cost=cost,
-        since="torch_npu 2.1; torchrepro checks whether it exists",
-        aliases=aliases,
-        decides_results=field.endswith("_hf32"),
-    )
-
-
-_ENABLE = {True: "enable", False: "disable"}
-
-NPU = (
-    _npu(
-        name="backends.npu.deterministic_level",
-        legal=Integer(0, 3),
-        access=DeterministicLevel(),
-        reread=True,
-        summary="How strictly kernels are deterministic: 1 deterministic, 2 also a fixed order of "
-        "sums in torch.mm, 3 also across batch sizes. Setting it also changes the flag of torch.",
-        cost="each level is slower; 3 needs CANN 9.2",
-        since="torch_npu 2.6",
-        aliases=("torch.npu.set_deterministic_level",),
-    ),
-    _option(
-        "jit_compile",
-        JitCompile("jitCompile", _ENABLE),
-        "Ops are compiled at their first call. If this and the task queue are both on, torch_npu "
-        "never forwards determinism.",
-        "on: slow first steps",
-        "torch.npu.set_compile_mode",
-    ),
-    _option(
-        "conv_allow_hf32",
-        NpuOption("ALLOW_CONV_HF32", _ENABLE, unset=True),
-        "float32 convolutions may drop mantissa bits (HF32); torch_npu's default is on.",
-        "off: slower convolutions",
-        "torch.npu.conv.allow_hf32",
-        "torch.npu.aclnn.allow_hf32",
-    ),
-    _option(
-        "matmul_allow_hf32",
-        MatmulHf32("ALLOW_MATMUL_HF32", _ENABLE, unset=False),
-        "float32 matrix products may drop mantissa bits (HF32).",
-        "off: slower products",
-        "torch.npu.matmul.allow_hf32",
-    ),
-    _option(
-        "cube_math_type",
-        NpuOption("CUBE_MATH_TYPE", {name: str(n) for n, name in enumerate(CUBE_MATH_LOWERS)}),
-        "How the matrix unit computes; once set, it overrides matmul_allow_hf32.",
-        "KEEP_DTYPE: slowest and most exact",
-        "torch.npu.matmul.cube_math_type",
-    ),
-    _option(
-        "allow_internal_format",
-        NpuOption("ALLOW_INTERNAL_FORMAT", _ENABLE),
-        "Tensors may be stored in private layouts, which changes the order of sums.",
-        "off: some ops convert layouts more often",
-        "torch.npu.config.allow_internal_format",
-    ),
-    _npu(
-        name="backends.npu.task_queue",
-        legal=Integer(0, 2),
-        access=Calls("torch:npu", "get_task_queue_enable", "set_task_queue_enable"),
-        summary="Ops are sent to the device through a queue on another thread (1, 2) or "
-        "directly (0).",
-        cost="0: slower launches",
-        since="torch_npu 2.13",
-        aliases=("env.TASK_QUEUE_ENABLE", "torch.npu.set_task_queue_enable"),
-    ),
-    _npu(
-        name="backends.npu.compatible_impl",
-        legal=Switch(),
-        access=Calls("torch:npu", "are_compatible_impl_enabled", "use_compatible_impl"),
-        summary="gelu, matmul and max_pool compute with the numerics of the kernels of torch.",
-        cost="on: slower kernels for those ops",
-        since="torch_npu 2.6",
-        aliases=("env.TORCH_NPU_USE_COMPATIBLE_IMPL", "torch.npu.use_compatible_impl"),
-    ),
-)
-
 _DEVICE = Text(
     r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?",
     "cpu, cuda, npu, xpu, mps",
@@ -735,11 +646,15 @@ SEEDS = (
     ),
 )
 
+VENDORS = ("knobs.ascend:ROWS",)
+"""The rows for the devices of one vendor each, by the name of a module and its tuple of rows."""
+
 # The determinism level of the NPU comes after torch's flag, because the setter of the level changes
 # the flag too. Seeds come last, because the write of another knob may draw from a generator.
 CATALOGUE: tuple[Knob, ...] = (
     *ENV,
-    *(*TORCH, *CUDA, *CUDNN, *CPU, *NPU),
+    *(*TORCH, *CUDA, *CUDNN, *CPU),
+    *chain.from_iterable(map(named, VENDORS)),
     *POLICIES,
     *SEEDS,
 )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -353,13 +352,6 @@ def option_text(name: str) -> str:
 
 
 _OLDEST_DETERMINISTIC_CANN = (8, 5)
-CUBE_MATH_LOWERS = {  # mode -> whether the matrix unit may drop mantissa bits of float32
-    "KEEP_DTYPE": False,
-    "ALLOW_FP32_DOWN_PRECISION": True,
-    "USE_FP16": True,
-    "USE_HF32": True,
-    "USE_FP32_ADD": False,
-}
 
 
 def determinism_blocked(wanted: Mapping[str, Any]) -> str:
@@ -398,7 +390,7 @@ def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
     if jit_compile is None and hasattr(used, "is_jit_compile_false"):
         jit_compile = not used.is_jit_compile_false()
     if jit_compile is None:
-        jit_compile = _option("jitCompile") == "enable"
+        jit_compile = text_if_known("jitCompile") == "enable"
     if queue is None and hasattr(used, "get_task_queue_enable"):
         queue = used.get_task_queue_enable()
     if queue is None:
@@ -415,105 +407,9 @@ def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
     )
 
 
-def _option(name: str) -> str:
+def text_if_known(name: str) -> str:
+    """Return the text of torch_npu's option `name`; empty if it is not set or does not exist."""
     try:
         return option_text(name)
     except MissingState:
         return ""
-
-
-@dataclass(frozen=True, slots=True)
-class NpuOption:
-    """A setting that torch_npu stores as the text of an option. The text is empty until it is set.
-
-    Before device init torch_npu queues all writes. Reading an option does not initialise a device.
-    """
-
-    name: str
-    texts: Mapping[Any, str]  # value in a profile -> the option's text
-    unset: Any = None  # the value of an empty option; None if that depends on the chip
-
-    def read(self) -> Any:
-        text = option_text(self.name)
-        values = {known: value for value, known in self.texts.items()}
-        return values.get(text, text) if text else self.unset
-
-    def write(self, value: Any) -> None:
-        self._set(self.texts[value])
-
-    def save(self) -> Any:
-        return option_text(self.name)
-
-    def restore(self, saved: Any) -> None:
-        self._set(saved)
-
-    def _set(self, text: str) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch_npu announces future removals of options
-            npu().set_option({self.name: text})
-
-
-class JitCompile(NpuOption):
-    """The option behind `set_compile_mode`. It cannot be cleared after device init.
-
-    After device init torch_npu reads an empty text as `enable`, but its `is_jit_compile_false`
-    still returns the default of the chip. So `save` calls that function, and `restore` sets the
-    answer as an explicit value. If the option is empty before device init and the profile is
-    restored after device init, the option keeps the profile's value.
-    """
-
-    def read(self) -> Any:
-        value = NpuOption.read(self)
-        if value is None and npu().is_initialized():
-            return not npu().is_jit_compile_false()
-        return value
-
-    def save(self) -> Any:
-        value = self.read()
-        return "" if value is None else self.texts[value]
-
-    def restore(self, saved: Any) -> None:
-        if saved or not npu().is_initialized():
-            self._set(saved)
-
-
-class MatmulHf32(NpuOption):
-    """The older switch for matrix products. A value of `cube_math_type` overrides the switch."""
-
-    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
-        names = {str(number): name for number, name in enumerate(CUBE_MATH_LOWERS)}
-        text = _option("CUBE_MATH_TYPE")
-        cube = wanted.get("backends.npu.cube_math_type") or names.get(text, text)
-        if not cube or CUBE_MATH_LOWERS.get(cube, value) == value:
-            return ""
-        return f"cube_math_type is {cube} and overrides it: set backends.npu.cube_math_type too"
-
-
-class DeterministicLevel:
-    """The determinism level of torch_npu. The setter of the level also changes torch's flag."""
-
-    def read(self) -> Any:
-        getter = native("_npu_get_deterministic_level")
-        if getter is None or not hasattr(npu(), "set_deterministic_level"):
-            raise MissingState("this torch_npu has no set_deterministic_level")
-        return int(getter())
-
-    def write(self, value: int) -> None:
-        torch = import_module("torch")
-        if torch.are_deterministic_algorithms_enabled() != (value > 0):
-            # If torch_npu had to change the flag, it would import inductor.
-            torch.set_deterministic_debug_mode("error" if value > 0 else "default")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch_npu always warns against using torch's flag too
-            npu().set_deterministic_level(value)
-
-    def save(self) -> Any:
-        return self.read(), DETERMINISTIC_ALGORITHMS.save()
-
-    def restore(self, saved: Any) -> None:
-        level, algorithms = saved
-        self.write(level)
-        DETERMINISTIC_ALGORITHMS.restore(algorithms)
-
-    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
-        return determinism_blocked(wanted) if value else ""

@@ -32,13 +32,10 @@ from torchrepro.ground.console import note
 from torchrepro.ground.errors import ApplyError
 from torchrepro.ground.fork_safety import fork_safe_lock
 from torchrepro.ground.messages import Problem, near, some
-from torchrepro.policies.policy import count, forget_compiled, refuse
+from torchrepro.policies.policy import WRAPPERS, bare, count, forget_compiled, refuse
 from torchrepro.policies.run_on_cpu import is_tensor
 
 POLICY = "device.modules"
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts of names that wrappers add: DDP, torch.compile, FSDP, activation checkpointing."""
-
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
 """Attributes of recurrent layers that refer to their weights a second time."""
 
@@ -61,11 +58,6 @@ def absence(word: str) -> str:
     close = near(word, [*devices, *types])
     hint = f"; did you mean {close}?" if close else ""
     return f"this machine has no device `{word}`{hint} (it has {some(devices)})"
-
-
-def bare(name: str) -> str:
-    """Return a module name, or pattern of names, without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
 
 
 def named(root: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tools for all policies: an on/off switch, a count of effects, and handlers of errors."""
+"""Tools for all policies: an on/off switch, a count of effects, handlers of errors, bare names."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
 """(Policy, subject, action, source line) -> (calls, bytes moved)."""
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts of names that wrappers add: DDP, torch.compile, FSDP, activation checkpointing."""
 
 _MANY = 1000  # the most lines that are counted, as a program may draw from ever new lines
 _lock = fork_safe_lock()
@@ -162,3 +165,8 @@ def refuse(error: ApplyError) -> None:
     if not _handlers:
         raise error
     _handlers[-1](error)
+
+
+def bare(name: str) -> str:
+    """Return a module name, or pattern of names, without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name

@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from torchrepro.ground.callers import address, frames, is_library
-from torchrepro.policies.placement import bare
+from torchrepro.policies.policy import bare
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
