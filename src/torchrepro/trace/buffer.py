@@ -46,7 +46,7 @@ _WIDEST = {"mps": "float32", "npu": "float32"}
 
 
 class RecordBuffer:
-    """The new records, in order, and the numbers of the sites, arguments and threads in them."""
+    """The new records in order, with numbers for sites, argument texts and threads."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []  # inputs and outputs may be lists with pending digests
@@ -261,7 +261,7 @@ def _complete(digests: list[Any]) -> None:
 
 
 class TensorStatistics(NamedTuple):
-    """Summary statistics of a tensor. A statistic that would be NaN is None."""
+    """Summary statistics of a tensor, with None in place of NaN."""
 
     numbers: int  # the count of elements that are not NaN
     mean: float | None = None
@@ -275,7 +275,7 @@ def statistics(tensor: Any) -> TensorStatistics:
 
     NaN elements are ignored. A complex element counts as two real numbers. Quantized elements are
     dequantized. Only the stored elements of a sparse tensor count. Without elements, or if they
-    cannot be read, the count is 0 and the rest is None. Waits for the device. Never raises.
+    cannot be read, returns 0 and Nones. Waits for the device. Never raises.
     """
     try:
         with unobserved():

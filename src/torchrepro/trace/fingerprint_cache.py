@@ -381,7 +381,7 @@ def _is_parameter(tensor: Any) -> bool:
 
 
 def _keep_only(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> None:
-    """Remove dead tensors, and tensors for which `is_kept` returns False, from `entries`.
+    """Remove dead tensors, and tensors that fail the test `is_kept`, from `entries`.
 
     Threads share `entries`. An entry that another thread has replaced since the copy stays.
     """

@@ -90,8 +90,8 @@ class FollowedLines:
 
     Follows nothing if a debugger, a coverage tool or a profiler already traces the process. Skips
     functions that may read their own `locals()`, because reading them here would change the result.
-    Always follows the first step of the run and the lines before it. Of the later steps, follows
-    the range `steps`, or all steps if `steps` is None.
+    Always follows the first step of the run and the lines before it. From then on, follows the
+    steps in the range `steps`, or every step without a range.
     """
 
     def __init__(self, folder: str, rank: int, steps: tuple[int, int] | None) -> None:

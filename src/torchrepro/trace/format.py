@@ -200,12 +200,12 @@ class Outline:
 
     @cached_property
     def input_ends(self) -> Sequence[int]:
-        """For each record, the position in `Part.inputs` at which its input digests end."""
+        """For each record, the position in `Part.inputs` where its input digests end."""
         return _ends(self.input_lengths)
 
     @cached_property
     def output_ends(self) -> Sequence[int]:
-        """For each record, the position in `Part.outputs` at which its output digests end."""
+        """For each record, the position in `Part.outputs` where its output digests end."""
         return _ends(self.output_lengths)
 
     @cached_property

@@ -197,8 +197,8 @@ def _name_in_program(model: Any, frame: FrameType) -> str:
     """Return the attribute or variable of the program whose value is `model`, or an empty string.
 
     Attributes of `self` and globals are searched before locals, because a local may be a parameter
-    that can be any model. Locals are searched only from Python 3.13 on. In older Python, reading the
-    locals of a function would keep their values alive until the function returns
+    that can be any model. Locals are searched only from Python 3.13 on. In older Python, reading
+    the locals of a function would keep their values alive until the function returns
     (https://peps.python.org/pep-0667).
     """
     callers = [caller for caller in frames(frame) if is_of_program(caller.f_code)]

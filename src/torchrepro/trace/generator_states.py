@@ -75,9 +75,7 @@ class GeneratorStates:
         generator = getattr(random.getstate, "__self__", None)
         if type(generator) is not random.Random or not _python_is_inline():
             return object()
-        next_normal = repr(
-            getattr(generator, "gauss_next", None)
-        )  # the unused second number of a pair
+        next_normal = repr(getattr(generator, "gauss_next", None))  # unused second of a pair
         return self._digest_of("python", generator, _words_of_python), next_normal
 
     def _memory_of_numpy(self, numpy: Any) -> Any:

@@ -195,8 +195,8 @@ def wrap_object_collectives(
 ) -> None:
     """Run the collectives that send Python objects to other ranks within ``around()``.
 
-    They send pickled bytes, which may differ for equal objects. For example, an object may contain a
-    name that is new in every run. If the object affects results, the ops that use it show that.
+    They send pickled bytes, which may differ for equal objects. For example, an object may contain
+    a name that is new in every run. If the object affects results, the ops that use it show that.
     """
 
     def within(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,9 +212,9 @@ def wrap_object_collectives(
 def allow_higher_order_ops(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
     """Let higher-order ops run under `mode`, including ops that are defined later.
 
-    Newer torch reads `supports_higher_order_operators` of the mode. In older torch, such an op raises
-    an error if it has no rule for the mode, so a rule is added to each op. The list of these ops is
-    private. If it is missing in an older torch, the ops raise torch's own error.
+    Newer torch reads `supports_higher_order_operators` of the mode. In older torch, such an op
+    raises an error if it has no rule for the mode, so a rule is added to each op. The list of these
+    ops is private. If it is missing in an older torch, the ops raise torch's own error.
     """
 
     def rule(op: Any) -> Callable[..., Any]:
@@ -232,8 +232,8 @@ def allow_higher_order_ops(undo: ExitStack, mode: type[TorchDispatchMode]) -> No
 def note_hidden_ops(undo: ExitStack, note: Callable[[str], object]) -> None:
     """Call `note` with each line of the program, as ``file:line``, that hides ops from all modes.
 
-    Ignores torch's own code, which hides ops when it prints a tensor, and in its compiler. The hooked
-    functions are private. If they are missing, `note` is never called.
+    Ignores torch's own code, which hides ops in its compiler and when it prints a tensor. The
+    wrapped function is private to torch. If it is missing, `note` is never called.
     """
 
     def noticed(pop: Callable[..., Any], *args: Any) -> Any:
@@ -277,8 +277,8 @@ def note_values_that_leave(undo: ExitStack, note: Callable[[Any], object]) -> No
 def record_compiled_regions(undo: ExitStack) -> None:
     """Make each region that inductor compiles from now on run as one op of torch's dispatcher.
 
-    This sets an option of inductor, which does not change the generated code. If an older torch lacks
-    the option, kernels that inductor generates are not recorded. Calls of library kernels still are.
+    This sets an option of inductor, which does not change the generated code. In an older torch
+    without it, calls of library kernels are recorded, and generated kernels are not recorded.
     """
 
     def wrap_regions(module: str) -> None:
@@ -332,8 +332,9 @@ def _once_imported(undo: ExitStack, modules: Sequence[str], call: Callable[[str]
 def parts_of(value: Any) -> list[Part]:
     """Return at most 64 parts of `value` that can be compared between runs.
 
-    Parts are tensors, arrays, numbers, texts, and objects with `tobytes`, such as images, alone or in
-    lists, tuples and dicts. For each part, returns its shape, its dtype or type, and a fingerprint.
+    Parts are tensors, arrays, numbers, texts, and objects with `tobytes`, such as images. They may
+    be in lists, tuples and dicts. Each is returned as its shape, its dtype or type, and a
+    fingerprint.
     """
     try:
         return list(islice(_parts_at_depth(value, 0), _MOST))

@@ -45,10 +45,10 @@ def _is_traced() -> bool:
 if sys.version_info >= (3, 12):
 
     def report_lines(listener: Listener) -> bool:
-        """Report lines to `listener` from now on, also in forked children.
+        """Report lines to `listener` from now on, also in forked children. Return True.
 
-        If a debugger, a coverage tool or a profiler already traces the process, reports no lines and
-        returns False.
+        If a debugger, a coverage tool or a profiler already traces the process, report no lines and
+        return False.
         """
         monitoring, on = sys.monitoring, sys.monitoring.events
         # The remaining numbers are reserved for debuggers, coverage, profilers and optimizers.
@@ -91,10 +91,10 @@ if sys.version_info >= (3, 12):
 else:
 
     def report_lines(listener: Listener) -> bool:
-        """Report lines to `listener` from now on, also in forked children.
+        """Report lines to `listener` from now on, also in forked children. Return True.
 
-        If a debugger, a coverage tool or a profiler already traces the process, reports no lines and
-        returns False. Sets `sys.unraisablehook`, which receives exceptions of signal handlers.
+        If a debugger, a coverage tool or a profiler already traces the process, report no lines and
+        return False. Sets `sys.unraisablehook`, which receives exceptions of signal handlers.
         """
         if _is_traced():
             return False
