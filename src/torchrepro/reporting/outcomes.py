@@ -86,7 +86,8 @@ class KnobRow:
     def is_written(self) -> bool:
         """True if the profile wrote the knob.
 
-        A variable that is too late is written only if its hardware is absent, for child processes.
+        A `TOO_LATE` variable is written only if its hardware is absent: child processes may read
+        it.
         """
         late = self.outcome is Outcome.TOO_LATE
         return self.outcome is Outcome.APPLIED or (late and self.after != self.before)
@@ -125,10 +126,10 @@ class KnobRow:
 
 
 def is_set(outcome: Any, after: Any, absent: Any) -> bool:
-    """Return whether the knob has the profile's value, which is then `after`.
+    """Return whether a knob has the profile's value, so that `after` is this value.
 
-    If the hardware of a knob is absent, the knob counts as set if the profile could write it, with
-    any outcome. Its value then equals the value in a lock from a machine with that hardware.
+    If the hardware of a knob is absent, the knob counts as set if the profile could write it,
+    regardless of its outcome: a lock from a machine with that hardware has the same value.
     """
     return outcome in (Outcome.APPLIED, Outcome.UNCHANGED) or bool(absent and after is not None)
 
@@ -323,7 +324,7 @@ def process_facts(resolved: ResolvedProfile, closed: Mapping[str, str]) -> Proce
     """Read the facts about this process that affect the guarantee of `resolved`.
 
     `closed` are the closed latches: events that have ended a phase (see `LATCHES`). A variable that
-    may have been set after its latch closed is skipped, because it may have no effect.
+    may have been set after its latch closed is skipped, because the variable may have no effect.
     """
     kinds = present_kinds()
     asked = resolved.guarantee

@@ -1,8 +1,8 @@
 """Reads the state of this process, without importing or initialising anything.
 
-The state is: which latches are closed, which devices are present, which threads use torch, the
-launcher, the environment at the start, and the profile inherited from `torchrepro run`. A latch
-is an event that ends a phase, such as the import of torch.
+The state consists of the closed latches (events that end a phase), the present devices, the
+threads that use torch, the launcher, the environment at the start of the process, and the profile
+that `torchrepro run` passed to the process.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ HARDWARE: Mapping[str, str] = {
 
 
 def absent_hardware() -> dict[str, str]:
-    """Return the names in `HARDWARE` that are absent from this process, with the reasons."""
+    """Return the types of `HARDWARE` that are absent in this process, each with the reason."""
     reasons = {device: reason() for device, reason in _ABSENCES.items()}
     return {name: reasons[device] for name, device in HARDWARE.items() if reasons[device]}
 
@@ -313,8 +313,8 @@ def _original() -> dict[str, Any] | None:
 def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfile | None:
     """Return the profile of the original run, if that run requested it by this name and overrides.
 
-    Otherwise, or if this process repeats no run, returns None. Profile files are not read, because
-    they may have changed since the original run.
+    Returns None in other cases, and in a process that does not repeat a run. Profile files are not
+    read, because they may have changed since the original run.
     """
     original = _original()
     if original is None or [str(name), *overrides] != original["asked"]:
@@ -325,9 +325,9 @@ def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfil
 def original_meaning(name: str) -> ResolvedProfile | None:
     """Return the profile that `name` meant in the original run.
 
-    Below `torchrepro run`, each name that the original run accepted means the profile of
-    `torchrepro run`. Returns None if the name had no meaning in the original run, or if this
-    process repeats no run. The caller then reads the profile files.
+    In a process below `torchrepro run`, each name that the original run accepted means the profile
+    of `torchrepro run`. Returns None if the name had no meaning in the original run, or if this
+    process does not repeat a run. The caller then reads the profile files.
     """
     original = _original()
     if original is None:
@@ -340,7 +340,7 @@ def original_meaning(name: str) -> ResolvedProfile | None:
 
 
 def changed_files(name: str, now: str) -> str:
-    """Return a message that profile files have changed; `now` is their digest or an error."""
+    """Return a message: the files of profile `name` have changed. `now` is a digest or an error."""
     state = now[:_DIGEST] if now.startswith("sha256:") else now
     return f"the files of profile {name} have changed since ({state}): the run uses the old profile"
 
@@ -349,7 +349,7 @@ _DIGEST = 19  # characters that are enough to distinguish two digests
 
 
 def other_than_original(resolved: ResolvedProfile) -> str:
-    """Return a line if the original run had another profile than `resolved`, else ""."""
+    """Return a message if the original run had another profile than `resolved`, else ""."""
     original = _original()
     profile = ResolvedProfile.from_json(original["profile"]) if original else resolved
     if profile.digest == resolved.digest:
@@ -361,7 +361,7 @@ def other_than_original(resolved: ResolvedProfile) -> str:
 
 
 def manifest_folder(folder: Path) -> Path:
-    """Return the folder for a manifest. A rerun must not write into the original's folder."""
+    """Return the folder for a manifest: a rerun replaces the original run's folder by its own."""
     original = _original()
     if original and same_file(folder, Path(original["folder"])):
         return Path(original["into"])
@@ -377,7 +377,7 @@ def same_file(left: Path, right: Path) -> bool:
 
 
 def other_than_started(resolved: ResolvedProfile) -> str:
-    """Return a line if `resolved` changes values of the profile that this process inherited.
+    """Return a message if `resolved` changes values of the profile that this process inherited.
 
     Keys that `resolved` does not set keep the inherited values.
     """

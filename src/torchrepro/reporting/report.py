@@ -206,7 +206,7 @@ def verbose_parts(report: Report) -> tuple[Part, ...]:
 
 
 def start_up_parts(report: Report) -> tuple[Part, ...]:
-    """Return the headline, and a line for each other knob that needs attention."""
+    """Return the headline, and a line for each knob that needs attention and is not named in it."""
     in_summary = {lowered.knob for lowered in report.guarantee.lowered}
     rows = []
     for row in report:
@@ -276,7 +276,7 @@ def agreement_lines(report: Report) -> list[str]:
 def random_number_lines(report: Report) -> list[str]:
     """Return lines about the random numbers and the data loading of a run.
 
-    A function that drew without a seed has one line: with its first such call, and the remedy.
+    A function that drew without a seed gets one line, with the first such call and the remedy.
     """
     first: dict[str, SourceRead] = {}
     for read in report.unseeded:

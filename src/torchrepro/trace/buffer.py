@@ -46,7 +46,7 @@ _WIDEST = {"mps": "float32", "npu": "float32"}
 
 
 class RecordBuffer:
-    """The new records in order, with numbers for sites, argument texts and threads."""
+    """Collects new records in order. Numbers the sites, arguments and threads of the records."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []  # inputs and outputs may be lists with pending digests
@@ -68,7 +68,7 @@ class RecordBuffer:
         self._lock = threading.RLock()
 
     def new_site(self, key: Hashable, phase: str, call_site: CallSite, op: str, shapes: Any) -> int:
-        """Return the number of a site; store the number in `sites` for `key`."""
+        """Return the number of a site, and store the number in `sites` under `key`."""
         site = (phase, call_site.module, op, source_of(call_site), shapes_text(shapes))
         with self._lock:
             number = self._site_numbers.get(site)
@@ -80,7 +80,7 @@ class RecordBuffer:
             return number
 
     def new_argument(self, key: Hashable, text: str) -> int:
-        """Return the number of `text`, an op's arguments; store it in `arguments` for `key`."""
+        """Return the number of an argument text; store the number in `arguments` under `key`."""
         with self._lock:
             number = self._texts.get(text)
             if number is None:
@@ -145,7 +145,7 @@ class RecordBuffer:
             return self._tasks[task]
 
     def add(self, thread: int, site: int, argument: int, inputs: Any, outputs: Any) -> int:
-        """Add a record, perhaps with pending digests. Return the number of records in memory."""
+        """Add a record, whose digests may be pending. Return the number of records in memory."""
         rows = self.rows
         try:
             joined = outputs if outputs.__class__ is bytes else b"".join(outputs)
@@ -184,7 +184,7 @@ class RecordBuffer:
         store.add_records(rows)
 
     def end_step(self, store: Store) -> tuple[int, int]:
-        """Move the rest of a step to `store`. Return the id of its first record and its length."""
+        """Move the rest of a step to `store`. Return the step's first id and number of records."""
         self.move_to_store(store)
         count, self.moved = self.moved, 0
         return store.records - count + 1, count
@@ -243,7 +243,7 @@ class RecordingState:
 
 
 def joined(digests: Any, length: int) -> bytes:
-    """Return the concatenated digests. Fetches pending digests and truncates these to `length`."""
+    """Return the concatenated digests. Pending digests are completed, and cut to `length`."""
     if isinstance(digests, bytes):
         return digests
     try:
@@ -275,7 +275,7 @@ def statistics(tensor: Any) -> TensorStatistics:
 
     NaN elements are ignored. A complex element counts as two real numbers. Quantized elements are
     dequantized. Only the stored elements of a sparse tensor count. Without elements, or if they
-    cannot be read, returns 0 and Nones. Waits for the device. Never raises.
+    cannot be read, the count is 0, with None for the rest. Waits for the device. Never raises.
     """
     try:
         with unobserved():
@@ -343,7 +343,7 @@ class DetailRecorder:
         return [None if cache.is_uninitialized(tensor) else _kept(tensor) for tensor in tensors]
 
     def after(self, before: list[Any] | None, outputs: list[Any]) -> None:
-        """Add details to the last record: of `outputs`, and of the input copies in `before`."""
+        """Add to the last record the details of `outputs`, and the input copies in `before`."""
         if not self._state.wants_step:
             return
         buffer = self._state.buffer
@@ -357,7 +357,7 @@ class DetailRecorder:
             self._add_tensors(position, "output", map(_kept, outputs))
 
     def new_tensor(self, call_site: CallSite, tensor: Any) -> None:
-        """Add details to the last record, whose tensor was created from Python or numpy values."""
+        """Add to the last record the details of a tensor made from Python or numpy values."""
         self.after([] if self._keeps(call_site) else None, [tensor])
 
     def _keeps(self, call_site: CallSite) -> bool:

@@ -21,7 +21,7 @@ class UninitializedDigest(bytes):
     may_be_nan = False  # whether an op may have written NaN into it
 
     def becomes(self, digest: bytes, *, may_be_nan: bool = False) -> UninitializedDigest:
-        """Return the new digest of this memory, or of a copy, after ops have written a part."""
+        """Return the new digest after ops have written a part of this memory, or of a copy."""
         derived = UninitializedDigest(digest)
         derived.allocated_at, derived.may_be_nan = self.allocated_at, self.may_be_nan or may_be_nan
         return derived
@@ -46,7 +46,7 @@ def is_uninitialized(digest: Digest) -> bool:
 
 
 def digest_of_uninitialized(inputs: list[Digest], key: bytes) -> bytes:
-    """Return a fingerprint for partly uninitialized memory, from other digests and `key`."""
+    """Return a fingerprint for partly uninitialized memory, computed from `inputs` and `key`."""
     known = [digest for digest in inputs if isinstance(digest, bytes)]
     return PARTLY + xxhash.xxh3_128_digest(b"".join(known) + key)[4:]
 
@@ -65,7 +65,7 @@ class InFlight:
         self._digest: Digest = UNREAD + UNREAD
 
     def land(self) -> Digest:
-        """Return the tensor's fingerprint, perhaps a `Pending`. Only the first call reads it."""
+        """Return the tensor's fingerprint or a `Pending`. Only the first call reads the tensor."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None and version_of(tensor) <= self._version:
             self._digest = fingerprint_of(tensor)
@@ -73,5 +73,5 @@ class InFlight:
 
     @property
     def bytes(self) -> bytes:
-        """All 16 bytes. Call `land` first, and `fetch` if `land` returned a `Pending`."""
+        """The whole fingerprint. Call `land` first, and `fetch` if `land` returned a `Pending`."""
         return self._digest if self._digest.__class__ is bytes else self._digest.bytes

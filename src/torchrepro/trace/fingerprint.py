@@ -51,7 +51,7 @@ _UNOBSERVED: tuple[Callable[[], Any], ...] = (
 def unobserved() -> Iterator[None]:
     """Hide the operations in a `with` block from autograd, subclasses, modes and `torch.func`.
 
-    These could otherwise record, count or change the operations.
+    Each of these could record, count or change the operations.
     """
     with ExitStack() as stack:
         for off in _UNOBSERVED:
@@ -124,7 +124,7 @@ def pieces(part: Any) -> Iterator[Any]:
     """Yield the value of a part of a `Memory` in order, as contiguous tensors of any dtype.
 
     A contiguous part is yielded without a copy. Other parts are copied piece by piece. Each piece
-    except the last has a multiple of 8 bytes. It is larger than `PIECE` only if 8 rows are.
+    except the last has a multiple of 8 bytes. A piece exceeds `PIECE` bytes only if 8 rows do.
     """
     # Lazy values are not in memory: torch conjugates, negates or zeros them when they are read.
     lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - no public name
@@ -224,7 +224,7 @@ https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/910beta2/API/as
 
 
 def sums(part: Iterator[Any], mixing: Mixing) -> Any:
-    """Return the sums of consecutive contiguous tensors, or None if all are empty.
+    """Return the sums over consecutive contiguous tensors, or None if all are empty.
 
     The sums are a tensor of 16 bytes on the device. The function does not wait for the device.
     """
@@ -333,11 +333,11 @@ _digest = xxhash.xxh3_128_digest
 
 
 def fingerprint(tensor: Any) -> bytes:
-    """Return 16 bytes that differ if a bit, its position, or the order of memory differs.
+    """Return 16 bytes that depend on every bit in memory and on the order of dimensions in memory.
 
-    Tensors with equal values and equal order of memory have equal fingerprints. The memory is read
-    without a copy if it has no gaps. All tensors without memory have the same fingerprint. If the
-    memory cannot be read, the fingerprint depends only on the class. Never raises.
+    Tensors with equal values and equal order of dimensions in memory have equal fingerprints. The
+    memory is copied only if it has gaps. All tensors without memory have the same fingerprint. If
+    the memory cannot be read, only the class of the tensor matters. Never raises.
     https://github.com/Cyan4973/xxHash
     """
     try:

@@ -83,10 +83,10 @@ class FingerprintCache:
         """Storages that are uninitialized, by id: the storage, its version, its digest."""
 
     def digest_of_memory(self, tensor: Any) -> Digest:
-        """Return the digest of the memory of `tensor`, whichever other ops were recorded.
+        """Return the digest of the memory of `tensor`. Reads the memory if `tensor` is a view.
 
-        The cached digest of a view depends on the recorded ops, so the memory of a view is read.
-        Uninitialized memory is not read.
+        The cached digest of a view is computed from the digest of another tensor, so it depends on
+        the recorded ops. Uninitialized memory is not read.
         """
         entry = self.valid(tensor)
         if entry is None:
@@ -149,7 +149,7 @@ class FingerprintCache:
 
         Uninitialized tensors stay, because they must not be read. Views stay if the step ends on a
         thread other than the main thread. Another thread may be about to use such a view, and its
-        digest as a view differs from the digest of its memory.
+        memory has another digest than the view.
         """
 
         def outlives(tensor: Any, entry: Entry) -> bool:
@@ -212,14 +212,14 @@ class FingerprintCache:
             plain.append(value)
 
     def note_unfinished_input(self, digest: Digest, tensor: Any) -> None:
-        """Read an input that a collective was still writing, or note that it is uninitialized."""
+        """Read an input that a collective was writing. Note an input that is uninitialized."""
         if digest.__class__ is InFlight:
             digest.land()
         elif digest.__class__ is UninitializedDigest:
             self.uninitialized_inputs.append((digest, tensor))
 
     def _uninitialized_digest_of(self, tensor: Any) -> UninitializedDigest | None:
-        """If an input's storage is uninitialized, note the input. Return the storage's digest."""
+        """Note an input whose storage is uninitialized; return the storage's digest or None."""
         if tensor.__class__ in PLAIN and tensor.layout is torch.strided:
             known = self._allocated.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see `BORROWED_NAMES`
             if known is not None and known[1] == version_of(tensor):
@@ -230,7 +230,7 @@ class FingerprintCache:
     def allocated(self, tensor: Any, call_site: CallSite) -> None:
         """Note which call site allocated uninitialized memory, for the tensor and for its storage.
 
-        Python may make another tensor of the storage without an op, for example a parameter.
+        Without an op, Python may make another tensor of the same storage, such as a parameter.
         """
         digest = self.entries[address(tensor)][2]
         digest.allocated_at = call_site
@@ -247,7 +247,7 @@ class FingerprintCache:
         return uninitialized if uninitialized and facts.keeps else self.read(tensor)
 
     def add_list(self, sequence: Any, digests: list[Any], plain: list[Any]) -> None:
-        """Add the tensors in a list as digests. A list without tensors is one plain argument."""
+        """Add the digests of the tensors in a list. Add a list without tensors to `plain`."""
         if not any(isinstance(member, Tensor) for member in sequence):
             plain.append(sequence)
             return
@@ -290,7 +290,7 @@ class FingerprintCache:
         return fingerprints, shapes
 
     def views(self, args: Any, key: bytes, inputs: list[Any], result: Any) -> list[Any]:
-        """Add views with digests that are computed from the base's digest. Return their shapes."""
+        """Add views with digests computed from the digest of the base. Return the views' shapes."""
         base = inputs[0] if inputs else UNREAD
         digest = base
         if base.__class__ is bytes and base is not UNREAD:

@@ -1,7 +1,7 @@
 """Notes digests of the values that each line of the program reads and changes, while it runs.
 
-Recordings with `detail` use this module, from the start of a process, in all threads of the process
-and in forked children. Each thread writes a file into the folder of the recording. Lines of a file:
+Used in recordings with `detail`, from the start of a process, in all threads of the process and in
+its forked children. Each thread writes its own file, with these lines, into the recording's folder:
 
     H  rank, process, thread
     C  number, function, file, kind
@@ -102,7 +102,7 @@ class FollowedLines:
         self.opened = count()  # files
 
     def begin(self) -> bool:
-        """Start to follow this thread and later threads. Return False if another tool traces."""
+        """Start to follow this and later threads. Return False if another tool traces them."""
         if not report_lines(self):
             return False
         os.register_at_fork(after_in_child=self._begin_in_child)
@@ -298,7 +298,7 @@ class _ThreadNotes:
         names: Names,
         digests: Digests,
     ) -> None:
-        """Note values that are new to the frame. A line's begin is noted even without values."""
+        """Note values that are new to the frame. Even without these, note that a line begins."""
         new = [name for name in names if digests[name] != followed.known.get(name, NOTHING)]
         followed.known.update((name, digests[name]) for name in new)
         if new or event == "b":
@@ -405,7 +405,7 @@ _CODE = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def _names_by_line(code: CodeType) -> tuple[dict[int, Names], dict[int, Names], dict[int, Names]]:
-    """Return three dicts by line: the names it reads, the names it reads or sets, the methods."""
+    """Return three dicts by line: names read, names read or set, and methods looked up."""
     reads, touches, methods = (defaultdict[int, dict[tuple[str, ...], None]](dict) for _ in "123")
     path: tuple[str, ...] = ()
     is_first = False  # whether the line has not read `path` before
@@ -448,7 +448,7 @@ def _lines_that_iterate(code: CodeType) -> frozenset[int]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[int, str, str]]:
-    """Yield line, name and operation of each instruction; empty texts if it uses no name."""
+    """Yield line, name and operation of each instruction. Both texts are empty without a name."""
     line = code.co_firstlineno
     inlined = set[tuple[int, str]]()  # lines and variables of comprehensions without a frame
     for instruction in dis.get_instructions(code):
@@ -488,7 +488,7 @@ def follow(folder: str, steps: tuple[int, int] | None, environment: Mapping[str,
 
 
 def step_ended(number: int) -> None:
-    """Note that step `number` of the recording has ended, on the thread that ended the step."""
+    """Note that a step of the recording has ended. Call this on the thread that ended the step."""
     for lines in _followed:
         lines.step_ended(number)
 

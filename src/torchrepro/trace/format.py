@@ -103,7 +103,7 @@ class Site:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The fields that must be equal for records of two runs to be aligned."""
+        """The fields of a site that must be equal to align records of two runs."""
         return self.phase, self.module, self.op
 
 
@@ -175,7 +175,7 @@ class StepRow:
 
     @property
     def dropped(self) -> bool:
-        """Whether the records of the step were deleted. Their number and other fields stay."""
+        """Whether the records of the step were deleted. The other facts about the step stay."""
         return bool(self.records) and not self.parts
 
 
@@ -210,7 +210,7 @@ class Outline:
 
     @cached_property
     def limits(self) -> tuple[int, int, int, int]:
-        """The largest thread number, the least and largest site, and the largest argument."""
+        """The largest thread number, the smallest and largest site, and the largest argument."""
         threads, sites, arguments = map(np.asarray, (self.threads, self.sites, self.arguments))
         return int(threads.max()), int(sites.min()), int(sites.max()), int(arguments.max())
 
@@ -290,7 +290,7 @@ def unpacked(content: bytes) -> Outline:
 
 
 def digest_of(rows: Iterable[tuple[Any, ...]]) -> bytes:
-    """Return a digest of the values in `rows` and of their types; empty bytes without rows.
+    """Return a digest of the values in `rows` and of their types, or empty bytes without rows.
 
     Version 2 of marshal encodes equal values as equal bytes, and different types differently.
     """

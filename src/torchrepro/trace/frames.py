@@ -61,7 +61,7 @@ _call_sites: dict[tuple[str, int, int], CallSite] = {}
 
 
 def call_site_at(module: str, code: CodeType | None, instruction: int) -> CallSite:
-    """Return the `CallSite` of a module and an instruction: always the same object for both."""
+    """Return the one `CallSite` object that exists for a module and an instruction."""
     key = module, address(code), instruction  # by identity: code objects take long to hash
     call_site = _call_sites.get(key)
     if call_site is None:  # the new object keeps the code alive
@@ -103,7 +103,7 @@ class ModuleNames:
         """How many models have been named. Until it grows, modules keep their names."""
 
     def of_module(self, module: Any, frame: FrameType) -> str:
-        """Return the path of `module` within its model. `frame` is in a call of the module."""
+        """Return the path of `module` within its model. `frame` is in the call of `module`."""
         if not self.knows(module):
             self._name_model(_outermost(module, frame), frame)
         if not self.knows(module):  # it is not a submodule of the model
@@ -158,7 +158,7 @@ class ModuleNames:
                         self.name_tensor(tensor, *owner)
 
     def _name_model(self, model: Any, frame: FrameType) -> None:
-        """Name all modules of `model`. After the first model, names begin with the class name."""
+        """Name all modules of `model`. Names in a later model begin with the model's class."""
         self.models += 1
         class_name = type(_unwrapped(model)).__name__
         models = self._models.get({})
@@ -291,7 +291,7 @@ class OptimizerStep:
 
 
 class RunPosition:
-    """The threads that are in an optimizer step or backward pass, or load. The hooks set it."""
+    """The threads that run an optimizer step or a backward pass, or load a batch. Set by hooks."""
 
     __slots__ = ("_ended", "backward", "loading", "optimizer", "paused_threads")
 
@@ -308,7 +308,7 @@ class RunPosition:
         return ALL in self.paused_threads or get_ident() in self.paused_threads
 
     def pause_thread(self) -> None:
-        """Stop recording this thread's ops until `continue_thread` is called as many times."""
+        """Stop recording this thread's ops. Each call must be undone by a `continue_thread`."""
         self.paused_threads[get_ident()] = self.paused_threads.get(get_ident(), 0) + 1
 
     def continue_thread(self) -> None:
@@ -326,7 +326,7 @@ class RunPosition:
         self.paused_threads[ALL] = 1
 
     def resume_all(self) -> None:
-        """Record ops again. Does nothing after `stop`."""
+        """Record ops again. Has no effect after `stop`."""
         if not self._ended:
             self.paused_threads.pop(ALL, None)
 
@@ -412,7 +412,7 @@ class OpOriginFinder:
         return forward if call_site.code is None else call_site.within(forward.module)
 
     def end_step(self, *, of_this_thread: bool) -> None:
-        """Forget the step's call sites. If another thread ended the step, keep up to `MANY`."""
+        """Forget the call sites. If another thread ended the step, do so only above `MANY`."""
         if not of_this_thread:
             if len(self._call_sites) > MANY:
                 self._call_sites.clear()

@@ -74,7 +74,7 @@ _excluded: list[bool] = []  # not empty after the code was excluded in this proc
 
 
 def watch_training(undo: ExitStack, listener: Any) -> None:
-    """Call methods of `listener` at each backward pass, optimizer step and batch, until the undo:
+    """Call methods of `listener` during training, until `undo` is closed:
 
     - `backward_begins(losses)` and `backward_ends()`;
     - `optimizer_begins(optimizer, closure if any)` and `optimizer_ends(optimizer)`;
@@ -129,7 +129,7 @@ def on_worker_started(undo: ExitStack, call: Callable[[], object]) -> None:
     """Call `call` if this process becomes a worker of a loader, before the worker loads a batch.
 
     A worker that is not forked has imported the program by that time, to unpickle the dataset. The
-    call follows the creation of a `WorkerInfo`. Only workers create one, also those of torchdata.
+    call follows the creation of a `WorkerInfo`, which only workers create, also in torchdata.
     """
 
     def around(begin: Any, *args: Any, **kwargs: Any) -> None:
@@ -158,8 +158,8 @@ def _surround_once_imported(
 def on_threads_started(undo: ExitStack, first: Callable[[], object]) -> None:
     """Call `first` at the start of each new thread, until `undo` is closed.
 
-    Skips the thread of a loader that pins memory. It moves batches at any time. They are recorded
-    when the program uses them.
+    Skips the thread of a loader that pins memory. That thread moves batches at any time. Batches
+    are recorded when the program uses them.
 
     Sets the profile function, because a thread calls it at the first call of any function. No other
     public hook is as early. A profile function that was set before is restored.
@@ -196,7 +196,7 @@ def wrap_object_collectives(
     """Run the collectives that send Python objects to other ranks within ``around()``.
 
     They send pickled bytes, which may differ for equal objects. For example, an object may contain
-    a name that is new in every run. If the object affects results, the ops that use it show that.
+    a name that is new in every run. If the object matters, the ops that use it show a difference.
     """
 
     def within(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ def allow_higher_order_ops(undo: ExitStack, mode: type[TorchDispatchMode]) -> No
 
     Newer torch reads `supports_higher_order_operators` of the mode. In older torch, such an op
     raises an error if it has no rule for the mode, so a rule is added to each op. The list of these
-    ops is private. If it is missing in an older torch, the ops raise torch's own error.
+    ops is private. If the list is missing in an older torch, the ops raise torch's own error.
     """
 
     def rule(op: Any) -> Callable[..., Any]:
@@ -252,8 +252,8 @@ def note_hidden_ops(undo: ExitStack, note: Callable[[str], object]) -> None:
 def note_values_that_leave(undo: ExitStack, note: Callable[[Any], object]) -> None:
     """Call `note` with each tensor that is converted to numpy or Python, printed or saved.
 
-    No op runs in such a conversion. This wraps the public methods that convert, and the functions
-    of safetensors that save, because safetensors reads memory by address.
+    No recorded op shows such a conversion. This wraps the public methods that convert, and the
+    functions of safetensors that save, because safetensors reads memory by address.
     """
 
     def leaves(leave: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +278,7 @@ def record_compiled_regions(undo: ExitStack) -> None:
     """Make each region that inductor compiles from now on run as one op of torch's dispatcher.
 
     This sets an option of inductor, which does not change the generated code. In an older torch
-    without it, calls of library kernels are recorded, and generated kernels are not recorded.
+    without this option, only calls of library kernels are recorded, not generated kernels.
     """
 
     def wrap_regions(module: str) -> None:
@@ -291,10 +291,11 @@ def record_compiled_regions(undo: ExitStack) -> None:
 
 
 def exclude_from_compilation(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
-    """Exclude torchrepro's own code from torch.compile, which may reach it between two regions.
+    """Exclude torchrepro's own code from torch.compile.
 
-    Uses ``trace_rules.add``, which is not documented. If it is missing, uses the documented
-    ``torch.compiler.disable``. That costs a microsecond per op even without compilation.
+    The compiler may reach this code between two compiled regions. ``trace_rules.add``, which
+    excludes it, is not documented. If that function is missing, uses the documented
+    ``torch.compiler.disable``, which costs a microsecond per op even without compilation.
     """
 
     def exclude(_module: str) -> None:
@@ -333,8 +334,7 @@ def parts_of(value: Any) -> list[Part]:
     """Return at most 64 parts of `value` that can be compared between runs.
 
     Parts are tensors, arrays, numbers, texts, and objects with `tobytes`, such as images. They may
-    be in lists, tuples and dicts. Each is returned as its shape, its dtype or type, and a
-    fingerprint.
+    be in lists, tuples and dicts. A part has a shape, a dtype or type name, and a fingerprint.
     """
     try:
         return list(islice(_parts_at_depth(value, 0), _MOST))
