@@ -115,7 +115,7 @@ def _is_built_for(build: str) -> bool:
 def _no_gpu() -> str:
     if _initialised("cuda"):
         return ""
-    with_driver = [build for build in ("cuda", "hip") if _has_driver(build)]  # torch.cuda uses both
+    with_driver = [build for build in ("cuda", "hip") if _has_driver(build)]  # both are torch.cuda
     if not with_driver:
         return NOT_HERE
     if not any(map(_is_built_for, with_driver)):

@@ -326,7 +326,7 @@ def _statistics_of_piece(piece: Any) -> tuple[int, float, float, float, float]:
 
 
 class DetailRecorder:
-    """Records statistics of the outputs of every op, and the tensors of some modules."""
+    """Records the requested details: statistics of op outputs, and tensors of some modules."""
 
     def __init__(self, state: RecordingState) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""Placeholders for the digests of uninitialized memory, and of results that are not complete."""
+"""Placeholders for digests of uninitialized memory, and of results that are incomplete."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class FingerprintCache:
         return digests, plain
 
     def add_named(self, facts: OpFacts, kwargs: Any, digests: list[Any], plain: list[Any]) -> None:
-        """Add tensors in `kwargs` to `digests`, and all names and other values to `plain`."""
+        """Add the digests of tensors in `kwargs`; add all names and other values to `plain`."""
         plain += kwargs
         for name, value in kwargs.items():
             if name not in facts.written_names:  # an overwritten argument is not read
@@ -369,7 +369,7 @@ def contains_nan(value: Any) -> bool:
 
 
 def fingerprinted_tensors(facts: OpFacts, args: Any, kwargs: Any, result: Any) -> list[Any]:
-    """Return the tensors whose fingerprints the record of an op has, in the record's order."""
+    """Return the tensors whose fingerprints are in the record of an op, in the same order."""
     if facts.view or facts.allocates or facts.rebinds:
         return []
     written = facts.written_in(args, kwargs)

@@ -99,7 +99,7 @@ class FollowedLines:
         self._codes: dict[int, tuple[CodeType, _Code | None]] = {}
         self._step = 0
         self._by_thread = _NotesByThread(self)
-        self.opened = count()  # files
+        self.opened = count()  # numbers of files
 
     def begin(self) -> bool:
         """Start to follow this and later threads. Return False if another tool traces them."""
@@ -251,7 +251,7 @@ class _ThreadNotes:
 
     def _frame(self, frame: FrameType, code: _Code) -> _Frame:
         followed = self._frames.get(id(frame))
-        if followed is None:  # it was called before following began
+        if followed is None:  # the call came before following began
             self.called(frame, code)
             followed = self._frames[id(frame)]
         return followed
@@ -371,7 +371,7 @@ def _called(scope: Scope, name: tuple[str, ...]) -> str:
 
 
 def _name_of(type_: type) -> tuple[Any, Any]:
-    # Without code of a metaclass, which may be the program's.
+    # Runs no code of a metaclass, because a metaclass may belong to the program.
     return tuple(type.__getattribute__(type_, name) for name in ("__module__", "__qualname__"))
 
 

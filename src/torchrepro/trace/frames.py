@@ -96,7 +96,7 @@ class ModuleNames:
     def __init__(self) -> None:
         self._modules: dict[int, tuple[ReferenceType[Any], str]] = {}
         self._parameters: dict[int, tuple[ReferenceType[Any], str, str]] = {}
-        # Per thread and asyncio task, since their order depends on timing.
+        # Separate by thread and asyncio task, because the order of these depends on timing.
         self._models: ContextVar[Mapping[str, int]] = ContextVar("models")
         self._names_in_program: dict[str, str] = {}
         self.models = 0

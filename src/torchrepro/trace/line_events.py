@@ -132,7 +132,7 @@ else:
         previous_hook = sys.unraisablehook
 
         def hook(unraisable: Any) -> None:
-            # If a signal arrives as `on_event` is called, the handler raises before `try`.
+            # If a signal arrives just as `on_event` is called, its error is raised before `try`.
             if unraisable.object is on_event:
                 raise_in(sys._getframe(1), unraisable.exc_value)  # noqa: SLF001 - documented
             else:
