@@ -68,9 +68,7 @@ def memory_of(tensor: Any) -> Memory:
     # tensor caches its lengths in the shape of such a tensor.
     # https://docs.pytorch.org/docs/stable/generated/torch.Tensor.__torch_dispatch__.html
     if hasattr(tensor, "__tensor_flatten__"):
-        wait = getattr(
-            tensor, "trigger_wait", None
-        )  # waits until a collective has written the tensor
+        wait = getattr(tensor, "trigger_wait", None)  # until a collective has written the tensor
         if wait is not None:
             wait()
         names = [name for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name).numel()]
