@@ -1,8 +1,7 @@
 """Reads the state of this process, without importing or initialising anything.
 
-The state consists of the closed latches (events that end a phase), the present devices, the
-threads that use torch, the launcher, the environment at the start of the process, and the profile
-that `torchrepro run` passed to the process.
+The state consists of the closed latches (events that end a phase), the devices, the threads that
+use torch, the launcher, the environment at the start, and the profile from `torchrepro run`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Fingerprints of tensors: 128 bits that depend on every bit of memory and its position.
 
-The fingerprint of a tensor on an accelerator is computed on the accelerator. It is fetched later,
-together with other fingerprints.
+The fingerprint of a tensor on an accelerator is computed there, and fetched later with others.
 
 On the host, a fingerprint is an XXH3 hash. On a device, it is a sum over the words in memory. Each
 word is first mixed with a key for its position. The mixing steps are invertible, so a change of

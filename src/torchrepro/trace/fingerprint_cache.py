@@ -383,7 +383,7 @@ def _is_parameter(tensor: Any) -> bool:
 def _keep_only(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> None:
     """Remove dead tensors, and tensors that fail the test `is_kept`, from `entries`.
 
-    Threads share `entries`. An entry that another thread has replaced since the copy stays.
+    Threads share `entries`, so the loop uses a copy. An entry that another thread replaces stays.
     """
     for key, entry in entries.copy().items():
         tensor = entry[0]()

@@ -275,7 +275,7 @@ def packed(columns: Sequence[Sequence[int]]) -> bytes:
 
 @lru_cache(maxsize=32)
 def unpacked(content: bytes) -> Outline:
-    """Return the outline that `content` encodes. Raises `ValueError` if it encodes none."""
+    """Return the outline that `content` encodes. Raises `ValueError` if `content` is invalid."""
     unpacking = zlib.decompressobj()
     try:
         plain = unpacking.decompress(content, _WIDTH * MANY + 1)

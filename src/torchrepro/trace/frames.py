@@ -399,7 +399,7 @@ class OpOriginFinder:
         return call_site
 
     def name_result_like(self, argument: Any, result: Any) -> None:
-        """Name `result` after `argument`, for an op of an optimizer that returns its argument."""
+        """Give `result` the name of `argument`, because the op only returns its argument."""
         owner = self.names.of_parameter(argument)
         if owner is not None:
             self.names.name_tensor(result, *owner)
@@ -412,7 +412,10 @@ class OpOriginFinder:
         return forward if call_site.code is None else call_site.within(forward.module)
 
     def end_step(self, *, of_this_thread: bool) -> None:
-        """Forget the call sites. If another thread ended the step, do so only above `MANY`."""
+        """Forget the call sites of the ended step.
+
+        If another thread ended the step, forgets them only if there are more than `MANY`.
+        """
         if not of_this_thread:
             if len(self._call_sites) > MANY:
                 self._call_sites.clear()

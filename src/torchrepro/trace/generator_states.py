@@ -120,7 +120,7 @@ def _python_is_inline() -> bool:
 
 @cache
 def _gauss_is_inline(numpy: Any) -> bool:
-    """Whether a RandomState stores the second number of a normal pair in its own memory."""
+    """Whether a RandomState stores an unused second normal number in its own memory."""
     random_state = numpy.RandomState(0)
     snapshots = []
     for _ in range(3):
