@@ -1,1 +1,1 @@
-"""The outcome of each setting, the report of them, and the state of the process they are set in."""
+"""Reports the outcome of each setting, and reads the state of the process."""

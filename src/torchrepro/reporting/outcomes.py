@@ -69,7 +69,7 @@ STOPPING = (Outcome.CONFLICT, Outcome.INEFFECTIVE, Outcome.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class KnobRow:
-    """The outcome of one knob."""
+    """The outcome of one knob, with the value of the knob before and after."""
 
     knob: str
     outcome: Outcome
@@ -86,7 +86,7 @@ class KnobRow:
     def is_written(self) -> bool:
         """True if the profile wrote the knob.
 
-        If its hardware is absent, a late knob is written too, because child processes may read
+        A `TOO_LATE` variable is written only if its hardware is absent: child processes may read
         it.
         """
         late = self.outcome is Outcome.TOO_LATE
@@ -126,16 +126,16 @@ class KnobRow:
 
 
 def is_set(outcome: Any, after: Any, absent: Any) -> bool:
-    """Return whether the profile set the knob, so that `after` is the profile's value.
+    """Return whether a knob has the profile's value, so that `after` is this value.
 
-    A knob for absent hardware counts as set if the profile could write it, regardless of its
-    outcome: a lock from a machine with that hardware holds the same value.
+    If the hardware of a knob is absent, the knob counts as set if the profile could write it,
+    regardless of its outcome: a lock from a machine with that hardware has the same value.
     """
     return outcome in (Outcome.APPLIED, Outcome.UNCHANGED) or bool(absent and after is not None)
 
 
 class Writer(NamedTuple):
-    """The code that wrote a knob; all fields are empty if the write was not observed."""
+    """The code that wrote a knob. All fields are empty if the write was not observed."""
 
     where: str = ""
     """``file:line`` of the nearest caller outside torch and Python."""
@@ -147,7 +147,7 @@ class Writer(NamedTuple):
     """The framework's determinism switch that made the write, by its public name, if one did."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a switch that agrees with the profile, as plain JSON values."""
+        """Return the writer, a switch that agrees with the profile, as plain JSON values."""
         writer = {"name": self.by, "where": self.where, "called": self.called}
         return {**writer, "outcome": str(Outcome.UNCHANGED)}
 
@@ -155,7 +155,7 @@ class Writer(NamedTuple):
 class KnobChange(NamedTuple):
     """A knob that later code changed while the profile was active.
 
-    The change is drift, unless the new value is equivalent to the profile's.
+    The change is called drift if the new value is not equivalent to the profile's value.
     """
 
     knob: str
@@ -186,7 +186,7 @@ class KnobChange(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        """The drift as a message."""
+        """The message that reports the drift."""
         note = "" if self.where else "; the line that wrote it was not observed"
         if self.moved_on:
             note = "; that line changed it first, and another write followed"
@@ -200,7 +200,7 @@ class KnobChange(NamedTuple):
 
     @property
     def words(self) -> str:
-        """A sentence on why the knob has another, equivalent value."""
+        """A sentence that explains why the knob has another, equivalent value."""
         writer = "written by the program"
         if self.by:
             writer = f"written by {self.by}" if self.where else f"as {self.by} writes it"
@@ -214,7 +214,7 @@ class KnobChange(NamedTuple):
 
 
 def in_words(written: Sequence[KnobChange]) -> str:
-    """Return one line on the knobs that a single write changed."""
+    """Return one line about the knobs that a single write changed."""
     first = written[0]
     values = ", ".join(f"{it.knob} was {shown(it.was)}, is {shown(it.now)}" for it in written)
     verb = "first changed" if first.moved_on else "set"
@@ -224,10 +224,10 @@ def in_words(written: Sequence[KnobChange]) -> str:
 
 
 def why_equivalent(knob: Knob, value: Any) -> str:
-    """Return why `value` satisfies the guarantee as the profile's value does; empty if it does not.
+    """Return why `value` is equivalent to the profile's value, or an empty string if it is not.
 
-    Exported variables, writes of the program and drift are all judged by this function. Runs
-    repeat under each of two equivalent values, but may give different results under each.
+    Each of two equivalent values makes runs repeat, but the results under the two values may
+    differ. This function judges exported variables, writes of the program, and drift.
     """
     if not isinstance(value, str):
         return ""
@@ -246,7 +246,7 @@ def _json_or_text(value: Any) -> Any:
     return value
 
 
-NONE = "none"  # no guarantee is satisfied, not even that random numbers repeat
+NONE = "none"  # every guarantee fails; even random numbers may differ between runs
 
 ROOM = 40  # columns for the list of differing results; a longer list is replaced by a count
 
@@ -267,7 +267,7 @@ class Lowered(NamedTuple):
 
 
 class Guarantee(NamedTuple):
-    """The guarantee that a profile requests, and the strongest satisfied one."""
+    """The guarantee that a profile requests, and the strongest guarantee that is satisfied."""
 
     asked: str
     held: str
@@ -277,7 +277,7 @@ class Guarantee(NamedTuple):
     """Why the requested guarantee is not satisfied, by knob."""
 
     def __str__(self) -> str:
-        """Return the name of the guarantee, and the results that may differ nevertheless."""
+        """Return the name of the guarantee, and the results that may differ in spite of it."""
         if not self.lowered:
             return self.asked
         left_open = dict.fromkeys(lowered.left_open for lowered in self.lowered)
@@ -303,7 +303,7 @@ class Guarantee(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """Facts of a process that affect a guarantee, in addition to the knobs of the profile."""
+    """Facts about a process, other than the profile's knobs, that affect a guarantee."""
 
     kinds: frozenset[str] = frozenset()  # the `KINDS` that are present
     readings: Mapping[str, Any] = field(default_factory=dict)
@@ -321,10 +321,10 @@ class ProcessFacts:
 
 
 def process_facts(resolved: ResolvedProfile, closed: Mapping[str, str]) -> ProcessFacts:
-    """Read the facts that affect the guarantee of `resolved`, in addition to its own knobs.
+    """Read the facts about this process that affect the guarantee of `resolved`.
 
-    `closed` are the events that have ended a phase (see `LATCHES`). A variable that may have been
-    set after its phase ended may have no effect, so it is skipped.
+    `closed` are the closed latches: events that have ended a phase (see `LATCHES`). A variable that
+    may have been set after its latch closed is skipped, because the variable may have no effect.
     """
     kinds = present_kinds()
     asked = resolved.guarantee
@@ -349,7 +349,7 @@ def process_facts(resolved: ResolvedProfile, closed: Mapping[str, str]) -> Proce
 def judge(
     asked: str, rows: Iterable[KnobRow], drift: Iterable[KnobChange], facts: ProcessFacts
 ) -> Guarantee:
-    """Judge the guarantee `asked` of a profile whose knobs have the outcomes `rows`."""
+    """Return the strongest satisfied guarantee up to `asked`, and the reasons if it is weaker."""
     outcomes = {row.knob: row for row in rows}
     drifted = {change.knob: change for change in drift}
 
@@ -369,7 +369,7 @@ def judge(
 
 
 def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
-    """Yield the needs of a guarantee that apply to the `KINDS` in this process."""
+    """Yield the needs of a guarantee that apply if `kinds` are present in this process."""
     for need in NEEDS:
         if need.met_by and guarantee in need.guarantees and kinds.issuperset(need.kinds):
             yield need
@@ -378,7 +378,7 @@ def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
 def _why_unmet(
     need: Need, row: KnobRow | None, drift: KnobChange | None, facts: ProcessFacts
 ) -> str:
-    """Return why a need of a guarantee is not met; empty if it is."""
+    """Return why a need of a guarantee is not met, or an empty string if it is met."""
 
     def met(value: Any) -> bool:
         return value is not None and need.met_by is not None and need.met_by(value)

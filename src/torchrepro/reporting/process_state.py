@@ -1,7 +1,7 @@
-"""The state of this process, read without importing or initialising anything.
+"""Reads the state of this process, without importing or initialising anything.
 
-It covers the latches that are closed, the devices that are present, the threads that use torch,
-the launcher and the environment at the start, and the profile inherited from `torchrepro run`.
+The state consists of the closed latches (events that end a phase), the devices, the threads that
+use torch, the launcher, the environment at the start, and the profile from `torchrepro run`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ TESTED_TORCH = "2.6", "2.15"
 
 
 def untested_torch() -> str:
-    """Return a sentence if torch is newer than every tested release; otherwise an empty string.
+    """Return a sentence if torch is newer than every tested release, else an empty string.
 
-    Checks the imported torch, or the installed one if none is imported. Imports nothing.
+    Checks the imported torch. If torch is not imported, checks the installed torch.
     """
     version = getattr(sys.modules.get("torch"), "__version__", "") or installed_version("torch")
     release = str(version).split(".")[:2]
@@ -82,7 +82,7 @@ LATCHES: Mapping[str, tuple[Callable[[], bool], str]] = {
 
 
 def closed_latches() -> dict[str, str]:
-    """Return the latches that are closed in this process, each with its description."""
+    """Return the name and the description of each latch that is closed in this process."""
     return {latch: words for latch, (is_closed, words) in LATCHES.items() if is_closed()}
 
 
@@ -114,7 +114,7 @@ def _is_built_for(build: str) -> bool:
 def _no_gpu() -> str:
     if _initialised("cuda"):
         return ""
-    with_driver = [build for build in ("cuda", "hip") if _has_driver(build)]  # torch.cuda is both
+    with_driver = [build for build in ("cuda", "hip") if _has_driver(build)]  # both are torch.cuda
     if not with_driver:
         return NOT_HERE
     if not any(map(_is_built_for, with_driver)):
@@ -132,7 +132,7 @@ def _no_mps() -> str:
 def _no_xpu() -> str:
     if _initialised("xpu"):
         return ""
-    # GPUs of other vendors have such a file, too, so a torch that is not built for XPU is ignored.
+    # GPUs of other vendors have such a file too, so the file counts only if torch is built for XPU.
     return "" if _has_driver("xpu") and _is_built_for("xpu") else NOT_HERE
 
 
@@ -155,7 +155,7 @@ HARDWARE: Mapping[str, str] = {
 
 
 def absent_hardware() -> dict[str, str]:
-    """Return the `HARDWARE` that is absent in this process, each with the reason."""
+    """Return the types of `HARDWARE` that are absent in this process, each with the reason."""
     reasons = {device: reason() for device, reason in _ABSENCES.items()}
     return {name: reasons[device] for name, device in HARDWARE.items() if reasons[device]}
 
@@ -169,7 +169,7 @@ def _onednn_present() -> bool:
 def _several_ranks() -> bool:
     try:
         return world().size > 1
-    except SeedingError:  # RANK holds no number
+    except SeedingError:  # RANK is not a number
         return True
 
 
@@ -185,7 +185,7 @@ KINDS: Mapping[str, Callable[[], bool]] = {
 
 
 def present_kinds() -> frozenset[str]:
-    """Return the `KINDS` that are present."""
+    """Return the names of the `KINDS` that are present in this process."""
     return frozenset(name for name, is_present in KINDS.items() if is_present())
 
 
@@ -204,7 +204,7 @@ def other_threads_in_torch() -> list[str]:
         in_torch = any(name == "torch" for name, _ in stack)
         return in_torch or any(frame.f_globals.get("torch") is torch for frame in program_frames)
 
-    # Despite its name it is documented, and nothing else shows the frames of another thread.
+    # `_current_frames` is documented. It is the only way to the frames of another thread.
     running = sys._current_frames()  # noqa: SLF001 - see above
     return [
         thread.name
@@ -228,7 +228,7 @@ def is_interactive() -> bool:
 
 
 def launcher() -> str:
-    """Return the launcher that started this process, perhaps as one of several; empty if none."""
+    """Return the launcher that started this process, such as MPI, or an empty string."""
     variables = os.environ
     if "mpi4py.MPI" in sys.modules or any(name.startswith(_MPI) for name in variables):
         return "MPI"
@@ -248,7 +248,7 @@ def launcher() -> str:
 def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the one-letter options of a Python command line, and the program with its arguments.
 
-    `words` is the command line without its first word. The program begins with ``-c``, ``-m`` or
+    `words` is the command line without the interpreter. The program begins with ``-c``, ``-m`` or
     the path of a script. See https://docs.python.org/3/using/cmdline.html.
     """
     letters, position = "", 0
@@ -273,9 +273,9 @@ def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 @cache
 def _starting_environment() -> Mapping[str, str]:
-    """Return the environment of this process at its start, as Linux reports it.
+    """Return the environment variables that this process had at its start, as Linux reports them.
 
-    On other systems it is empty, so when a variable was set stays unknown.
+    On other systems the result is empty, so it is unknown when a variable was set.
     """
     try:
         raw = Path("/proc/self/environ").read_bytes()
@@ -291,7 +291,7 @@ def set_before_start(name: str) -> bool:
 
 
 def inherited() -> ResolvedProfile | None:
-    """Return the profile under which `torchrepro run` started this process, if it did."""
+    """Return the profile that `torchrepro run` passed to this process, or None without one."""
     text = os.environ.get(PROFILE)
     return _parsed(text) if text else None
 
@@ -310,9 +310,10 @@ def _original() -> dict[str, Any] | None:
 
 
 def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfile | None:
-    """Return the profile of the original run, if it was requested by this name and overrides.
+    """Return the profile of the original run, if that run requested it by this name and overrides.
 
-    None unless this process repeats a run. Profile files may have changed or vanished since.
+    Returns None in other cases, and in a process that does not repeat a run. Profile files are not
+    read, because they may have changed since the original run.
     """
     original = _original()
     if original is None or [str(name), *overrides] != original["asked"]:
@@ -323,9 +324,9 @@ def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfil
 def original_meaning(name: str) -> ResolvedProfile | None:
     """Return the profile that `name` meant in the original run.
 
-    Under `torchrepro run`, every accepted name meant the profile of that run. Returns None if the
-    name had no meaning there, or if this process repeats no run: the files of profiles then
-    decide.
+    In a process below `torchrepro run`, each name that the original run accepted means the profile
+    of `torchrepro run`. Returns None if the name had no meaning in the original run, or if this
+    process does not repeat a run. The caller then reads the profile files.
     """
     original = _original()
     if original is None:
@@ -338,7 +339,7 @@ def original_meaning(name: str) -> ResolvedProfile | None:
 
 
 def changed_files(name: str, now: str) -> str:
-    """Return a line on the profile `name`: its files changed; `now` is their digest or an error."""
+    """Return a message: the files of profile `name` have changed. `now` is a digest or an error."""
     state = now[:_DIGEST] if now.startswith("sha256:") else now
     return f"the files of profile {name} have changed since ({state}): the run uses the old profile"
 
@@ -347,7 +348,7 @@ _DIGEST = 19  # characters that are enough to distinguish two digests
 
 
 def other_than_original(resolved: ResolvedProfile) -> str:
-    """Return a line if the original run had another profile than `resolved`."""
+    """Return a message if the original run had another profile than `resolved`, else ""."""
     original = _original()
     profile = ResolvedProfile.from_json(original["profile"]) if original else resolved
     if profile.digest == resolved.digest:
@@ -359,7 +360,7 @@ def other_than_original(resolved: ResolvedProfile) -> str:
 
 
 def manifest_folder(folder: Path) -> Path:
-    """Return the folder for a manifest; a rerun does not write into the original's folder."""
+    """Return the folder for a manifest: a rerun replaces the original run's folder by its own."""
     original = _original()
     if original and same_file(folder, Path(original["folder"])):
         return Path(original["into"])
@@ -375,9 +376,9 @@ def same_file(left: Path, right: Path) -> bool:
 
 
 def other_than_started(resolved: ResolvedProfile) -> str:
-    """Return a line if `resolved` replaces values of the profile that this process inherited.
+    """Return a message if `resolved` changes values of the profile that this process inherited.
 
-    Keys that it does not set keep their inherited values.
+    Keys that `resolved` does not set keep the inherited values.
     """
     outer = inherited()
     if outer is None or outer.digest == resolved.digest:
@@ -404,9 +405,9 @@ def _differing(
 
 
 def outer_run(resolved: ResolvedProfile, asker: str) -> ResolvedProfile | None:
-    """Return the profile under which `torchrepro run` started this process; None if it did not.
+    """Return the profile that `torchrepro run` passed to this process, or None without one.
 
-    Raises `ApplyError` if it differs from `resolved`, which `asker` requests.
+    Raises `ApplyError` if that profile differs from `resolved`, which `asker` requests.
     """
     outer = inherited()
     if outer is None or outer.digest == resolved.digest:

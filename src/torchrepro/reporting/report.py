@@ -1,7 +1,7 @@
 """The report on an applied or planned profile: the outcome of each knob, and the guarantee.
 
-A report has one row per knob. Users see one line and the rows that need attention, or a table of
-all knobs; JSON has every row.
+A report has one row per knob. Users see one summary line, and the rows that need attention or a
+table of all knobs. JSON has every row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WIDE = 98  # columns of the longest summary line
 
 @dataclass(frozen=True, slots=True)
 class Report(Displayed):
-    """The outcome of every knob of a profile, in the order of setting."""
+    """The outcome of every knob of a profile, in the order in which the knobs are set."""
 
     profile: str
     guarantee: Guarantee
@@ -108,12 +108,12 @@ class Report(Displayed):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The number of knobs with each outcome, most frequent first."""
+        """The number of knobs with each outcome. The most frequent outcome comes first."""
         return dict(Counter(str(row.outcome) for row in self.rows).most_common())
 
     @property
     def summary(self) -> str:
-        """One line: the profile, its guarantee, and the number of knobs with each outcome.
+        """One line with the profile, the guarantee, and the number of knobs with each outcome.
 
         Knobs for absent hardware are not counted. If the guarantee is lowered and the line would
         be long, the counts are omitted.
@@ -160,9 +160,9 @@ def make_report(
     as_good: tuple[KnobChange, ...] = (),
     **further: Any,
 ) -> Report:
-    """Return the report on `resolved` with these rows; `further` are other fields of `Report`.
+    """Return the report on the profile `resolved`. `further` are other fields of `Report`.
 
-    The rows of knobs in `as_good` get the value in effect.
+    The row of a knob in `as_good` gets the equivalent value that is in effect.
     """
     in_effect = {change.knob: change for change in as_good}
     rows = tuple(_with_equivalent(row, in_effect.get(row.knob)) for row in rows)
@@ -179,9 +179,9 @@ def _with_equivalent(row: KnobRow, change: KnobChange | None) -> KnobRow:
 
 
 def _mark_absent_hardware(row: KnobRow, absent: Mapping[str, str]) -> KnobRow:
-    """Return the row with `absent` and its outcome set, if the hardware of the knob is absent.
+    """Return the row, marked as `UNSUPPORTED` if the hardware of the knob is absent.
 
-    An outcome that stops a strict profile stays: a conflict affects child processes, too.
+    An outcome that stops a strict profile is not replaced: a conflict also affects child processes.
     """
     knob = knobs_by_name().get(row.knob)
     reason = absent.get(knob.hardware) if knob is not None else None
@@ -206,7 +206,7 @@ def verbose_parts(report: Report) -> tuple[Part, ...]:
 
 
 def start_up_parts(report: Report) -> tuple[Part, ...]:
-    """Return the summary, and one line for each other knob that needs attention."""
+    """Return the headline, and a line for each knob that needs attention and is not named in it."""
     in_summary = {lowered.knob for lowered in report.guarantee.lowered}
     rows = []
     for row in report:
@@ -227,7 +227,7 @@ def headline_parts(report: Report, *rows: tuple[Styled, str]) -> tuple[Part, ...
 
 
 def knob_parts(report: Report) -> tuple[Part, ...]:
-    """Return the table of a report or a plan, and the lines on absent hardware."""
+    """Return the table of knobs in a report or a plan, and the lines about absent hardware."""
     rows = [
         (
             Styled(row.standing, STANDINGS[row.standing][0]),
@@ -243,7 +243,7 @@ def knob_parts(report: Report) -> tuple[Part, ...]:
 
 
 def absent_lines(report: Report) -> list[str]:
-    """Return lines about the knobs whose hardware is absent, one for each reason."""
+    """Return lines about the knobs with absent hardware, one line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for row in report:
         if row.absent:
@@ -252,14 +252,14 @@ def absent_lines(report: Report) -> list[str]:
 
 
 def for_hardware(names: Sequence[str]) -> str:
-    """Return the number of settings and their hardware; `names` has an entry per setting."""
+    """Return, for example, ``3 settings for CUDA``; `names` has the hardware of each setting."""
     *leading, last = (name for name in HARDWARE if name in names)
     listed = f"{', '.join(leading)} and {last}" if leading else last
     return f"{len(names)} setting{'s' * (len(names) > 1)} for {listed}"
 
 
 def agreement_lines(report: Report) -> list[str]:
-    """Return a line for each change and each switch that agrees with the profile."""
+    """Return a line for each equivalent value, and each switch that agrees with the profile."""
     agreeing: list[tuple[str, KnobChange | Writer]] = [
         (f"{change.knob} is {shown(change.now)}: {change.words}", change)
         for change in report.as_good
@@ -274,9 +274,9 @@ def agreement_lines(report: Report) -> list[str]:
 
 
 def random_number_lines(report: Report) -> list[str]:
-    """Return the remarks on the random numbers of a run, one line each.
+    """Return lines about the random numbers and the data loading of a run.
 
-    A function that drew without a seed has one line: its first such call, and what to do.
+    A function that drew without a seed gets one line, with the first such call and the remedy.
     """
     first: dict[str, SourceRead] = {}
     for read in report.unseeded:
@@ -333,10 +333,10 @@ _announced: set[tuple[str, Guarantee]] = set()  # digests and guarantees already
 
 
 def announce(report: Report) -> None:
-    """Print on standard error which profile is active, in the detail that the user chose.
+    """Print on standard error which profile is active, as briefly or verbosely as the user chose.
 
-    A process announces a profile once, and again if its guarantee was lowered since. Only the
-    first rank prints.
+    A process announces a profile once, and again if the guarantee has changed since. Only the first
+    rank prints.
     """
     announced = (report.digest, report.guarantee)
     if not _is_first_rank() or announced in _announced:
@@ -348,7 +348,7 @@ def announce(report: Report) -> None:
 
 
 def announcement(report: Report) -> tuple[Part, ...]:
-    """Return the announcement of an applied profile, in the detail that the user chose."""
+    """Return the announcement of an applied profile, as briefly or verbosely as the user chose."""
     if verbosity() is Verbosity.VERBOSE:
         return (*headline_parts(report), report.digest, *knob_parts(report))
     if verbosity() is Verbosity.QUIET and not report.guarantee.lowered:
@@ -357,7 +357,7 @@ def announcement(report: Report) -> tuple[Part, ...]:
 
 
 def announce_end(report: Report, announced: Report) -> None:
-    """Print on standard error at the end of a run the changes since the announcement.
+    """Print on standard error, at the end of a run, the changes since the announcement.
 
     With ``--verbose``, changes to equivalent values are printed as well.
     """

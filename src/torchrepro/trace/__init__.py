@@ -1,1 +1,1 @@
-"""Recordings of a run, op by op: recorded, stored, and read."""
+"""Records a run op by op, stores the recording as a trace, and reads traces."""

@@ -1,6 +1,6 @@
-"""The in-memory state of a recording: records of the running step, and their details.
+"""Keeps the records of the running step in memory until they are moved to the store.
 
-Details are recorded on request: statistics of outputs, and tensors.
+On request it also keeps details of ops: statistics of their outputs, and copies of tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WIDEST = {"mps": "float32", "npu": "float32"}
 
 
 class RecordBuffer:
-    """Records in order, and the sites, arguments and threads that they refer to."""
+    """Collects new records in order. Numbers the sites, arguments and threads of the records."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []  # inputs and outputs may be lists with pending digests
@@ -61,14 +61,14 @@ class RecordBuffer:
         self._threads: dict[int, int] = {}  # by the identifier of the thread
         self._tasks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._count = 0
-        # By number, which is assigned last: a signal may interrupt between two lines.
+        # By number. Numbers are assigned last, because a signal may interrupt between two lines.
         self._new_sites: dict[int, tuple[str, ...]] = {}
         self._new_arguments: dict[int, str] = {}
         self._new_threads: dict[int, str] = {}
         self._lock = threading.RLock()
 
     def new_site(self, key: Hashable, phase: str, call_site: CallSite, op: str, shapes: Any) -> int:
-        """Return the number of a site, which `key` is mapped to from now on."""
+        """Return the number of a site, and store the number in `sites` under `key`."""
         site = (phase, call_site.module, op, source_of(call_site), shapes_text(shapes))
         with self._lock:
             number = self._site_numbers.get(site)
@@ -80,7 +80,7 @@ class RecordBuffer:
             return number
 
     def new_argument(self, key: Hashable, text: str) -> int:
-        """Return the number of a text of arguments, which `key` is mapped to from now on."""
+        """Return the number of an argument text; store the number in `arguments` under `key`."""
         with self._lock:
             number = self._texts.get(text)
             if number is None:
@@ -89,9 +89,9 @@ class RecordBuffer:
             return number
 
     def latest_argument(self, owner: int, text: str) -> int:
-        """Return the number of a text, which is kept only until its owner has another text.
+        """Return the number of `text`. Only the latest text of each `owner` is kept in memory.
 
-        So texts that change at every step, such as a learning rate, do not fill the memory.
+        Some texts change in every step, such as a learning rate. All of them would fill the memory.
         """
         with self._lock:
             known = self._latest_arguments.get(owner)
@@ -121,15 +121,15 @@ class RecordBuffer:
         return number
 
     def thread(self, otherwise: int) -> int:
-        """Return the number of the running thread; `otherwise` on autograd's threads."""
+        """Return the number of the running thread, or `otherwise` on a thread of autograd."""
         number = self._threads.get(threading.get_ident(), otherwise)
         return number if running_loop() is None else self.task(number)
 
     def task(self, thread: int) -> int:
-        """Return the number of the running asyncio task of a thread.
+        """Return the number of the asyncio task that `thread` is running.
 
-        Tasks are numbered like threads, since their order depends on timing too. The main task of a
-        loop, and the task in which the recording began, have the number of their thread.
+        Tasks are numbered like threads, because the order of tasks depends on timing too. The main
+        task of a loop, and the task in which the recording began, have the number of their thread.
         """
         task: Any = current_task()
         if task is None:
@@ -145,7 +145,7 @@ class RecordBuffer:
             return self._tasks[task]
 
     def add(self, thread: int, site: int, argument: int, inputs: Any, outputs: Any) -> int:
-        """Add a record; return the number of records. Pending digests are completed later."""
+        """Add a record, whose digests may be pending. Return the number of records in memory."""
         rows = self.rows
         try:
             joined = outputs if outputs.__class__ is bytes else b"".join(outputs)
@@ -156,7 +156,7 @@ class RecordBuffer:
         return len(rows)
 
     def add_outputs(self, sites: list[int], arguments: list[int], outputs: list[Any]) -> int:
-        """Add a record without inputs for each output; return the number of records."""
+        """Add a record without inputs for each output. Return the number of records in memory."""
         rows, thread = self.rows, self.thread(0)
         if {bytes}.issuperset(map(type, outputs)):
             rows.extend(zip(repeat(thread), sites, arguments, repeat(b""), outputs, strict=False))
@@ -166,7 +166,7 @@ class RecordBuffer:
         return len(rows)
 
     def move_to_store(self, store: Store) -> None:
-        """Move the records to `store`; the step continues."""
+        """Move the records in memory to `store`. The step may continue afterwards."""
         with self._lock:
             count = len(self.rows)
             rows = self.rows[:count]  # other threads may append at the same time
@@ -184,7 +184,7 @@ class RecordBuffer:
         store.add_records(rows)
 
     def end_step(self, store: Store) -> tuple[int, int]:
-        """Move the rest of a step to `store`; return the first id and the count of its records."""
+        """Move the rest of a step to `store`. Return the step's first id and number of records."""
         self.move_to_store(store)
         count, self.moved = self.moved, 0
         return store.records - count + 1, count
@@ -205,10 +205,10 @@ def _is_main_task(task: Any) -> bool:
 
 @dataclass(slots=True)
 class UninitializedReads:
-    """Reads of uninitialized memory by one op at one call site."""
+    """Counts how often one op at one call site has read uninitialized memory."""
 
     count: int = 0
-    is_nan: bool = False  # whether a result was NaN although all initialized inputs were not
+    is_nan: bool = False  # whether a result had NaN although no initialized input had
 
 
 @dataclass(slots=True)
@@ -227,8 +227,8 @@ class RecordingState:
     """Keys: the call site that allocated the memory, the call site that read it, and the op."""
     hidden: set[str] = field(default_factory=set)
     """The lines that hid ops from all modes, as ``file:line``."""
-    # Locked from an op's record to its details, and while a step is moved to the store, because
-    # another thread may record or end the step at the same time.
+    # Locked while a record and its details are added, and while a step is moved to the store:
+    # another thread may record an op or end the step at the same time.
     lock: Any = field(default_factory=fork_safe_lock)
     position: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Returns the running step and the number of records."""
@@ -243,11 +243,11 @@ class RecordingState:
 
 
 def joined(digests: Any, length: int) -> bytes:
-    """Return concatenated digests; waits for pending ones, and truncates them to `length`."""
+    """Return the concatenated digests. Pending digests are completed, and cut to `length`."""
     if isinstance(digests, bytes):
         return digests
     try:
-        return b"".join(digests)  # nearly always, none is pending
+        return b"".join(digests)  # nearly always: no digest is pending
     except TypeError:
         _complete(digests)
     return b"".join(
@@ -261,7 +261,7 @@ def _complete(digests: list[Any]) -> None:
 
 
 class TensorStatistics(NamedTuple):
-    """Summary statistics of a tensor; NaN becomes None."""
+    """Summary statistics of a tensor, with None in place of NaN."""
 
     numbers: int  # the count of elements that are not NaN
     mean: float | None = None
@@ -273,9 +273,9 @@ class TensorStatistics(NamedTuple):
 def statistics(tensor: Any) -> TensorStatistics:
     """Return count, mean, Euclidean norm, minimum and maximum of the elements of `tensor`.
 
-    Ignores NaN. A complex number counts as two real ones; quantized elements are dequantized; of a
-    sparse tensor only the stored elements count. Without elements, or if they cannot be read, the
-    count is 0 and the rest None. Waits for a device. Never raises.
+    NaN elements are ignored. A complex element counts as two real numbers. Quantized elements are
+    dequantized. Only the stored elements of a sparse tensor count. Without elements, or if they
+    cannot be read, the count is 0, with None for the rest. Waits for the device. Never raises.
     """
     try:
         with unobserved():
@@ -305,7 +305,7 @@ def _widened_pieces(tensor: Any) -> Iterator[Any]:
 
 
 def _parts_with_values(tensor: Any) -> Sequence[Any]:
-    if hasattr(tensor, "__tensor_flatten__"):  # the first tensor has the values
+    if hasattr(tensor, "__tensor_flatten__"):  # the first inner tensor has the values
         return _parts_with_values(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
     if tensor.layout == torch.sparse_coo:
         return _parts_with_values(tensor._values())  # noqa: SLF001 - the public method raises if not coalesced
@@ -326,7 +326,7 @@ def _statistics_of_piece(piece: Any) -> tuple[int, float, float, float, float]:
 
 
 class DetailRecorder:
-    """Records statistics of the outputs of every op, and the tensors of some modules."""
+    """Records the requested details: statistics of op outputs, and tensors of some modules."""
 
     def __init__(self, state: RecordingState) -> None:
         self._state = state
@@ -335,7 +335,7 @@ class DetailRecorder:
         self._matched: set[str] = set()
 
     def before(self, call_site: CallSite, args: Any, kwargs: Any) -> list[Any] | None:
-        """Return copies of the inputs if the tensors of the module are kept, else None."""
+        """Return copies of an op's inputs if the tensors of the op's module are kept, else None."""
         if not self._keeps(call_site) or not self._state.wants_step:
             return None
         cache = self._state.cache
@@ -343,7 +343,7 @@ class DetailRecorder:
         return [None if cache.is_uninitialized(tensor) else _kept(tensor) for tensor in tensors]
 
     def after(self, before: list[Any] | None, outputs: list[Any]) -> None:
-        """Record the outputs of the op of the last record."""
+        """Add to the last record the details of `outputs`, and the input copies in `before`."""
         if not self._state.wants_step:
             return
         buffer = self._state.buffer
@@ -357,7 +357,7 @@ class DetailRecorder:
             self._add_tensors(position, "output", map(_kept, outputs))
 
     def new_tensor(self, call_site: CallSite, tensor: Any) -> None:
-        """Record a tensor that was created from values, which the last record is for."""
+        """Add to the last record the details of a tensor made from Python or numpy values."""
         self.after([] if self._keeps(call_site) else None, [tensor])
 
     def _keeps(self, call_site: CallSite) -> bool:
@@ -374,7 +374,7 @@ class DetailRecorder:
         return [pattern for pattern in self._state.request.keep if pattern not in self._matched]
 
     def write(self, store: Store, first: int) -> None:
-        """Write the details of a step whose first record has the id `first`."""
+        """Write the details of a step to `store`; `first` is the id of the step's first record."""
         store.add_statistics((first + row[0], *row[1:]) for row in self._statistics)
         store.add_tensors((first + row[0], *row[1:]) for row in self._tensors)
         self._statistics, self._tensors = [], []

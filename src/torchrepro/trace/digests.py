@@ -1,4 +1,4 @@
-"""Placeholders for digests that cannot be computed: of uninitialized memory, of pending results."""
+"""Placeholders for digests of uninitialized memory, and of results that are incomplete."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class UninitializedDigest(bytes):
-    """The digest of memory that is uninitialized, wholly or in part: no recorded op wrote it."""
+    """A placeholder for the digest of memory that no recorded op has written completely."""
 
     allocated_at: CallSite | None = None
 
     may_be_nan = False  # whether an op may have written NaN into it
 
     def becomes(self, digest: bytes, *, may_be_nan: bool = False) -> UninitializedDigest:
-        """Return the digest of this memory, or of a copy of it, after ops have written a part."""
+        """Return the new digest after ops have written a part of this memory, or of a copy."""
         derived = UninitializedDigest(digest)
         derived.allocated_at, derived.may_be_nan = self.allocated_at, self.may_be_nan or may_be_nan
         return derived
@@ -41,12 +41,12 @@ PLACEHOLDERS = frozenset({UNREAD[:4], UNINITIALIZED_INPUT[:4], PARTLY})
 
 
 def is_uninitialized(digest: Digest) -> bool:
-    """Whether a digest is a placeholder for memory that is uninitialized, wholly or in part."""
+    """Whether a digest is a placeholder for memory that is wholly or partly uninitialized."""
     return digest.__class__ is UninitializedDigest
 
 
 def digest_of_uninitialized(inputs: list[Digest], key: bytes) -> bytes:
-    """Return the fingerprint of an op's result that still contains uninitialized memory."""
+    """Return a fingerprint for partly uninitialized memory, computed from `inputs` and `key`."""
     known = [digest for digest in inputs if isinstance(digest, bytes)]
     return PARTLY + xxhash.xxh3_128_digest(b"".join(known) + key)[4:]
 
@@ -54,8 +54,8 @@ def digest_of_uninitialized(inputs: list[Digest], key: bytes) -> bytes:
 class InFlight:
     """The fingerprint of a tensor that another thread or device is still writing.
 
-    A collective returns before its result is complete. It is read when the program uses it, at the
-    latest when the step ends. A result that the program has overwritten by then is not read.
+    A collective op returns before the result is complete. The result is read when the program uses
+    it, or at the latest when the step ends. A result that the program has overwritten is not read.
     """
 
     __slots__ = ("_digest", "_tensor", "_version")
@@ -65,7 +65,7 @@ class InFlight:
         self._digest: Digest = UNREAD + UNREAD
 
     def land(self) -> Digest:
-        """Read the tensor, once; return its fingerprint, which may be `Pending` on a device."""
+        """Return the tensor's fingerprint or a `Pending`. Only the first call reads the tensor."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None and version_of(tensor) <= self._version:
             self._digest = fingerprint_of(tensor)
@@ -73,5 +73,5 @@ class InFlight:
 
     @property
     def bytes(self) -> bytes:
-        """The whole fingerprint, after `land`."""
+        """The whole fingerprint. Call `land` first, and `fetch` if `land` returned a `Pending`."""
         return self._digest if self._digest.__class__ is bytes else self._digest.bytes

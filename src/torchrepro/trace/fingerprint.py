@@ -1,11 +1,12 @@
-"""Fingerprints of tensors: 128 bits, which depend on every bit of memory and its position.
+"""Fingerprints of tensors: 128 bits that depend on every bit of memory and its position.
 
-A fingerprint on an accelerator is computed there and fetched later, together with others.
+The fingerprint of a tensor on an accelerator is computed there, and fetched later with others.
 
-On the host a fingerprint is XXH3. On a device it is a sum: each word is mixed with the key of its
-position by invertible steps, so a change of one word always changes the sum. Sums are modulo a
-power of two, so the order of the reduction, which devices do not guarantee, has no effect. The
-steps are taken from SplitMix64 (https://prng.di.unimi.it).
+On the host, a fingerprint is an XXH3 hash. On a device, it is a sum over the words in memory. Each
+word is first mixed with a key for its position. The mixing steps are invertible, so a change of
+one word always changes the sum. Sums are modulo a power of two. The order of the reduction, which
+devices do not guarantee, has therefore no effect. The steps are those of SplitMix64
+(https://prng.di.unimi.it).
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _UNOBSERVED: tuple[Callable[[], Any], ...] = (
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Hide operations in the block from autograd, subclasses, modes and `torch.func`.
+    """Hide the operations in a `with` block from autograd, subclasses, modes and `torch.func`.
 
-    These may otherwise record, count or change the operations.
+    Each of these could record, count or change the operations.
     """
     with ExitStack() as stack:
         for off in _UNOBSERVED:
@@ -58,22 +59,22 @@ def unobserved() -> Iterator[None]:
 
 
 def memory_of(tensor: Any) -> Memory:
-    """Return the memory of a tensor of any layout and class; call it within `unobserved`.
+    """Return the memory of a tensor of any layout and class. Call it in an `unobserved` block.
 
     Raises any error that the code of a subclass raises.
     """
-    # A subclass stores its value in other tensors. Skip those without elements: a jagged tensor
-    # caches its lengths in the shape of one.
+    # A subclass stores its value in inner tensors. Skip inner tensors without elements: a jagged
+    # tensor caches its lengths in the shape of such a tensor.
     # https://docs.pytorch.org/docs/stable/generated/torch.Tensor.__torch_dispatch__.html
     if hasattr(tensor, "__tensor_flatten__"):
-        wait = getattr(tensor, "trigger_wait", None)  # until a collective has written it
+        wait = getattr(tensor, "trigger_wait", None)  # until a collective has written the tensor
         if wait is not None:
             wait()
         names = [name for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name).numel()]
         title = f"{type(tensor).__qualname__} {' '.join(names)}"
         return _joined(title, [getattr(tensor, name) for name in names])
-    # Torch has no public test for tensors within `torch.func` or for functional ones. In a torch
-    # without these private ones, the call raises, and the memory is not read.
+    # Torch has no public test for tensors within `torch.func` or for functional tensors. In a torch
+    # without these private tests, the call raises an error, and the memory is not read.
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         return _joined("transformed", [torch._C._functorch.get_unwrapped(tensor)])  # noqa: SLF001
     if torch._is_functional_tensor(tensor):  # noqa: SLF001
@@ -81,7 +82,7 @@ def memory_of(tensor: Any) -> Memory:
     if tensor.device.type == "meta":
         return Memory("no memory", ())
     layout = str(tensor.layout)
-    if layout == "torch.sparse_coo":  # the public methods raise if it is not coalesced
+    if layout == "torch.sparse_coo":  # public methods raise if it is not coalesced
         tensors = [tensor._indices(), tensor._values()]  # noqa: SLF001
         return _joined(f"sparse coo, coalesced {tensor.is_coalesced()}", tensors)
     if layout in _INDICES:
@@ -114,17 +115,17 @@ _INDICES = {
 
 
 def unreadable_memory(tensor: Any) -> Memory:
-    """Return a placeholder for memory that cannot be read; it only depends on the class."""
+    """Return a placeholder for memory that cannot be read. It depends only on the class."""
     return Memory(f"unread {type(tensor).__module__}.{type(tensor).__qualname__}", ())
 
 
 def pieces(part: Any) -> Iterator[Any]:
     """Yield the value of a part of a `Memory` in order, as contiguous tensors of any dtype.
 
-    A contiguous part is yielded itself, without a copy. Otherwise every piece except the last one
-    has a multiple of 8 bytes, and not much more than `PIECE` unless a row is much larger.
+    A contiguous part is yielded without a copy. Other parts are copied piece by piece. Each piece
+    except the last has a multiple of 8 bytes. A piece exceeds `PIECE` bytes only if 8 rows do.
     """
-    # Values that are not in memory: lazily conjugated or negated ones, or zeros.
+    # Lazy values are not in memory: torch conjugates, negates or zeros them when they are read.
     lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - no public name
     if part.is_contiguous() and not lazy:
         yield part
@@ -165,7 +166,7 @@ def _layout_of_order(order: Sequence[int]) -> str:
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Whether all elements lie in allocated storage; not for meta or fake tensors, or if freed."""
+    """Whether all elements are in allocated storage; False for meta, fake and freed tensors."""
     storage = tensor.untyped_storage()
     last = tensor.storage_offset() + sum(
         stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -187,7 +188,7 @@ FEW = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Arithmetic on words of one width."""
+    """The arithmetic of device fingerprints, for words of one width."""
 
     name: str
     dtype: str
@@ -222,9 +223,9 @@ https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/910beta2/API/as
 
 
 def sums(part: Iterator[Any], mixing: Mixing) -> Any:
-    """Return the sums of consecutive contiguous tensors, or None if all are empty.
+    """Return the sums over consecutive contiguous tensors, or None if all are empty.
 
-    The sums are a tensor of 16 bytes on the device; does not wait for the device.
+    The sums are a tensor of 16 bytes on the device. The function does not wait for the device.
     """
     total, position = None, 0
     for piece in part:
@@ -247,9 +248,9 @@ def _words(chunk: Any, mixing: Mixing) -> Any:
 
 
 def _sums_at(words: Any, position: int, mixing: Mixing) -> Any:
-    """Return the sums of words that begin at a position of a tensor, which counts words.
+    """Return two sums for each stream: of the mixed words, and of the mixed words times their keys.
 
-    For each stream there are two: of the mixed words, and of their products with the keys.
+    `position` is the number of words of the tensor that precede `words`.
     """
     room = FEW if len(words) * mixing.width <= FEW else CHUNK
     row, column = divmod(position, ROW)
@@ -267,9 +268,10 @@ def _sums_at(words: Any, position: int, mixing: Mixing) -> Any:
 
 @cache
 def key_tables(mixing: Mixing, device: Any, room: int) -> Any:
-    """Return the keys for `room` bytes on a device, a row for each stream; they are cached.
+    """Return the keys for `room` bytes on a device, one row for each stream of `mixing`.
 
-    They are computed on the host and copied synchronously, so every stream may read them.
+    The keys are cached. They are computed on the host and copied synchronously, so all streams of
+    the device may read them.
     """
     rows = room // mixing.width // ROW + 1
     dtype = getattr(torch, mixing.dtype)
@@ -300,7 +302,7 @@ MANY = 1 << 12  # the most cached results; a program has few shapes
 
 
 class _Arrays(dict[int, Any]):
-    """The ctypes array type of each size in bytes; hits are faster than with `lru_cache`."""
+    """Maps a size in bytes to the ctypes array type. A hit is faster than with `lru_cache`."""
 
     def __missing__(self, size: int) -> Any:
         if len(self) >= MANY:
@@ -330,11 +332,11 @@ _digest = xxhash.xxh3_128_digest
 
 
 def fingerprint(tensor: Any) -> bytes:
-    """Return 16 bytes that differ if a bit, its position, or the order of memory differs.
+    """Return 16 bytes that depend on every bit in memory and on the order of dimensions in memory.
 
-    Tensors with equal values and order of memory have equal fingerprints. Only the memory is read,
-    without a copy if it has no gaps; the tensor is not changed. A tensor without memory has a
-    constant fingerprint; one whose memory cannot be read, a constant for its class. Never raises.
+    Tensors with equal values and equal order of dimensions in memory have equal fingerprints. The
+    memory is copied only if it has gaps. All tensors without memory have the same fingerprint. If
+    the memory cannot be read, only the class of the tensor matters. Never raises.
     https://github.com/Cyan4973/xxHash
     """
     try:
@@ -353,7 +355,7 @@ def fingerprint(tensor: Any) -> bytes:
                 order = _order(tensor.shape, tensor.stride())
                 if order is not None:
                     return _digest(order + _digest(arrays[size].from_address(start)))
-    except RuntimeError:  # no storage: a sparse tensor, or one within `torch.func`
+    except RuntimeError:  # no storage: a sparse tensor, or a tensor within `torch.func`
         return _fingerprint_of_any(tensor)
     return _fingerprint_of_any(tensor)
 
@@ -399,12 +401,12 @@ class Pending:
 
 
 def device_fingerprint(tensor: Any) -> Pending:
-    """Start to fingerprint `tensor` on its device, without waiting; `fetch` fills in the bytes.
+    """Start to compute the fingerprint of `tensor` on its device. `fetch` fills in the bytes later.
 
-    Two tensors have equal device fingerprints if and only if their `fingerprint` is equal, but the
-    bytes differ from `fingerprint`. Waits at the first tensor of a device, to test the device's
-    arithmetic, and at every tensor of a device that fails the test. A tensor that is being captured
-    into a graph has no value yet; its fingerprint is a constant. Never raises.
+    Two tensors have equal device fingerprints if and only if `fingerprint` is equal for both. The
+    bytes of the two functions differ. The first tensor of a device waits for a test of the device's
+    arithmetic. If the test fails, every tensor of the device waits. A tensor that is being captured
+    into a graph has no value yet, so it gets a constant fingerprint. Never raises.
     """
     try:
         with unobserved():
@@ -414,13 +416,13 @@ def device_fingerprint(tensor: Any) -> Pending:
 
 
 def fetch(pendings: Iterable[Pending]) -> None:
-    """Fill in the bytes of `pendings`; waits for each device once and copies once from it.
+    """Fill in the bytes of `pendings`. Waits for each device once, and copies from it once.
 
-    The same fingerprint may occur repeatedly: as the output of an op and as the input of others.
+    A fingerprint may occur several times: as the output of an op and as an input of other ops.
     """
     distinct = {id(pending): pending for pending in pendings}.values()
-    # Read the sums first: another thread that fetches the same one sets its bytes before it
-    # deletes its sums.
+    # Read the sums before the bytes: another thread that fetches the same fingerprint sets the
+    # bytes before it deletes the sums.
     with_sums = [(pending, pending.sums) for pending in distinct]
     missing = [(pending, sums) for pending, sums in with_sums if pending.bytes is None]
     by_device: dict[Any, list[Any]] = defaultdict(list)
@@ -439,7 +441,7 @@ def fetch(pendings: Iterable[Pending]) -> None:
 
 
 def algorithm(device: Any) -> str:
-    """Return the name of the arithmetic of `device_fingerprint` on `device`."""
+    """Return the name of the arithmetic that `device_fingerprint` uses on `device`."""
     with unobserved():
         mixing = _mixing(device)
     return mixing.name if mixing else ALGORITHM
@@ -471,9 +473,9 @@ def _module(device: Any) -> Any:
 
 @cache
 def _mixing(device: Any) -> Mixing | None:
-    """Return the first arithmetic that gives the same sums on `device` as on the host.
+    """Return the first arithmetic with the same sums on `device` as on the host, or None.
 
-    Skips an arithmetic that raises on the device. Waits for the device.
+    An arithmetic that raises an error on the device is skipped. Waits for the device.
     """
     probe = torch.arange(-9999, 9999, dtype=torch.int64, device="cpu") * WIDE.multipliers[0]
     probe = probe.view(torch.uint8)[5:]  # neither aligned nor whole words

@@ -1,6 +1,6 @@
-"""A cache of digests, keyed by the tensors that ops read and write.
+"""Caches the digests of the tensors that ops read and write.
 
-A tensor is fingerprinted again only if its memory may have changed.
+A tensor is fingerprinted again only if the memory of the tensor may have changed.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _short_digest = xxhash.xxh3_64_digest
 
 
 class FingerprintCache:
-    """Digests by tensor, valid while the tensor lives and until torch writes it again.
+    """Maps each living tensor to its digest, which is valid until torch writes the tensor again.
 
-    A tensor's version does not count writes from outside torch. Parameters and small tensors are
-    therefore read again in every step.
+    Torch counts its writes in the version of a tensor. It does not count writes from outside torch.
+    Parameters and small tensors are therefore read again in every step.
     """
 
     def __init__(self) -> None:
@@ -83,9 +83,10 @@ class FingerprintCache:
         """Storages that are uninitialized, by id: the storage, its version, its digest."""
 
     def digest_of_memory(self, tensor: Any) -> Digest:
-        """Return the digest of the memory of `tensor`, even if the cache has its digest as a view.
+        """Return the digest of the memory of `tensor`. Reads the memory if `tensor` is a view.
 
-        So it does not depend on which other ops were recorded. Does not read uninitialized memory.
+        The cached digest of a view is computed from the digest of another tensor, so it depends on
+        the recorded ops. Uninitialized memory is not read.
         """
         entry = self.valid(tensor)
         if entry is None:
@@ -97,7 +98,7 @@ class FingerprintCache:
         return digest[:INPUT] if digest.__class__ is bytes else digest
 
     def read(self, tensor: Any) -> Digest:
-        """Return the digest of a tensor that the cache lacks; reads its memory."""
+        """Read a tensor that is not in the cache. Add the tensor's digest and return it."""
         fingerprint = fingerprint_of(tensor)
         if self.new:
             made = self.new.pop(address(tensor), None)
@@ -110,32 +111,32 @@ class FingerprintCache:
         return self.add(tensor, fingerprint)
 
     def expect(self, tensor: Any, first_read: Callable[[Any, Any], None]) -> None:
-        """Call `first_read` with a new tensor and its fingerprint when an op first reads it.
+        """Call ``first_read(tensor, fingerprint)`` when an op reads a new tensor the first time.
 
-        The fingerprint is taken only then, because the program may still fill the memory.
+        The fingerprint is computed at that read, because the program may fill the memory before.
         """
         self.new[address(tensor)] = ref(tensor), [first_read]
 
     def pass_on(self, tensor: Any, result: Any) -> None:
-        """Expect the first read of a new tensor also through `result`, which shares its memory."""
+        """Treat a read of `result` as a read of the new `tensor`, because they share memory."""
         made = self.new.get(address(tensor))
         if made is not None and made[0]() is tensor:
             self.new[address(result)] = ref(result), made[1]
 
     def add(self, tensor: Any, fingerprint: Any) -> Digest:
-        """Add a tensor whose memory was read; return its digest."""
+        """Add the fingerprint of a tensor whose memory was read. Return the tensor's digest."""
         self.bytes_read += size_of(tensor)
         digest = fingerprint[:INPUT] if fingerprint.__class__ is bytes else fingerprint
         self.entries[address(tensor)] = ref(tensor), version_of(tensor), digest, READ
         return digest
 
     def is_uninitialized(self, tensor: Any) -> bool:
-        """Whether the cache knows `tensor` as uninitialized, wholly or in part."""
+        """Whether the cache lists `tensor` as wholly or partly uninitialized."""
         entry = self.entries.get(address(tensor))
         return entry is not None and entry[0]() is tensor and is_uninitialized(entry[2])
 
     def has_uninitialized_memory(self, tensor: Any) -> bool:
-        """Whether `tensor`, or another tensor of the same storage, is uninitialized."""
+        """Whether `tensor`, or the storage of `tensor`, is wholly or partly uninitialized."""
         if self.is_uninitialized(tensor):
             return True
         if tensor.__class__ not in PLAIN or tensor.layout is not torch.strided:
@@ -144,10 +145,11 @@ class FingerprintCache:
         return known is not None and known[1] == version_of(tensor)
 
     def end_step(self, *, on_main: bool = True) -> None:
-        """Forget all tensors that may change outside torch before the next step; keep large ones.
+        """Forget views, parameters and small tensors: other code may change them between steps.
 
-        Keeps views if the step ends on another thread than the main one: a view's digest differs
-        from the digest of its memory, and some thread may be about to use it.
+        Uninitialized tensors stay, because they must not be read. Views stay if the step ends on a
+        thread other than the main thread. Another thread may be about to use such a view, and its
+        memory has another digest than the view.
         """
 
         def outlives(tensor: Any, entry: Entry) -> bool:
@@ -167,13 +169,13 @@ class FingerprintCache:
         _keep_only(self.entries, lambda *_: True)
 
     def distrust(self) -> None:
-        """Forget everything except which memory is uninitialized."""
+        """Forget all digests except the placeholders for uninitialized memory."""
         _keep_only(self.entries, lambda _, entry: is_uninitialized(entry[2]))
 
     def resume(self) -> None:
-        """Continue after ops that were not recorded.
+        """Forget digests that ops may have made invalid while nothing was recorded.
 
-        If they wrote uninitialized memory, it is unknown which part is initialized now.
+        Uninitialized memory that such ops have written gets the digest `MAYBE_INITIALIZED`.
         """
         self.distrust()
         for key, (reference, version, _, source) in self.entries.copy().items():
@@ -182,7 +184,7 @@ class FingerprintCache:
                 self.entries[key] = reference, version_of(tensor), MAYBE_INITIALIZED, source
 
     def inputs(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-        """Return the digests of the tensors that an op reads, and its other arguments."""
+        """Return the digests of the tensors that an op reads, and the other arguments of the op."""
         digests: list[Any] = []
         plain: list[Any] = []
         arguments = args[1:] if facts.overwrites else args
@@ -192,7 +194,7 @@ class FingerprintCache:
         return digests, plain
 
     def add_named(self, facts: OpFacts, kwargs: Any, digests: list[Any], plain: list[Any]) -> None:
-        """Add keyword arguments: the digests of tensors, the other values, and all the names."""
+        """Add the digests of tensors in `kwargs`; add all names and other values to `plain`."""
         plain += kwargs
         for name, value in kwargs.items():
             if name not in facts.written_names:  # an overwritten argument is not read
@@ -210,15 +212,14 @@ class FingerprintCache:
             plain.append(value)
 
     def note_unfinished_input(self, digest: Digest, tensor: Any) -> None:
-        """Note an input whose digest is pending, or a placeholder for uninitialized memory."""
+        """Read an input that a collective was writing. Note an input that is uninitialized."""
         if digest.__class__ is InFlight:
             digest.land()
         elif digest.__class__ is UninitializedDigest:
             self.uninitialized_inputs.append((digest, tensor))
 
     def _uninitialized_digest_of(self, tensor: Any) -> UninitializedDigest | None:
-        """Note an input that is not in the cache if its memory is uninitialized; return the digest
-        of that memory, else None."""
+        """Note an input whose storage is uninitialized; return the storage's digest or None."""
         if tensor.__class__ in PLAIN and tensor.layout is torch.strided:
             known = self._allocated.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see `BORROWED_NAMES`
             if known is not None and known[1] == version_of(tensor):
@@ -227,9 +228,9 @@ class FingerprintCache:
         return None
 
     def allocated(self, tensor: Any, call_site: CallSite) -> None:
-        """Note where uninitialized memory was allocated, by tensor and by storage.
+        """Note which call site allocated uninitialized memory, for the tensor and for its storage.
 
-        By storage because Python may make another tensor of it without an op, such as a parameter.
+        Without an op, Python may make another tensor of the same storage, such as a parameter.
         """
         digest = self.entries[address(tensor)][2]
         digest.allocated_at = call_site
@@ -239,14 +240,14 @@ class FingerprintCache:
             self._allocated[reference.cdata] = reference, version_of(tensor), digest
 
     def missing_input(self, facts: OpFacts, tensor: Any) -> Digest:
-        """Return the digest of a tensor that an op reads and the cache lacks."""
+        """Return the digest of a tensor that an op reads and that is not in the cache."""
         if facts.view and size_of(tensor) > LARGE and not _is_parameter(tensor):
             return UNREAD
         uninitialized = self._uninitialized_digest_of(tensor) if self._allocated else None
         return uninitialized if uninitialized and facts.keeps else self.read(tensor)
 
     def add_list(self, sequence: Any, digests: list[Any], plain: list[Any]) -> None:
-        """Add the digests of the tensors in a list; a list without tensors is a plain argument."""
+        """Add the digests of the tensors in a list. Add a list without tensors to `plain`."""
         if not any(isinstance(member, Tensor) for member in sequence):
             plain.append(sequence)
             return
@@ -270,7 +271,7 @@ class FingerprintCache:
         if facts.rebinds:
             self.entries.pop(address(result), None)
             known = self._allocated.get(result.untyped_storage()._cdata)  # noqa: SLF001 - see `BORROWED_NAMES`
-            if known is not None:  # torch counts the write only after this
+            if known is not None:  # torch increments the version later
                 storage, _, digest = known
                 self._allocated[storage.cdata] = storage, version_of(result) + 1, digest
         elif result.__class__ is Tensor and not facts.writes:
@@ -280,7 +281,7 @@ class FingerprintCache:
             for tensor in written:
                 if tensor.is_inference():
                     version = inference_writes[storage_id(tensor)] = version_of(tensor) + 1
-                else:  # autograd counts the write only after this
+                else:  # autograd increments the version later
                     version = version_of(tensor) + facts.counted
                 self._read_output(facts, tensor, version, fingerprints, shapes)
                 self.update_base_of(tensor)
@@ -289,7 +290,7 @@ class FingerprintCache:
         return fingerprints, shapes
 
     def views(self, args: Any, key: bytes, inputs: list[Any], result: Any) -> list[Any]:
-        """Add views, whose digests are computed from the digest of their base; return shapes."""
+        """Add views with digests computed from the digest of the base. Return the views' shapes."""
         base = inputs[0] if inputs else UNREAD
         digest = base
         if base.__class__ is bytes and base is not UNREAD:
@@ -302,7 +303,7 @@ class FingerprintCache:
         for tensor in tensors:
             shapes.append(shape_of(tensor))
             if base is not UNREAD:
-                # The version is the base's: autograd lets the view share it only after this.
+                # The version of the base: autograd lets the view share it later.
                 self.entries[address(tensor)] = ref(tensor), version, digest, VIEW
             elif self.new:
                 self.pass_on(args[0], tensor)
@@ -311,9 +312,9 @@ class FingerprintCache:
     def output_partly_uninitialized(
         self, facts: OpFacts, key: bytes, inputs: list[Any], result: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Return the fingerprint and shape of a result that is still uninitialized in part."""
+        """Return the fingerprint and the shape of a result that is partly uninitialized."""
         digest = digest_of_uninitialized(inputs, key)
-        # Autograd counts the write only after this, and never counts writes of inference tensors.
+        # Autograd increments the version later, and never for an inference tensor.
         version = version_of(result) + (facts.writes and not result.is_inference())
         short = inputs[0].becomes(digest[:INPUT], may_be_nan=facts.writes)
         self.entries[address(result)] = ref(result), version, short, WRITTEN
@@ -323,7 +324,7 @@ class FingerprintCache:
         entry = self.entries.get(address(tensor))
         if entry is None or entry[0]() is not tensor:
             return None
-        # Inference tensors do not count writes, so their uninitialized memory stays uninitialized.
+        # An inference tensor has no version: if it is uninitialized, its entry is always valid.
         is_inference = is_uninitialized(entry[2]) and Tensor.is_inference(tensor)  # type: ignore[arg-type]
         return entry if is_inference or entry[1] == version_of(tensor) else None
 
@@ -344,7 +345,7 @@ class FingerprintCache:
         self.entries[address(tensor)] = ref(tensor), version, short, WRITTEN
 
     def update_base_of(self, view: Any) -> None:
-        """Update the digest of uninitialized memory after an op has written its part `view`."""
+        """Update the digest of the uninitialized base of `view` after an op has written `view`."""
         if self._allocated and view.layout is torch.strided:
             self._allocated.pop(view.untyped_storage()._cdata, None)  # noqa: SLF001 - see `BORROWED_NAMES`
         base, entries = view._base, self.entries  # noqa: SLF001 - documented in the notes on autograd
@@ -360,7 +361,7 @@ class FingerprintCache:
 
 
 def contains_nan(value: Any) -> bool:
-    """Whether a plain tensor on the host contains NaN; False for any other value."""
+    """Whether `value` is a plain tensor on the CPU that contains NaN."""
     if value.__class__ not in PLAIN or not value.is_cpu or not value.is_floating_point():
         return False
     with unobserved():
@@ -368,7 +369,7 @@ def contains_nan(value: Any) -> bool:
 
 
 def fingerprinted_tensors(facts: OpFacts, args: Any, kwargs: Any, result: Any) -> list[Any]:
-    """Return the tensors whose fingerprints a record has, in the same order."""
+    """Return the tensors whose fingerprints are in the record of an op, in the same order."""
     if facts.view or facts.allocates or facts.rebinds:
         return []
     written = facts.written_in(args, kwargs)
@@ -380,9 +381,9 @@ def _is_parameter(tensor: Any) -> bool:
 
 
 def _keep_only(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> None:
-    """Remove dead tensors, and those that fail `is_kept`, from a dict that threads share.
+    """Remove dead tensors, and tensors that fail the test `is_kept`, from `entries`.
 
-    Works on a copy: an entry that another thread has replaced since stays.
+    Threads share `entries`, so the loop uses a copy. An entry that another thread replaces stays.
     """
     for key, entry in entries.copy().items():
         tensor = entry[0]()

@@ -1,7 +1,7 @@
-"""Notes which values each line of the program reads and changes, as digests, while it runs.
+"""Notes digests of the values that each line of the program reads and changes, while it runs.
 
-Used in recordings with `detail`, from the start of a process, in all of its threads and forked
-children. Each thread writes its own file into the folder of the recording:
+Used in recordings with `detail`, from the start of a process, in all threads of the process and in
+its forked children. Each thread writes its own file, with these lines, into the recording's folder:
 
     H  rank, process, thread
     C  number, function, file, kind
@@ -15,7 +15,7 @@ children. Each thread writes its own file into the folder of the recording:
     s  step                         a step has ended
     x  why                          noting has stopped, for good or until the step ends
 
-Values are named as in the code, for example ``self.index``. Only digests are stored.
+Values are named as in the code, for example ``self.index``. Only digests of values are stored.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class _Frame:
 
 
 class FollowedLines:
-    """Follows the lines of this process and its forked children, from `begin` to the end.
+    """Follows the lines that this process and its forked children run after `begin`.
 
     Follows nothing if a debugger, a coverage tool or a profiler already traces the process. Skips
-    functions that read their own `locals()`, because reading them here would change the result.
-    Follows the first step and the steps in the range `steps`, with the lines before and between
-    them.
+    functions that may read their own `locals()`, because reading them here would change the result.
+    Always follows the first step of the run and the lines before it. From then on, follows the
+    steps in the range `steps`, or every step without a range.
     """
 
     def __init__(self, folder: str, rank: int, steps: tuple[int, int] | None) -> None:
@@ -99,10 +99,10 @@ class FollowedLines:
         self._codes: dict[int, tuple[CodeType, _Code | None]] = {}
         self._step = 0
         self._by_thread = _NotesByThread(self)
-        self.opened = count()  # files
+        self.opened = count()  # numbers of files
 
     def begin(self) -> bool:
-        """Start following this thread and later ones; return False if another tool traces them."""
+        """Start to follow this and later threads. Return False if another tool traces them."""
         if not report_lines(self):
             return False
         os.register_at_fork(after_in_child=self._begin_in_child)
@@ -112,7 +112,7 @@ class FollowedLines:
         self._step, self._by_thread = 0, _NotesByThread(self)
 
     def step_ended(self, number: int) -> None:
-        """Note that a step has ended, on the thread that ended it."""
+        """Note that step `number` has ended. Call this on the thread that ended the step."""
         self._step = number + 1
         self._by_thread.notes.step_ended(number)
 
@@ -148,7 +148,7 @@ class FollowedLines:
             self._by_thread.notes.note("x", f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _code(self, code: CodeType) -> _Code | None:
-        """Return the facts about code of the program; None for other code."""
+        """Return the facts about code of the program, or None for code that is not followed."""
         known = self._codes.get(address(code))
         if known is None:
             facts = None
@@ -162,14 +162,14 @@ class FollowedLines:
 
 
 class _NotesByThread(threading.local):
-    """The notes of the running thread, as `notes`."""
+    """Gives each thread its own `_ThreadNotes`, in the attribute `notes`."""
 
     def __init__(self, lines: FollowedLines) -> None:
         self.notes = _ThreadNotes(lines)
 
 
 class _ThreadNotes:
-    """The notes of one thread, and its file."""
+    """Writes the notes of one thread to a file."""
 
     def __init__(self, lines: FollowedLines) -> None:
         self._lines = lines
@@ -251,7 +251,7 @@ class _ThreadNotes:
 
     def _frame(self, frame: FrameType, code: _Code) -> _Frame:
         followed = self._frames.get(id(frame))
-        if followed is None:  # it was called before following began
+        if followed is None:  # the call came before following began
             self.called(frame, code)
             followed = self._frames[id(frame)]
         return followed
@@ -298,7 +298,7 @@ class _ThreadNotes:
         names: Names,
         digests: Digests,
     ) -> None:
-        """Note the values that are new to the frame; the begin of a line is always noted."""
+        """Note values that are new to the frame. Even without these, note that a line begins."""
         new = [name for name in names if digests[name] != followed.known.get(name, NOTHING)]
         followed.known.update((name, digests[name]) for name in new)
         if new or event == "b":
@@ -329,7 +329,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _value_of(scope: Scope, name: tuple[str, ...]) -> Any:
-    """Return the value of a name; for a method or property, the object that has it."""
+    """Return the value of a name. For a method or property, return the object that has it."""
     variable, *attributes = name
     local_variables, global_variables = scope
     if variable in local_variables:
@@ -345,8 +345,9 @@ def _value_of(scope: Scope, name: tuple[str, ...]) -> Any:
 
 
 def _called(scope: Scope, name: tuple[str, ...]) -> str:
-    """Return the library function or method that a name refers to, such as
-    ``polars.DataFrame.group_by``; empty for any other name."""
+    """Return the library function or method that a name refers to, for example
+    ``polars.DataFrame.group_by``. Return an empty string for any other name.
+    """
     value, holder = _value_of(scope, name), _value_of(scope, name[:-1]) if name[1:] else MISSING
     type_ = type(value)
     if value is MISSING or type_ is ModuleType or type_ in _PLAIN:
@@ -370,12 +371,12 @@ def _called(scope: Scope, name: tuple[str, ...]) -> str:
 
 
 def _name_of(type_: type) -> tuple[Any, Any]:
-    # Without code of a metaclass, which may be the program's.
+    # Runs no code of a metaclass, because a metaclass may belong to the program.
     return tuple(type.__getattribute__(type_, name) for name in ("__module__", "__qualname__"))
 
 
 def _implicit_methods(type_: type) -> Iterator[str]:
-    """Yield the methods of a class that code calls without naming them."""
+    """Yield the methods of a class that code can call without naming them, like ``.__iter__``."""
     for base in type.__getattribute__(type_, "__mro__"):
         namespace = type.__getattribute__(base, "__dict__")
         yield from (f".{name}" for name in ("__call__", "__iter__") if name in namespace)
@@ -390,7 +391,7 @@ def _is_of_library(scope: Scope, name: tuple[str, ...]) -> bool:
 
 
 def _is_wrapper(value: Any) -> bool:
-    """Whether a value is torchrepro's wrapper of an observed function, which has its names."""
+    """Whether `value` is torchrepro's wrapper of a function that torchrepro observes."""
     return type(value).__module__ == "torchrepro.seeding.observed_calls"
 
 
@@ -404,7 +405,7 @@ _CODE = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def _names_by_line(code: CodeType) -> tuple[dict[int, Names], dict[int, Names], dict[int, Names]]:
-    """Return for each line: the names it reads, those it reads or sets, and methods it looks up."""
+    """Return three dicts by line: names read, names read or set, and methods looked up."""
     reads, touches, methods = (defaultdict[int, dict[tuple[str, ...], None]](dict) for _ in "123")
     path: tuple[str, ...] = ()
     is_first = False  # whether the line has not read `path` before
@@ -447,7 +448,7 @@ def _lines_that_iterate(code: CodeType) -> frozenset[int]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[int, str, str]]:
-    """Yield line, name and operation of each instruction, in order; empty if it uses no name."""
+    """Yield line, name and operation of each instruction. Both texts are empty without a name."""
     line = code.co_firstlineno
     inlined = set[tuple[int, str]]()  # lines and variables of comprehensions without a frame
     for instruction in dis.get_instructions(code):
@@ -487,7 +488,7 @@ def follow(folder: str, steps: tuple[int, int] | None, environment: Mapping[str,
 
 
 def step_ended(number: int) -> None:
-    """Note that a step of the recording has ended; call it on the thread that ended it."""
+    """Note that a step of the recording has ended. Call this on the thread that ended the step."""
     for lines in _followed:
         lines.step_ended(number)
 

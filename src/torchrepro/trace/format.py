@@ -1,4 +1,4 @@
-"""The format of a trace: its tables, the values of their rows, and the encoding of records."""
+"""The format of a trace: the tables, the values in their rows, and the encoding of records."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class Site:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The fields that must be equal for records of two runs to be aligned."""
+        """The fields of a site that must be equal to align records of two runs."""
         return self.phase, self.module, self.op
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An op that ran, with digests of its inputs and outputs."""
+    """The record of an op that ran, with digests of the op's inputs and outputs."""
 
     id: int
     thread: int
@@ -133,7 +133,7 @@ class Loss:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the value is finite; False also if there is none."""
+        """Whether the loss has a value and the value is finite."""
         return self.value is not None and math.isfinite(self.value)
 
 
@@ -142,7 +142,7 @@ Fingerprint = bytes
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """The summary of a step."""
+    """The summary of one step, as a row of the table `step`."""
 
     step: int
     first: int
@@ -175,15 +175,15 @@ class StepRow:
 
     @property
     def dropped(self) -> bool:
-        """Whether its records were dropped. Everything else stays, including their number."""
+        """Whether the records of the step were deleted. The other facts about the step stay."""
         return bool(self.records) and not self.parts
 
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """Consecutive records without their digests: threads, sites, arguments and lengths.
+    """Threads, sites, arguments and digest lengths of consecutive records, without the digests.
 
-    Steps repeat, so equal outlines are common. Parts mostly share one object for them, which can
+    Steps repeat, so many parts have equal outlines. Such parts mostly share one object, which can
     serve as the key of a cache.
     """
 
@@ -200,17 +200,17 @@ class Outline:
 
     @cached_property
     def input_ends(self) -> Sequence[int]:
-        """The end of each record's input digests within the part."""
+        """For each record, the position in `Part.inputs` where its input digests end."""
         return _ends(self.input_lengths)
 
     @cached_property
     def output_ends(self) -> Sequence[int]:
-        """The end of each record's output digests within the part."""
+        """For each record, the position in `Part.outputs` where its output digests end."""
         return _ends(self.output_lengths)
 
     @cached_property
     def limits(self) -> tuple[int, int, int, int]:
-        """The largest thread number, the least and largest site, and the largest argument."""
+        """The largest thread number, the smallest and largest site, and the largest argument."""
         threads, sites, arguments = map(np.asarray, (self.threads, self.sites, self.arguments))
         return int(threads.max()), int(sites.min()), int(sites.max()), int(arguments.max())
 
@@ -249,7 +249,7 @@ class Part:
         )
 
     def last_writer(self, value: bytes, before: int) -> int | None:
-        """Return the id of the last record before `before` whose outputs contain `value`."""
+        """Return the id of the last record before `before` with `value` in its outputs, or None."""
         ends, lengths = self.outline.output_ends, self.outline.output_lengths
         index = min(before - self.first, len(self))
         end = ends[index - 1] if index > 0 else 0
@@ -269,13 +269,13 @@ _WIDTH = 20
 
 
 def packed(columns: Sequence[Sequence[int]]) -> bytes:
-    """Return the columns of an outline as bytes, one column after the other."""
+    """Return the columns of an outline as bytes, column by column."""
     return b"".join(struct.pack(f"<{len(column)}I", *column) for column in columns)
 
 
 @lru_cache(maxsize=32)
 def unpacked(content: bytes) -> Outline:
-    """Return the outline of a part. Raises `ValueError` if the bytes are not an outline."""
+    """Return the outline that `content` encodes. Raises `ValueError` if `content` is invalid."""
     unpacking = zlib.decompressobj()
     try:
         plain = unpacking.decompress(content, _WIDTH * MANY + 1)
@@ -290,7 +290,7 @@ def unpacked(content: bytes) -> Outline:
 
 
 def digest_of(rows: Iterable[tuple[Any, ...]]) -> bytes:
-    """Return a digest of rows, including the types of their values; empty without rows.
+    """Return a digest of the values in `rows` and of their types, or empty bytes without rows.
 
     Version 2 of marshal encodes equal values as equal bytes, and different types differently.
     """

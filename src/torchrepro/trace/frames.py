@@ -1,4 +1,4 @@
-"""The origin of an op: its phase, the module that runs, and the line of the user's code."""
+"""Finds the origin of an op: its phase, the running module, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _USER, _LIBRARY, _MODULE, _ENGINE = range(4)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallSite:
-    """A module and an instruction of the user's code; one object for each pair."""
+    """A module and an instruction of the user's code. There is one object for each such pair."""
 
     module: str
     code: CodeType | None
@@ -46,7 +46,7 @@ class CallSite:
 
 @cache
 def source_of(call_site: CallSite) -> str:
-    """Return ``file:line`` of a call site; empty outside of the user's code."""
+    """Return ``file:line`` of a call site, or an empty string outside of the user's code."""
     if call_site.code is None:
         return ""
     lines = (
@@ -61,10 +61,10 @@ _call_sites: dict[tuple[str, int, int], CallSite] = {}
 
 
 def call_site_at(module: str, code: CodeType | None, instruction: int) -> CallSite:
-    """Return the one object for a module and an instruction."""
+    """Return the one `CallSite` object that exists for a module and an instruction."""
     key = module, address(code), instruction  # by identity: code objects take long to hash
     call_site = _call_sites.get(key)
-    if call_site is None:  # the new one keeps the code alive
+    if call_site is None:  # the new object keeps the code alive
         call_site = _call_sites[key] = CallSite(module, code, instruction)
     return call_site
 
@@ -91,19 +91,19 @@ def is_of_program(code: CodeType) -> bool:
 
 
 class ModuleNames:
-    """Names of modules and their parameters, taken from a model when it is first called."""
+    """Names of modules and parameters, read from each model when the model is first called."""
 
     def __init__(self) -> None:
         self._modules: dict[int, tuple[ReferenceType[Any], str]] = {}
         self._parameters: dict[int, tuple[ReferenceType[Any], str, str]] = {}
-        # Per thread and asyncio task, since their order depends on timing.
+        # Separate by thread and asyncio task, because the order of these depends on timing.
         self._models: ContextVar[Mapping[str, int]] = ContextVar("models")
         self._names_in_program: dict[str, str] = {}
         self.models = 0
         """How many models have been named. Until it grows, modules keep their names."""
 
     def of_module(self, module: Any, frame: FrameType) -> str:
-        """Return the path of `module` within its model; `frame` is the frame of its call."""
+        """Return the path of `module` within its model. `frame` is in the call of `module`."""
         if not self.knows(module):
             self._name_model(_outermost(module, frame), frame)
         if not self.knows(module):  # it is not a submodule of the model
@@ -115,38 +115,38 @@ class ModuleNames:
         return known is not None and known[0]() is module
 
     def living(self) -> list[tuple[str, Any]]:
-        """Return the named modules that are still alive, each with its path."""
+        """Return the path and the module of each named module that is still alive."""
         modules = [(path, module()) for module, path in self._modules.copy().values()]
         return [(path, module) for path, module in modules if module is not None]
 
     def names_in_program(self) -> dict[str, str]:
-        """Return the program's name for each model, if it calls several models.
+        """Return the name that the program has for each model; empty if it calls only one model.
 
-        Ambiguous names, which several models share, are omitted.
+        A name that several models share is omitted.
         """
         times = Counter(self._names_in_program.values())
         named = {label: name for label, name in self._names_in_program.items() if times[name] == 1}
         return named if len(self._names_in_program) > 1 else {}
 
     def call_site_of(self, module: Any) -> CallSite:
-        """Return the call site of a module that is being called: module and calling line."""
+        """Return the call site of a running call of `module`: the module and the calling line."""
         frame = sys._getframe(1)  # noqa: SLF001 - see `call_site_of_op`
         return call_site_at(self.of_module(module, frame), *_user_code(frame))
 
     def of_parameter(self, parameter: Any) -> tuple[str, str] | None:
-        """Return the module that owns `parameter`, and the name of the parameter in it.
+        """Return the module that owns `parameter`, and the name of the parameter in that module.
 
-        Modules are known once their model was called.
+        Returns None until the model of the parameter is called for the first time.
         """
         known = self._parameters.get(address(parameter))
         return known[1:] if known is not None and known[0]() is parameter else None
 
     def name_tensor(self, tensor: Any, module: str, name: str) -> None:
-        """Name a tensor after the parameter that it belongs to, such as its gradient."""
+        """Give a tensor, such as a gradient, the name of the parameter that it belongs to."""
         self._parameters[address(tensor)] = ref(tensor), module, name
 
     def name_optimizer_tensors(self, optimizer: Any) -> None:
-        """Name gradients and an optimizer's state after their parameters."""
+        """Name each gradient, and each tensor in the optimizer's state, after its parameter."""
         if len(self._parameters) > MANY:  # temporary tensors of earlier steps
             self._parameters = {k: v for k, v in self._parameters.items() if v[0]() is not None}
         for parameter in parameters_of(optimizer):
@@ -158,7 +158,7 @@ class ModuleNames:
                         self.name_tensor(tensor, *owner)
 
     def _name_model(self, model: Any, frame: FrameType) -> None:
-        """Name all modules of `model`; in later models, names begin with the model's class."""
+        """Name all modules of `model`. Names in a later model begin with the model's class."""
         self.models += 1
         class_name = type(_unwrapped(model)).__name__
         models = self._models.get({})
@@ -194,11 +194,12 @@ def _outermost(module: Any, frame: FrameType) -> Any:
 
 
 def _name_in_program(model: Any, frame: FrameType) -> str:
-    """Return the program's name for `model`: an attribute, a global or a local; else "".
+    """Return the attribute or variable of the program whose value is `model`, or an empty string.
 
-    Locals come last, because they include parameters of functions that get any model. They are
-    searched from Python 3.13 on. In older Python, reading the locals of a function would keep their
-    values alive until the function returns (https://peps.python.org/pep-0667).
+    Attributes of `self` and globals are searched before locals, because a local may be a parameter
+    that can be any model. Locals are searched only from Python 3.13 on. In older Python, reading
+    the locals of a function would keep their values alive until the function returns
+    (https://peps.python.org/pep-0667).
     """
     callers = [caller for caller in frames(frame) if is_of_program(caller.f_code)]
     has_cheap_locals = sys.version_info >= (3, 13)
@@ -232,9 +233,9 @@ def _unwrapped(model: Any) -> Any:
 
 
 def call_site_of_op(names: ModuleNames, depth: int) -> tuple[CallSite, bool]:
-    """Return the call site of the running op, and whether autograd's engine called it.
+    """Return the call site of the running op, and whether autograd's engine called the op.
 
-    `depth` is the number of torchrepro's frames above the op's.
+    `depth` is the number of frames from this function up to the frame where the search begins.
     """
     frame: FrameType | None = sys._getframe(depth)  # noqa: SLF001 - documented; `inspect` costs 100 times as much
     code, instruction, frame_types = None, 0, _frame_types
@@ -269,12 +270,12 @@ def _user_code(frame: FrameType | None) -> tuple[CodeType | None, int]:
 
 
 def call_site_of_program() -> CallSite:
-    """Return the call site of the innermost frame of the program, without a module."""
+    """Return the call site of the program's innermost frame, with an empty module name."""
     return call_site_at("", *_user_code(sys._getframe(1)))  # noqa: SLF001 - see above
 
 
-# Private functions for the node of autograd's graph that runs, the number of a node, and the number
-# of the next node. There are no public ones; if one is missing, recording is refused.
+# Private functions of torch, which return the running node of autograd's graph, the number of a
+# node, and the number of the next node. If one of them is missing, recording is refused.
 _current_node: Callable[[], Any] = torch._C._current_autograd_node  # noqa: SLF001 - see above
 _number_of_node = torch._C._FunctionBase._sequence_nr  # noqa: SLF001 - see above
 _next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - see above
@@ -283,14 +284,14 @@ _AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad", None)  # n
 
 @dataclass(slots=True)
 class OptimizerStep:
-    """A step that an optimizer is making."""
+    """A running step of an optimizer."""
 
     call: CallSite  # the line that called it
     owner: str = ""  # the module whose parameter it is updating
 
 
 class RunPosition:
-    """The activity of each thread: optimizer step, backward pass, loading. The hooks set it."""
+    """The threads that run an optimizer step or a backward pass, or load a batch. Set by hooks."""
 
     __slots__ = ("_ended", "backward", "loading", "optimizer", "paused_threads")
 
@@ -307,7 +308,7 @@ class RunPosition:
         return ALL in self.paused_threads or get_ident() in self.paused_threads
 
     def pause_thread(self) -> None:
-        """Stop recording the ops of this thread, until as many calls of `continue_thread`."""
+        """Stop recording this thread's ops. Each call must be undone by a `continue_thread`."""
         self.paused_threads[get_ident()] = self.paused_threads.get(get_ident(), 0) + 1
 
     def continue_thread(self) -> None:
@@ -316,16 +317,16 @@ class RunPosition:
             self.paused_threads[get_ident()] = times - 1
 
     def stop(self) -> None:
-        """Stop recording ops for good."""
+        """Stop recording ops. A later `resume_all` has no effect."""
         self._ended = True
         self.pause_all()
 
     def pause_all(self) -> None:
-        """Stop recording ops until `resume_all`."""
+        """Stop recording the ops of all threads until `resume_all` is called."""
         self.paused_threads[ALL] = 1
 
     def resume_all(self) -> None:
-        """Record ops again, unless `stop` was called."""
+        """Record ops again. Has no effect after `stop`."""
         if not self._ended:
             self.paused_threads.pop(ALL, None)
 
@@ -341,7 +342,7 @@ There may be no frame above: on its own threads, autograd's engine is called fro
 
 
 class OpOriginFinder:
-    """Finds the origin of the ops of one thread, and keeps it for their gradients."""
+    """Finds the origin of one thread's ops. A backward op gets the module of its forward op."""
 
     def __init__(self, names: ModuleNames, now: RunPosition) -> None:
         self.names = names
@@ -398,7 +399,7 @@ class OpOriginFinder:
         return call_site
 
     def name_result_like(self, argument: Any, result: Any) -> None:
-        """Name the result of an optimizer's op after its argument, which it only passes on."""
+        """Give `result` the name of `argument`, because the op only returns its argument."""
         owner = self.names.of_parameter(argument)
         if owner is not None:
             self.names.name_tensor(result, *owner)
@@ -411,7 +412,10 @@ class OpOriginFinder:
         return forward if call_site.code is None else call_site.within(forward.module)
 
     def end_step(self, *, of_this_thread: bool) -> None:
-        """Forget the graph of the ended step; other threads may still be within their steps."""
+        """Forget the call sites of the ended step.
+
+        If another thread ended the step, forgets them only if there are more than `MANY`.
+        """
         if not of_this_thread:
             if len(self._call_sites) > MANY:
                 self._call_sites.clear()

@@ -1,4 +1,4 @@
-"""Fingerprints of the states of the global generators; only changed states are read again."""
+"""Fingerprints the states of the global generators. Only changed states are read again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _digest = xxhash.xxh3_128_digest
 
 
 class GeneratorStates:
-    """Reads the states of the global generators and caches their fingerprints.
+    """Reads the states of the global generators and caches the fingerprint of each state.
 
     A generator on the host is read again only if the bytes of its memory have changed.
     """
@@ -34,9 +34,9 @@ class GeneratorStates:
         self._built_for: set[str] | None = None
 
     def read(self) -> Mapping[str, str]:
-        """Return a fingerprint of the state of every global generator; draws nothing.
+        """Return a fingerprint of the state of each global generator. Draws no random numbers.
 
-        Do not change the mapping: until a generator changes, every call returns the same object.
+        Do not change the returned mapping: every call returns it again until a generator changes.
         """
         states = {
             "python": self._of(
@@ -68,20 +68,20 @@ class GeneratorStates:
         return known[1]
 
     # The memory layout of generators is not documented, so it is checked once. If this Python or
-    # numpy has another layout, a new object is returned in place of the memory: it equals nothing,
-    # so the full state, which is slow to read, is read every time.
+    # numpy has another layout, a new object is returned in place of the memory. It differs from the
+    # previous object, so the full state is read every time, which is slow.
 
     def _memory_of_python(self) -> Any:
         generator = getattr(random.getstate, "__self__", None)
         if type(generator) is not random.Random or not _python_is_inline():
             return object()
-        next_normal = repr(getattr(generator, "gauss_next", None))  # second of a pair, if unused
+        next_normal = repr(getattr(generator, "gauss_next", None))  # unused second of a pair
         return self._digest_of("python", generator, _words_of_python), next_normal
 
     def _memory_of_numpy(self, numpy: Any) -> Any:
         get_bit_generator = getattr(numpy, "get_bit_generator", None)
         bit_generator: Any = get_bit_generator and get_bit_generator()
-        random_state = getattr(numpy.get_state, "__self__", None)  # holds the second normal number
+        random_state = getattr(numpy.get_state, "__self__", None)  # stores the second normal number
         if (
             type(bit_generator).__name__ != "MT19937"
             or type(random_state) is not numpy.RandomState
@@ -111,7 +111,7 @@ def _state_of_numpy(numpy: Any) -> str:
 
 @cache
 def _python_is_inline() -> bool:
-    """Whether a generator's words and position are stored within the Python object itself."""
+    """Whether Python stores a generator's words and position in the generator object itself."""
     generator = random.Random(0)  # noqa: S311 - an example
     *words, position = _Words.getstate(generator)
     memory = bytes(_words_of_python(generator))
@@ -120,7 +120,7 @@ def _python_is_inline() -> bool:
 
 @cache
 def _gauss_is_inline(numpy: Any) -> bool:
-    """Whether using the second of a pair of normal numbers changes the bytes of a RandomState."""
+    """Whether a RandomState stores an unused second normal number in its own memory."""
     random_state = numpy.RandomState(0)
     snapshots = []
     for _ in range(3):
@@ -140,7 +140,7 @@ def _words_of_numpy(bit_generator: Any) -> Any:
 
 
 def _memory_of(value: Any, base: type | None = None) -> Any:
-    """Return the memory of an object after its header, up to the fields of the type `base`."""
+    """Return the memory of an object from the end of its header to the last field of `base`."""
     head = object.__basicsize__
     size = (base or type(value)).__basicsize__ - head
     return arrays[size].from_address(address(value) + head)

@@ -1,8 +1,8 @@
-"""Hooks of a running recording: into the training loop, threads, the compiler, and loaders.
+"""Hooks a running recording into the training loop, threads, the compiler, and loaders.
 
-Optimizers have public hooks. Backward passes and batches have none, so while anything is recorded,
-a function of torch is wrapped for each. `parts_of` splits values of the program into comparable
-parts.
+Optimizers have public hooks. Backward passes and batches have no hooks. During a recording, a
+function of torch is therefore wrapped for each of these two. `parts_of` splits values of the
+program into parts that can be compared.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ _excluded: list[bool] = []  # not empty after the code was excluded in this proc
 
 
 def watch_training(undo: ExitStack, listener: Any) -> None:
-    """Call `listener` at each backward pass, optimizer step and batch, until `undo` is closed.
+    """Call methods of `listener` during training, until `undo` is closed:
 
-    Its methods are `backward_begins` (losses), `backward_ends`, `optimizer_begins` (optimizer,
-    its closure if any), `optimizer_ends` (optimizer), `batch_begins` (the loader's iterator)
-    and `batch_ends` (the iterator, and its batch, or None at the end).
+    - `backward_begins(losses)` and `backward_ends()`;
+    - `optimizer_begins(optimizer, closure if any)` and `optimizer_ends(optimizer)`;
+    - `batch_begins(iterator of a loader)` and `batch_ends(iterator, batch, or None at the end)`.
     """
 
     def optimizer_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -112,10 +112,10 @@ def watch_training(undo: ExitStack, listener: Any) -> None:
 def wrap_loader_iteration(
     undo: ExitStack, around: Callable[[Any], AbstractContextManager[None]]
 ) -> None:
-    """Run ``iter(loader)`` within ``around(loader)``.
+    """Run ``iter(loader)`` of every loader within ``around(loader)``.
 
-    A loader with workers draws the order of its first samples there; one without workers does so
-    at its first batch.
+    During this call, a loader with workers draws the order of its first samples. A loader without
+    workers draws the order at its first batch.
     """
 
     def within(begin: Any, loader: Any) -> Any:
@@ -126,10 +126,10 @@ def wrap_loader_iteration(
 
 
 def on_worker_started(undo: ExitStack, call: Callable[[], object]) -> None:
-    """Call `call` if this process becomes a worker of a loader, before it loads a batch.
+    """Call `call` if this process becomes a worker of a loader, before the worker loads a batch.
 
-    By then a worker that is not forked has imported the program, to unpickle the dataset. Workers
-    are recognized by their `WorkerInfo`, which only a worker creates, also torchdata's.
+    A worker that is not forked has imported the program by that time, to unpickle the dataset. The
+    call follows the creation of a `WorkerInfo`, which only workers create, also in torchdata.
     """
 
     def around(begin: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,13 +156,13 @@ def _surround_once_imported(
 
 
 def on_threads_started(undo: ExitStack, first: Callable[[], object]) -> None:
-    """Call `first` on each thread that is started until `undo` is closed, before its own code.
+    """Call `first` at the start of each new thread, until `undo` is closed.
 
-    Except on a loader's thread that pins memory: it moves batches at any time, and they are
-    recorded when they are used.
+    Skips the thread of a loader that pins memory. That thread moves batches at any time. Batches
+    are recorded when the program uses them.
 
-    Uses the profile function, which a thread calls at its first call of any function; no other
-    public hook is as early. Restores a profile function that was set before.
+    Sets the profile function, because a thread calls it at the first call of any function. No other
+    public hook is as early. A profile function that was set before is restored.
     https://docs.python.org/3/library/threading.html#threading.setprofile
     """
     previous = threading.getprofile()
@@ -193,10 +193,10 @@ def on_threads_started(undo: ExitStack, first: Callable[[], object]) -> None:
 def wrap_object_collectives(
     undo: ExitStack, around: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    """Run the collectives that send Python objects to other ranks within `around`.
+    """Run the collectives that send Python objects to other ranks within ``around()``.
 
-    They send pickled bytes, which may differ for equal objects: for example, a name may be new in
-    every run. If the objects matter, the ops that use them show the difference.
+    They send pickled bytes, which may differ for equal objects. For example, an object may contain
+    a name that is new in every run. If the object matters, the ops that use it show a difference.
     """
 
     def within(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,9 +212,9 @@ def wrap_object_collectives(
 def allow_higher_order_ops(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
     """Let higher-order ops run under `mode`, including ops that are defined later.
 
-    Newer torch uses the mode's `supports_higher_order_operators`. Older torch raises for a
-    higher-order op under a mode that the op has no rule for. The list of all such ops is private.
-    If it is missing in an older torch, such ops raise torch's own error.
+    Newer torch reads `supports_higher_order_operators` of the mode. In older torch, such an op
+    raises an error if it has no rule for the mode, so a rule is added to each op. The list of these
+    ops is private. If the list is missing in an older torch, the ops raise torch's own error.
     """
 
     def rule(op: Any) -> Callable[..., Any]:
@@ -230,15 +230,15 @@ def allow_higher_order_ops(undo: ExitStack, mode: type[TorchDispatchMode]) -> No
 
 
 def note_hidden_ops(undo: ExitStack, note: Callable[[str], object]) -> None:
-    """Call `note` with each line of the program that hides its ops from all modes.
+    """Call `note` with each line of the program, as ``file:line``, that hides ops from all modes.
 
-    Ignores torch's own code, which hides ops when it prints a tensor, and within its compiler. The
-    functions are private; if they are missing, nothing is noted.
+    Ignores torch's own code, which hides ops in its compiler and when it prints a tensor. The
+    wrapped function is private to torch. If it is missing, `note` is never called.
     """
 
     def noticed(pop: Callable[..., Any], *args: Any) -> Any:
         callers = frames()
-        # Among several frames: before Python 3.12, the list comprehension that calls it has one.
+        # Search several frames: before Python 3.12, a comprehension that pops has its own frame.
         if any(frame.f_code.co_name == _HIDES for frame in islice(callers, 4)):
             caller = next(frame for frame in callers if package(frame) != "contextlib")
             if package(caller) != "torch":
@@ -252,8 +252,8 @@ def note_hidden_ops(undo: ExitStack, note: Callable[[str], object]) -> None:
 def note_values_that_leave(undo: ExitStack, note: Callable[[Any], object]) -> None:
     """Call `note` with each tensor that is converted to numpy or Python, printed or saved.
 
-    No op shows that. Wraps the public methods, and those of safetensors, which reads memory by
-    address.
+    No recorded op shows such a conversion. This wraps the public methods that convert, and the
+    functions of safetensors that save, because safetensors reads memory by address.
     """
 
     def leaves(leave: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,10 +275,10 @@ def note_values_that_leave(undo: ExitStack, note: Callable[[Any], object]) -> No
 
 
 def record_compiled_regions(undo: ExitStack) -> None:
-    """Let regions that inductor compiles from now on pass through the dispatcher as one op.
+    """Make each region that inductor compiles from now on run as one op of torch's dispatcher.
 
-    This option of inductor does not change the generated code. In older torch without it, kernels
-    that inductor generates are not recorded, but calls of library kernels are.
+    This sets an option of inductor, which does not change the generated code. In an older torch
+    without this option, only calls of library kernels are recorded, not generated kernels.
     """
 
     def wrap_regions(module: str) -> None:
@@ -291,9 +291,10 @@ def record_compiled_regions(undo: ExitStack) -> None:
 
 
 def exclude_from_compilation(undo: ExitStack, mode: type[TorchDispatchMode]) -> None:
-    """Exclude torchrepro's own code from torch.compile, which may reach it between two regions.
+    """Exclude torchrepro's own code from torch.compile.
 
-    Uses ``trace_rules.add``, which is not documented. If it is missing, uses the documented
+    The compiler may reach this code between two compiled regions. ``trace_rules.add``, which
+    excludes it, is not documented. If that function is missing, uses the documented
     ``torch.compiler.disable``, which costs a microsecond per op even without compilation.
     """
 
@@ -330,10 +331,10 @@ def _once_imported(undo: ExitStack, modules: Sequence[str], call: Callable[[str]
 
 
 def parts_of(value: Any) -> list[Part]:
-    """Return the parts of `value` that can be compared between runs; at most 64.
+    """Return at most 64 parts of `value` that can be compared between runs.
 
-    A part is a shape, a dtype or the name of a type, and a fingerprint. Parts are tensors, arrays,
-    numbers, texts, and objects with `tobytes`, such as images, alone or in lists, tuples and dicts.
+    Parts are tensors, arrays, numbers, texts, and objects with `tobytes`, such as images. They may
+    be in lists, tuples and dicts. A part has a shape, a dtype or type name, and a fingerprint.
     """
     try:
         return list(islice(_parts_at_depth(value, 0), _MOST))

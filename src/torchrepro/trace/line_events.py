@@ -1,6 +1,6 @@
 """Reports each line that Python runs to a listener, in every thread of the process.
 
-In Python 3.11 through a C trace function. In later versions through `sys.monitoring`
+Python 3.11 uses a C trace function. Later versions use `sys.monitoring`
 (https://docs.python.org/3/library/sys.monitoring.html), which does not slow down code whose lines
 the listener does not request.
 """
@@ -17,10 +17,10 @@ from typing import Any, NoReturn, Protocol
 
 
 class Listener(Protocol):
-    """Receives the events of frames, on the thread that runs them."""
+    """Receives events of frames. Each method is called on the thread that runs the frame."""
 
     def begins(self, frame: FrameType) -> bool:
-        """Receive a call, or a generator that resumes; return whether to report its lines."""
+        """Receive a frame that starts or resumes. Return whether to report the frame's lines."""
 
     def line_begins(self, frame: FrameType) -> None:
         """Receive the line that the frame is about to run."""
@@ -35,7 +35,7 @@ class Listener(Protocol):
         """Receive a frame that ends with an exception."""
 
     def failed(self, error: Exception) -> None:
-        """Receive an error of another method; no events follow, and the program continues."""
+        """Receive an error that another method raised. No events follow; the program continues."""
 
 
 def _is_traced() -> bool:
@@ -45,10 +45,10 @@ def _is_traced() -> bool:
 if sys.version_info >= (3, 12):
 
     def report_lines(listener: Listener) -> bool:
-        """Report to `listener` from now on, also in forked children.
+        """Report lines to `listener` from now on, also in forked children. Return True.
 
-        Returns False, and reports nothing, if a debugger, a coverage tool or a profiler already
-        traces the process.
+        If a debugger, a coverage tool or a profiler already traces the process, report no lines and
+        return False.
         """
         monitoring, on = sys.monitoring, sys.monitoring.events
         # The remaining numbers are reserved for debuggers, coverage, profilers and optimizers.
@@ -91,10 +91,10 @@ if sys.version_info >= (3, 12):
 else:
 
     def report_lines(listener: Listener) -> bool:
-        """Report to `listener` from now on, also in forked children.
+        """Report lines to `listener` from now on, also in forked children. Return True.
 
-        Returns False, and reports nothing, if a debugger, a coverage tool or a profiler already
-        traces the process. Sets `sys.unraisablehook`, which receives exceptions of signals.
+        If a debugger, a coverage tool or a profiler already traces the process, report no lines and
+        return False. Sets `sys.unraisablehook`, which receives exceptions of signal handlers.
         """
         if _is_traced():
             return False
@@ -132,7 +132,7 @@ else:
         previous_hook = sys.unraisablehook
 
         def hook(unraisable: Any) -> None:
-            # A signal handled just when `on_event` is called raises before its first statement.
+            # If a signal arrives just as `on_event` is called, its error is raised before `try`.
             if unraisable.object is on_event:
                 raise_in(sys._getframe(1), unraisable.exc_value)  # noqa: SLF001 - documented
             else:
@@ -144,7 +144,7 @@ else:
             ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p
         )
         function = traced(on_event)
-        # C calls it until the end of the process, when the modules that refer to it are gone.
+        # C calls the function until the process ends, after Python has cleared our modules.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
 
         def trace_thread(*_: Any) -> None:
