@@ -1,4 +1,4 @@
-"""The command `torchrepro`: parse, call, render."""
+"""The entry point of the command `torchrepro`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LAUNCHER = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|mpirun
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, and exit with a status that is the answer.
+    """Run the command line, and exit the process.
 
-    0 means yes or done, 1 no, 2 a wrong request, 3 a profile that was not applied, and 70 an
-    internal error of torchrepro.
+    Exit status 0 means yes or done, 1 means no, 2 a wrong request, and 3 that the profile was not
+    applied. Status 70 means an internal error of torchrepro.
     """
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands

@@ -1,4 +1,4 @@
-"""The basis of all commands: the table of examples, the app, shared arguments, and output.
+"""The basis of all commands: table of examples, app, shared arguments, progress and output.
 
 To add a command, add its examples to `HELP` and decorate a function with `command`.
 """
@@ -92,7 +92,7 @@ class CommandHelp(NamedTuple):
 
     @property
     def starts(self) -> str:
-        """The usage text for the command to start. It has brackets if that may be omitted."""
+        """The usage text for the command to start, in brackets if users may omit that command."""
         has_command = [" -- " in line for line, _ in self.examples]
         return "-- COMMAND..." if all(has_command) else "[-- COMMAND...]" * any(has_command)
 
@@ -159,12 +159,12 @@ class Commands(TyperGroup):
 
 
 def _without_idle_types(params: list[Any]) -> list[Any]:
-    """Hide the type of flags, which take no value, and the type of arguments."""
+    """Hide the type of flags, which take no value, and of arguments, which show a name."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
         elif isinstance(param, TyperArgument):
-            # typer has no setting for this. A typer with another method would show the type again.
+            # typer has no setting for this. If typer calls another method, the type is shown again.
             param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
     return params
 
@@ -321,7 +321,7 @@ def answer(value: Any, shown: Iterable[Part], *, as_json: bool) -> None:
 
 
 def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfile:
-    """Return a profile with `overrides` applied. Raises `ProfileError` if either is not valid."""
+    """Return a profile with `overrides` applied. Raises `ProfileError` if any is not valid."""
     from torchrepro.profile.load import load
 
     if "=" in profile and not Path(profile).exists():

@@ -122,7 +122,7 @@ def _in_shell(variables: Mapping[str, str]) -> str:
 
 
 def _in_dotenv(variables: Mapping[str, str]) -> str:
-    """Return lines of a .env file, with quotes so that programs and shells expand no value."""
+    """Return lines of a .env file. Quotes keep programs and shells from expanding a value."""
     lines = []
     for name, value in variables.items():
         if any(letter in value for letter in "'\\") or not value.isprintable():

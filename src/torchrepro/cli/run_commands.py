@@ -152,7 +152,7 @@ def lock_profile(  # noqa: PLR0913, PLR0917 - options of the command line
 
 @contextmanager
 def _progress() -> Iterator[dict[str, Any]]:
-    """Show the progress of runs. If a signal interrupts them, exit with the status of a shell."""
+    """Show the progress of runs. If a signal stops them, exit with the status of that signal."""
     from torchrepro.verification.runner import Interrupted
 
     progress = Progress()

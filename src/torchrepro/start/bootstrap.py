@@ -26,11 +26,7 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.reporting.report import Report
 
-_MODULES = (
-    "random",
-    "numpy.random",
-    "torch",
-)  # torch: all knobs but the seeds of the first two
+_MODULES = ("random", "numpy.random", "torch")  # with torch: all knobs except seeds of the others
 _BEFORE_ALL = ""  # in place of a module, for knobs that all seeds depend on
 _NOT_APPLIED = 3
 _BY_RANK = "by rank"  # this process derives its seed from the whole profile and its rank
@@ -93,7 +89,7 @@ def record_on_import() -> None:
 
 
 def finish_applying() -> Applied | None:
-    """Import torch and numpy, and return the fully applied profile; None if `run` applied none."""
+    """Import torch and numpy, and return the fully applied profile, or None without `run`."""
     if _begin not in deferred_callbacks:
         return None
     for module in _MODULES:
@@ -190,7 +186,7 @@ def _announce_end(announced: Report, process: int) -> None:
 
 
 def _applied() -> Applied:
-    """Return the active profile. The first call applies it, and keeps states of generators."""
+    """Return the active profile. The first call applies it, and keeps seeded generators."""
     from torchrepro.application.applier import begin
 
     if "applied" in _state:

@@ -1,4 +1,4 @@
-"""Starts the command of an earlier run again, under the profile that the run's manifest has.
+"""Starts the command of an earlier run again, under the profile in the manifest of that run.
 
 First, the differences from the original run are reported. The new run writes into a new folder.
 The folder of the original run stays unchanged.
@@ -77,7 +77,7 @@ _FORBIDDEN = (Impact.CHANGES, Impact.MAY, Impact.PROGRAM)
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """A command to start again, and what has changed since the original run."""
+    """A command to start again, and its differences from the original run."""
 
     run: Path  #: The folder of the original run.
     into: Path  #: The folder of the new run.
@@ -156,10 +156,10 @@ def prepare(
 ) -> Rerun:
     """Return the `Rerun` of the run whose folder or manifest is `name`.
 
-    `command` replaces the command of the manifest. `into` replaces the default folder for the new
-    run, which is next to the original one. With `strict`, a difference that may change results
-    forbids the start. Imports torch. Raises `ProfileError` if the manifest is missing, is damaged
-    or hides arguments, and if the working directory or the program no longer exists.
+    `command` replaces the command of the manifest. `into` is the folder of the new run. By default
+    it is next to the folder of the original run. With `strict`, a difference that may change
+    results forbids the start. Imports torch. Raises `ProfileError` if the manifest is missing or
+    damaged or hides arguments, or if the working directory or the program no longer exists.
     """
     path = Path(name)
     if not os.path.exists(path):  # noqa: PTH110 - never raises
@@ -285,14 +285,14 @@ def _original_command(name: str, path: Path, started: Started) -> tuple[str, ...
 
 
 def _program(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split a Python command line into interpreter options and program, both with arguments."""
+    """Split a Python command line into interpreter with options, and program with arguments."""
     _, program = interpreter_line(command[1:])
     number = len(command) - len(program)
     return tuple(command[:number]), tuple(command[number:])
 
 
 def _script(path: Path, words: Sequence[str], *, is_explicit: bool) -> Path | None:
-    """Return the script that a command runs, if any. Raises `ProfileError` if it is missing."""
+    """Return the script of a command, if any. Raises `ProfileError` if the program is missing."""
     program_of(words)
     program = _program(words)[1] if is_python(words[0]) else ()
     if not program or program[0] in ("-c", "-m"):
@@ -337,7 +337,10 @@ def _differences(
 
 
 def _changed_profile(resolved: ResolvedProfile, started: Started) -> str:
-    """Return the digest of the changed profile files, or the error. Empty if unchanged."""
+    """Return the current digest if the profile files have changed, else an empty string.
+
+    If the files cannot be read, return the error instead of a digest.
+    """
     # Under Hydra the files may belong to the app, so only Hydra's config source can read them.
     asked = resolved.asked
     if started.by == HYDRA or not asked or any(HIDDEN in word for word in asked):

@@ -34,7 +34,7 @@ def call_text(args: Any, kwargs: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return a value in Python syntax. If it is not a literal, return the name of its type."""
+    """Return a value in Python syntax. For a non-literal, return the name of the type."""
     if isinstance(value, torch.Tensor):
         return "_"
     if isinstance(value, list | tuple):
@@ -50,7 +50,7 @@ def tensors_in(value: Any) -> list[Any]:
 def shape_of(tensor: Any) -> tuple[Any, ...]:
     """Return the shape and dtype of a tensor, and the device if the tensor is not on the CPU.
 
-    Replaces a ragged size by ``ragged``: its number depends on earlier tensors of the process.
+    Writes ``ragged`` in place of a symbol such as ``j1``, which depends on earlier nested tensors.
     """
     try:
         shape = tensor.shape
@@ -62,7 +62,7 @@ def shape_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def shapes_text(shapes: Any) -> str:
-    """Return dtypes, shapes and devices, as in ``float32[32, 64] cuda:0``. Omits the CPU."""
+    """Return the text of shapes, as in ``float32[32, 64] cuda:0``. Omits the device for the CPU."""
     return ", ".join(
         " ".join(
             [
@@ -163,7 +163,7 @@ class OpFacts:
     fresh: bool = False  # torch calls it on tensors that it creates from Python or numpy
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the tensors that a call has written in place, each once."""
+        """Return the tensors that a call has written in place, without duplicates."""
         values = [args[position] for position in self.written if position < len(args)]
         if kwargs:
             values += [kwargs[name] for name in self.written_names if name in kwargs]
@@ -237,7 +237,7 @@ def facts_of(op: Any) -> OpFacts:
 
 
 def _returns_memory_of_first(schema: Any) -> bool:
-    """Whether an op returns the memory of its first argument, according to the alias sets."""
+    """Whether an op returns the memory of its first argument, according to the schema."""
     if not schema.arguments or not schema.returns or str(schema.arguments[0].type) != "Tensor":
         return False
     first, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info

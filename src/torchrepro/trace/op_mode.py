@@ -74,10 +74,10 @@ _NO_PASS = -1
 
 
 class RecordTemplate:
-    """The fields that all records of one op at one call site with the same shapes share.
+    """The fields that records with the same op, phase, call site and shapes share.
 
-    Steps repeat, so a template is nearly always followed by one of the two templates that followed
-    it before. Comparing a record with these two is faster than a lookup in a dictionary.
+    Steps repeat, so the next record nearly always has one of the last two templates that followed
+    this template. Comparing the record with these two is faster than a lookup in a dictionary.
     """
 
     __slots__ = (
@@ -106,9 +106,8 @@ class RecordingMode(TorchDispatchMode):
     """Records every op that torch dispatches on one thread.
 
     Ops of backward passes are recorded too, because autograd runs a backward pass under the modes
-    of the thread that started it. The mode does not change how the program runs. A compiled region
-    stays compiled and is recorded as one op. Higher-order ops work. Subclasses of Tensor dispatch
-    before the mode.
+    of the thread that started it. The program runs as without the mode. A compiled region stays
+    compiled and is recorded as one op. Subclasses of Tensor dispatch before the mode.
     """
 
     supports_higher_order_operators = True
@@ -142,7 +141,7 @@ class RecordingMode(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         """Return True in older torch, which lacks `ignore_compile_internals`.
 
-        The compiler of older torch uses eager code under a mode that is not an infra mode.
+        Under a mode that is not an infra mode, the older compiler falls back to eager code.
         """
         return not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
@@ -435,10 +434,10 @@ def _key_of(plain: list[Any]) -> bytes:
 
 
 def _written_by_region(args: Any) -> list[Any]:
-    """Return the inputs that a compiled region will write in place, according to its graph.
+    """Return the inputs that a compiled region will write in place.
 
     `args` are the arguments of inductor's higher-order op: the callable and the list of inputs. If
-    the graph is not available, returns all inputs, because the region may write any of them.
+    the graph of the region is not available, returns all inputs, as any of them may be written.
     """
     callable_, inputs = args[0], list(args[1])
     graph = getattr(getattr(callable_, "original_gm", None), "graph", None)
@@ -472,7 +471,7 @@ class SuspendedMode:
         self._is_allowed = _STACK_IS_KNOWN
 
     def suspend(self, modes: Collection[Any]) -> None:
-        """Remove the first mode on this thread's stack that is in `modes`, at any depth."""
+        """Remove the first of `modes` that is on this thread's stack, at any depth."""
         self._is_allowed = self._is_allowed and _backward_pass() == _NO_PASS
         if not self._is_allowed:
             return
@@ -484,8 +483,8 @@ class SuspendedMode:
     def restore(self) -> bool:
         """Insert the removed mode at the bottom of the stack of its thread.
 
-        Returns False during a backward pass, or if that thread is another living thread. Modes that
-        the program has entered since the removal stay above, because it exits them first.
+        Returns False during a backward pass, or if that thread is alive but not this thread. Modes
+        that the program has entered since stay above, because the program exits them first.
         """
         self._restore_own()
         if self._thread is not None and self._thread.is_alive():

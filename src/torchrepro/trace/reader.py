@@ -1,6 +1,6 @@
 """Reads the traces of a recorded run. Each file is validated before its content is used.
 
-A trace may come from an untrusted source. Reading takes bounded time, and never runs code from it.
+A trace may come from an untrusted source. Reading takes bounded time and runs no code from it.
 """
 
 from __future__ import annotations
@@ -247,11 +247,11 @@ class Trace:
 
     @property
     def ended_steps(self) -> int:
-        """The number of steps that the program ended. Ops after the last step are not a step."""
+        """The number of steps that the program ended. Ops after the last step do not count."""
         return sum(row.finished for row in self.steps.values())
 
     def level_of(self, number: int) -> str:
-        """Return the level of a step. Steps that were not recorded have the level of the request."""
+        """Return the level of a step, also of a step that was not recorded."""
         row = self.steps.get(number)
         if row is not None:
             return row.level
@@ -269,7 +269,7 @@ class Trace:
         )
 
     def outlines(self, step: int) -> Iterator[Outline]:
-        """Yield the outlines of the records of a step. Yields nothing if they were dropped."""
+        """Yield the outlines of the records of a step. Yields nothing if the step was dropped."""
         row = self.steps[step]
         rows = self._connection.execute(
             "select outline from part where first >= ? and first < ? order by first",
@@ -278,13 +278,13 @@ class Trace:
         return (unpacked(content) for (content,) in rows)
 
     def parts(self, step: int) -> Iterator[Part]:
-        """Yield the records of a step, in parts that fit into memory. Skips dropped records."""
+        """Yield the parts of a step, which fit into memory. A dropped step has no parts."""
         row = self.steps[step]
         condition = "where first >= ? and first < ? order by first"
         return self._parts(condition, row.first, row.first + row.records)
 
     def parts_before(self, record: int) -> Iterator[Part]:
-        """Yield the parts that begin before `record`, in reverse order. One may contain it."""
+        """Yield the parts that begin before `record`, last part first. One may contain `record`."""
         return self._parts("where first < ? order by first desc", record)
 
     def _parts(self, condition: str, *values: int) -> Iterator[Part]:
@@ -343,8 +343,8 @@ def _fits(value: Any, expected_type: Any) -> bool:
 def _connect(path: Path, *, is_immutable: bool = False) -> sqlite3.Connection:
     """Open a snapshot of a SQLite file for reading. Raises `ValueError` if a file is not regular.
 
-    Views and triggers in a file run only when a query names their tables. `_check_tables` rejects
-    a file that has views or triggers.
+    Views and triggers in a file run only when a query uses them. `_check_tables` rejects a file
+    that has views or triggers.
     """
     logs = [path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal")]
     for file in (path, *(log for log in logs if log.exists())):
@@ -408,7 +408,7 @@ def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
-    """Return the traces of a recorded run, sorted by rank. Traces of a rank are in order of start.
+    """Return the traces of a recorded run, sorted by rank and then by the start of the process.
 
     Raises `TraceError` if the folder does not exist, has no trace, or has a damaged trace.
     With `records=False`, only facts about the run and about its steps can be read.
@@ -451,7 +451,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def steps_so_far(folder: Path) -> int:
-    """Return how many steps a run has ended so far, in the process that ended the most.
+    """Return how many steps a run has ended so far. Of several processes, the most steps count.
 
     A trace is opened only once its write-ahead log exists, because from that moment a reader does
     not block the writer (https://sqlite.org/wal.html#concurrency).

@@ -41,7 +41,8 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     tolerance. `detail` reads every input again. With `every`, steps 0, `every`, 2 * `every` and so
     on are recorded at `level`, all other steps at ``step``. `max_size` limits the size on disk, in
     bytes or as in ``"500MB"``. Each rank has an equal share of `max_size`. To stay below the share,
-    records of old steps are dropped, steps at `level` first. The last two of these stay longest.
+    the oldest records are dropped: first steps at `level` except the last two, then steps at
+    ``step``, then the last two steps at `level`.
 
     A step ends at each call of ``step()`` of an optimizer, of `torchrepro.end_step`, or of
     ``end_step`` of the recording. Steps are numbered from 0. Several backward passes before the

@@ -501,8 +501,8 @@ def _end_state(
 ) -> dict[str, dict[str, str]]:
     """Return a digest of each value of the program's final state, by group and name.
 
-    Omits uninitialized memory, which is known only if ops were recorded (`knows_ops`). If they were
-    not, uses only the buffers that a checkpoint of a trained model has. Waits for devices.
+    Omits uninitialized memory, which is known only if ops were recorded (`knows_ops`). Otherwise,
+    includes only the buffers that a checkpoint of a trained model has. Waits for devices.
     """
     values = [
         named

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Origin = tuple[str, CallSite, str]
 """The phase, the call site and the op of a record."""
 
-_NO_ARGUMENTS = ("params", "param_names")  # keys of a parameter group
+_NO_ARGUMENTS = ("params", "param_names")  # keys of a parameter group that are not arguments
 _encode = json.JSONEncoder(default=value_text).encode
 
 
@@ -49,9 +49,9 @@ def arguments_of(optimizer: Any) -> tuple[str, list[Any]]:
     """Return the arguments of an optimizer as JSON, and those arguments that are tensors.
 
     The JSON has one mapping for each parameter group. A learning rate, for example, may be a
-    tensor. Keys of a group without a default are omitted, because the program keeps notes in them,
-    such as a time. If an op used such a value, the record of the op would show the value. If the
-    optimizer has no defaults at all, all keys are arguments.
+    tensor. Keys without a default in the optimizer are notes of the program, such as a time, and
+    are omitted. If an op used such a note, the record of the op would show it. If the optimizer has
+    no defaults at all, all keys are arguments.
     """
     names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
     names = {*names}.difference(_NO_ARGUMENTS)

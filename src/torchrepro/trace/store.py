@@ -129,7 +129,7 @@ class Store:
         self._names["sites"] += [[*map(cleaned.__getitem__, words)] for words in sites]
 
     def add_arguments(self, texts: Sequence[str]) -> None:
-        """Add texts of the arguments of ops, without tensors. The first text has number 1."""
+        """Add texts of arguments of ops, except tensors. The first text has number 1."""
         # Only a text with quotes can contain a secret. Cleaning all texts would slow every step.
         cleaned = self._cleaned(text for text in texts if "'" in text or '"' in text)
         self._names["arguments"] += [cleaned.get(text, text) for text in texts]
@@ -313,9 +313,9 @@ class SizeLimit:
     """Drops records of old steps, so that a store stays below `max_size`.
 
     All ranks have equal shares of `max_size`, and every process of a rank may use the whole share.
-    No step is expected to be larger than the largest step so far. SQLite writes a step to the log,
-    and later moves it to the file, into the space of deleted rows. So space for three steps of the
-    largest size stays free: in the log, in the file, and for the step before the next check.
+    Assumes that the next step is at most as large as the largest so far. SQLite writes a step to
+    the log, and later moves it to the file, into the space of deleted rows. So three times the size
+    of the largest step stays free: in the log, in the file, and for the step before the next check.
     """
 
     def __init__(self, store: Store, size_of_run: int) -> None:

@@ -58,7 +58,7 @@ def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def size_of(tensor: Any) -> int:
-    """Return the bytes of all elements of a tensor, or of the stored elements if it is sparse."""
+    """Return the size of all elements of a tensor in bytes, or of stored elements if sparse."""
     try:
         return tensor.nbytes  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):
@@ -103,7 +103,7 @@ inference_writes: dict[int, int] = {}  # number of writes to inference tensors, 
 
 
 def storage_id(tensor: Any) -> int:
-    """Return a number that identifies the storage of a tensor, or 0 if it has no storage."""
+    """Return a number that identifies the storage of a tensor, or 0 without a storage."""
     if tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `BORROWED_NAMES`

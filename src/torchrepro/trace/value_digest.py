@@ -138,7 +138,7 @@ def _dict_of(value: Any) -> dict[Any, Any]:
 def _fields_of(value: Any, base: type) -> dict[str, Any] | None:
     """Return the fields of `value` by name, from its slots and its `__dict__`.
 
-    Returns None if `value` has more memory than `base` and the fields need, as a C type may have.
+    Returns None if `value` has more memory than `base` and the fields use, as C types may.
     """
     cls = type(value)
     memory = _size_of(cls) - _size_of(base)
@@ -165,7 +165,7 @@ def _fields_of(value: Any, base: type) -> dict[str, Any] | None:
 
 
 class _Walk:
-    """Computes one digest. Counts elements and bytes, and knows the enclosing objects."""
+    """Computes one digest. Counts elements and bytes to enforce the limits, and detects cycles."""
 
     def __init__(self) -> None:
         self.elements = self.size = self.depth = 0
@@ -219,7 +219,7 @@ class _Walk:
     def of_values(self, name: str, *values: Any, least: int | None = None) -> bytes:
         """Return one digest of several values. Returns `OPAQUE` if any value is opaque.
 
-        With `least`, only this many values must not be opaque.
+        With `least`, it is enough that this many values are not opaque.
         """
         digests = [self.digest(value) for value in values]
         if len(digests) - digests.count(OPAQUE) < (len(values) if least is None else least):
@@ -269,8 +269,6 @@ def _package_of(cls: type) -> str:
     module = _module_of(cls)
     return module.partition(".")[0] if type(module) is str else ""
 
-
-# Handlers of builtin types.
 
 Handler = Callable[[Any, _Walk], bytes]
 
@@ -374,9 +372,6 @@ OPAQUE_PACKAGES = {
     *("selectors", "logging", "tempfile", "weakref", "ctypes", "contextlib"),
 }
 """Packages whose objects depend on process and thread ids, times, and other threads."""
-
-
-# Handlers of classes of libraries.
 
 
 def _numpy_array(value: Any, walk: _Walk) -> bytes:
