@@ -1,4 +1,4 @@
-"""The command `torchrepro`: parse, call, render."""
+"""The entry point of the command `torchrepro`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ LAUNCHER = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|mpirun
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not applied.
+    """Run the command line, and exit the process.
 
-    An internal error of torchrepro exits with 70.
+    Exit status 0 means yes or done, 1 means no, 2 a wrong request, and 3 that the profile was not
+    applied. Status 70 means an internal error of torchrepro.
     """
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if words and words[0] in ROWS and ROWS[words[0]].starts:
             if "--" in words:
-                # typer consumes `--`, so the command to start is split off before.
+                # typer consumes `--`, so the command to start is removed before typer runs.
                 at = words.index("--")
                 words, started_command = words[:at], words[at + 1 :]
             elif repaired := _with_dashes(words, 1 + ROWS[words[0]].starts.startswith("[")):
@@ -53,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _with_dashes(words: list[str], first: int) -> list[str]:
-    """Return `words` with `--` before the first program name, or an empty list without one.
+    """Return `words` with `--` before the program. Returns an empty list if no word is a program.
 
-    The search starts at the index `first`: a lock or the folder of a run precedes the program.
+    The search starts at the index `first`, because a lock or a folder may precede the program.
     """
     for at, word in enumerate(words[first:], first):
         is_script = word.endswith(".py") and not os.access(word, os.X_OK)

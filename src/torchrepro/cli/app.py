@@ -1,4 +1,4 @@
-"""Shared by all commands: the table of examples, the app, common arguments, progress and output.
+"""The basis of all commands: table of examples, app, shared arguments, progress and output.
 
 To add a command, add its examples to `HELP` and decorate a function with `command`.
 """
@@ -85,20 +85,20 @@ torchrepro selftest --json  # with a description of the machine, for a bug repor
 
 
 class CommandHelp(NamedTuple):
-    """How the help shows one command."""
+    """The group of a command in the help, and the examples that the help shows."""
 
     group: str
     examples: list[tuple[str, str]]
 
     @property
     def starts(self) -> str:
-        """How the usage shows the command to start: in brackets if it may be omitted."""
+        """The usage text for the command to start, in brackets if users may omit that command."""
         has_command = [" -- " in line for line, _ in self.examples]
         return "-- COMMAND..." if all(has_command) else "[-- COMMAND...]" * any(has_command)
 
 
 def _rows() -> dict[str, CommandHelp]:
-    """Parse `HELP`."""
+    """Return the help of each command, parsed from `HELP`."""
     group, rows = "", dict[str, CommandHelp]()
     for line in HELP.replace("\n    #", "  #").splitlines():
         example, _, purpose = line.partition("  # ")
@@ -122,10 +122,10 @@ FIRST_STEPS = (
 
 
 class Command(TyperCommand):
-    """A command whose help names a type only where the user types a value of that type."""
+    """A command whose help shows a type only for options that take a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words after the command; every error shows the usage and names --help."""
+        """Parse the words after the command. Every error shows the usage and mentions --help."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -159,12 +159,12 @@ class Commands(TyperGroup):
 
 
 def _without_idle_types(params: list[Any]) -> list[Any]:
-    """Hide the type of flags, which have no value, and of arguments, which have a name."""
+    """Hide the type of flags, which take no value, and of arguments, which show a name."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
         elif isinstance(param, TyperArgument):
-            # typer has no setting for it. A version that calls another method shows the type again.
+            # typer has no setting for this. If typer calls another method, the type is shown again.
             param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
     return params
 
@@ -206,7 +206,7 @@ def show_first_steps(
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the command `name`, with the group and the examples of its row."""
+    """Register a function as the command `name`, with the group and the examples from `ROWS`."""
     row = ROWS[name]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,7 +308,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document."""
+    """Print a value as one JSON document."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
@@ -321,7 +321,7 @@ def answer(value: Any, shown: Iterable[Part], *, as_json: bool) -> None:
 
 
 def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfile:
-    """Return a profile with its overrides; raises `ProfileError` for one that is not valid."""
+    """Return a profile with `overrides` applied. Raises `ProfileError` if any is not valid."""
     from torchrepro.profile.load import load
 
     if "=" in profile and not Path(profile).exists():
@@ -340,7 +340,7 @@ IMPORTING = "importing torch"
 
 
 class Progress:
-    """Permanent lines, and on a terminal also a status text that is erased later."""
+    """Writes lines to stderr. On a terminal, also shows a status text, which is erased later."""
 
     def __init__(self) -> None:
         self._status = ""
@@ -348,7 +348,7 @@ class Progress:
         """Whether the status is shown: only on a terminal."""
 
     def say(self, text: str) -> None:
-        """Write permanent text at once; it need not end a line."""
+        """Write text that stays. The text does not have to end with a line break."""
         self.erase()
         _write(text)
 
@@ -379,6 +379,6 @@ def doing(activity: str) -> Iterator[None]:
 
 
 def _write(text: str) -> None:
-    if sys.stderr is not None:  # closed, as in some services
+    if sys.stderr is not None:  # None if it was closed, as in some services
         sys.stderr.write(text)
         sys.stderr.flush()

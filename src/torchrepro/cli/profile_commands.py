@@ -1,4 +1,4 @@
-"""The commands about profiles; each calls one function of the package and prints the result."""
+"""The commands about profiles. Each calls one function of the package and prints the result."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _in_shell(variables: Mapping[str, str]) -> str:
 
 
 def _in_dotenv(variables: Mapping[str, str]) -> str:
-    """Return lines quoted so that no reader of .env files, nor a shell, expands the values."""
+    """Return lines of a .env file. Quotes keep programs and shells from expanding a value."""
     lines = []
     for name, value in variables.items():
         if any(letter in value for letter in "'\\") or not value.isprintable():
@@ -134,7 +134,7 @@ def _in_dotenv(variables: Mapping[str, str]) -> str:
 
 
 def _in_docker(variables: Mapping[str, str]) -> str:
-    """Return the lines of a file for `docker run --env-file`, which keeps quotes in the value.
+    """Return lines for `docker run --env-file`, without quotes: Docker would keep quotes.
 
     https://docs.docker.com/reference/cli/docker/container/run/#env
     """
@@ -145,10 +145,10 @@ def _in_docker(variables: Mapping[str, str]) -> str:
 
 
 def _in_slurm(variables: Mapping[str, str]) -> str:
-    """Return lines for a job script, to be placed after its #SBATCH lines.
+    """Return lines for a job script. They belong after the #SBATCH lines of the script.
 
-    `sbatch --export=NAME=value` would cut a value at a comma, and after `--export=NONE` `srun`
-    starts its tasks without the script's own variables: https://slurm.schedmd.com/srun.html.
+    `sbatch --export=NAME=value` would cut a value at a comma. After `--export=NONE`, `srun` would
+    start tasks without the variables of the script: https://slurm.schedmd.com/srun.html.
     """
     return _in_shell(variables) + "export SLURM_EXPORT_ENV=ALL\n"
 

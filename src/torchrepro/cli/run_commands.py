@@ -92,7 +92,7 @@ Report = Annotated[
 Open = Annotated[
     bool, typer.Option("--open", help="Show the answer as a page in the browser, see --report.")
 ]
-DIGITS = 19  # no step has a number with so many digits
+DIGITS = 19  # every step number has fewer digits
 
 OPERAND = "A profile, a manifest, a lock, or the folder of a run."
 
@@ -152,7 +152,7 @@ def lock_profile(  # noqa: PLR0913, PLR0917 - options of the command line
 
 @contextmanager
 def _progress() -> Iterator[dict[str, Any]]:
-    """Show the progress of runs; if a signal interrupts them, exit as a shell reports it."""
+    """Show the progress of runs. If a signal stops them, exit with the status of that signal."""
     from torchrepro.verification.runner import Interrupted
 
     progress = Progress()
@@ -328,7 +328,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
 
 
 def _about_option(error: TraceError) -> TraceError:
-    """Name the option of the command line in place of the key that `error` names."""
+    """Return `error` with the name of a command-line option in place of the key."""
     key = error.problem.key
     if key not in RECORDING_OPTIONS:
         return error
@@ -345,7 +345,7 @@ def _explicit_options(context: typer.Context, names: Iterable[str]) -> list[str]
 
 
 @command("rerun")
-def rerun_command(  # noqa: PLR0913, PLR0917 - see above
+def rerun_command(  # noqa: PLR0913, PLR0917 - the options of a command
     context: typer.Context,
     run: Annotated[
         str,
@@ -395,9 +395,9 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - see above
 
 
 def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> ResolvedProfile:
-    """Return the profile of a lock; if the lock is not met, print what differs and exit with 1.
+    """Return the profile of a lock. If the lock is not met, print the differences and exit with 1.
 
-    `profile` and `overrides` replace those that the lock names.
+    If set, `profile` and `overrides` replace the profile and the overrides of the lock.
     """
     from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import check
@@ -464,7 +464,7 @@ def compare_runs(
 
 
 @command("verify")
-def verify_command(  # noqa: PLR0913, PLR0917 - see above
+def verify_command(  # noqa: PLR0913, PLR0917 - the options of a command
     context: typer.Context,
     profile: ProfileName = "",
     overrides: Overrides = None,
@@ -597,7 +597,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
 
 @contextmanager
 def _for_bisect(*, wanted: bool) -> Iterator[None]:
-    """If `wanted`, make `git bisect run` skip a commit for which there is no answer."""
+    """If `wanted`, exit with 125 if there is no answer: `git bisect run` skips such a commit."""
     try:
         yield
     except typer.Exit as ended:

@@ -1,1 +1,1 @@
-"""Start processes under a profile that their parent process has resolved."""
+"""Applies a profile in the processes of a run, and starts earlier runs again."""

@@ -1,9 +1,9 @@
-"""Apply the inherited profile in a process that `torchrepro run` started.
+"""Applies the inherited profile in a process that `torchrepro run` started.
 
 The environment variables were set before the process started. Every other knob is set as soon as
-its library has been imported. Before torch, only seeds are set, which `run` passes as a plain
-number: a program that never imports torch loads nothing else of this package. So this module
-imports very little itself.
+the library of the knob has been imported. Before torch is imported, only seeds are set, and `run`
+passes the seed as a plain number. So a program that never imports torch loads no other module of
+this package, and this module imports very little.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.reporting.report import Report
 
-_MODULES = ("random", "numpy.random", "torch")  # torch: all knobs except the seeds of the others
-_BEFORE_ALL = ""  # knobs that all seeds depend on need no module
+_MODULES = ("random", "numpy.random", "torch")  # with torch: all knobs except seeds of the others
+_BEFORE_ALL = ""  # in place of a module, for knobs that all seeds depend on
 _NOT_APPLIED = 3
 _BY_RANK = "by rank"  # this process derives its seed from the whole profile and its rank
 _state: dict[str, Any] = {}
@@ -35,9 +35,9 @@ _seeded_alone: list[str] = []
 
 
 def apply_on_import() -> None:
-    """Apply the profile on import of random, numpy.random and torch; changes `sys.meta_path`.
+    """Apply the profile at the import of random, numpy.random and torch. Changes `sys.meta_path`.
 
-    Also watches Ray, to start its workers under the profile.
+    Also watches the import of Ray, so that Ray starts workers under the profile.
     """
     deferred_callbacks.append(_begin)
     _watch_sources_if_asked()
@@ -49,7 +49,7 @@ def apply_in_ray_worker() -> None:
     """Apply the inherited profile in a Ray worker and its child processes.
 
     Ray calls this before the first task. The worker may have started without our sitecustomize,
-    for example in a cluster that is older than the program.
+    for example if the cluster was started before the program.
     """
     if _begin in deferred_callbacks or not os.environ.get("TORCHREPRO_PROFILE"):
         return
@@ -77,7 +77,7 @@ def _inherited() -> ResolvedProfile:
 
 
 def record_on_import() -> None:
-    """Start recording when torch is imported, in a process without a profile."""
+    """In a process without a profile, start recording when torch is imported."""
 
     def begin(module: str) -> None:
         waiting.unwatch()
@@ -89,7 +89,7 @@ def record_on_import() -> None:
 
 
 def finish_applying() -> Applied | None:
-    """Import the modules that are still missing, and return the profile, now fully applied."""
+    """Import torch and numpy, and return the fully applied profile, or None without `run`."""
     if _begin not in deferred_callbacks:
         return None
     for module in _MODULES:
@@ -99,7 +99,7 @@ def finish_applying() -> Applied | None:
 
 
 def agreeing_run(resolved: ResolvedProfile, asker: str) -> Applied | None:
-    """Return the profile that `torchrepro run` applied in this process; None without `run`.
+    """Return the profile that `torchrepro run` applied in this process, or None without `run`.
 
     Raises `ApplyError` if that profile differs from `resolved`, which `asker` requests.
     """
@@ -114,7 +114,7 @@ def _when_imported(module: str) -> None:
     _state[module] = True
     number = os.environ.get("TORCHREPRO_SEED", _BY_RANK)
     if module != "torch" and number != _BY_RANK and "applied" not in _state:
-        # Only the seed, to avoid loading the whole profile before torch.
+        # Set only the seed, because loading the whole profile takes long.
         if number:
             sys.modules[module].seed(int(number))
             _seeded_alone.append(module)
@@ -186,7 +186,7 @@ def _announce_end(announced: Report, process: int) -> None:
 
 
 def _applied() -> Applied:
-    """Return the active profile; the first call applies it, and keeps the seeds set so far."""
+    """Return the active profile. The first call applies it, and keeps seeded generators."""
     from torchrepro.application.applier import begin
 
     if "applied" in _state:
@@ -197,7 +197,7 @@ def _applied() -> Applied:
     applied.refuse = _refuse
     applied.carry_out(_steps_for(_BEFORE_ALL, applied))
     for module in _seeded_alone:
-        # A generator that was seeded already keeps its state, as the program may have drawn since.
+        # A generator that is seeded already keeps its state: the program may have drawn from it.
         steps = _steps_for(module, applied)
         saved = [(step.knob.access, step.knob.access.save()) for step in steps]
         applied.carry_out(steps)

@@ -1,7 +1,7 @@
-"""Start the command of an earlier run again, from its manifest and under its profile.
+"""Starts the command of an earlier run again, under the profile in the manifest of that run.
 
-First, the differences from the original run are reported. Its folder stays unchanged: the new run
-writes into a new folder next to it.
+First, the differences from the original run are reported. The new run writes into a new folder.
+The folder of the original run stays unchanged.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _FORBIDDEN = (Impact.CHANGES, Impact.MAY, Impact.PROGRAM)
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """A command to start, and its differences from the original run."""
+    """A command to start again, and its differences from the original run."""
 
     run: Path  #: The folder of the original run.
     into: Path  #: The folder of the new run.
@@ -85,7 +85,7 @@ class Rerun:
     started: Started
     command: tuple[str, ...]
     comparison: SnapshotDiff  # the original run on the left, this machine on the right
-    changed: str = ""  # digest of the current profile files or an error, if they have changed
+    changed: str = ""  # if the profile files have changed: their digest or an error
     strict: bool = False  # refuse to start with a difference that may change results
 
     @property
@@ -121,7 +121,7 @@ class Rerun:
         return shareable(self.command, secret_values(os.environ))
 
     def start(self) -> NoReturn:
-        """Replace this process by the command; raises as `application.launch.start`."""
+        """Replace this process by the command. Raises the same errors as `launch.start`."""
         os.chdir(self.started.folder)
         job, profile = self.started.hydra, self.resolved.to_json()
         words = job.task if job else self.started.command
@@ -154,12 +154,12 @@ class Rerun:
 def prepare(
     name: str, command: Sequence[str] = (), into: str = "", *, strict: bool = False
 ) -> Rerun:
-    """Prepare to repeat the run with the folder or the manifest `name`.
+    """Return the `Rerun` of the run whose folder or manifest is `name`.
 
-    `command` replaces the command of the manifest, and `into` the default folder next to the run.
-    With `strict`, a difference that may change results forbids the start. Imports torch. Raises
-    `ProfileError` for a missing or damaged manifest, for hidden arguments, and for a folder or a
-    program that no longer exists.
+    `command` replaces the command of the manifest. `into` is the folder of the new run. By default
+    it is next to the folder of the original run. With `strict`, a difference that may change
+    results forbids the start. Imports torch. Raises `ProfileError` if the manifest is missing or
+    damaged or hides arguments, or if the working directory or the program no longer exists.
     """
     path = Path(name)
     if not os.path.exists(path):  # noqa: PTH110 - never raises
@@ -285,14 +285,14 @@ def _original_command(name: str, path: Path, started: Started) -> tuple[str, ...
 
 
 def _program(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split a Python command line before the program."""
+    """Split a Python command line into interpreter with options, and program with arguments."""
     _, program = interpreter_line(command[1:])
     number = len(command) - len(program)
     return tuple(command[:number]), tuple(command[number:])
 
 
 def _script(path: Path, words: Sequence[str], *, is_explicit: bool) -> Path | None:
-    """Return the script of a command; raises `ProfileError` if the program does not exist."""
+    """Return the script of a command, if any. Raises `ProfileError` if the program is missing."""
     program_of(words)
     program = _program(words)[1] if is_python(words[0]) else ()
     if not program or program[0] in ("-c", "-m"):
@@ -324,10 +324,10 @@ def _differences(
     comparison = compare(original, of_contents(HERE, "manifest", today))
     rows = []
     for row in comparison.differences:
-        # A knob that was late will be late again: the command is started in the same way.
+        # A knob that was set too late will be too late again: the command starts in the same way.
         if row.section not in _COMPARED or row.left == Outcome.TOO_LATE:
             continue
-        # A launcher sets these in each of its processes.
+        # A launcher sets such variables and the number of threads in each process.
         exported = row.section == "environment" and row.right is None
         threads = (row.section, row.key) == ("hardware", "threads")
         if not (started.ranked and (exported or threads)):
@@ -337,7 +337,10 @@ def _differences(
 
 
 def _changed_profile(resolved: ResolvedProfile, started: Started) -> str:
-    """Return the digest of the current profile files, or the error, if they have changed."""
+    """Return the current digest if the profile files have changed, else an empty string.
+
+    If the files cannot be read, return the error instead of a digest.
+    """
     # Under Hydra the files may belong to the app, so only Hydra's config source can read them.
     asked = resolved.asked
     if started.by == HYDRA or not asked or any(HIDDEN in word for word in asked):

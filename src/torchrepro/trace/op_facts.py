@@ -1,4 +1,4 @@
-"""Facts about ops: the text of their arguments, and which tensors they read, write, and share."""
+"""Describes ops: the text of the arguments, and the tensors that an op reads, writes or shares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LITERALS = (
 def call_text(args: Any, kwargs: Any) -> str:
     """Return the arguments of a call in Python syntax, with `_` for a tensor.
 
-    A string is redacted if the name of its argument sounds secret.
+    A string is redacted if its keyword suggests a secret, such as ``token``.
     """
     words = [value_text(value) for value in args]
     words += [
@@ -34,7 +34,7 @@ def call_text(args: Any, kwargs: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return one value in Python syntax, or the name of its type if it has none."""
+    """Return a value in Python syntax. For a non-literal, return the name of the type."""
     if isinstance(value, torch.Tensor):
         return "_"
     if isinstance(value, list | tuple):
@@ -43,14 +43,14 @@ def value_text(value: Any) -> str:
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return the tensors in a nested value, in their order."""
+    """Return the tensors in a nested value, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def shape_of(tensor: Any) -> tuple[Any, ...]:
-    """Return shape and dtype of a tensor, and its device if that is not the CPU.
+    """Return the shape and dtype of a tensor, and the device if the tensor is not on the CPU.
 
-    Omits the number of a ragged size, which depends on earlier tensors of the process.
+    Writes ``ragged`` in place of a symbol such as ``j1``, which depends on earlier nested tensors.
     """
     try:
         shape = tensor.shape
@@ -62,7 +62,7 @@ def shape_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def shapes_text(shapes: Any) -> str:
-    """Return dtypes, shapes, and devices other than the CPU, as in ``float32[32, 64] cuda:0``."""
+    """Return the text of shapes, as in ``float32[32, 64] cuda:0``. Omits the device for the CPU."""
     return ", ".join(
         " ".join(
             [
@@ -139,13 +139,13 @@ COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpFacts:
-    """What one op does to its inputs, and which outputs are fingerprinted."""
+    """Facts about one op: the effects on its inputs, and the outputs that are fingerprinted."""
 
-    op: Any  # the op itself; kept alive, so that its id is not reused
+    op: Any  # kept alive, so that the id of the op is not reused
     name: str  # as in ``aten::add.Tensor``
     transparent: bool = False
     view: bool = False
-    rebinds: bool = False  # gives a tensor other memory, which is read when an op uses it
+    rebinds: bool = False  # replaces the memory of a tensor; the next op reads the new memory
     overwrites: bool = False
     allocates: bool = False
     collective: bool = False
@@ -154,16 +154,16 @@ class OpFacts:
     scratch: tuple[int, ...] = ()  # positions of the outputs that are not fingerprinted
     scratch_arguments: tuple[int, ...] = ()  # positions of the arguments that are workspace
     compiled: bool = False  # runs a region that inductor has compiled
-    counted: bool = True  # autograd counts its writes; not in lists, nor `UNDECLARED_WRITES`
+    counted: bool = True  # autograd counts its writes, except in lists and `UNDECLARED_WRITES`
     keeps: bool = False  # keeps values of its first input unchanged
     writes: bool = False  # writes any of its arguments
     view_of_first: bool = False  # a view of its first argument, which is a tensor
     single: bool = False  # creates or writes exactly one tensor, which it returns
-    single_written: bool = False  # and that is its first argument, written in place and counted
-    fresh: bool = False  # torch passes tensors through it that it creates from Python or numpy
+    single_written: bool = False  # as `single`, and writes its first argument in place
+    fresh: bool = False  # torch calls it on tensors that it creates from Python or numpy
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the tensors that a call has written in place, each once."""
+        """Return the tensors that a call has written in place, without duplicates."""
         values = [args[position] for position in self.written if position < len(args)]
         if kwargs:
             values += [kwargs[name] for name in self.written_names if name in kwargs]
@@ -177,10 +177,10 @@ class OpFacts:
 
 
 def facts_of(op: Any) -> OpFacts:
-    """Return the facts of an op overload, from its schema and the tables above.
+    """Return the facts of an op overload, from its schema and the tables in this module.
 
-    ``_schema`` is private, but torch's own modes use it; the public ``torch.library.infer_schema``
-    only takes functions. An op without a schema has only a name and is assumed to write nothing.
+    ``_schema`` is private, but torch's own modes use it. ``torch.library.infer_schema`` is public,
+    but accepts only functions. An op without a schema is assumed to write no arguments.
     """
     schema = getattr(op, "_schema", None)
     if schema is None:
@@ -237,7 +237,7 @@ def facts_of(op: Any) -> OpFacts:
 
 
 def _returns_memory_of_first(schema: Any) -> bool:
-    """Whether an op returns the memory of its first argument: they have the same alias set."""
+    """Whether an op returns the memory of its first argument, according to the schema."""
     if not schema.arguments or not schema.returns or str(schema.arguments[0].type) != "Tensor":
         return False
     first, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info

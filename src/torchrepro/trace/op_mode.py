@@ -1,4 +1,4 @@
-"""The dispatch mode that records every op of a thread."""
+"""The `TorchDispatchMode` that records every op of a thread."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ MANY = 1000
 
 _LOADER_MODULES = "torch.utils.data"
 _FAKE_TENSORS = (
-    "torch._subclasses"  # fake tensors of a compiler or an exporter; they have no values
+    "torch._subclasses"  # fake tensors of a compiler or an exporter, which have no values
 )
 _NUMBER_TYPES = frozenset({bool, int, float, complex})
 _VALUE_TYPES = _NUMBER_TYPES | {str, bytes}
 """The types of results that are not tensors but recorded, by value."""
-_DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__  # of a lazy parameter, without a shape yet
-_facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
+_DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__  # of lazy parameters, which have no shape yet
+_facts: dict[int, OpFacts] = {}  # by id, because hashing an op is slow
 
 # Torch has no public way to remove a mode from the middle of its thread's stack. These private
-# functions read and change the stack and report whether a backward pass runs. If one is missing,
-# modes stay on the stack and do nothing.
+# functions read and change the stack, and report whether a backward pass runs. If one is missing,
+# paused modes stay on the stack and record nothing.
 _read_stack: Any = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
 _push_mode: Any = getattr(_python_dispatch, "_push_mode", None)
 _pop_mode: Any = getattr(_python_dispatch, "_pop_mode", None)
@@ -74,10 +74,10 @@ _NO_PASS = -1
 
 
 class RecordTemplate:
-    """The fields shared by all records of one op at one call site with the same shapes.
+    """The fields that records with the same op, phase, call site and shapes share.
 
     Steps repeat, so the next record nearly always has one of the last two templates that followed
-    this one. Comparing it with these costs less than a lookup.
+    this template. Comparing the record with these two is faster than a lookup in a dictionary.
     """
 
     __slots__ = (
@@ -98,16 +98,16 @@ class RecordTemplate:
         self.shapes: Any = ()
         self.site = 0
         self.arguments: dict[bytes, int] = {b"": 0}  # numbers of recent plain arguments, by key
-        self.following = self  # the template that followed last; itself if none did
-        self.before = self  # the other template that followed before that one
+        self.following = self  # the template that followed last; at first, this template
+        self.before = self  # the template that followed before `following` did
 
 
 class RecordingMode(TorchDispatchMode):
     """Records every op that torch dispatches on one thread.
 
-    That includes the thread's backward passes: autograd runs them under the modes of the thread
-    that started them. The mode does not change how the program runs: compiled code stays compiled
-    and counts as one op, higher-order ops work, and subclasses of Tensor dispatch first.
+    Ops of backward passes are recorded too, because autograd runs a backward pass under the modes
+    of the thread that started it. The program runs as without the mode. A compiled region stays
+    compiled and is recorded as one op. Subclasses of Tensor dispatch before the mode.
     """
 
     supports_higher_order_operators = True
@@ -119,10 +119,10 @@ class RecordingMode(TorchDispatchMode):
         self.now = now
         self.details = details
         self.state = state
-        # Only details need a lock, since threads share them. Without details there is none: a
-        # thread that waits for the end of a step would record its op in the next step.
+        # Only details need a lock, because threads share them. Without details no lock is used: a
+        # thread that waited until a step ends would record its op in the next step.
         self.lock = nullcontext() if details is None else state.lock
-        self.rereads_inputs = state.request.detail  # even if they are in the cache
+        self.rereads_inputs = state.request.detail  # also inputs with a digest in the cache
         self.buffer = state.buffer
         self.cache = state.cache
         self.entries = state.cache.entries
@@ -139,9 +139,9 @@ class RecordingMode(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Leave compiled code compiled in older torch, which lacks `ignore_compile_internals`.
+        """Return True in older torch, which lacks `ignore_compile_internals`.
 
-        Its compiler falls back to eager code under any mode that is not part of torch.
+        Under a mode that is not an infra mode, the older compiler falls back to eager code.
         """
         return not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
@@ -170,8 +170,8 @@ class RecordingMode(TorchDispatchMode):
             return self._run_transparent(facts, args, kwargs)
         if self.details is not None or facts.compiled:
             return self._run_with_details(facts, args, kwargs or {})
-        # The path of nearly every op. It is inlined on purpose: an op takes microseconds, so each
-        # function call would add a hundredth to the time of recording.
+        # Nearly every op takes this path. It is inlined on purpose: an op takes microseconds, so
+        # each function call would make recording one percent slower.
         cache, entries = self.cache, self.entries
 
         inputs: list[Any] = []
@@ -208,7 +208,7 @@ class RecordingMode(TorchDispatchMode):
                 dtype = result.dtype
                 try:
                     start = result.is_cpu and result.is_contiguous() and result.data_ptr()
-                    # Autograd counts the write only after this.
+                    # Autograd counts the write only after this mode returns.
                     version = result._version + facts.single_written  # noqa: SLF001 - see `version_of`
                     shapes: Any = ((result.shape, dtype),)
                 except RuntimeError:  # nested, sparse, without memory or without a version
@@ -227,7 +227,7 @@ class RecordingMode(TorchDispatchMode):
             elif facts.view_of_first and inputs and inputs[0].__class__ is bytes:
                 base = inputs[0]
                 if base[:4] not in PLACEHOLDERS:
-                    # The version is the base's: autograd lets the view share it only after this.
+                    # Autograd gives the view the version of its base after this mode returns.
                     version = version_of(args[0])
                     digest = xxh3_64_digest(base + key)
                     entries[address(result)] = ref(result), version, digest, VIEW
@@ -280,11 +280,11 @@ class RecordingMode(TorchDispatchMode):
         if self.details is not None:
             read = args[1:] if facts.overwrites else args
             before = self.details.before(self.origin.of(facts, args)[1], read, kwargs)
-        # A compiled region empties the list of its inputs; no schema says which it writes.
+        # Find the written inputs now: a compiled region empties the list, and has no schema.
         written = _written_by_region(args) if facts.compiled else []
         returned = facts.op(*args, **kwargs)
         if facts.compiled:
-            self.cache.entries.clear()  # it may have written anywhere
+            self.cache.entries.clear()  # the region may have written any memory
         result = (returned, written) if facts.compiled else returned
         key = _key_of(plain)
         outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
@@ -318,9 +318,9 @@ class RecordingMode(TorchDispatchMode):
         return fingerprints, shapes
 
     def _note_uninitialized_reads(self, facts: OpFacts, args: Any, result: Any) -> None:
-        """Note the uninitialized memory that an op has read, and whether it made the result NaN.
+        """Note reads of uninitialized memory by an op, and whether such a read made a result NaN.
 
-        An op that only passes memory on, or uses only its shape, does not read it.
+        Views, copies and allocations are not reads, because they compute nothing from the values.
         """
         inputs, self.cache.uninitialized_inputs = self.cache.uninitialized_inputs, []
         if facts.view or facts.keeps or facts.allocates:
@@ -352,7 +352,7 @@ class RecordingMode(TorchDispatchMode):
         outputs: Any,
         shapes: Any,
     ) -> None:
-        """Append a record, nearly always with the template that followed the last time."""
+        """Append a record. Tries two likely templates before a lookup (see `RecordTemplate`)."""
         phase, call_site = self.origin.of(facts, args)
         template = self._last.following
         if (
@@ -407,13 +407,13 @@ class RecordingMode(TorchDispatchMode):
         generator = next((value for value in values if isinstance(value, torch.Generator)), None)
         if generator is not None and template.call_site is not None:
             self._note_seed(source_of(template.call_site), generator)
-        if len(template.arguments) >= FEW:  # they may differ in every step
+        if len(template.arguments) >= FEW:  # arguments that differ in every step would fill it
             template.arguments = {b"": 0}
         template.arguments[key] = number
         return number
 
     def _note_seed(self, source: str, generator: Any) -> None:
-        # A loader's generators are seeded from the global one.
+        # Ignores the generators of loaders: these are seeded from the global generator.
         modules = (str(frame.f_globals.get("__name__")) for frame in frames())
         if len(self.state.seeds) < MANY and not any(_LOADER_MODULES in name for name in modules):
             first = *self.state.position(), str(generator.initial_seed())
@@ -424,7 +424,7 @@ _is_none = partial(is_, None)  # by identity: some classes raise when compared
 
 
 def _key_of(plain: list[Any]) -> bytes:
-    """Return bytes that are equal if and only if the values and their types are equal."""
+    """Return a key of `plain`. Equal keys mean equal values of equal types."""
     if not plain:
         return b""
     try:
@@ -434,17 +434,17 @@ def _key_of(plain: list[Any]) -> bytes:
 
 
 def _written_by_region(args: Any) -> list[Any]:
-    """Return the tensors that a compiled region is about to write in place, from its graph.
+    """Return the inputs that a compiled region will write in place.
 
     `args` are the arguments of inductor's higher-order op: the callable and the list of inputs. If
-    the graph is not available, returns all inputs, since the region may write any of them.
+    the graph of the region is not available, returns all inputs, as any of them may be written.
     """
     callable_, inputs = args[0], list(args[1])
     graph = getattr(getattr(callable_, "original_gm", None), "graph", None)
     if graph is None:
         return inputs
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    # After functionalization, a write in place is a final copy into the input.
+    # Functionalization replaces a write in place by a copy into the input at the end.
     written = {
         node.args[0]
         for node in graph.nodes
@@ -458,11 +458,11 @@ def _written_by_region(args: Any) -> list[Any]:
 
 
 class SuspendedMode:
-    """Removes an idle mode from the stack of its thread, and restores the mode when it is needed.
+    """Removes a paused recording mode from the mode stack of a thread, and restores it later.
 
-    Even an idle mode costs a Python call for every op. But a stack can be changed only on its own
-    thread, and not during a backward pass: autograd restores the stack from the start of the
-    pass. So modes stay on the stack if steps end during backward passes, or on several threads.
+    Even a paused mode costs a Python call for every op. A stack can be changed only on its own
+    thread, and not during a backward pass: after the pass, autograd restores the earlier stack. So
+    a mode stays on the stack if steps end during backward passes, or on several threads.
     """
 
     def __init__(self) -> None:
@@ -471,7 +471,7 @@ class SuspendedMode:
         self._is_allowed = _STACK_IS_KNOWN
 
     def suspend(self, modes: Collection[Any]) -> None:
-        """Remove the one of `modes` that is on this thread's stack, at any depth."""
+        """Remove the first of `modes` that is on this thread's stack, at any depth."""
         self._is_allowed = self._is_allowed and _backward_pass() == _NO_PASS
         if not self._is_allowed:
             return
@@ -481,9 +481,10 @@ class SuspendedMode:
             _remove_from_stack(mode)
 
     def restore(self) -> bool:
-        """Insert the mode at the bottom of its stack; return False if its thread still lacks it.
+        """Insert the removed mode at the bottom of the stack of its thread.
 
-        Modes that the program has entered since stay above it, as the program exits them first.
+        Returns False during a backward pass, or if that thread is alive but not this thread. Modes
+        that the program has entered since stay above, because the program exits them first.
         """
         self._restore_own()
         if self._thread is not None and self._thread.is_alive():
@@ -492,12 +493,12 @@ class SuspendedMode:
         return True
 
     def before_backward(self) -> None:
-        """Restore the mode of this thread if steps end during the backward pass that begins now."""
+        """Restore the removed mode before a backward pass, if `restore` has failed earlier."""
         if not self._is_allowed:
             self._restore_own()
 
     def end(self, mode: Any) -> None:
-        """Move `mode` to the top of this thread's stack, so that its `__exit__` pops it."""
+        """Move `mode` to the top of this thread's stack, so that exiting `mode` removes it."""
         if _STACK_IS_KNOWN:
             _remove_from_stack(mode)
             _push_mode(mode)
@@ -510,7 +511,7 @@ class SuspendedMode:
 
 
 def _modes_of_thread() -> list[Any]:
-    """Return the modes on this thread's stack, the outermost first, without torch's own modes."""
+    """Return the modes on this thread's stack, outermost first. Omits the modes of torch itself."""
     return [mode for mode in _read_stack() if getattr(mode, "_mode_key", None) is None]
 
 

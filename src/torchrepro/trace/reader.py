@@ -1,6 +1,6 @@
-"""Reads the traces of a recorded run, and validates each file before it is used.
+"""Reads the traces of a recorded run. Each file is validated before its content is used.
 
-A trace may come from an untrusted source: reading one runs no code from it, in bounded time.
+A trace may come from an untrusted source. Reading takes bounded time and runs no code from it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ META: Mapping[str, Any] = {
 
 
 class Trace:
-    """The trace of one process, as its file is when it is opened.
+    """A snapshot of the trace of one process, taken when the file is opened.
 
-    Raises `TraceError` if the file is not a trace, is damaged, or has another format. Without
-    `records`, the records and their details are not validated and must not be read.
+    Raises `TraceError` if the file is not a trace, is damaged, or has another format. With
+    `records=False`, records and details of records are not validated and must not be read.
     """
 
     def __init__(self, path: Path, *, records: bool = True) -> None:
@@ -100,7 +100,7 @@ class Trace:
             with ExitStack() as if_it_fails:
                 self._connection = if_it_fails.enter_context(closing(_connect(path)))
                 _check_tables(self._connection, path)
-                # All rows together have at most as many bytes as the file and its log.
+                # All rows together cannot have more bytes than the file and the log.
                 files = path, path.with_name(f"{path.name}-wal")
                 size = self._left = sum(file.stat().st_size for file in files if file.exists())
                 self.meta = self._read_meta()
@@ -149,7 +149,7 @@ class Trace:
         return meta
 
     def _read_steps(self) -> None:
-        # A recording has every step from 0, or from the first requested step, on.
+        # Step numbers are consecutive. They start at 0, or at the first requested step.
         following, after = (self.meta.get("steps") or [0])[0], 1
         for row in self._rows("step", "order by step"):
             number, first, records, parts, read, level, finished, *rest = row
@@ -177,7 +177,7 @@ class Trace:
             raise ValueError(f"it has {len(self.steps)} steps, not {self.meta.get('rows')}")
 
     def _read_texts(self, step: int, names: Any, losses: Any) -> int:
-        """Read the texts of a step; return the number of the thread that ended it."""
+        """Read the texts of a step, and return the number of the thread that ended the step."""
         sites = [Site(*words) for words in names.get("sites", ())]
         arguments, threads = names.get("arguments", ()), names.get("threads", ())
         ended_by, *loss_threads = map(int, names.get("by") or [MAIN] * (len(losses) + 1))
@@ -186,7 +186,7 @@ class Trace:
             for (value, mark, source), thread in zip(losses, loss_threads, strict=True)
         ]
         texts = chain(*map(astuple, sites), arguments, threads, (loss.source for loss in of_step))
-        "".join(texts).encode()  # raises if one of them is not valid text
+        "".join(texts).encode()  # raises if one of them is not valid Unicode text
         self.sites |= enumerate(sites, len(self.sites) + 1)
         self.arguments |= enumerate(arguments, len(self.arguments))
         self.threads |= enumerate(threads, len(self.threads))
@@ -247,11 +247,11 @@ class Trace:
 
     @property
     def ended_steps(self) -> int:
-        """The number of the program's steps; ops after the last step do not count as one."""
+        """The number of steps that the program ended. Ops after the last step do not count."""
         return sum(row.finished for row in self.steps.values())
 
     def level_of(self, number: int) -> str:
-        """Return the level of a step; of one that was not recorded, the level it would have."""
+        """Return the level of a step, also of a step that was not recorded."""
         row = self.steps.get(number)
         if row is not None:
             return row.level
@@ -259,7 +259,7 @@ class Trace:
         return level_of_step(number, asked, self.meta.get("every") or 1)
 
     def ends_before(self, number: int) -> bool:
-        """Whether the trace proves that the program did not end the step of this number."""
+        """Whether the trace proves that the program ended before it finished step `number`."""
         asked = self.meta.get("steps")
         row = self.steps.get(number)
         return not (
@@ -269,7 +269,7 @@ class Trace:
         )
 
     def outlines(self, step: int) -> Iterator[Outline]:
-        """Yield the outlines of a step's records, without values; nothing if it was dropped."""
+        """Yield the outlines of the records of a step. Yields nothing if the step was dropped."""
         row = self.steps[step]
         rows = self._connection.execute(
             "select outline from part where first >= ? and first < ? order by first",
@@ -278,13 +278,13 @@ class Trace:
         return (unpacked(content) for (content,) in rows)
 
     def parts(self, step: int) -> Iterator[Part]:
-        """Yield the records of a step in parts that fit into memory; nothing if it was dropped."""
+        """Yield the parts of a step, which fit into memory. A dropped step has no parts."""
         row = self.steps[step]
         condition = "where first >= ? and first < ? order by first"
         return self._parts(condition, row.first, row.first + row.records)
 
     def parts_before(self, record: int) -> Iterator[Part]:
-        """Yield the parts that begin before a record, last part first; a part may contain it."""
+        """Yield the parts that begin before `record`, last part first. One may contain `record`."""
         return self._parts("where first < ? order by first desc", record)
 
     def _parts(self, condition: str, *values: int) -> Iterator[Part]:
@@ -314,7 +314,7 @@ class Trace:
         )
 
     def tensors(self, record: int) -> list[tuple[str, int, str, str, bytes]]:
-        """Return role (``input``, ``output``), position, dtype, shape, bytes of kept tensors."""
+        """Return role (``input``, ``output``), position, dtype, shape and bytes of kept tensors."""
         return self._connection.execute(
             "select role, position, dtype, shape, data from tensor"
             " where record = ? order by role, position",
@@ -341,10 +341,10 @@ def _fits(value: Any, expected_type: Any) -> bool:
 
 
 def _connect(path: Path, *, is_immutable: bool = False) -> sqlite3.Connection:
-    """Open a snapshot of a file for reading. Raises `ValueError` if it is not a regular file.
+    """Open a snapshot of a SQLite file for reading. Raises `ValueError` if a file is not regular.
 
-    Views and triggers run only if a query names their tables; `_check_tables` rejects a file that
-    has any.
+    Views and triggers in a file run only when a query uses them. `_check_tables` rejects a file
+    that has views or triggers.
     """
     logs = [path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal")]
     for file in (path, *(log for log in logs if log.exists())):
@@ -356,7 +356,7 @@ def _connect(path: Path, *, is_immutable: bool = False) -> sqlite3.Connection:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
         for pragma in ("trusted_schema = off", "cell_size_check = on", "query_only = on"):
             connection.execute(f"pragma {pragma}")
-        connection.execute("begin")  # a snapshot: a running process adds rows
+        connection.execute("begin")  # one snapshot, although a running process adds rows
         connection.execute("pragma schema_version")  # the first statement that reads the file
     except BaseException as error:
         connection.close()
@@ -371,7 +371,7 @@ def _connect(path: Path, *, is_immutable: bool = False) -> sqlite3.Connection:
 
 
 def _tables(connection: sqlite3.Connection) -> _Tables:
-    """Return the type and the SQL of each table, view, index or trigger by name; at most 100."""
+    """Return type and SQL of tables, views, indexes and triggers, by name. Reads at most 100."""
     master = connection.execute("select name, type, sql from sqlite_master")
     rows = master.fetchmany(100)
     return {str(name): (str(type_), " ".join(str(sql).split())) for name, type_, sql in rows}
@@ -408,16 +408,16 @@ def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
-    """Return the traces of a recorded run, by rank and by the order in which they began.
+    """Return the traces of a recorded run, sorted by rank and then by the start of the process.
 
-    Raises `TraceError` if the folder does not exist, has no trace, or has a damaged one.
-    Without `records`, only the facts about the run and its steps can be read.
+    Raises `TraceError` if the folder does not exist, has no trace, or has a damaged trace.
+    With `records=False`, only facts about the run and about its steps can be read.
     """
     path = Path(folder)
     if os.path.isfile(path):  # noqa: PTH113 - never raises
         todo = "name the folder of the recording"
         raise TraceError.about("is a file", found=str(folder), todo=todo)
-    if not os.path.isdir(path):  # noqa: PTH112 - see above
+    if not os.path.isdir(path):  # noqa: PTH112 - never raises
         raise TraceError.about("no such folder", found=str(folder), **_hint_of_neighbours(path))
     files = path.glob(f"rank*{SUFFIX}")
     by_number = sorted(files, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
@@ -434,9 +434,9 @@ def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
 
 
 def _has_rows(path: Path) -> bool:
-    """Whether a trace has rows; a process killed before its first step leaves empty tables.
+    """Whether a trace has rows. Tables are empty if a process was killed in its first step.
 
-    True for a file that is not a valid trace, so that opening it raises the error.
+    Returns True for an invalid file, so that the caller opens the file and gets the error.
     """
     try:
         with closing(_connect(path)) as connection:
@@ -451,10 +451,10 @@ def _has_rows(path: Path) -> bool:
 
 
 def steps_so_far(folder: Path) -> int:
-    """Return how many steps a run has ended up to now, in its process with the most steps.
+    """Return how many steps a run has ended so far. Of several processes, the most steps count.
 
-    Opens a file only after its write-ahead log exists: from then on a reader does not block the
-    writer (https://sqlite.org/wal.html#concurrency).
+    A trace is opened only once its write-ahead log exists, because from that moment a reader does
+    not block the writer (https://sqlite.org/wal.html#concurrency).
     """
     ended = [0]
     for log in folder.glob(f"rank*{SUFFIX}-wal"):
@@ -467,7 +467,7 @@ def steps_so_far(folder: Path) -> int:
 
 
 def _hint_of_neighbours(path: Path) -> dict[str, str]:
-    """Return the hint of an error: recordings beside a folder that does not exist."""
+    """Return a hint for the error about a missing folder: recordings in the parent folder."""
     parent = path.parent
     names = sorted(neighbour.name for neighbour in parent.iterdir()) if parent.is_dir() else []
     recorded = [name for name in names if any((parent / name).glob(f"rank*{SUFFIX}"))]

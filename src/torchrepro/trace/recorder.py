@@ -1,4 +1,4 @@
-"""Public functions: record a `with` block, and end a step. Also records a whole process."""
+"""Starts the recording of a `with` block or of a process, and ends steps of a recording."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     every: int = 1,
     max_size: int | str | None = None,
 ) -> Iterator[Recording]:
-    """Record what the program computes within the block into `folder`, which is new or empty.
+    """Record the computations of the block into `folder`, which must be new or empty.
 
-    Records this thread and threads started within the block. `level` is ``op``, ``module`` or
-    ``step``; `steps` are the first and last step to record; `keep` are patterns of modules whose
-    tensors are kept; `statistics` adds the numbers that ``compare`` needs for tolerances; `detail`
-    reads every input again. With `every`, steps 0, `every`, 2 * `every` and so on are recorded at
-    `level`, all others at ``step``. `max_size`, in bytes or as in ``"500MB"``, limits the size of
-    the recording on disk; each rank has an equal share. To stay below it, the records of the oldest
-    steps are dropped: steps in full first, except the last two, which are dropped last.
+    Records this thread, and threads that start within the block. `level` is ``op``, ``module`` or
+    ``step``. `steps` are the first and the last step to record. `keep` has patterns of modules, and
+    the tensors of these modules are stored. `statistics` adds values that ``compare`` needs for a
+    tolerance. `detail` reads every input again. With `every`, steps 0, `every`, 2 * `every` and so
+    on are recorded at `level`, all other steps at ``step``. `max_size` limits the size on disk, in
+    bytes or as in ``"500MB"``. Each rank has an equal share of `max_size`. To stay below the share,
+    the oldest records are dropped: first steps at `level` except the last two, then steps at
+    ``step``, then the last two steps at `level`.
 
-    A step ends at each call of an optimizer's ``step()``, or of `torchrepro.end_step` (or the
-    recording's ``end_step``). Steps are numbered from 0: several backward passes before the call
-    belong to one step, and two optimizers end two steps in one iteration. Ops after the last step
-    are recorded with the number of the step that would follow; in a program without steps, with 0.
-    Imports torch. Raises `TraceError` if the folder is not empty, or if the trace cannot be
-    written, unless `on_unwritable` is ``warn``.
+    A step ends at each call of ``step()`` of an optimizer, of `torchrepro.end_step`, or of
+    ``end_step`` of the recording. Steps are numbered from 0. Several backward passes before the
+    call belong to one step. Two optimizers end two steps in one iteration. Ops after the last step
+    are recorded under the next number, which is 0 in a program without steps. Imports torch. Raises
+    `TraceError` if the folder is not empty. If the trace cannot be written, raises `TraceError`, or
+    only warns if `on_unwritable` is ``warn``.
     """
     request = RecordingRequest(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable),
@@ -69,11 +70,11 @@ def record(  # noqa: PLR0913 - one for each option of a recording
 
 
 _starting = fork_safe_lock()
-_of_process: list[Recording] = []  # of `run --record`; a program may also record itself
+_of_process: list[Recording] = []  # started by `run --record`; a program may also record itself
 
 
 def end_step() -> None:
-    """End a step of all running recordings, for a program without an optimizer.
+    """End the current step of all running recordings, in a program without an optimizer.
 
     Does nothing if no recording is running.
     """
@@ -84,8 +85,9 @@ def end_step() -> None:
 def record_process(request: RecordingRequest, refuse: Callable[[TraceError], None]) -> None:
     """Record this process from now until it ends, for ``torchrepro run --record``.
 
-    `refuse` is called to end the program if its trace cannot be written, unless `on_unwritable` is
-    ``warn``. The fork server of multiprocessing is not recorded, as it runs no code of the program.
+    Calls `refuse` to end the program if the recording cannot start, or if the trace cannot be
+    written and `on_unwritable` is ``stop``. Does not record the fork server of multiprocessing,
+    because that server runs no code of the program.
     """
     if is_fork_server():
         return
@@ -99,8 +101,8 @@ def record_process(request: RecordingRequest, refuse: Callable[[TraceError], Non
     atexit.register(recording.finish)
     leave, process = os._exit, os.getpid()
 
-    # If the main thread calls `os._exit`, to skip the exit handlers of libraries, the program has
-    # done its work, so its trace is complete. Other threads call it to end a program that hangs.
+    # The main thread calls `os._exit` to skip the exit handlers of libraries. The program has done
+    # its work, so the trace is complete. Other threads call `os._exit` to end a hanging program.
 
     @wraps(leave)
     def finish_and_leave(status: int) -> NoReturn:

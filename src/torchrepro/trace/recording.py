@@ -1,7 +1,7 @@
-"""A running recording: it collects records and writes every finished step to the store.
+"""Records a process: collects records, and writes every finished step to the store.
 
-At the end it stores digests of the program's final state. They show writes that no op shows: from
-outside torch, or to an optimizer after its last step.
+At the end, stores digests of the program's final state. They reveal changes that no recorded op
+shows: writes from outside torch, and changes of an optimizer after its last step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     NamedValues = Iterator[tuple[str, str, Any]]
     """Group, name and value of each parameter, buffer, or part of an optimizer."""
 
-_MOST_REPORTED = 64  # of uninitialized reads, of lines that hide ops, of optimizers
+_MOST_REPORTED = 64  # uninitialized reads, lines that hide ops, or optimizers
 _DATAPIPES_INIT = "_sharding_worker_init_fn"  # torch's wrapper of a user's worker_init_fn
 _PARAMETERS, _BUFFERS, _OPTIMIZERS = "parameters", "buffers", "optimizers"
 
@@ -70,15 +70,15 @@ class Recording:
     """The recording of one process, from `start` to `stop`.
 
     With `every`, the level changes between steps: steps that are not recorded in full use
-    `StepLevel`. The full level may be unable to resume: if steps end on several threads, or during
-    backward passes. Then the recording stays at `StepLevel`. Each step stores its level.
+    `StepLevel`. If steps end on several threads or during backward passes, the full level cannot
+    resume, and the recording stays at `StepLevel`. The trace has the level of each step.
     """
 
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
         self.state = RecordingState(request, self.spill)
         self._full: Level = LEVELS[request.level](self.state)
-        self._level = self._full  # of the running step; step 0 is a multiple of every number
+        self._level = self._full  # of the running step; step 0 is always recorded in full
         self._coarse = StepLevel(self.state)
         self._naming = ExitStack()  # names modules while the full level is paused
         self._store: Store | None = None
@@ -88,16 +88,16 @@ class Recording:
         self._losses: list[tuple[Any, Any, str, int]] = []  # tensor, fingerprint, source, thread
         self._gradients: dict[int, list[Any]] = {}  # by thread
         self._arguments: dict[int, list[Any]] = {}  # of optimizers, by thread
-        self._optimizers: dict[int, ReferenceType[Any]] = {}  # by their identity
+        self._optimizers: dict[int, ReferenceType[Any]] = {}  # by the id of the optimizer
         self._parameters_at_start: list[Sequence[Digest]] = []
         """Digests of the parameters of each optimizer whose first step began in this step."""
         self._start_digests: list[str] = []
         """One digest for each optimizer: its parameters when its first step began."""
         self._parallel: list[ReferenceType[DistributedDataParallel]] = []
-        self._replicated = True  # whether DDP keeps all that optimizers update equal on all ranks
+        self._replicated = True  # whether DDP keeps all optimized parameters equal on all ranks
         self._generators = GeneratorStates()
         self._first_states: Mapping[str, str] = {}  # of generators, when the recording began
-        self._files = program_files()  # now, since the main module's file is unknown at the end
+        self._files = program_files()  # now, because the main module's file is unknown at the end
         self._loaders: dict[Hashable, Mapping[str, Any]] = {}
         self._built: int | None = None  # the number of records before the first model
         self._failed = False
@@ -133,7 +133,7 @@ class Recording:
         self.finish()
 
     def finish(self) -> None:
-        """Write the remaining records and mark the trace as complete; for a process that ends.
+        """Write the remaining records, and mark the trace as complete.
 
         Does nothing when called again, or in a forked child.
         """
@@ -158,15 +158,15 @@ class Recording:
                 say(f"{self._store.path}: {self._limit.summary()}")
 
     def abandon(self) -> None:
-        """Stop recording, and do not touch the store: it belongs to another process."""
+        """Stop recording without touching the store, which may belong to the parent process."""
         self._failed, self._store = True, None
         self._full.abandon()
 
     def _ignore_worker(self) -> None:
-        """Do not record a loader's worker: the main process records its batches."""
+        """Stop recording in a worker of a data loader. The main process records the batches."""
         store = self._store
         self.abandon()
-        if store is not None:  # the worker's own store, not that of the process that forked it
+        if store is not None:  # not the parent's store, which a forked child has dropped
             store.discard()
             store.path.unlink(missing_ok=True)
 
@@ -217,9 +217,9 @@ class Recording:
             self._naming.close()
             self._level = self._full
 
-    # Called by the hooks of the training loop (see `watch_training`). A backward pass, or loading a
-    # batch, may begin in one step and end in another, so the full level is notified of the begin
-    # and the end even while it is paused. Batches are recorded in the same way at each level.
+    # The hooks of the training loop call these methods (see `watch_training`). A backward pass, or
+    # the loading of a batch, may begin in one step and end in another. So the full level is called
+    # at begin and end even while it is paused. Batches are recorded in the same way at each level.
 
     def backward_begins(self, losses: Any) -> None:
         source = source_of(call_site_of_program())
@@ -315,14 +315,14 @@ class Recording:
     def _is_replicated(self, optimizer: Any) -> bool:
         """Whether DDP averages the gradients of all parameters of an optimizer over all ranks.
 
-        Not if DDP averages only within a group of ranks, or by a hook of the program, as in local
-        SGD: there ranks may differ on purpose.
+        Returns False if DDP averages within groups of ranks, or by a communication hook of the
+        program, as in local SGD. In these cases, ranks may differ on purpose.
         """
         living = [wrapper for reference in self._parallel if (wrapper := reference()) is not None]
         averaged = {
             id(parameter)
             for wrapper in living
-            # No public API lists hooks. A wrapper whose `__init__` failed has no such list.
+            # No public API lists hooks. A wrapper whose `__init__` failed has no list of hooks.
             if not getattr(wrapper, "_comm_hooks", True)
             if wrapper.process_group.size() == world().size
             for name, parameter in wrapper.module.named_parameters()
@@ -339,8 +339,10 @@ class Recording:
 
     @contextmanager
     def _guarded_write(self) -> Iterator[None]:
-        """Mark that records are being moved to the store, and the recording as failed if an
-        exception, such as ^C, interrupts that: a part of a step would look like a whole step.
+        """Mark the block as a write of records to the store.
+
+        If an exception such as ^C interrupts the block, the next write discards the step and ends
+        the recording. Otherwise a part of a step would look like a whole step.
         """
         self._discard_if_interrupted()
         self._is_writing = True
@@ -468,12 +470,12 @@ def _real(value: Any) -> float | None:
     try:
         value = value.item() if isinstance(value, torch.Tensor) else value
         return None if value is None or isinstance(value, complex) else float(value)
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # noqa: BLE001 - subclasses may raise any error
         return None
 
 
-# The attributes of a loader's iterator are private. If a newer torch lacks one, or if reading one
-# raises, the fact or the loader is omitted.
+# The attributes of a loader's iterator are private. If a newer torch lacks an attribute, the fact
+# is omitted. If reading an attribute raises, the loader is omitted.
 
 
 def _workers_of(iterator: Any) -> int:
@@ -499,8 +501,8 @@ def _end_state(
 ) -> dict[str, dict[str, str]]:
     """Return a digest of each value of the program's final state, by group and name.
 
-    Omits uninitialized memory, which only recorded ops reveal. Without them (`knows_ops` is False)
-    the buffers are those that a checkpoint of a trained model would contain. Waits for devices.
+    Omits uninitialized memory, which is known only if ops were recorded (`knows_ops`). Otherwise,
+    includes only the buffers that a checkpoint of a trained model has. Waits for devices.
     """
     values = [
         named
@@ -530,12 +532,12 @@ def _values_of_modules(state: RecordingState) -> NamedValues:
 
 
 def _buffers_of_trained(optimizers: Iterable[Any]) -> NamedValues:
-    """Yield the buffers of trained models; searches all living objects, as no calls were seen."""
+    """Yield the buffers of trained models, which are found by a search of all living objects."""
     trained = dict.fromkeys(
         id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)
     )
     indices = {parameter: index for index, parameter in enumerate(trained)}
-    # `isinstance` would read the `__class__` of all objects, which initializes lazy ones.
+    # `isinstance` would read `__class__` of all objects, which initializes lazy objects.
     modules = [living for living in gc.get_objects() if issubclass(type(living), torch.nn.Module)]
     built = [module for module in modules if "_modules" in vars(module)]  # `__init__` was called
     inner = {id(child) for module in built for child in module.children()}
@@ -547,8 +549,8 @@ def _buffers_of_trained(optimizers: Iterable[Any]) -> NamedValues:
                 roots.append((min(used), module))
     for number, (_, root) in enumerate(sorted(roots, key=itemgetter(0))):
         for path, module in root.named_modules():
-            # No public API lists the buffers that a checkpoint omits. Without this private name
-            # all buffers are compared, also uninitialized ones.
+            # No public API lists the buffers that a checkpoint omits. If torch lacks this private
+            # name, all buffers are compared, also uninitialized buffers.
             omitted = getattr(module, "_non_persistent_buffers_set", ())
             for name, value in module.named_buffers(recurse=False):
                 if name not in omitted:

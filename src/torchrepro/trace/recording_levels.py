@@ -1,4 +1,4 @@
-"""The levels of recording: every op, the results of modules, or the state after each step."""
+"""The levels of recording: every op, the results of modules, or the steps of optimizers."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ if TYPE_CHECKING:
 Origin = tuple[str, CallSite, str]
 """The phase, the call site and the op of a record."""
 
-_NO_ARGUMENTS = ("params", "param_names")  # keys of an optimizer's groups
+_NO_ARGUMENTS = ("params", "param_names")  # keys of a parameter group that are not arguments
 _encode = json.JSONEncoder(default=value_text).encode
 
 
 def arguments_of(optimizer: Any) -> tuple[str, list[Any]]:
-    """Return the arguments of an optimizer as JSON, one mapping for each group, and as tensors.
+    """Return the arguments of an optimizer as JSON, and those arguments that are tensors.
 
-    The tensors are the arguments that are tensors, as a learning rate may be. Keys of a group that
-    the optimizer has no default for are notes of the program, such as a time, and are omitted: if
-    an op used one, its record would show it. Without any defaults, all keys are arguments.
+    The JSON has one mapping for each parameter group. A learning rate, for example, may be a
+    tensor. Keys without a default in the optimizer are notes of the program, such as a time, and
+    are omitted. If an op used such a note, the record of the op would show it. If the optimizer has
+    no defaults at all, all keys are arguments.
     """
     names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
     names = {*names}.difference(_NO_ARGUMENTS)
@@ -67,9 +68,9 @@ def _first_parts(fingerprints: Iterable[Any]) -> Sequence[Digest]:
 
 
 class Level:
-    """Records what all levels record: batches, and the arguments of optimizers.
+    """The base class of the levels. Records batches, and the arguments of optimizers.
 
-    Methods without a body are notifications that some levels use.
+    The methods without a body are called at events, and some levels override them.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Level:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not record the ops of this thread in the block, which are torchrepro's own."""
+        """Do not record the ops that this thread runs in the block."""
         yield
 
     def backward_begins(self) -> None: ...
@@ -95,17 +96,17 @@ class Level:
     def abandon(self) -> None: ...  # stop recording for good
 
     def resume(self) -> bool:
-        """Record again from the next step on; return False if that is not possible."""
+        """Record again from the next step on. Returns False if that is not possible."""
         return True
 
     def unmatched(self) -> Iterable[str]:
-        """Return the patterns of modules to keep that matched no module."""
+        """Return the patterns of `keep` that matched no module."""
         return self.state.request.keep
 
     def optimizer_begins(
         self, optimizer: Any, call_site: CallSite, closure: Any
     ) -> OptimizerDigests:
-        """Record the arguments of an optimizer that is about to make a step."""
+        """Record an optimizer before its step. Returns digests of arguments and of gradients."""
         arguments = self._record_arguments(optimizer, call_site)
         gradients = [
             parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None
@@ -113,11 +114,11 @@ class Level:
         return arguments, self._digests(gradients)
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
-        """Return the digests of the parameters after an optimizer's step."""
+        """Return digests of the parameters of an optimizer after its step."""
         return self._digests(parameters_of(optimizer))
 
     def parameters_now(self, optimizer: Any) -> Sequence[Digest]:
-        """Return the digests of an optimizer's parameters, before its first step."""
+        """Return digests of the parameters of an optimizer before its first step."""
         if not self.state.wants_step:
             return ()
         with self.paused():
@@ -137,7 +138,7 @@ class Level:
         return xxh3_128_digest(text.encode()), *digests
 
     def batch_ends(self, batch: Any, call_site: CallSite) -> None:
-        """Record a batch; `batch` is None at the end of an epoch."""
+        """Record a batch. At the end of an epoch, `batch` is None."""
         tensors = tensors_in(batch)
         if tensors:
             self._record_tensors(("data", call_site, "DataLoader"), tensors)
@@ -172,14 +173,14 @@ class Level:
 
 
 class StepLevel(Level):
-    """Gradients before, and parameters after, each step of an optimizer."""
+    """Records gradients before each step of an optimizer, and parameters after the step."""
 
     name = "step"
 
     def __init__(self, state: RecordingState) -> None:
         super().__init__(state)
-        # By op and optimizer: what its records have in common, its parameters, and for each
-        # parameter the number of its site and of its argument.
+        # By op and id of the optimizer: the signature that the records share, the parameters, and
+        # for each parameter the number of the site and the number of the argument.
         self._groups: dict[
             tuple[str, int], tuple[Any, list[ReferenceType[Any]], list[int], list[int]]
         ] = {}
@@ -244,7 +245,7 @@ class StepLevel(Level):
 
 
 class ModuleLevel(StepLevel):
-    """As `StepLevel`, and the tensors that every module returns, with their gradients."""
+    """A `StepLevel` that also records the tensors that modules return, and their gradients."""
 
     name = "module"
 
@@ -252,7 +253,7 @@ class ModuleLevel(StepLevel):
         self.resume()
 
     def end_step(self) -> None:
-        """Keep watching modules."""
+        """Keep watching modules. `StepLevel` stops after the first step."""
 
     def pause(self) -> None:
         self._watching.close()
@@ -277,7 +278,7 @@ class ModuleLevel(StepLevel):
 
 
 class OpLevel(Level):
-    """Every op on every thread."""
+    """Records every op on every thread."""
 
     name = "op"
 
@@ -318,8 +319,8 @@ class OpLevel(Level):
         return mode
 
     def _modes(self) -> list[RecordingMode]:
-        # A mode lives as long as its thread, whose stack holds it. Threads may start or end during
-        # this loop.
+        # The stack of a thread keeps a mode alive until the thread ends. Threads may start or end
+        # during this loop.
         references = self._by_thread.valuerefs()
         return [mode for reference in references if (mode := reference()) is not None]
 
@@ -336,7 +337,7 @@ class OpLevel(Level):
 
     def backward_begins(self) -> None:
         self._suspended.before_backward()
-        self.now.optimizer.pop(get_ident(), None)  # a step that raised has not removed itself
+        self.now.optimizer.pop(get_ident(), None)  # still there if the step raised
         self.now.backward.add(get_ident())
 
     def backward_ends(self) -> None:
@@ -347,7 +348,7 @@ class OpLevel(Level):
     ) -> OptimizerDigests:
         digests = super().optimizer_begins(optimizer, call_site, closure)
         self.state.names.name_optimizer_tensors(optimizer)
-        # A closure computes the loss within the step: its ops keep their own call sites.
+        # A closure computes the loss within the step. The ops of a closure keep their call sites.
         if not closure:
             self.now.optimizer[get_ident()] = OptimizerStep(call_site)
         return digests
@@ -357,7 +358,7 @@ class OpLevel(Level):
         return super().optimizer_ends(optimizer)
 
     def batch_begins(self, workers: int) -> None:
-        if workers:  # the order of their messages depends on timing; the batch does not
+        if workers:  # their messages come in any order, but the batch is the same
             self.now.pause_thread()
         else:
             self.now.loading.add(get_ident())
@@ -381,7 +382,7 @@ class OpLevel(Level):
 
     def pause(self) -> None:
         self.now.pause_all()
-        self.state.cache.distrust()  # unrecorded ops may change any other memory
+        self.state.cache.distrust()  # unrecorded ops may write any memory
         self.state.cache.new.clear()
         self._suspended.suspend(self._modes())
 

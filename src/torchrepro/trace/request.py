@@ -1,4 +1,4 @@
-"""A request for a recording; an environment variable passes it to the processes of a run."""
+"""The options of a recording. An environment variable passes them to all processes of a run."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RecordingRequest:
 
     @classmethod
     def inherited(cls, environment: Mapping[str, str]) -> RecordingRequest | None:
-        """Return the request of the run that this process belongs to, or None."""
+        """Return the request of the recorded run that this process belongs to, or None."""
         text = environment.get(VARIABLE)
         if not text:
             return None
@@ -124,7 +124,7 @@ class RecordingRequest:
 def bytes_of(size: Any) -> int:
     """Return a size in bytes, given as a number or a text such as ``500MB``, ``2GiB`` or ``2G``.
 
-    Raises `TraceError` for an invalid size, and for one that is too small for any trace.
+    Raises `TraceError` if the size is invalid, or too small for any trace.
     """
     match = _SIZE.fullmatch(shown(size).strip())
     number = float(match["number"]) if match else 0.0
@@ -140,7 +140,7 @@ def bytes_of(size: Any) -> int:
 
 
 def level_of_step(step: int, level: str, every: int) -> str:
-    """Return the level of a step, if one in `every` steps is recorded at `level`."""
+    """Return `level` if `step` is a multiple of `every`, else the coarsest level."""
     return LEVELS[0] if step % every else level
 
 

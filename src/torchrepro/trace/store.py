@@ -1,6 +1,6 @@
-"""The store of a trace: one SQLite file per rank and process, complete up to its last commit.
+"""Writes traces. Every process of every rank writes one SQLite file.
 
-Also enforces `max_size` while the trace is written.
+The file is complete up to the last commit. `SizeLimit` keeps the file below `max_size`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Store:
 
     Every step is one transaction, so the trace of a killed process has complete steps only.
     https://sqlite.org/atomiccommit.html
-    `clean` redacts texts of the program. With `shrinks`, deleted rows can make the file smaller.
+    `clean` redacts texts of the program. With `shrinks`, `shrink` can make the file smaller.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Store:
         self._clean = clean
         self._meta: dict[str, str] = {}
         self._steps = 0
-        self._sources: dict[str, str] = {}  # of losses, redacted; the same in every step
+        self._sources: dict[str, str] = {}  # redacted source lines of losses, by source line
         self._states: tuple[Mapping[str, str], str] = {}, "{}"
-        self._outline = b"", b"", b""  # the last one: plain, compressed, and its digest
+        self._outline = b"", b"", b""  # of the last part: plain, compressed, and the digest
         self._reset_step()
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         if shrinks:
             self.execute("pragma auto_vacuum = incremental")
-        # Safe if the process is killed at any moment; only a power cut may lose the last steps.
+        # A killed process loses no committed step. Only a power cut may lose the last steps.
         self.execute("pragma journal_mode = wal")
         self.execute("pragma synchronous = normal")
         self.execute(f"pragma wal_autocheckpoint = {CHECKPOINT}")
@@ -124,19 +124,18 @@ class Store:
         self.execute("replace into meta values (?, ?)", rows, many=True)
 
     def add_sites(self, sites: Sequence[Sequence[str]]) -> None:
-        """Add the sites that records refer to; they are numbered from 1 on."""
+        """Add sites. Records refer to a site by number, and the first site has number 1."""
         cleaned = self._cleaned(chain.from_iterable(sites))
         self._names["sites"] += [[*map(cleaned.__getitem__, words)] for words in sites]
 
     def add_arguments(self, texts: Sequence[str]) -> None:
-        """Add the texts of ops' arguments that are not tensors; they are numbered from 1 on."""
-        # Without quotes a text has only numbers and types, so it contains no secret. There may be
-        # new ones in every step.
+        """Add texts of arguments of ops, except tensors. The first text has number 1."""
+        # Only a text with quotes can contain a secret. Cleaning all texts would slow every step.
         cleaned = self._cleaned(text for text in texts if "'" in text or '"' in text)
         self._names["arguments"] += [cleaned.get(text, text) for text in texts]
 
     def add_threads(self, names: Sequence[str]) -> None:
-        """Add the threads that records refer to; they are numbered from 0 on."""
+        """Add names of threads. Records refer to a thread by number. The first has number 0."""
         self._names["threads"] += map(self._cleaned(names).__getitem__, names)
 
     def add_records(self, rows: list[Row]) -> None:
@@ -155,8 +154,8 @@ class Store:
             return
         lengths = [*map(len, input_digests)], [*map(len, output_digests)]
         plain = packed((threads, sites, arguments, *lengths))
-        if plain != self._outline[0]:  # equal outlines are common: steps repeat
-            # A reader relies on at least one byte for each record, so tiny parts stay uncompressed.
+        if plain != self._outline[0]:  # steps repeat, so outlines are often equal
+            # A reader requires at least one byte for each record, so tiny parts stay uncompressed.
             content = zlib.compress(plain, 1 if size >= len(rows) else 0)
             self._outline = plain, content, xxhash.xxh3_128_digest(plain)
         _, content, digest = self._outline
@@ -167,7 +166,7 @@ class Store:
         self._parts += 1
 
     def add_losses(self, rows: Iterable[tuple[float | None, bytes, str, int]]) -> None:
-        """Add losses of the running step: value, fingerprint, source, thread."""
+        """Add losses of the running step. A row is value, fingerprint, source line and thread."""
         for value, fingerprint, source, thread in rows:
             if source not in self._sources:
                 self._sources |= self._cleaned([source])
@@ -177,15 +176,15 @@ class Store:
             self._names["by"].append(thread)
 
     def add_statistics(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Add statistics of outputs: record, position, count, mean, norm, low, high."""
+        """Add statistics of outputs. A row is record, position, count, mean, norm, low and high."""
         self._details["statistics"] += ((*row[:3], *map(_storable_float, row[3:])) for row in rows)
 
     def add_tensors(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Add kept tensors: record, role, position, dtype, shape, data."""
+        """Add kept tensors. A row is record, role, position, dtype, shape and data."""
         self._details["tensor"] += rows
 
     def end_step(self, row: StepRow) -> None:
-        """Add a step and commit everything that belongs to it."""
+        """Add the row of a step, and commit everything that belongs to the step."""
         if row.random is not self._states[0]:  # the same object if no generator changed
             self._states = row.random, json.dumps(dict(row.random))
         details = []
@@ -214,13 +213,13 @@ class Store:
         self.execute("begin")
 
     def bytes_on_disk(self, *, of_log: bool = False) -> int:
-        """Return the size of the trace, or only of its log, including the log's index."""
+        """Return the size in bytes of file, log and index of the log. `of_log` omits the file."""
         ends = ("-wal", "-shm") if of_log else ("", "-wal", "-shm")
         files = [self.path.with_name(self.path.name + end) for end in ends]
         return sum(file.stat().st_size for file in files if file.exists())
 
     def bytes_of_file(self) -> tuple[int, int]:
-        """Return the size of the file after all of the log is moved to it, and the bytes in use."""
+        """Return the bytes of the file once the log is moved to it, and the bytes of used pages."""
         ((pages, free, page),) = self.execute(
             "select page_count, freelist_count, page_size"
             " from pragma_page_count, pragma_freelist_count, pragma_page_size"
@@ -228,7 +227,7 @@ class Store:
         return pages * page, (pages - free) * page
 
     def drop(self, step: int) -> None:
-        """Delete the records of a step and their details; its row stays, marked as dropped."""
+        """Delete the records of a step, and their details. The row of the step stays."""
         ((first, records),) = self.execute(
             "select first, records from step where step = ?", (step,)
         )
@@ -242,9 +241,9 @@ class Store:
         self.execute("update step set seal = ? where step = ?", (seal, step))
 
     def shrink(self, *, file: bool) -> None:
-        """Move the log into the file; with `file`, also remove unused pages from the file.
+        """Move the log into the file. With `file`, also remove unused pages from the file.
 
-        Does not wait for readers: during a read, it does less.
+        Does not wait for readers. While a process reads the trace, part of the log may stay.
         """
         self.execute("commit")
         if file:
@@ -257,10 +256,10 @@ class Store:
         self.execute("begin")
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Mark the trace as complete, add `values` of the run, and close it as a single file.
+        """Add `values` to `meta`, mark the trace as complete, and close it as a single file.
 
-        Knobs that changed to an equivalent value during the run are stored with that value. Raises
-        `TraceError` if the file was removed while it was written.
+        A knob that changed to an equivalent value during the run is stored with the new value.
+        Raises `TraceError` if the file was removed while it was written.
         """
         changes = [change for applied in active_profiles() for change in applied.report.as_good]
         changed = {change.knob: shown(change.now) for change in changes}
@@ -271,14 +270,14 @@ class Store:
             raise TraceError.about("the trace was removed while it was written", str(self.path))
 
     def close(self) -> None:
-        """Commit and close; without `finish`, the trace shows that the run was truncated."""
+        """Commit and close. Only `finish` also marks the trace as complete."""
         self.execute("commit")
         with suppress(sqlite3.OperationalError):  # during a read, the log stays a separate file
             self._connection.execute("pragma journal_mode = delete")
         self._connection.close()
 
     def discard(self) -> None:
-        """Close and roll back to the last commit."""
+        """Roll back to the last commit, and close."""
         with suppress(sqlite3.Error):
             self._connection.execute("rollback")
         self._connection.close()
@@ -286,9 +285,9 @@ class Store:
     def execute(
         self, statement: str, values: Sequence[Any] = (), *, many: bool = False
     ) -> list[Any]:
-        """Run a statement and return its rows. Raises `TraceError` if it fails.
+        """Run an SQL statement and return the resulting rows. Raises `TraceError` if it fails.
 
-        With `many`, run it once for each of `values`.
+        With `many`, run the statement once for each of `values`.
         """
         run = self._connection.executemany if many else self._connection.execute
         try:
@@ -311,12 +310,12 @@ class Store:
 
 
 class SizeLimit:
-    """Keeps a store within its rank's share of `max_size`, by dropping records of old steps.
+    """Drops records of old steps, so that a store stays below `max_size`.
 
-    Each process that a rank starts may use the same share again. Assumes that the next step is at
-    most as large as the largest one up to now. SQLite writes a step to a log and later moves it
-    to the file, where it reuses the space of deleted rows. So three times the size of that step
-    stays free: in the log, in the file, and for the step that is written before the next call.
+    All ranks have equal shares of `max_size`, and every process of a rank may use the whole share.
+    Assumes that the next step is at most as large as the largest so far. SQLite writes a step to
+    the log, and later moves it to the file, into the space of deleted rows. So three times the size
+    of the largest step stays free: in the log, in the file, and for the step before the next check.
     """
 
     def __init__(self, store: Store, size_of_run: int) -> None:
@@ -327,14 +326,14 @@ class SizeLimit:
         self._limit_text = f"{size(self._limit)}{share}"
         self._largest = 0
         self._used = store.bytes_of_file()[1]
-        self._in_full: deque[int] = deque()  # steps in full that have records
-        self._coarse: deque[int] = deque()  # steps at `COARSEST` that have records
+        self._in_full: deque[int] = deque()  # steps recorded in full that still have records
+        self._coarse: deque[int] = deque()  # steps at `COARSEST` that still have records
         self._after_last: int | None = None  # the number of the unfinished step at the end
         self._dropped = array("q")
         self._reported: set[str] = set()
 
     def make_room(self, row: StepRow) -> None:
-        """Make room for the next step; called after `row` was written."""
+        """Make room for the next step. Call this after `row` was written."""
         if not row.finished:
             self._after_last = row.step
         if row.records:
@@ -355,7 +354,7 @@ class SizeLimit:
         self._used = used
         if row.level != COARSEST and row.records and not self._in_full:
             self._report_once("full", self._message_of_no_room())
-        # While the log is moved, both need space: the log, and the growing file.
+        # While the log is moved to the file, the log and the growing file both need space.
         if file + store.bytes_on_disk(of_log=True) + 2 * self._largest > self._limit:
             store.shrink(file=file + 2 * self._largest > self._limit)
             if store.bytes_on_disk() > self._limit:
@@ -368,11 +367,11 @@ class SizeLimit:
 
     @property
     def count(self) -> int:
-        """The number of steps whose records were dropped, including an unfinished last one."""
+        """The number of steps whose records were dropped. An unfinished last step counts too."""
         return len(self._dropped)
 
     def summary(self) -> str:
-        """Return the size of the trace, and which steps have records and which were dropped."""
+        """Return a text: the size of the trace, the steps with records, and the dropped steps."""
         in_full = [step for step in self._in_full if step != self._after_last]
         dropped = [step for step in self._dropped if step != self._after_last]
         used = self._store.bytes_on_disk()
@@ -405,7 +404,7 @@ class SizeLimit:
 
 
 class _Redaction:
-    """Redacts the secrets of this process in texts, including secrets that were set later."""
+    """Redacts the secrets that this process has at the time of the call."""
 
     def __init__(self) -> None:
         self._environment: Mapping[str, str] | None = None
@@ -420,7 +419,7 @@ class _Redaction:
 
 
 def check_share(request: RecordingRequest) -> None:
-    """Raise `TraceError` if the share of this rank is too small for a trace without ops."""
+    """Raise `TraceError` if this rank's share of `max_size` is below the size of an empty trace."""
     ranks = world().size
     if request.max_size is not None and request.max_size // ranks < SMALLEST:
         raise TraceError.about(
@@ -433,8 +432,10 @@ def check_share(request: RecordingRequest) -> None:
 
 
 def open_store(request: RecordingRequest) -> Store:
-    """Create the store of this process, with the next free number of its rank, and describe the
-    process in it. Raises `TraceError` if the folder cannot be written to.
+    """Create the store of this process, and write facts about the process to it.
+
+    The name of the file has the rank and the next free number. Raises `TraceError` if the folder
+    cannot be written to.
     """
     torch: Any = import_module("torch")
     about: dict[str, Any] = {
@@ -501,7 +502,7 @@ def _create_file(folder: Path, rank: int) -> tuple[Path, int]:
 
 
 def _storable_float(value: float | None) -> float | None:
-    """Return a float as SQLite would return it, which stores no NaN and no negative zero."""
+    """Return `value` as SQLite reads it back: NaN becomes None, and -0.0 becomes 0.0."""
     return None if value is None or math.isnan(value) else float(value) + 0.0
 
 

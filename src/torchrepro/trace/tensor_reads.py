@@ -1,4 +1,4 @@
-"""The fingerprint, the size and the version of a tensor, as records need them."""
+"""Reads the fingerprint, the size and the version of tensors for records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _digest = xxhash.xxh3_128_digest
 
 
 def fingerprint_of(tensor: Any) -> Any:
-    """Return the fingerprint of a tensor, or a `Pending` one while its device computes it."""
+    """Return the fingerprint of a tensor, or a `Pending` object while a device computes it."""
     if tensor.is_cpu or tensor.is_meta:
         return fingerprint(tensor)
     return device_fingerprint(tensor)
@@ -28,8 +28,8 @@ def fingerprint_of(tensor: Any) -> Any:
 def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
     """Return the fingerprints of tensors, their shapes, and their total size in bytes.
 
-    Same as `fingerprint_of`, `shape_of` and `size_of` of each tensor, but faster: every attribute
-    of a plain tensor is read once.
+    Equivalent to `fingerprint_of`, `shape_of` and `size_of` for each tensor, but faster, because
+    every attribute of a plain tensor is read only once.
     """
     fingerprints, shapes, total = [], [], 0
     for tensor in tensors:
@@ -49,7 +49,7 @@ def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
                 shapes.append((shape, dtype))
                 total += size
                 continue
-        except RuntimeError:  # as in `fingerprint`
+        except RuntimeError:  # nested, sparse or without memory
             pass
         fingerprints.append(fingerprint_of(tensor))
         shapes.append(shape_of(tensor))
@@ -58,7 +58,7 @@ def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def size_of(tensor: Any) -> int:
-    """Return the size of a tensor's elements in bytes; a sparse tensor counts stored elements."""
+    """Return the size of all elements of a tensor in bytes, or of stored elements if sparse."""
     try:
         return tensor.nbytes  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):
@@ -66,10 +66,10 @@ def size_of(tensor: Any) -> int:
 
 
 def fingerprint_of_plain_result(tensor: Any) -> bytes | None:
-    """Return the fingerprint of a plain contiguous tensor on the CPU, else None.
+    """Return the fingerprint of a plain contiguous tensor on the CPU. Returns None for others.
 
-    Only for a tensor that an op has just written: its memory exists, and no conjugation or negation
-    is pending. So it needs fewer checks than `fingerprint` for the same fingerprint.
+    Call this only for a tensor that an op has just written: the tensor has memory, and no pending
+    conjugation or negation. So fewer checks than in `fingerprint` give the same fingerprint.
     """
     try:
         if (
@@ -88,9 +88,9 @@ def fingerprint_of_plain_result(tensor: Any) -> bytes | None:
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often torch has written `tensor` in place.
+    """Return the version of `tensor`: how often torch has written it in place.
 
-    Inference tensors have no such counter. For them it is how often recorded ops wrote their
+    Inference tensors have no version. For these, returns how often recorded ops wrote to the
     storage, through any view. https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
     """
     try:
@@ -103,7 +103,7 @@ inference_writes: dict[int, int] = {}  # number of writes to inference tensors, 
 
 
 def storage_id(tensor: Any) -> int:
-    """Return a number that all tensors of one storage share; 0 for tensors without a storage."""
+    """Return a number that identifies the storage of a tensor, or 0 without a storage."""
     if tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `BORROWED_NAMES`

@@ -1,9 +1,9 @@
-"""Digests of the values of a program; equal values have equal digests in any two processes.
+"""Computes digests of values of a program. Equal values have equal digests in all processes.
 
 Computing a digest runs no code of the program. Types are compared by identity or `id`, because a
-metaclass may define `__hash__` and `__eq__`. Fields are read by the descriptors of `type` and of
-slots, and content by methods of the builtin base class, because a class may override its methods.
-A class of a library is known only if the loaded library exports that very object.
+metaclass may define `__hash__` and `__eq__`. A class may override its methods, so fields are read
+with the descriptors of `type` and of slots, and content with methods of the builtin base class.
+A class of a library is recognized only if the loaded library exports the same class object.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ PARTLY: Final = b"~"
 MISSING: Final = object()
 """Returned by `field_of` for an attribute that cannot be read without running code."""
 
-ELEMENTS = 50_000  # of containers, in one value
-PLAIN_ELEMENTS = 1_000_000  # of one container, or column of a frame, of numbers and text
-SIZE = 1 << 28  # bytes of text, bytes and arrays, in one value
-DEPTH = 3  # objects within objects
+ELEMENTS = 50_000  # the most elements of all containers in one value
+PLAIN_ELEMENTS = 1_000_000  # the most numbers and texts in one container or column
+SIZE = 1 << 28  # the most bytes of text, bytes and arrays in one value
+DEPTH = 3  # the most objects nested in one another
 
 _module_of = vars(type)["__module__"].__get__
 _name_of = vars(type)["__qualname__"].__get__
@@ -70,9 +70,9 @@ class _BeyondBoundError(Exception):
 
 
 def digest_of(value: Any) -> bytes:
-    """Return 8 bytes that differ if the values differ, or `OPAQUE`, or `NOTHING`. Never raises.
+    """Return the digest of a value: 8 bytes, `OPAQUE` or `NOTHING`. Never raises.
 
-    The 8 bytes are followed by `PARTLY` for a container that has some opaque elements.
+    Different values have different bytes. `PARTLY` is appended if some elements are opaque.
     """
     try:
         if id(type(value)) in NUMBERS or (type(value) is str and len(value) < ELEMENTS):
@@ -87,8 +87,8 @@ def digest_of(value: Any) -> bytes:
 def field_of(value: Any, name: str) -> Any:
     """Return the attribute `name`, or `MISSING` if reading it could run code of the program.
 
-    Reads attributes in the `__dict__` of a module or an instance, in slots, and class variables
-    that are not descriptors. Never raises.
+    Reads the `__dict__` of a module or an instance, slots, and class variables that are not
+    descriptors. Never raises.
     """
     try:
         return _field_of(value, name)
@@ -136,9 +136,9 @@ def _dict_of(value: Any) -> dict[Any, Any]:
 
 
 def _fields_of(value: Any, base: type) -> dict[str, Any] | None:
-    """Return the fields of `value`: its slots and its `__dict__`.
+    """Return the fields of `value` by name, from its slots and its `__dict__`.
 
-    Returns None if it has memory besides these and that of `base`, as instances of C types do.
+    Returns None if `value` has more memory than `base` and the fields use, as C types may.
     """
     cls = type(value)
     memory = _size_of(cls) - _size_of(base)
@@ -165,7 +165,7 @@ def _fields_of(value: Any, base: type) -> dict[str, Any] | None:
 
 
 class _Walk:
-    """The state of computing one digest: what was read, and the enclosing objects."""
+    """Computes one digest. Counts elements and bytes to enforce the limits, and detects cycles."""
 
     def __init__(self) -> None:
         self.elements = self.size = self.depth = 0
@@ -204,7 +204,7 @@ class _Walk:
             raise _BeyondBoundError
 
     def of_elements(self, name: str, elements: Iterable[Any], count: int) -> bytes:
-        """Return the digest of a container, which is opaque if all of its elements are."""
+        """Return the digest of a container, or `OPAQUE` if all elements are opaque."""
         if count > PLAIN_ELEMENTS:
             raise _BeyondBoundError
         row = tuple(elements)
@@ -217,8 +217,10 @@ class _Walk:
         return xxh3_64_digest(_utf8(name) + dumps(row, 2))
 
     def of_values(self, name: str, *values: Any, least: int | None = None) -> bytes:
-        """Return one digest of several values; opaque if fewer than `least` (default: all) are not
-        opaque."""
+        """Return one digest of several values. Returns `OPAQUE` if any value is opaque.
+
+        With `least`, it is enough that this many values are not opaque.
+        """
         digests = [self.digest(value) for value in values]
         if len(digests) - digests.count(OPAQUE) < (len(values) if least is None else least):
             return OPAQUE
@@ -227,9 +229,9 @@ class _Walk:
         return xxh3_64_digest(_utf8(name) + b"".join(marks))
 
     def of_object(self, value: Any) -> bytes:
-        """Return the digest of an object's fields and of the content of its builtin base.
+        """Return one digest of the fields of an object, and of the content of its builtin base.
 
-        Ignores opaque fields and code.
+        For a subclass of list, the content is the elements. Ignores opaque fields and code.
         """
         cls = base = type(value)
         handler = None
@@ -268,8 +270,6 @@ def _package_of(cls: type) -> str:
     return module.partition(".")[0] if type(module) is str else ""
 
 
-# Handlers of builtin types.
-
 Handler = Callable[[Any, _Walk], bytes]
 
 
@@ -292,7 +292,7 @@ def _dict(value: Any, walk: _Walk) -> bytes:
 
 
 def _ordered_dict(value: Any, walk: _Walk) -> bytes:
-    # `dict.items` has another order, and the iterator of an OrderedDict hashes every key.
+    # `dict.items` has another order. The iterator of an OrderedDict calls `__hash__` of every key.
     if dict.__len__(value) > ELEMENTS or not {*map(id, map(type, dict.keys(value)))} <= PLAIN:
         return OPAQUE
     items = chain.from_iterable(collections.OrderedDict.items(value))
@@ -314,7 +314,7 @@ def _attributes(base: Any, *names: str) -> Handler:
 
 
 def _read_by(read: Callable[[Any], Any]) -> Handler:
-    """Return the handler of a class whose state is what `read` returns."""
+    """Return a handler for a class. The handler digests the state that `read` returns."""
     return lambda value, walk: walk.of_values(type(value).__name__, read(value))
 
 
@@ -331,7 +331,7 @@ def _file(value: Any, walk: _Walk) -> bytes:
 
 FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom)
 TIME = ("hour", "minute", "second", "microsecond", "fold", "tzinfo")
-# These handlers only call methods of the base class, so that subclasses cannot run their code.
+# These handlers call only methods of the builtin class, so no code of a subclass runs.
 INHERITED: dict[Any, Handler] = {
     int: _values_read_by("int", int.__int__),
     float: _values_read_by("float", float.__float__),
@@ -374,9 +374,6 @@ OPAQUE_PACKAGES = {
 """Packages whose objects depend on process and thread ids, times, and other threads."""
 
 
-# Handlers of classes of libraries.
-
-
 def _numpy_array(value: Any, walk: _Walk) -> bytes:
     np = sys.modules["numpy"]
     plain = np.ndarray.view(value, np.ndarray)
@@ -386,7 +383,7 @@ def _numpy_array(value: Any, walk: _Walk) -> bytes:
         return walk.of_values(f"{name} {dtype.names}", *(plain[field] for field in dtype.names))
     if dtype.hasobject:
         return walk.of_elements(name, plain.reshape(-1).flat, plain.size)
-    if dtype.type in (np.longdouble, np.clongdouble):  # 6 of its 16 bytes are uninitialized
+    if dtype.type in (np.longdouble, np.clongdouble):  # 6 of 16 bytes are uninitialized
         return OPAQUE
     walk.read(plain.nbytes)
     state = xxh3_64(name.encode())
@@ -426,7 +423,7 @@ def _generator_state(value: Any) -> Any:
 def _column_of_values(
     walk: _Walk, description: tuple[Any, ...], count: int, read: Callable[[], Any]
 ) -> bytes:
-    """Return the digest of a column of a data frame that is not stored as plain memory."""
+    """Return the digest of a column that is not plain memory. `read` returns the values."""
     if count > PLAIN_ELEMENTS:
         return OPAQUE
     return walk.of_elements(repr(walk.of_values("column", *description)), read(), count)

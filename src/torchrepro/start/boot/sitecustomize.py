@@ -1,7 +1,7 @@
 """Loaded by every Python that `torchrepro run` starts: applies the profile in this process.
 
 It must be harmless in every Python, of any version, with or without torchrepro. So it uses only
-features that all of them have, and then runs the sitecustomize that it shadows.
+features that all versions have. At the end it runs the sitecustomize that this file shadows.
 """
 
 import atexit
@@ -15,7 +15,7 @@ def _step_aside():
 
 
 def _hand_over():
-    try:  # noqa: SIM105 - see above
+    try:  # noqa: SIM105 - old versions have no `suppress`
         os.rmdir(os.environ.pop("TORCHREPRO_UNTAKEN", ""))
     except OSError:
         pass  # not set, or removed by an earlier Python
