@@ -256,7 +256,7 @@ CUDA = (
             cost="which library is fastest depends on the shapes",
             since=since,
             aliases=(f"torch.backends.cuda.preferred_{domain}_library",),
-            setters=(f"_set_{domain}_preferred_backend",),
+            setters=("_set_*_preferred_backend",),
         )
         for domain, choices, since in (
             ("linalg", ("default", "cusolver", "magma"), "1.11"),
