@@ -48,7 +48,7 @@ from torchrepro.trace.op_facts import PLAIN, value_text
 from torchrepro.trace.recording_levels import LEVELS, StepLevel, arguments_of
 from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
-from torchrepro.trace.tensor_reads import fingerprint_of
+from torchrepro.trace.tensor_reads import fingerprint_of, fingerprints_of
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
@@ -517,7 +517,7 @@ def _end_state(
             digests[group][name] = xxhash.xxh3_64_hexdigest(value_text(value).encode())
         elif not state.cache.has_uninitialized_memory(value):
             tensors.append((group, name, value))
-    marks = joined([fingerprint_of(tensor) for _, _, tensor in tensors], OUTPUT)
+    marks = joined(fingerprints_of([tensor for _, _, tensor in tensors]), OUTPUT)
     for number, (group, name, _) in enumerate(tensors):
         digests[group][name] = marks[number * OUTPUT : (number + 1) * OUTPUT].hex()[:OUTPUT]
     return dict(digests)
