@@ -195,14 +195,14 @@ def sums_of_batch(tensors: Sequence[Any], mixing: Mixing) -> Any:
     return both.cumsum(-1, dtype=both.dtype).index_select(-1, ends)
 
 
-def _rows(found: Any) -> Sequence[bytes]:
+def _rows(totals: Any) -> Sequence[bytes]:
     """Return the 16 bytes of each tensor from the sums of one tensor or of a batch, on the host.
 
     Differences of cumulative sums are exact, because integers wrap around.
     """
-    if found.ndim == 1:
-        return [found.tobytes()]
-    each = np.diff(found, axis=-1, prepend=found.dtype.type(0))
+    if totals.ndim == 1:
+        return [totals.tobytes()]
+    each = np.diff(totals, axis=-1, prepend=totals.dtype.type(0))
     memory = np.ascontiguousarray(each.T).tobytes()  # by tensor, stream, and kind of sum
     return [memory[start : start + 16] for start in range(0, len(memory), 16)]
 
@@ -279,11 +279,11 @@ def _batch(tensors: Sequence[Any]) -> Sequence[Pending]:
                 return ()
             if not _batches_are_exact(mixing, device):
                 return ()
-            found = sums_of_batch(tensors, mixing)
+            totals = sums_of_batch(tensors, mixing)
     except Exception:  # noqa: BLE001 - a driver may raise any error; each tensor is read alone
         return ()
     return [
-        Pending(sizes=(tensor.nbytes,), sums=[(found, row)]) for row, tensor in enumerate(tensors)
+        Pending(sizes=(tensor.nbytes,), sums=[(totals, row)]) for row, tensor in enumerate(tensors)
     ]
 
 
@@ -316,17 +316,17 @@ def fetch(pendings: Iterable[Pending]) -> None:
     fetched: dict[int, Sequence[bytes]] = {}
     with unobserved():
         for _, sums_of_parts in missing:
-            for found, _ in sums_of_parts:
-                by_device[found.device][id(found)] = found
+            for totals, _ in sums_of_parts:
+                by_device[totals.device][id(totals)] = totals
         for device, distinct_sums in by_device.items():
             getattr(_module(device), "synchronize", lambda _: None)(device)  # all of its streams
-            flat = [found.reshape(-1).view(torch.uint8) for found in distinct_sums.values()]
+            flat = [totals.reshape(-1).view(torch.uint8) for totals in distinct_sums.values()]
             copied = torch.cat(flat).cpu().split([len(memory) for memory in flat])
-            for (key, found), memory in zip(distinct_sums.items(), copied, strict=True):
-                on_host = memory.numpy().view(str(found.dtype).removeprefix("torch."))
-                fetched[key] = _rows(on_host.reshape(found.shape))
+            for (key, totals), memory in zip(distinct_sums.items(), copied, strict=True):
+                on_host = memory.numpy().view(str(totals.dtype).removeprefix("torch."))
+                fetched[key] = _rows(on_host.reshape(totals.shape))
     for pending, sums_of_parts in missing:
-        parts = b"".join(fetched[id(found)][row] for found, row in sums_of_parts)
+        parts = b"".join(fetched[id(totals)][row] for totals, row in sums_of_parts)
         pending.bytes = xxhash.xxh3_128_digest(f"{pending.layout} {pending.sizes}".encode() + parts)
         pending.sums = []
 
@@ -392,7 +392,7 @@ def _batches_are_exact(mixing: Mixing, device: Any) -> bool:
         for length, dtype in ((1, torch.int8), (4000, torch.int64), (2, torch.int16))
     ]
     try:
-        found = sums_of_batch([probe.to(device) for probe in probes], mixing).cpu().numpy()
+        totals = sums_of_batch([probe.to(device) for probe in probes], mixing).cpu().numpy()
     except Exception:  # noqa: BLE001 - a driver may raise any error
         return False
-    return _rows(found) == [sums(iter([probe]), mixing).numpy().tobytes() for probe in probes]
+    return _rows(totals) == [sums(iter([probe]), mixing).numpy().tobytes() for probe in probes]
