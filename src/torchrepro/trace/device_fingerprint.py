@@ -202,8 +202,8 @@ def _rows(totals: Any) -> Sequence[bytes]:
     """
     if totals.ndim == 1:
         return [totals.tobytes()]
-    each = np.diff(totals, axis=-1, prepend=totals.dtype.type(0))
-    memory = np.ascontiguousarray(each.T).tobytes()  # by tensor, stream, and kind of sum
+    separate = np.diff(totals, axis=-1, prepend=totals.dtype.type(0))
+    memory = np.ascontiguousarray(separate.T).tobytes()  # by tensor, stream, and kind of sum
     return [memory[start : start + 16] for start in range(0, len(memory), 16)]
 
 
