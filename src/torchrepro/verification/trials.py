@@ -1,7 +1,7 @@
-"""Runs a command again with controlled changes after a divergence, to test advice.
+"""Lists the trials of a divergence, the likeliest cause first, and what each of them explains.
 
-A trial makes one change: it adds a setting, pins a source of nondeterminism, or edits a line. If
-the runs of a trial agree, the change shows the cause, or a command that is repeatable.
+Each public function is a question about two runs that differ. A script of `Trials` answers it:
+a generator that `trial_loop` runs. No script keeps state between two of its trials.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from shlex import join
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.ground.errors import ApplyError, ProfileError
+from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.redaction import shareable, shell_line
-from torchrepro.lock.repository import CopyError
 from torchrepro.manifest.contents import known_secrets
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
@@ -51,36 +50,30 @@ from torchrepro.verdict.program_text import (
     scan,
     varying_seeds,
 )
-from torchrepro.verdict.render import headline, relative_location, short, source_line
-from torchrepro.verdict.value import Advice, Kind, LineOfOrigin, SeedSource
-from torchrepro.verification.copies import edited_copy
-from torchrepro.verification.leftovers import Leftovers, RunLocation, own_folder, traces_of, within
+from torchrepro.verdict.render import relative_location, short, source_line
+from torchrepro.verdict.value import Kind, LineOfOrigin, SeedSource
 from torchrepro.verification.perturbations import RunEnvironment, pinning
 from torchrepro.verification.pinned_sources import PINNED_TOGETHER
-from torchrepro.verification.result import UNCHANGED, ControlledRun, Run
-from torchrepro.verification.runner import status_in_words
+from torchrepro.verification.trial_loop import ENOUGH, Conclusion, Trial, TrialLoop
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import Evidence, Suspect
     from torchrepro.verdict.value import Edit, NondeterministicRead, Verdict
-    from torchrepro.verification.runner import Runner
+    from torchrepro.verification.result import ControlledRun, Run
+    from torchrepro.verification.trial_loop import DivergedRuns, Script
 
-ENOUGH = 3  # runs that must agree before a setting is proposed
-
-ENOUGH_PINNED = 2  # runs that must agree before a pinned source is named as the cause
+    Answer = tuple[Verdict, tuple[ControlledRun, ...]]
+    """The verdict with the advice that trials have confirmed, and all trials."""
 
 EVERYTHING = "everything"
 
-MOST = 18  # the limit of runs for all trials of one divergence; `escalated` has no limit
+_ENOUGH_PINNED = 2  # runs that must agree before a pinned source is named as the cause
+_SETTINGS, _SOURCES, _LINES = 2, 4, 3  # the most settings, sources and lines tried one by one
 
 _AGREED = f"the same in {ENOUGH} runs"
-_EDIT_AGREED = f"with this edit, {ENOUGH_PINNED} runs agree"
-_SETTINGS, _SOURCES, _LINES = 2, 4, 3  # the most settings, sources and lines tried one by one
-_PATIENCE = 5.0  # how many times longer than the original runs a run of a trial may take
-_AT_LEAST = 10.0  # seconds that a run of a trial may take in any case
+_EDIT_AGREED = f"with this edit, {_ENOUGH_PINNED} runs agree"
+_PIN_AGREED = f"with that source pinned, {_ENOUGH_PINNED} runs agree"
 
 _DRAWING = ("random", "numpy", "torch", "torchvision")
 """Packages that draw from generators which a profile seeds."""
@@ -94,199 +87,301 @@ _WITHOUT_A_CALL = {
 """How each source can vary without a call that a recording could observe."""
 
 
-@dataclass
+def find_cause(diverged: DivergedRuns) -> Answer:
+    """Look for the cause, and for the edit or the command that makes runs agree."""
+    return TrialLoop(diverged).conclude(Trials(diverged).of_causes())
+
+
+def try_one_hash_seed(diverged: DivergedRuns) -> Answer:
+    """Look for a command that fixes the hash seed, if runs differ when it alone is perturbed."""
+    unperturbed = replace(diverged, environments=(RunEnvironment(), RunEnvironment()))
+    return TrialLoop(unperturbed).conclude(Trials(diverged).of_one_hash_seed())
+
+
+def escalate_settings(diverged: DivergedRuns) -> Answer:
+    """Look for the first repeatable command under ever stricter settings, without a limit."""
+    return TrialLoop(diverged, math.inf).conclude(Trials(diverged).of_stricter_settings())
+
+
+@dataclass(frozen=True)
 class Trials:
-    runner: Runner
-    profile: Any  # the profile as the user named it; None without a profile
-    overrides: Sequence[str]
-    resolved: ResolvedProfile | None
-    between: tuple[Run, Run]  # two runs that differ
-    environments: Sequence[RunEnvironment]  # the environments of the two runs
-    verdict: Verdict
-    meta: Mapping[str, Any]
-    leftovers: Leftovers  # the files that the first run left behind
-    most: float = MOST  # the limit of runs for all trials
-    done: list[ControlledRun] = field(default_factory=list)
-    _last: Run = field(init=False)  # the first run of the last trial whose runs agreed
-    _unchanged: list[Run] = field(default_factory=list)  # further runs of the unchanged command
-    _differs_seldom: bool = False  # most of the unchanged runs agree
+    """The scripts of trials for two runs that differ."""
 
-    def advised(self) -> Verdict:
-        """Return the verdict with the cause, the edit and the command that trials have confirmed.
+    diverged: DivergedRuns
 
-        Raises the same exceptions as `Runner.run`.
-        """
-        evidence = evidence_of(self.verdict, self.meta)
-        is_fault = evidence.holds("reads_unwritten_memory") or evidence.holds("is_race")
-        if self.leftovers.carried and self._differs_by_leftovers():
-            return self.verdict
-        if not (self.verdict.reaches or is_fault):
-            return self._with_line_ignored(evidence)
+    @cached_property
+    def _evidence(self) -> Evidence:
+        return evidence_of(self.diverged.verdict, self.diverged.meta)
+
+    @cached_property
+    def _applies_own_profile(self) -> bool:
+        """Whether the command applies a profile itself, so that trials cannot add settings."""
+        return self.diverged.resolved is None and self.diverged.meta.get("profile") is not None
+
+    @cached_property
+    def _can_be_seeded(self) -> bool:
+        return self.diverged.resolved is None and not self._applies_own_profile
+
+    @cached_property
+    def _base(self) -> ResolvedProfile | None:
+        """The profile under which sources are pinned. Without a profile, this is `seed-only`."""
+        return resolve("seed-only") if self._can_be_seeded else self.diverged.resolved
+
+    # Scripts: each yields trials, and returns a conclusion if no trial explained the difference.
+
+    def of_causes(self) -> Script:
+        """Try what the evidence suggests, then settings, then each source of nondeterminism."""
+        evidence, verdict = self._evidence, self.diverged.verdict
+        if self.diverged.leftovers.carried:
+            first, later = self.diverged.between
+            explained = yield from self._of_leftovers()
+            # If run 2 made fewer steps, `Leftovers.explained` has already named the files.
+            if explained or first.steps > later.steps:
+                return explained
+        reads_uninitialized = evidence.holds("reads_unwritten_memory")
+        if not (verdict.reaches or reads_uninitialized or evidence.holds("is_race")):
+            return self._with_line_ignored()
         suspect, origin = prime_suspect(evidence), evidence.origin
-        if explained := self._explained_by_suspect(suspect, evidence):
-            return explained
+        if reads_uninitialized:
+            yield self._pin_alone(UNINITIALIZED_MEMORY)
+        elif suspect:
+            yield from self._of_suspect(suspect)
         is_at_fault = origin and (origin.is_sure or not (origin.came_in or suspect))
         if origin and is_at_fault and not evidence.differing_seeds:
-            return self._from_line(evidence, origin)
+            return (yield from self._of_line(origin))
         if not (evidence.differing_seeds or evidence.holds("own_generator")):
-            for profile, overrides in islice(self._settings(evidence), _SETTINGS):
-                if self._setting_helps(profile, overrides):
-                    return self._with_command(evidence)
-        base = self._base
-        (likeliest, its_reads), *further = self._sources(evidence).items()
-        if self._pin_helps(likeliest, [], base):
-            reads = self._decisive(likeliest, its_reads, base)
-            return self._explained(likeliest, reads, evidence)
-        if not self._pin_helps(EVERYTHING, [], base):
-            return self._by_what_cannot_be_pinned(evidence)
-        for source, reads in further[:_SOURCES]:
-            if self._pin_helps(source, [], base):
-                return self._explained(source, self._decisive(source, reads, base), evidence)
-        return self._with(edit=None)  # several sources together
+            for profile, overrides in islice(self._settings(), _SETTINGS):
+                yield self._setting(profile, overrides)
+        (likeliest, reads), *further = self._sources().items()
+        yield replace(self._pin(likeliest), explains=self._of_reads(likeliest, reads))
+        yield replace(self._pin(EVERYTHING), explains=self._of_sources(further[:_SOURCES]))
+        return (yield from self._of_unpinned())
 
-    def _explained_by_suspect(self, suspect: Suspect | None, evidence: Evidence) -> Verdict | None:
-        """Pin the suspect or uninitialized memory. Return the verdict if runs agree, else None."""
-        if evidence.holds("reads_unwritten_memory"):
-            if self._pin_helps(UNINITIALIZED_MEMORY, [], self.resolved):
-                return self._explained(UNINITIALIZED_MEMORY, [], evidence)
+    def of_one_hash_seed(self) -> Script:
+        """Try the hash seed alone. The cause is known already."""
+        if self._applies_own_profile:
             return None
-        if suspect is None:
-            return None
-        if evidence.differing_seeds or suspect.where in {run.source for run in evidence.sides}:
-            # If the source cannot be pinned, the seed that was computed from it is pinned instead.
-            lines: list[Suspect] = [suspect, *evidence.differing_seeds[:1]]
-            for read in lines:
-                can_be_pinned = read.what in {*PINNED_TOGETHER, EXPLICIT_SEED}
-                if can_be_pinned and self._pin_helps(read.what, [read], self.resolved):
-                    return self._explained(suspect.what, [suspect], evidence)
+        profile = self.diverged.profile
+        overrides = (*self.diverged.overrides, 'env.PYTHONHASHSEED="0"') if profile else ()
+        trial = self._setting(profile or "seed-only", overrides)
+        explains = Conclusion(command=trial.command, tried=_AGREED)
+        yield replace(trial, is_checked=False, explains=explains)
         return None
 
-    def _from_line(self, evidence: Evidence, origin: LineOfOrigin) -> Verdict:
-        """Return the verdict after trials at the program line where the runs began to differ.
+    def of_stricter_settings(self) -> Script:
+        """Try the settings that fit the evidence, then all levels of escalation."""
+        evidence, diverged = self._evidence, self.diverged
+        base = diverged.resolved or resolve("seed-only")
+        levels = levels_above(base.values, evidence.first, diverged.verdict.program)
+        stricter = [
+            (diverged.profile or "seed-only", (*diverged.overrides, *level.overrides))
+            for level in levels
+        ]
+        for profile, overrides in dict.fromkeys([*self._settings(), *stricter]):
+            yield self._setting(profile, overrides)
+        return None
+
+    def _of_leftovers(self) -> Script:
+        """Try runs without files that one run leaves for the next, also when seeded."""
+        diverged, leftovers = self.diverged, self.diverged.leftovers
+        compare = diverged.runner.compare
+        remove = f"rm -f -- {join(leftovers.created)}; exec "
+        can_be_shown = all(map(os.path.lexists, leftovers.created))  # in a terminal
+
+        def objection(run: Run) -> str:
+            # These runs read the overwritten files. Run 1 may have read other contents, so the
+            # agreement of these runs does not show the cause.
+            is_other = leftovers.overwritten and not compare(diverged.between[0], run).same
+            return leftovers.why_not_undone if is_other else ""
+
+        rows = [(diverged.profile, diverged.overrides, diverged.resolved, "", "")]
+        if self._can_be_seeded:
+            also = " Also, the program seeds no generator."
+            rows.append(("seed-only", (), resolve("seed-only"), ", under seed-only", also))
+        for profile, overrides, resolved, under, also in rows:
+            command = self._command(profile, overrides, before=remove) if can_be_shown else ""
+            trial = Trial(
+                change=f"each run without files that run 1 left{under}",
+                command=command,
+                resolved=resolved,
+                location=leftovers.copy_without_them,
+                objection=objection,
+            )
+            without = yield trial
+            if without.same:
+                enter_new = 'cd "$(mktemp -d)" && exec '
+                new = replace(
+                    trial,
+                    change=f"each run in a new folder{under}",
+                    command=self._command(
+                        profile, overrides, before=enter_new, full=leftovers.in_full
+                    ),
+                    location=leftovers.new_folder,
+                    objection=lambda run: "",
+                    runs=1,
+                )
+                in_new = yield new
+                if in_new.same and compare(without.runs[0], in_new.runs[0]).same:
+                    command = new.command
+                return Conclusion(cause=leftovers.cause + also, command=command, tried=_AGREED)
+            if not without.runs:
+                return None  # no copy can be made
+        return None
+
+    def _of_suspect(self, suspect: Suspect) -> Script:
+        """Pin the suspect, and the seed that was computed from it."""
+        evidence = self._evidence
+        if evidence.differing_seeds or suspect.where in {run.source for run in evidence.sides}:
+            # If the source cannot be pinned, the seed that was computed from it is pinned instead.
+            for read in (suspect, *evidence.differing_seeds[:1]):
+                if read.what in {*PINNED_TOGETHER, EXPLICIT_SEED}:
+                    trial = self._pin_alone(read.what, [read])
+                    yield replace(trial, explains=self._of_source(suspect.what, [suspect]))
+        return None
+
+    def _of_line(self, origin: LineOfOrigin) -> Script:
+        """Try changes of the program line where the runs began to differ.
 
         Other lines are not tried, because they read and computed the same in both runs.
         """
-        base = self._base
+        evidence, diverged = self._evidence, self.diverged
+        program = diverged.verdict.program
         observed: dict[str, list[NondeterministicRead]] = {}
         for read in evidence.suspects:
             if read.what in PINNED_TOGETHER:
                 observed.setdefault(read.what, []).append(read)
-        row = library_row(origin.called)
         cause = cause_of(evidence.suspects[0]) if observed else cause_by_line(origin)
-        if row:
-            for edit in islice(edits_of(row, origin.where), _LINES):
-                if self._edit_helps(edit, self.resolved):
-                    return self._with(cause=cause, edit=edit, tried=_EDIT_AGREED)
-        can_be_seeded = self.resolved is None and not self.own_profile
-        if can_be_seeded and HASH in observed and self._setting_helps("seed-only", ()):
-            return self._with_last_command(cause_of(observed[HASH][0]))
+        if row := library_row(origin.called):
+            yield from self._of_edits(edits_of(row, origin.where), Conclusion(cause=cause))
+        if self._can_be_seeded and HASH in observed:
+            yield self._setting("seed-only", (), cause_of(observed[HASH][0]))
         for source, reads in observed.items():
-            if self._pin_helps(source, reads, base):
-                return self._explained(source, reads, evidence)
+            yield self._pin(source, reads)
         lines = (*origin.path, *origin.within)
         allocates = any(_MAKES_UNINITIALIZED.search(source_line(line)) for line in lines)
-        may_be_uninitialized = allocates or self.verdict.program.unwritten
-        if may_be_uninitialized and self._pin_helps(UNINITIALIZED_MEMORY, [], self.resolved):
-            return self._explained(UNINITIALIZED_MEMORY, [], evidence)
+        if allocates or program.unwritten:
+            yield self._pin_alone(UNINITIALIZED_MEMORY)
         of_order = {suspect.where for suspect in self._lines(ADDRESS)}
         reads_order = origin.is_set or not of_order.isdisjoint(origin.path)
-        if reads_order and self._pin_helps(ADDRESS, [], base):
-            return self._explained(ADDRESS, [], evidence)
+        if reads_order:
+            yield self._pin(ADDRESS)
         # Code that a recording cannot observe may draw random numbers, or depend on hashes of text.
         is_unobserved = bool(origin.opaque) or origin.called.partition(".")[0] in _DRAWING
-        seed_may_help = can_be_seeded and (reads_order or is_unobserved)
-        if seed_may_help and self._setting_helps("seed-only", ()):
-            return self._with_command(evidence)
-        if reads_order and not can_be_seeded and self._pin_helps(HASH, [], base):
-            return self._explained(HASH, [], evidence)
-        if origin.called and not (observed or self.own_profile):
-            one_thread = (*self.overrides, "env.OMP_NUM_THREADS=1")
-            if self._setting_helps(self.profile or "seed-only", one_thread):
-                return self._with_last_command(cause)
+        if self._can_be_seeded and (reads_order or is_unobserved):
+            yield self._setting("seed-only", ())
+        if reads_order and not self._can_be_seeded:
+            yield self._pin(HASH)
+        if origin.called and not (observed or self._applies_own_profile):
+            one_thread = (*diverged.overrides, "env.OMP_NUM_THREADS=1")
+            yield self._setting(diverged.profile or "seed-only", one_thread, cause)
         if evidence.suspects:
-            return self._by_what_cannot_be_pinned(evidence)
-        threads = [read for read in self.verdict.program.reads if read.what == THREADS]
-        if threads and self._pin_helps(THREADS, [], base):
-            return self._explained(THREADS, threads[:1], evidence)
-        return self._with(cause=cause, edit=None)
+            return (yield from self._of_unpinned())
+        threads = [read for read in program.reads if read.what == THREADS]
+        if threads:
+            explains = self._of_source(THREADS, threads[:1])
+            yield replace(self._pin(THREADS), explains=explains)
+        return Conclusion(cause=cause)
 
-    def with_one_hash_seed(self) -> Verdict:
-        """Return the verdict with a command that fixes the hash seed, if its runs agree."""
-        self.environments = [RunEnvironment()] * 2  # without perturbations
-        overrides = (*self.overrides, 'env.PYTHONHASHSEED="0"') if self.profile else ()
-        # The cause is known: runs differed when the hash seed alone was perturbed.
-        if self.own_profile or not self._agrees_under(self.profile or "seed-only", overrides):
-            return self.verdict
-        return self._with(command=self.done[-1].command, tried=_AGREED, edit=None)
+    def _of_sources(self, rows: Iterable[tuple[str, list[NondeterministicRead]]]) -> Script:
+        """Pin each source alone. All together make runs agree, so none may explain it alone."""
+        for source, reads in rows:
+            yield replace(self._pin(source), explains=self._of_reads(source, reads))
+        return Conclusion()
 
-    def escalated(self) -> Verdict:
-        """Try ever stricter settings. Return the verdict with the first repeatable command."""
-        evidence = evidence_of(self.verdict, self.meta)
-        base = self.resolved or resolve("seed-only")
-        levels = levels_above(base.values, evidence.first, self.verdict.program)
-        stricter = [
-            (self.profile or "seed-only", (*self.overrides, *level.overrides)) for level in levels
-        ]
-        for profile, overrides in dict.fromkeys([*self._settings(evidence), *stricter]):
-            if self._setting_helps(profile, overrides):
-                return self._with_command(evidence)
-        return self.verdict
-
-    def _settings(self, evidence: Evidence) -> Iterator[tuple[Any, tuple[str, ...]]]:
-        """Yield pairs of a profile and overrides that may make runs agree, the cheapest first."""
-        if self.own_profile:
-            return
-        base = self.resolved
-        if base is None:
-            base = resolve("seed-only")
-            if not evidence.holds("is_computed"):
-                yield "seed-only", ()
-        values = flatten(base.values)
-        for fix in open_fixes(evidence)[:1]:
-            if not fix.is_met_by(None if values.get(fix.key) is None else str(values[fix.key])):
-                yield self.profile or "seed-only", (*self.overrides, f"{fix.key}={fix.value}")
-        may_be_any = evidence.holds("is_coarse") or evidence.first.kind is Kind.ENDED
-        if base.guarantee != "repeatable" and (evidence.holds("is_computed") or may_be_any):
-            yield "debug-strict", ()
-
-    def _sources(self, evidence: Evidence) -> dict[str, list[NondeterministicRead]]:
-        """Return the sources that may cause the difference, likeliest first, with known reads."""
-        by_line: dict[str, dict[str, NondeterministicRead]] = {}
-        for read in evidence.suspects:
-            if read.what in PINNED_TOGETHER:
-                by_line.setdefault(read.what, {})[read.where] = read
-        for source in (ADDRESS, HASH, UNINITIALIZED_MEMORY):
-            by_line.setdefault(source, {})
-        return {source: list(reads.values()) for source, reads in by_line.items()}
-
-    def _decisive(
-        self, source: str, reads: Sequence[NondeterministicRead], resolved: ResolvedProfile | None
-    ) -> Sequence[NondeterministicRead]:
-        """Return the first read that makes runs agree when pinned alone, or all of `reads`."""
+    def _of_reads(self, source: str, reads: Sequence[NondeterministicRead]) -> Script:
+        """Pin each read of `source` alone, to find the first that makes runs agree."""
         if len(reads) > 1:
             for read in reads[:_LINES]:
-                if self._pin_helps(source, [read], resolved):
-                    return [read]
-        return reads
+                yield self._pin(source, [read])
+        return (yield from self._of_source(source, reads))
 
-    # Trials: each returns whether runs agree with one change.
+    def _of_source(self, source: str, reads: Sequence[Suspect]) -> Script:
+        """Look for the line and the edit of `source`, which is the cause. `reads` are observed."""
+        lines = reads or self._lines(source)
+        if source == UNINITIALIZED_MEMORY and not reads and len(lines) > 1:
+            for line in lines[:_LINES]:
+                trial = self._pin_alone(source, [line])
+                yield replace(trial, explains=self._conclusion(source, [], [line]))
+        conclusion = self._conclusion(source, reads, lines)
+        if source == THREADS or (source == CLOCK and conclusion.edit is None):
+            candidates = [*lines, *self._lines(source)] if source == THREADS else ()
+            yield from self._of_edits(self._edits(source, candidates), conclusion)
+            return replace(conclusion, edit=None)
+        return conclusion
 
-    def _setting_helps(self, profile: Any, overrides: tuple[str, ...]) -> bool:
-        return self._agrees_under(profile, overrides) and not self._by_chance()
+    def _of_unpinned(self) -> Script:
+        """Name a cause that pinning has not ruled out, and try the edits of that cause."""
+        evidence, program = self._evidence, self.diverged.verdict.program
+        if evidence.differing_seeds:
+            return Conclusion()
+        remaining: list[Suspect] = [
+            read for read in evidence.suspects if read.what not in PINNED_TOGETHER
+        ]
+        seeds = varying_seeds(scan(program.files, program.began), program.reads)
+        remaining += [source for _, source in seeds]
+        remaining += [read for read in evidence.suspects if read.what == THREADS]
+        if not remaining:
+            return Conclusion(cause=cause_by_evidence(evidence))
+        conclusion, source = Conclusion(cause=cause_of(remaining[0])), remaining[0].what
+        if source in (FORKED, THREADS):
+            for trial in self._of_edits(self._edits(source, remaining[:1]), conclusion):
+                # No run has shown that threads are the cause.
+                yield replace(trial, is_checked=source == THREADS)
+        return conclusion
 
-    def _agrees_under(self, profile: Any, overrides: tuple[str, ...]) -> bool:
+    def _of_edits(self, edits: Iterable[Edit], conclusion: Conclusion) -> Iterator[Trial]:
+        """Try each edit. The edit with which runs agree is added to `conclusion`."""
+        for edit in islice(edits, _LINES):
+            yield Trial(
+                change=f"{short(edit.where)} edited",
+                resolved=self.diverged.resolved,
+                edit=edit,
+                runs=_ENOUGH_PINNED,
+                explains=replace(conclusion, edit=edit, tried=_EDIT_AGREED),
+            )
+
+    def _of_seeds(self, command: str) -> Script:
+        """Look for the reason why `command`, whose runs agree, helps.
+
+        A profile seeds generators and fixes hashes. A trial shows which one helps.
+        """
+        conclusion = Conclusion(command=command, tried=_AGREED)
+        evidence = self._evidence
+        is_brought_in = evidence.holds("is_of_program") and not evidence.holds("is_random")
+        if not is_brought_in or self.diverged.resolved is not None:
+            return conclusion
+        reads = [read for read in evidence.suspects if read.what == HASH][:1]
+        explained = self._conclusion(HASH, reads, reads or self._lines(HASH))
+        by_hash = replace(explained, command=command, tried=_AGREED, edit=None)
+        yield replace(self._pin_alone(HASH), explains=by_hash)
+        cause = "The program seeds no generator, or not every one that it draws from."
+        return replace(conclusion, cause=cause)
+
+    # Trials.
+
+    def _setting(self, profile: Any, overrides: tuple[str, ...], cause: str = "") -> Trial:
+        """Return the trial of a profile. If no `cause` is known, further trials look for it."""
         command = self._command(profile, overrides)
-        change = " ".join([str(profile), *overrides])
+        resolved, refused = None, ""
         try:
             resolved = resolve(profile, overrides)
         except ProfileError as error:
-            self.done.append(ControlledRun(change, command, same=False, runs=0, answer=str(error)))
-            return False
-        return self._agrees(change, command, resolved, RunEnvironment())
+            refused = str(error)
+        known = Conclusion(cause=cause, command=command, tried=_AGREED)
+        return Trial(
+            change=" ".join([str(profile), *overrides]),
+            command=command,
+            resolved=resolved,
+            refused=refused,
+            is_checked=True,
+            explains=known if cause else self._of_seeds(command),
+        )
 
-    def _pin_helps(
-        self, source: str, reads: Sequence[Suspect], resolved: ResolvedProfile | None
-    ) -> bool:
+    def _pin(self, source: str, reads: Sequence[Suspect] = ()) -> Trial:
+        """Return the trial that pins `source` at the lines of `reads`, or everywhere.
+
+        Without a profile, the runs are seeded: `_pin_alone` changes nothing else.
+        """
         lines = ["/".join(read.where.split("/")[-2:]) for read in reads]
         pins: dict[str, list[str]] = {source: lines}
         if source == EVERYTHING:
@@ -294,297 +389,106 @@ class Trials:
         if source == THREADS:
             pins[ADDRESS] = []  # the order of a set of futures depends on their addresses
         at = f" at {short(reads[0].where)}" if reads else ""
-        change = f"{source}{at} pinned"
-        same = self._agrees(change, "", resolved, pinning(pins), runs=ENOUGH_PINNED)
-        return same and not self._by_chance()
+        return Trial(
+            change=f"{source}{at} pinned",
+            resolved=self._base,
+            environment=pinning(pins),
+            runs=_ENOUGH_PINNED,
+            is_checked=True,
+            explains=self._of_source(source, reads),
+        )
 
-    def _differs_by_leftovers(self) -> bool:
-        """Return whether runs differ because of files that one run leaves for the next.
+    def _pin_alone(self, source: str, reads: Sequence[Suspect] = ()) -> Trial:
+        return replace(self._pin(source, reads), resolved=self.diverged.resolved)
 
-        This is shown if runs agree without the files, at least when seeded. Updates the verdict.
-        """
-        seeded = [("seed-only", ())] if self.resolved is None and not self.own_profile else []
-        for profile, overrides in [(self.profile, self.overrides), *seeded]:
-            is_own = profile == self.profile
-            resolved = self.resolved if is_own else resolve(profile)
-            under = "" if is_own else f", under {profile}"
-            change = f"each run without files that run 1 left{under}"
-            remove = f"rm -f -- {join(self.leftovers.created)}; exec "
-            command = self._command(profile, overrides, before=remove)
-            if not all(map(os.path.lexists, self.leftovers.created)):
-                command = ""  # a terminal cannot show the name of one of the files
-            environment, location = RunEnvironment(), self.leftovers.copy_without_them
-            if self._agrees(change, command, resolved, environment, location=location):
-                without, compare = self._last, self.runner.compare
-                if self.leftovers.overwritten and not compare(self.between[0], without).same:
-                    # These runs read the overwritten files. Run 1 may have read other contents,
-                    # so the agreement of these runs does not show the cause.
-                    reason = self.leftovers.why_not_undone
-                    self.done[-1] = replace(self.done[-1], same=False, answer=reason)
-                    continue
-                enter_new = 'cd "$(mktemp -d)" && exec '
-                in_new_folder = self._command(
-                    profile, overrides, before=enter_new, full=self.leftovers.in_full
-                )
-                change, location = f"each run in a new folder{under}", self.leftovers.new_folder
-                is_same = self._agrees(
-                    change, in_new_folder, resolved, environment, runs=1, location=location
-                )
-                if is_same and compare(without, self._last).same:
-                    command = in_new_folder
-                cause = self.leftovers.cause
-                if not is_own:
-                    cause = f"{cause} Also, the program seeds no generator."
-                self.verdict = self._with(cause=cause, command=command, tried=_AGREED, edit=None)
-                return True
-            if self.done and not self.done[-1].runs:
-                break  # no copy can be made
-        # If run 2 made fewer steps, `Leftovers.explained` has already named the files.
-        return self.between[0].steps > self.between[1].steps
+    # What trials are made from, and what they explain.
 
-    def _edit_that_works(self, source: str, reads: Sequence[Suspect]) -> Edit | None:
-        """Return the first edit, of the lines of `reads` or others, that makes runs agree."""
+    def _settings(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """Yield pairs of a profile and overrides that may make runs agree, the cheapest first."""
+        if self._applies_own_profile:
+            return
+        evidence, diverged = self._evidence, self.diverged
+        base = diverged.resolved
+        if base is None:
+            base = resolve("seed-only")
+            if not evidence.holds("is_computed"):
+                yield "seed-only", ()
+        values = flatten(base.values)
+        for fix in open_fixes(evidence)[:1]:
+            if not fix.is_met_by(None if values.get(fix.key) is None else str(values[fix.key])):
+                overrides = (*diverged.overrides, f"{fix.key}={fix.value}")
+                yield diverged.profile or "seed-only", overrides
+        may_be_any = evidence.holds("is_coarse") or evidence.first.kind is Kind.ENDED
+        if base.guarantee != "repeatable" and (evidence.holds("is_computed") or may_be_any):
+            yield "debug-strict", ()
+
+    def _sources(self) -> dict[str, list[NondeterministicRead]]:
+        """Return the sources that may cause the difference, likeliest first, with known reads."""
+        by_line: dict[str, dict[str, NondeterministicRead]] = {}
+        for read in self._evidence.suspects:
+            if read.what in PINNED_TOGETHER:
+                by_line.setdefault(read.what, {})[read.where] = read
+        for source in (ADDRESS, HASH, UNINITIALIZED_MEMORY):
+            by_line.setdefault(source, {})
+        return {source: list(reads.values()) for source, reads in by_line.items()}
+
+    def _edits(self, source: str, reads: Sequence[Suspect]) -> Iterator[Edit]:
+        """Return the edits of the lines of `reads`, and of other lines."""
+        program, between = self.diverged.verdict.program, self.diverged.between
         edits = [_edit(read.what, read, is_seed=False) for read in reads]
-        files, steps = self.verdict.program.files, min(run.steps for run in self.between)
-        edits += edits_of_other_lines(source, files, steps)
-        for edit in list(filter(None, dict.fromkeys(edits)))[:_LINES]:
-            if self._edit_helps(edit, self.resolved):
-                return edit
-        return None
+        steps = min(run.steps for run in between)
+        edits += edits_of_other_lines(source, program.files, steps)
+        return filter(None, dict.fromkeys(edits))
 
-    def _edit_helps(self, edit: Edit, resolved: ResolvedProfile | None) -> bool:
-        """Return whether runs agree in a copy of the folder with the edit applied."""
-        change, environment = f"{short(edit.where)} edited", RunEnvironment()
-        try:
-            with edited_copy(edit, self.leftovers.written, self.runner.folder) as copy:
-                location = partial(within, copy)
-                return self._agrees(
-                    change, "", resolved, environment, runs=ENOUGH_PINNED, location=location
-                )
-        except CopyError as error:
-            self.done.append(ControlledRun(change, "", same=False, runs=0, answer=str(error)))
-        return False
-
-    def _agrees(
-        self,
-        change: str,
-        command: str,
-        resolved: ResolvedProfile | None,
-        environment: RunEnvironment,
-        *,
-        runs: int = ENOUGH,
-        location: Callable[[Runner], AbstractContextManager[RunLocation]] = own_folder,
-    ) -> bool:
-        """Run the command `runs` times with one change, and return whether these runs agree.
-
-        Appends the trial to `done`. `environment` overrides the environments of the original runs.
-        """
-        if self._differs_seldom or self._spent + runs > self.most:
-            return False
-        if not self.done:
-            seconds = max(run.seconds for run in self.between)
-            how_many = f"at most {self.most} more" if math.isfinite(self.most) else "more"
-            self.runner.say(f"looking for the cause: {how_many} runs, about {seconds:.0f} s each\n")
-        finished: list[Run] = []
-        answer, same = "", False
-        runner = replace(self.runner, limit=self._limit)
-        for number in range(runs):
-            self.runner.say(f"tried: {change}, run {number + 1} of {runs} ...")
-            changed = self.environments[min(number, 1)] | environment
-            name = f"trial-{len(self.done) + 1}-{number + 1}"
-            try:
-                with location(runner) as at:
-                    run = at.runner.run(resolved, name, changed | at.environment)
-                    finished.append(run)
-                    strayed = at.strayed()
-            except (ApplyError, CopyError) as error:
-                answer = str(error)
-                break
-            if strayed:
-                answer = f"it used files outside its copy: {strayed}"
-                break
-            if run.status != 0 or not run.recorded:
-                answer = f"it ended with {status_in_words(run.status)}: see {run.log}"
-                break
-            if self.between[0].steps and not run.steps:
-                answer = "it recorded no step, but run 1 did"
-                break
-            if number:
-                verdict = runner.compare(finished[0], run)
-                answer = headline(verdict)
-                if not verdict.same:
-                    break
-                if any(verdict.not_finite) and not any(self.verdict.not_finite):
-                    answer = "the same, but its losses are not finite"
-                    break
-        else:
-            self._last, same = finished[0], True
-        trial = ControlledRun(change, command, same=same, runs=len(finished), answer=answer)
-        self.done.append(trial)
-        return same
-
-    def _by_chance(self) -> bool:
-        """Return whether the runs of the last trial may agree by chance, and mark it if so."""
-        reads = [read for trace in traces_of(self._last) for read in trace.meta.get("sources", ())]
-        if all(read["what"] != FORKED for read in reads):
-            return self._agrees_unchanged()
-        answer = "the same by chance: the draws depend on which child process gets which task"
-        self.done[-1] = replace(self.done[-1], same=False, answer=answer)
-        return True
-
-    def _agrees_unchanged(self) -> bool:
-        """Return whether runs of the unchanged command agree with the last trial too.
-
-        If so, marks the trial, because it shows no cause. If neither original run agrees with the
-        trial, the change has changed the results, and no further run is needed.
-        """
-        trial, compare = self.done[-1], self.runner.compare
-        if not any(compare(run, self._last).same for run in self.between):
-            return False
-        runner = replace(self.runner, limit=self._limit)
-        agree = differ = 0
-        while max(agree, differ) <= ENOUGH // 2:
-            number = agree + differ
-            if number == len(self._unchanged):
-                if self._spent >= self.most:
-                    break
-                self.runner.say(f"{UNCHANGED}, run {number + 1} of {ENOUGH} ...")
-                environment = self.environments[min(number, 1)]
-                run = runner.run(self.resolved, f"unchanged-{number + 1}", environment)
-                self._unchanged.append(run)
-            run = self._unchanged[number]
-            same = run.status == 0 and run.recorded and compare(run, self._last).same
-            agree, differ = agree + same, differ + (not same)
-        if differ > ENOUGH // 2:
-            return False
-        self._differs_seldom = agree > ENOUGH // 2
-        answer = "the same, perhaps by chance: runs without this change agree too"
-        self.done[-1] = replace(trial, same=False, answer=answer)
-        return True
-
-    @property
-    def tried(self) -> tuple[ControlledRun, ...]:
-        """All trials, followed by the runs of the unchanged command if there were any."""
-        runs, same = len(self._unchanged), self._differs_seldom
-        if not runs:
-            return tuple(self.done)
-        answer = "most are the same" if same else "most differ"
-        return (*self.done, ControlledRun(UNCHANGED, "", same, runs, answer))
-
-    @property
-    def _spent(self) -> int:
-        return sum(trial.runs for trial in self.tried)
-
-    @property
-    def _limit(self) -> float:
-        return max(*(run.seconds * _PATIENCE for run in self.between), _AT_LEAST)
-
-    @property
-    def _base(self) -> ResolvedProfile | None:
-        """The profile under which sources are pinned. Without a profile, this is `seed-only`."""
-        if self.resolved is None and not self.own_profile:
-            return resolve("seed-only")
-        return self.resolved
-
-    @property
-    def own_profile(self) -> bool:
-        """Whether the command applies a profile itself, so that trials cannot add settings."""
-        return self.resolved is None and self.meta.get("profile") is not None
-
-    # Answers: each returns the verdict with the results of trials.
-
-    def _with(self, **advice: Any) -> Verdict:
-        before = self.verdict.advice or Advice("")
-        return replace(self.verdict, advice=replace(before, closer="", **advice))
-
-    def _with_last_command(self, cause: str) -> Verdict:
-        command = self.done[-1].command
-        return self._with(cause=cause, command=command, tried=_AGREED, edit=None)
-
-    def _with_line_ignored(self, evidence: Evidence) -> Verdict:
-        """If only one line differs, return the verdict with a command that ignores this line."""
-        line = relative_location(evidence.first.source)
-        runner = replace(self.runner, ignore=(*self.runner.ignore, line))
-        if line and runner.compare(*self.between).same:
-            command = self._command(self.profile, self.overrides, "--ignore", line)
-            return self._with(command=command, tried="the same without it")
-        return self.verdict
-
-    def _with_command(self, evidence: Evidence) -> Verdict:
-        command = self.done[-1].command
-        is_brought_in = evidence.holds("is_of_program") and not evidence.holds("is_random")
-        if is_brought_in and self.resolved is None:
-            # The profile seeds generators and fixes hashes. This trial shows which one helps.
-            if self._pin_helps(HASH, [], None):
-                reads = [read for read in evidence.suspects if read.what == HASH]
-                self.verdict = self._explained(HASH, reads[:1], evidence)
-            else:
-                cause = "The program seeds no generator, or not every one that it draws from."
-                self.verdict = self._with(cause=cause)
-        return self._with(command=command, tried=_AGREED, edit=None)
-
-    def _by_what_cannot_be_pinned(self, evidence: Evidence) -> Verdict:
-        """Return the verdict with a cause that pinning has not ruled out."""
-        if evidence.differing_seeds:
-            return self._with(edit=None)
-        program = self.verdict.program
-        remaining: list[Suspect] = [
-            read for read in evidence.suspects if read.what not in PINNED_TOGETHER
-        ]
-        seeds = varying_seeds(scan(program.files, program.began), program.reads)
-        remaining += [source for _, source in seeds]
-        remaining += [read for read in evidence.suspects if read.what == THREADS]
-        cause = cause_of(remaining[0]) if remaining else cause_by_evidence(evidence)
-        source = remaining[0].what if remaining else ""
-        edit = None
-        if source in (FORKED, THREADS):
-            edit = self._edit_that_works(source, remaining[:1])
-        if edit and source == THREADS and self._agrees_unchanged():
-            edit = None  # no run has shown that threads are the cause
-        return self._with(cause=cause, edit=edit, tried=_EDIT_AGREED if edit else "")
-
-    def _explained(self, source: str, reads: Sequence[Suspect], evidence: Evidence) -> Verdict:
-        """Return the verdict with `source` as the cause, and the line that reads it if known."""
-        seeds = evidence.differing_seeds[:1]
-        words = source if reads else _WITHOUT_A_CALL.get(source, source)
-        shown = self.verdict.origin.where if self.verdict.origin else evidence.first.source
-        if reads and reads[0].where and shown not in {read.where for read in reads}:
-            begins = LineOfOrigin(where=reads[0].where, changed=(), same=())
-            self.verdict = replace(self.verdict, origin=begins)
-        reads = reads or self._lines(source)
-        cause, edit = f"{words[:1].upper()}{words[1:]}.", None
-        if len(reads) == 1:
-            cause = cause_of(replace(reads[0], what=words), seeds)
-            if source != THREADS:
-                edit = _edit(source, reads[0], is_seed=bool(seeds))
-        elif reads:
-            lines = " and ".join(short(read.where) for read in reads[:2])
-            cause = f"{cause.removesuffix('.')}, at {lines}."
-            distinct = {_edit(source, read, is_seed=False) for read in reads}
-            edit = distinct.pop() if len(distinct) == 1 else None  # one edit for all lines
-        tried = f"with that source pinned, {ENOUGH_PINNED} runs agree"
-        if source == THREADS or (source == CLOCK and edit is None):
-            candidates = [*reads, *self._lines(source)] if source == THREADS else ()
-            edit = self._edit_that_works(source, candidates)
-            tried = _EDIT_AGREED if edit else tried
-        return self._with(cause=cause, edit=edit, tried=tried)
-
-    def _lines(self, source: str) -> list[Suspect]:
+    def _lines(self, source: str) -> Sequence[Suspect]:
         """Return the program lines that seem to read `source`, according to their text."""
         sources = {ADDRESS: (SET_ORDER, ADDRESS), HASH: (SET_ORDER,)}.get(source, (source,))
-        program = self.verdict.program
+        program = self.diverged.verdict.program
         if source == UNINITIALIZED_MEMORY and program.unwritten:
             allocated = program.unwritten[0].allocated
             return [SeedSource("torch.empty", source, allocated, is_sure=True)]
         lines = [line for line in scan(program.files, program.began) if line.what in sources]
-        if source == UNINITIALIZED_MEMORY and len(lines) > 1:
-            for line in lines[:_LINES]:
-                if self._pin_helps(source, [line], self.resolved):
-                    return [line]
-            return list(lines)
         # Sorting a set with a key leaves only members with equal keys in the order of the set. So
         # lines that sort are returned only if no other line reads the order of a set.
-        return [line for line in lines if line.name not in TIES] or list(lines)
+        return [line for line in lines if line.name not in TIES] or lines
+
+    def _conclusion(
+        self, source: str, reads: Sequence[Suspect], lines: Sequence[Suspect]
+    ) -> Conclusion:
+        """Return the conclusion that `source` is the cause, with its `lines`.
+
+        `reads` are the lines that were observed to read it. They become the line of origin, unless
+        the verdict shows one of them already.
+        """
+        verdict, evidence = self.diverged.verdict, self._evidence
+        seeds = evidence.differing_seeds[:1]
+        words = source if reads else _WITHOUT_A_CALL.get(source, source)
+        shown = verdict.origin.where if verdict.origin else evidence.first.source
+        begins = None
+        if reads and reads[0].where and shown not in {read.where for read in reads}:
+            begins = LineOfOrigin(where=reads[0].where, changed=(), same=())
+        cause, edit = f"{words[:1].upper()}{words[1:]}.", None
+        if len(lines) == 1:
+            cause = cause_of(replace(lines[0], what=words), seeds)
+            if source != THREADS:
+                edit = _edit(source, lines[0], is_seed=bool(seeds))
+        elif lines:
+            at = " and ".join(short(line.where) for line in lines[:2])
+            cause = f"{cause.removesuffix('.')}, at {at}."
+            distinct = {_edit(source, line, is_seed=False) for line in lines}
+            edit = distinct.pop() if len(distinct) == 1 else None  # one edit for all lines
+        return Conclusion(cause=cause, edit=edit, tried=_PIN_AGREED, begins=begins)
+
+    def _with_line_ignored(self) -> Conclusion | None:
+        """If only one line differs, return a command that ignores this line, else None."""
+        diverged, advice = self.diverged, self.diverged.verdict.advice
+        line = relative_location(self._evidence.first.source)
+        runner = replace(diverged.runner, ignore=(*diverged.runner.ignore, line))
+        if not line or not runner.compare(*diverged.between).same:
+            return None
+        command = self._command(diverged.profile, diverged.overrides, "--ignore", line)
+        edit = advice.edit if advice else None
+        return Conclusion(edit=edit, command=command, tried="the same without it")
 
     def _command(
         self,
@@ -595,15 +499,16 @@ class Trials:
         full: Callable[[Sequence[str]], Sequence[str]] = list,
     ) -> str:
         """Return a `verify` command line with the user's criteria. A run starts with `before`."""
-        secrets = known_secrets(*([self.resolved] if self.resolved else []))
-        words = shareable(full(self.runner.command), secrets)
+        runner, resolved = self.diverged.runner, self.diverged.resolved
+        secrets = known_secrets(*([resolved] if resolved else []))
+        words = shareable(full(runner.command), secrets)
         if before:
             words = ["sh", "-c", f"{before}{shell_line(words)}"]
-        level, tolerance = self.runner.request.level, self.runner.tolerance or ()
+        level, tolerance = runner.request.level, runner.tolerance or ()
         criteria = ["--level", level] if level != LEVELS[-1] else []
         for option, number in zip(("--rtol", "--atol"), tolerance, strict=False):
             criteria += [option, str(number)]
-        for line in self.runner.ignore:
+        for line in runner.ignore:
             criteria += ["--ignore", line]
         named = [str(profile), *overrides] if profile else []
         return shell_line(["torchrepro", "verify", *named, *criteria, *options, "--", *words])

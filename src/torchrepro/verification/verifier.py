@@ -6,7 +6,6 @@ Finally, trials look for the cause, and for a command that is repeatable.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -38,7 +37,8 @@ from torchrepro.verification.leftovers import Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
 from torchrepro.verification.runner import Runner, output_directory
-from torchrepro.verification.trials import MOST, Trials
+from torchrepro.verification.trial_loop import DivergedRuns
+from torchrepro.verification.trials import escalate_settings, find_cause, try_one_hash_seed
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
@@ -160,7 +160,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             culprits = stressed.culprits if stressed else ()
             is_tried = escalate or (closer and culprits in ((), (HASH_SEED,)))
             if is_tried and not leftovers.is_refused:
-                trials = Trials(
+                diverged = DivergedRuns(
                     runner=runner,
                     profile=profile,
                     overrides=overrides,
@@ -170,15 +170,14 @@ def verify(  # noqa: PLR0913 - each is an option of the command
                     verdict=verdict,
                     meta=meta,
                     leftovers=leftovers,
-                    most=math.inf if escalate else MOST,
                 )
                 if escalate:
-                    verdict = trials.escalated()
-                    if not trials.done:
+                    verdict, tried = escalate_settings(diverged)
+                    if not tried:
                         verdict = _with_note(verdict, "no known stricter setting may help")
                 else:
-                    verdict = trials.with_one_hash_seed() if culprits else trials.advised()
-                tried = trials.tried
+                    question = try_one_hash_seed if culprits else find_cause
+                    verdict, tried = question(diverged)
             if stressed and plan.other_hash_seed:
                 reason = "the profile sets it, and the runs already differ with the same one"
                 stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, reason)))
