@@ -186,7 +186,8 @@ class Trials:
         diverged, leftovers = self.diverged, self.diverged.leftovers
         compare = diverged.runner.compare
         remove = f"rm -f -- {join(leftovers.created)}; exec "
-        can_be_shown = all(map(os.path.lexists, leftovers.created))  # in a terminal
+        # A terminal cannot show the names of some files.
+        can_be_shown = all(map(os.path.lexists, leftovers.created))
 
         def objection(run: Run) -> str:
             # These runs read the overwritten files. Run 1 may have read other contents, so the
