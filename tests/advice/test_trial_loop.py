@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torchrepro.advice.trial_loop import Conclusion, Trial, TrialLoop
 from torchrepro.trace.request import RecordingRequest
 from torchrepro.verdict.value import Compared, Divergence, Edit, Kind, Verdict
-from torchrepro.verification.leftovers import Leftovers
+from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.result import Run
 from torchrepro.verification.runner import Runner
-from torchrepro.verification.trial_loop import Conclusion, DivergedRuns, Trial, TrialLoop
 
 PINNED = Trial(change="the clock pinned", resolved=None, runs=2)
 CONCLUSION = Conclusion(cause="The clock.", command="torchrepro verify", tried="the same")

@@ -1,7 +1,7 @@
 """Lists the trials of a divergence, the likeliest cause first, and what each of them explains.
 
-Each public function is a question about two runs that differ. A script of `Trials` answers it:
-a generator that `trial_loop` runs. No script keeps state between two of its trials.
+`answer` is the entry for other packages. A script of `Trials` answers a question about two runs
+that differ: a generator that `trial_loop` runs. No script keeps state between two of its trials.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from shlex import join
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.advice.trial_loop import ENOUGH, MOST, Conclusion, Trial, TrialLoop
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.redaction import shareable, shell_line
 from torchrepro.manifest.contents import known_secrets
@@ -52,19 +53,16 @@ from torchrepro.verdict.program_text import (
 )
 from torchrepro.verdict.render import relative_location, short, source_line
 from torchrepro.verdict.value import Kind, LineOfOrigin, SeedSource
-from torchrepro.verification.perturbations import RunEnvironment, pinning
+from torchrepro.verification.perturbations import pinning
 from torchrepro.verification.pinned_sources import PINNED_TOGETHER
-from torchrepro.verification.trial_loop import ENOUGH, Conclusion, Trial, TrialLoop
 
 if TYPE_CHECKING:
+    from torchrepro.advice.trial_loop import Script
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import Evidence, Suspect
     from torchrepro.verdict.value import Edit, NondeterministicRead, Verdict
+    from torchrepro.verification.leftovers import DivergedRuns
     from torchrepro.verification.result import ControlledRun, Run
-    from torchrepro.verification.trial_loop import DivergedRuns, Script
-
-    Answer = tuple[Verdict, tuple[ControlledRun, ...]]
-    """The verdict with the advice that trials have confirmed, and all trials."""
 
 EVERYTHING = "everything"
 
@@ -85,22 +83,6 @@ _WITHOUT_A_CALL = {
     HASH: "the order of a set of strings, or a hash of text",
 }
 """How each source can vary without a call that a recording could observe."""
-
-
-def find_cause(diverged: DivergedRuns) -> Answer:
-    """Look for the cause, and for the edit or the command that makes runs agree."""
-    return TrialLoop(diverged).conclude(Trials(diverged).of_causes())
-
-
-def try_one_hash_seed(diverged: DivergedRuns) -> Answer:
-    """Look for a command that fixes the hash seed, if runs differ when it alone is perturbed."""
-    unperturbed = replace(diverged, environments=(RunEnvironment(), RunEnvironment()))
-    return TrialLoop(unperturbed).conclude(Trials(diverged).of_one_hash_seed())
-
-
-def escalate_settings(diverged: DivergedRuns) -> Answer:
-    """Look for the first repeatable command under ever stricter settings, without a limit."""
-    return TrialLoop(diverged, math.inf).conclude(Trials(diverged).of_stricter_settings())
 
 
 @dataclass(frozen=True)
@@ -520,3 +502,22 @@ def _edit(source: str, read: Suspect, *, is_seed: bool) -> Edit | None:
         return edit_of_sample(read.name, read.where)
     edited_source = SET_ORDER if read.what == SET_ORDER and source != HASH else source
     return edit_of(edited_source, read.name, read.where, is_seed=is_seed)
+
+
+_QUESTIONS: Mapping[str, tuple[Callable[[Trials], Script], float]] = {
+    "cause": (Trials.of_causes, MOST),
+    "hash seed": (Trials.of_one_hash_seed, MOST),
+    "settings": (Trials.of_stricter_settings, math.inf),
+}
+"""Question -> the trials that answer it, and the limit of their runs."""
+
+
+def answer(question: str, diverged: DivergedRuns) -> tuple[Verdict, tuple[ControlledRun, ...]]:
+    """Return the verdict with the advice that trials have confirmed, and all trials.
+
+    The question ``cause`` asks for the cause, and the edit or the command that makes runs agree.
+    ``hash seed`` asks for a command that fixes it, if runs differ when it alone is perturbed.
+    ``settings`` asks for the first repeatable command under ever stricter settings.
+    """
+    script, most = _QUESTIONS[question]
+    return TrialLoop(diverged, most).conclude(script(Trials(diverged)))

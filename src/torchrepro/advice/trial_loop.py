@@ -8,7 +8,7 @@ a generator of trials, the likeliest first. It receives the outcome of each tria
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.value import Edit, LineOfOrigin, Verdict
-    from torchrepro.verification.leftovers import Leftovers, RunLocation
+    from torchrepro.verification.leftovers import DivergedRuns, RunLocation
     from torchrepro.verification.result import Run
     from torchrepro.verification.runner import Runner
 
@@ -39,25 +39,11 @@ if TYPE_CHECKING:
 
 ENOUGH = 3  # runs that must agree before a setting is proposed
 
-_MOST = 18  # the limit of runs for all trials of one divergence
+MOST = 18  # the limit of runs for all trials of one divergence
+
 _PATIENCE = 5.0  # how many times longer than the original runs a run of a trial may take
 _AT_LEAST = 10.0  # seconds that a run of a trial may take in any case
 _NO_CHANGE = RunEnvironment()
-
-
-@dataclass(frozen=True, slots=True)
-class DivergedRuns:
-    """Two runs of a command that differ, the way they were started, and their comparison."""
-
-    runner: Runner
-    profile: Any  # the profile as the user named it; None without a profile
-    overrides: Sequence[str]
-    resolved: ResolvedProfile | None
-    between: tuple[Run, Run]
-    environments: Sequence[RunEnvironment]  # the environments of the two runs
-    verdict: Verdict
-    meta: Mapping[str, Any]
-    leftovers: Leftovers  # the files that the first run left behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +97,7 @@ class TrialLoop:
     command agreed with each other.
     """
 
-    def __init__(self, diverged: DivergedRuns, most: float = _MOST) -> None:
+    def __init__(self, diverged: DivergedRuns, most: float = MOST) -> None:
         self._diverged = diverged
         self._most = most
         self._done: list[ControlledRun] = []
