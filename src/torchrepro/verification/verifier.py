@@ -6,15 +6,16 @@ Finally, trials look for the cause, and for a command that is repeatable.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.imports import named
 from torchrepro.ground.redaction import (
     HIDDEN,
     shareable,
@@ -34,11 +35,10 @@ from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import moment, place
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import FolderState
-from torchrepro.verification.leftovers import Leftovers
+from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
 from torchrepro.verification.runner import Runner, output_directory
-from torchrepro.verification.trials import MOST, Trials
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from torchrepro.verification.runner import Setup
 
 FEWEST = 2  # runs that a comparison needs
+
+TRIALS = "advice.trials:answer"
+"""The function that runs trials after a divergence. Its package can be left out."""
 
 
 def request_for(
@@ -160,25 +163,26 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             culprits = stressed.culprits if stressed else ()
             is_tried = escalate or (closer and culprits in ((), (HASH_SEED,)))
             if is_tried and not leftovers.is_refused:
-                trials = Trials(
+                question = "hash seed" if culprits else "cause"
+                if escalate:
+                    question = "settings"
+                trial_environments = environments[0], environments[number]
+                if question == "hash seed":
+                    trial_environments = RunEnvironment(), RunEnvironment()
+                diverged = DivergedRuns(
                     runner=runner,
                     profile=profile,
                     overrides=overrides,
                     resolved=resolved,
                     between=(done[0], done[number]),
-                    environments=(environments[0], environments[number]),
+                    environments=trial_environments,
                     verdict=verdict,
                     meta=meta,
                     leftovers=leftovers,
-                    most=math.inf if escalate else MOST,
                 )
-                if escalate:
-                    verdict = trials.escalated()
-                    if not trials.done:
-                        verdict = _with_note(verdict, "no known stricter setting may help")
-                else:
-                    verdict = trials.with_one_hash_seed() if culprits else trials.advised()
-                tried = trials.tried
+                verdict, tried = _tried(question, diverged)
+                if escalate and not tried:
+                    verdict = _with_note(verdict, "no known stricter setting may help")
             if stressed and plan.other_hash_seed:
                 reason = "the profile sets it, and the runs already differ with the same one"
                 stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, reason)))
@@ -255,6 +259,14 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
             note = f"two more runs, recorded in detail, {what}: it varies from run to run"
         verdict = runner.advised(verdict, runs[0])
     return _with_note(_looked_closer(verdict), note)
+
+
+def _tried(question: str, diverged: DivergedRuns) -> tuple[Verdict, tuple[ControlledRun, ...]]:
+    """Return the verdict with what trials show, and the trials. Without `advice`, none are made."""
+    if find_spec("torchrepro.advice") is None:
+        return diverged.verdict, ()
+    answered: tuple[Verdict, tuple[ControlledRun, ...]] = named(TRIALS)(question, diverged)
+    return answered
 
 
 def _run_each(runner: Runner, what: str, setups: Sequence[Setup]) -> list[Run]:
