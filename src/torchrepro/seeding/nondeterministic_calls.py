@@ -12,7 +12,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.messages import WIDE, shown
-from torchrepro.seeding.seeding_calls import FUNCTIONS
 
 if TYPE_CHECKING:
     Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -41,6 +40,21 @@ because most programs read it only to measure."""
 EXPLICIT_SEED = "a seed that the program gives"
 OWN_GENERATOR = "torch.Generator.manual_seed"
 """The name of a seed that is read from the program's own generator at a line that draws from it."""
+
+FUNCTIONS = (
+    *(("random", "seed"), ("numpy.random", "seed")),
+    *((module, name) for module in ("torch", "torch.random") for name in ("manual_seed", "seed")),
+    *(
+        (f"torch.{device}", name)
+        for device in ("cuda", "npu", "xpu")
+        for name in ("manual_seed", "manual_seed_all")
+    ),
+    ("torch.mps", "manual_seed"),
+)
+"""Every function that seeds a global generator: module, name."""
+
+OWN = ("torchrepro", "torch")
+"""Packages whose calls are not calls of the program."""
 
 ANY = "*"
 _SEED_KEYWORDS = ("seed", "a", "x")

@@ -9,6 +9,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from torchrepro.ground.messages import printable, size
+from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import row_of_read
 from torchrepro.trace.format import MAIN, StepRow
 from torchrepro.verdict.criteria import ANY_STEP, NAMES, Pair
@@ -204,28 +205,30 @@ def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
     )
 
 
+def _observed_calls(trace: Trace) -> dict[tuple[str, str, str], ObservedCall]:
+    calls = map(ObservedCall.from_json, trace.meta.get("sources") or ())
+    return {(call.name, call.what, short(call.where)): call for call in calls}
+
+
 def _reads(pairs: Sequence[Pair]) -> tuple[NondeterministicRead, ...]:
     by_key: dict[tuple[str, str, str], NondeterministicRead] = {}
     for pair in pairs:
-        left, right = (
-            {(call["name"], call["what"], short(call["where"])): call for call in sources or ()}
-            for sources in (trace.meta.get("sources") for trace in pair.traces)
-        )
+        left, right = map(_observed_calls, pair.traces)
         for key, call in (right | left).items():
-            name = printable(call["name"])
-            row = row_of_read(call["name"], call["what"])
+            row = row_of_read(call.name, call.what)
             if row is None:
                 continue
+            name = printable(call.name)
             read = NondeterministicRead(
                 name,
-                what=row.what,
-                where=call["where"],
-                instead=row.edit(name, in_sample=call.get("in_sample") is True),
-                in_sample=bool(row.in_sample and call.get("in_sample")),
-                step=call["step"],
-                record=call["record"],
-                left=left.get(key, {}).get("value") or "",
-                right=right.get(key, {}).get("value") or "",
+                row.what,
+                call.where,
+                row.edit(name, in_sample=call.in_sample),
+                call.step,
+                call.record,
+                in_sample=bool(row.in_sample and call.in_sample),
+                left=left[key].value or "" if key in left else "",
+                right=right[key].value or "" if key in right else "",
             )
             if key not in by_key or (read.is_differing_seed and not by_key[key].is_differing_seed):
                 by_key[key] = read

@@ -22,6 +22,7 @@ from torchrepro.lock.repository import CopyError
 from torchrepro.manifest.contents import known_secrets
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
+from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
@@ -52,7 +53,7 @@ from torchrepro.verdict.program_text import (
     varying_seeds,
 )
 from torchrepro.verdict.render import headline, relative_location, short, source_line
-from torchrepro.verdict.value import Advice, Kind, LineOfOrigin, SeedSource
+from torchrepro.verdict.value import Advice, Kind, LineOfOrigin
 from torchrepro.verification.copies import edited_copy
 from torchrepro.verification.leftovers import Leftovers, RunLocation, own_folder, traces_of, within
 from torchrepro.verification.perturbations import RunEnvironment, pinning
@@ -575,7 +576,7 @@ class Trials:
         program = self.verdict.program
         if source == UNINITIALIZED_MEMORY and program.unwritten:
             allocated = program.unwritten[0].allocated
-            return [SeedSource("torch.empty", source, allocated, is_sure=True)]
+            return [ObservedCall("torch.empty", source, allocated)]
         lines = [line for line in scan(program.files, program.began) if line.what in sources]
         if source == UNINITIALIZED_MEMORY and len(lines) > 1:
             for line in lines[:_LINES]:
