@@ -15,7 +15,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,10 @@ class ChildNotes:
     def append(self, note_type: str, **fields: Any) -> None:
         """Append a note; skip it if the file cannot be written or has `_LARGEST` bytes."""
         text = json.dumps({"kind": note_type, **fields}) + "\n"
-        with suppress(OSError):
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                if os.lseek(file, 0, os.SEEK_END) < _LARGEST:
-                    os.write(file, text.encode())
-            finally:
-                os.close(file)
+        opener = partial(os.open, mode=0o600)
+        with suppress(OSError), FileIO(self._path, "a", opener=opener) as file:
+            if file.tell() < _LARGEST:
+                file.write(text.encode())
 
     def take(self) -> list[dict[str, Any]]:
         """Return all notes and remove the file; in a child process, return an empty list.

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
@@ -39,21 +39,15 @@ from torchrepro.ground.patching import patch
 from torchrepro.seeding.call_records import ChildNotes, ObservedCall, printed_notes
 from torchrepro.seeding.loader import in_loader
 from torchrepro.seeding.nondeterministic_calls import (
-    ANY,
     CHEAP_SOURCES,
     ENTROPY,
     EVERY_SOURCE,
-    EXISTING_FILE,
     EXPLICIT_SEED,
     FILE_IF_THERE,
-    FOR_THEMSELVES,
     FORKED,
     FORKED_DRAWS,
     FUNCTIONS,
-    GIVEN_SEEDS,
     MADE_BY_NUMPY,
-    OWN,
-    OWN_GENERATOR,
     UNSEEDED,
     WITHOUT_SEED,
     Source,
@@ -91,12 +85,6 @@ _WRAPPERS = "torchrepro.seeding.observed_calls"
 _CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
 _OF_THE_SYSTEM = ("/proc/", "/dev/", "/sys/")
 _Key = tuple[str, bool, str]  # of a read: its name, whether it passes no seed, its line
-
-
-def seed_of_generator(where: str, step: int, record: int, seed: str) -> ObservedCall:
-    """Return the record of a line that draws from a generator with the explicit seed `seed`."""
-    instead = GIVEN_SEEDS[0].instead
-    return ObservedCall(OWN_GENERATOR, EXPLICIT_SEED, where, instead, step, record, value=seed)
 
 
 @dataclass(slots=True)
@@ -137,8 +125,9 @@ class FileUses:
 
     def reads(self) -> list[ObservedCall]:
         """Return the files that are older than the run and that the program asked for and read."""
+        row = FILE_IF_THERE
         return [
-            ObservedCall(Path(file.path).name, EXISTING_FILE, file.read, FILE_IF_THERE.instead)
+            ObservedCall(Path(file.path).name, row.what, file.read, row.instead)
             for file in self._files.values()
             if file.asked and file.read and file.changed < self.began
         ]
@@ -233,7 +222,7 @@ class Watch:
         self._state_draws: Callable[[], None] | None = None  # of a `RandomState` that is being made
         self._undo = ExitStack()
         self._listeners = {row: self._listener(row) for row in rows}
-        self._waiting = AfterImport(map(_awaited, rows), self._listen_to)
+        self._waiting = AfterImport((row.awaited for row in rows), self._listen_to)
         self._waiting.watch_all()
         self.files: FileUses | None = None
         if folder is not None:
@@ -288,7 +277,7 @@ class Watch:
         if module == "numpy.random" and any(row.what == ENTROPY for row in self._listeners):
             self._listen_to_types_of_numpy()
         for row, listener in self._listeners.items():
-            if _awaited(row) == module:
+            if row.awaited == module:
                 listen(row.module, row.attribute, listener)
 
     def _listen_to_types_of_numpy(self) -> None:
@@ -307,7 +296,7 @@ class Watch:
             caller = next(frame for frame in frames() if frame.f_globals["__name__"] != __name__)
             made = WITHOUT_SEED.fullmatch(call_text(caller))
             row = MADE_BY_NUMPY[made[1]] if made else None
-            reader = row and _reader(row, caller)
+            reader = row and row.reader(caller)
             change = row and reader and self.heard(row, ((size,), {}), *reader)
             return change(drawn) if change else drawn
 
@@ -342,7 +331,7 @@ class Watch:
             arguments = args, kwargs
             if row.what == FORKED and not self._draws_vary(generator, frame, listener):
                 return None
-            reader = _reader(row, frame)
+            reader = row.reader(frame)
             if reader is None or not row.applies(arguments):
                 return None
             if row.what == FORKED:
@@ -379,7 +368,7 @@ class Watch:
         `front` is the frame of the library function that the line called, if any. Returns a
         function that changes the result of the call, or None.
         """
-        name, value = _public_name(row, front), row.value(arguments)
+        name, value = row.public_name(front), row.value(arguments)
         key = name, value is None, source_line
         if key not in self._reads or (self._notes.in_child and value is not None):
             if len(self._reads) >= _MANY:
@@ -444,54 +433,6 @@ def _in_task(frame: FrameType) -> bool | None:
         if variable is not None:
             return caller.f_locals.get(variable) is not None
     return None
-
-
-@cache
-def _is_program(file: str, function: str) -> bool:
-    is_generated = file.startswith("<") and function.startswith("__")
-    return not is_generated and not is_library(file)
-
-
-def _reader(row: Source, frame: FrameType) -> tuple[FrameType | None, str] | None:
-    """Return how the program reads a source: the library's frame, and the program's own line.
-
-    The frame is None if the line calls the source itself. Returns None if a library reads the
-    source for itself, and not for the program. `row.through` and `row.by_libraries` define which
-    libraries read for the program.
-    """
-    front, in_library = None, False
-    for caller in frames(frame):
-        code = caller.f_code
-        if _is_program(code.co_filename, code.co_name):
-            return front, line(caller)
-        name = package(caller)
-        if name not in FOR_THEMSELVES and row.by_libraries:
-            if code.co_name == "<module>":
-                return None  # the library is being imported
-            in_library = True
-            if front is None or "<locals>" not in code.co_qualname:
-                front = caller  # the outermost frame except for decorators of the library
-        elif caller.f_globals.get("__name__") in row.through:
-            front = caller
-        elif not in_library and (row.through != (ANY,) or name in OWN):
-            return None
-    return None
-
-
-def _public_name(row: Source, front: FrameType | None) -> str:
-    home = front.f_globals.get("__name__") if front is not None else None
-    if front is None or home is None or row.through == (ANY,):
-        return row.name  # generated code may belong to no module
-    if home == row.module == "random":
-        return row.name
-    *path, function = f"{home}.{front.f_code.co_qualname}".split(".")
-    parts = [part for part in path if not part.startswith("_")]
-    return ".".join(parts if function.startswith("__") else [*parts, function.lstrip("_")])
-
-
-def _awaited(row: Source) -> str:
-    """Return the module to wait for before `row` is observed: for a part of torch, all of torch."""
-    return "torch" if row.module.startswith("torch.") else row.module
 
 
 def watch_unseeded() -> Watch:

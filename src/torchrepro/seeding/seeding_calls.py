@@ -63,8 +63,7 @@ class SeedingCalls:
         return is_listening(self._note), generators.given_seeds(), *copies
 
     def restore(self, saved: Any) -> None:
-        was_listening, given, calls, given_at, unknown = saved
-        self._calls, self._given_at = dict(calls), dict(given_at)
+        was_listening, given, self._calls, self._given_at, unknown = saved
         generators.unknown_states.clear()
         generators.unknown_states.update(unknown)
         generators.set_given_seeds(given)

@@ -30,7 +30,8 @@ from torchrepro.ground.callers import program_files
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import TraceError
 from torchrepro.seeding.loader_hook import author_worker_init
-from torchrepro.seeding.nondeterministic_reads import recorded_watches, seed_of_generator
+from torchrepro.seeding.nondeterministic_calls import seed_of_generator
+from torchrepro.seeding.nondeterministic_reads import recorded_watches
 from torchrepro.seeding.observed_calls import on_modules_called
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.streams import world

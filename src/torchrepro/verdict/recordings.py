@@ -52,36 +52,33 @@ def truncation(pair: Pair) -> Divergence | None:
     The runs are known to agree up to that end. A killed run never counts as the same as another
     run, because its further steps are unknown.
     """
-    last = [
-        _last_step(trace, counterpart) for trace, counterpart in (pair.traces, pair.traces[::-1])
-    ]
+    left, right = pair.traces
+    last = [_last_step(left, right), _last_step(right, left)]
     if not pair.steps:
         empty = " and ".join(name for name, step in zip(NAMES, last, strict=True) if step < 0)
         reason = (
             f"nothing was recorded in {empty}" if empty else "no step was recorded in both runs"
         )
         return pair.at_step(max(min(last), 0), Kind.ENDED, reason)
-    cut = [trace.is_truncated for trace in pair.traces]
+    cut = [left.is_truncated, right.is_truncated]
     ended = last.index(min(last))
     asked = pair.traces[ended].meta.get("steps")
     is_shorter = last[0] != last[1] and not (asked and last[ended] >= asked[1])
-    if not is_shorter:
-        if not any(cut):
-            return None  # all requested steps were recorded
-        ended = cut.index(True)
-    step = min(last) if all(cut) else last[ended]
+    if not is_shorter and not any(cut):
+        return None  # all requested steps were recorded
     if all(cut):
-        ends = [
-            f"{name} after step {step_of_run}"
-            for name, step_of_run in zip(NAMES, last, strict=True)
-        ]
-        return pair.at_step(step + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {' and '.join(ends)}")
+        ends = " and ".join(
+            f"{name} after step {step}" for name, step in zip(NAMES, last, strict=True)
+        )
+        return pair.at_step(min(last) + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {ends}")
+    if not is_shorter:
+        ended = cut.index(True)
+    step = last[ended]
     row = pair.traces[ended].steps.get(step)
     reason = f"{NAMES[ended]} ended before its first step"
     if row is not None:
-        reason = (
-            f"{NAMES[ended]} ended {'after' if row.finished else 'in the middle of'} step {step}"
-        )
+        where = "after" if row.finished else "in the middle of"
+        reason = f"{NAMES[ended]} ended {where} step {step}"
     reason += CUT * cut[ended]
     if is_shorter:
         final = pair.traces[1 - ended].steps[max(last)]
