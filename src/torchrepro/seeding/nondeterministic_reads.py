@@ -99,7 +99,7 @@ class FileUse:
 
 
 class FileUses:
-    """Records which files the program asks for, reads and writes, until `stop`.
+    """Records which files the program asks for, reads and writes, from `start` to `stop`.
 
     Two runs may differ if a run reads a file that an earlier run has written. The class observes
     calls of `open`, of functions that return whether a file exists, and of `torch.save` and
@@ -114,6 +114,8 @@ class FileUses:
         self._files: dict[str, FileUse] = {}
         self._of_line: Counter[tuple[str, str]] = Counter()
         self._waiting = AfterImport((module for module, _ in _USING), self._listen_to)
+
+    def start(self) -> None:
         self._waiting.watch_all()
 
     def stop(self) -> None:
@@ -224,9 +226,9 @@ class Watch:
         self._listeners = {row: self._listener(row) for row in rows}
         self._waiting = AfterImport((row.awaited for row in rows), self._listen_to)
         self._waiting.watch_all()
-        self.files: FileUses | None = None
+        self.files = FileUses(self._notes)
         if folder is not None:
-            self.files = FileUses(self._notes)
+            self.files.start()
             recorded_watches.running.append(self)
             if self._notes.is_spawned:
                 self.begin_in_child()
@@ -240,7 +242,7 @@ class Watch:
         for note in self._notes.take():
             if note.pop("kind") == "read":
                 self._add_noted(ObservedCall.from_json(note))
-            elif self.files is not None:
+            else:
                 self.files.add(**note)
         self._unseeded.settle()
         reads = [
@@ -248,7 +250,7 @@ class Watch:
             for key, read in self._reads.items()
             if self._times[key]
         ]
-        return (*reads, *(self.files.reads() if self.files is not None else ()))
+        return (*reads, *self.files.reads())
 
     def stop(self) -> None:
         """Stop recording, and restore the original functions."""
@@ -257,8 +259,8 @@ class Watch:
         self._unseeded.stop()
         for listener in self._listeners.values():
             stop_listening(listener)
-        if self.files is not None:
-            self.files.stop()
+        self.files.stop()
+        if self in recorded_watches.running:
             recorded_watches.running.remove(self)
 
     def begin_in_child(self) -> None:

@@ -298,7 +298,7 @@ class Recording:
             facts["end"] = _end_state(self.state, optimizers, knows_ops=self._full.name == "op")
         return {
             **{key: value for key, value in facts.items() if value},
-            **(self._sources.files.to_json() if self._sources.files is not None else {}),
+            **self._sources.files.to_json(),
             "loaders": list(self._loaders.values()),
             "modules": sorted({*self._files, *program_files()}),
             "resumed": "yes" if is_resumed() else "no",
