@@ -22,6 +22,7 @@ from torchrepro.ground.redaction import shareable, shell_line
 from torchrepro.manifest.contents import known_secrets
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
+from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
@@ -52,7 +53,7 @@ from torchrepro.verdict.program_text import (
     varying_seeds,
 )
 from torchrepro.verdict.render import relative_location, short, source_line
-from torchrepro.verdict.value import Kind, LineOfOrigin, SeedSource
+from torchrepro.verdict.value import Kind, LineOfOrigin
 from torchrepro.verification.perturbations import pinning
 from torchrepro.verification.pinned_sources import PINNED_TOGETHER
 
@@ -429,7 +430,7 @@ class Trials:
         program = self.diverged.verdict.program
         if source == UNINITIALIZED_MEMORY and program.unwritten:
             allocated = program.unwritten[0].allocated
-            return [SeedSource("torch.empty", source, allocated, is_sure=True)]
+            return [ObservedCall("torch.empty", source, allocated)]
         lines = [line for line in scan(program.files, program.began) if line.what in sources]
         # Sorting a set with a key leaves only members with equal keys in the order of the set. So
         # lines that sort are returned only if no other line reads the order of a set.
