@@ -36,9 +36,14 @@ class Dependencies(NamedTuple):
 
     @classmethod
     def of(
-        cls, root: Path, log: Path, began: float, without: Set[str], locked: Dependencies | None
+        cls,
+        root: Path,
+        uses: Iterable[Use],
+        began: float,
+        without: Set[str],
+        locked: Dependencies | None = None,
     ) -> Dependencies:
-        """Return the dependencies in the `log` of a run and in `locked`, in their present state.
+        """Return the dependencies in the `uses` of a run and in `locked`, in their present state.
 
         Omits the files in `without`, files that the run wrote, and names that may be secret.
         """
@@ -46,21 +51,19 @@ class Dependencies(NamedTuple):
         if locked:
             past += [Use(READ, str(path_of(name, root)), 0, 0) for name in locked.data]
             past += [Use(LISTED, str(path_of(name, root)), 0, 0) for name in locked.listed]
-        kinds: dict[str, dict[str, Use]] = {}
-        for use in (*past, *file_notes.noted(log)):
-            kinds.setdefault(use.path, {}).setdefault(use.kind, use)
-        written = {path for path, uses in kinds.items() if WRITTEN in uses}
+        kinds = file_notes.first_uses((*past, *uses))
+        written = {path for path, by_kind in kinds.items() if WRITTEN in by_kind}
         parents = {str(parent) for path in written for parent in Path(path).parents}
         names: dict[str, str] = {}
         variables: dict[str, str] = {}
         clean = cleaner(known_secrets())
-        for path, uses in sorted(kinds.items()):
-            name = path if VARIABLE in uses else _name(path, root)
+        for path, by_kind in sorted(kinds.items()):
+            name = path if VARIABLE in by_kind else _name(path, root)
             parts = Path(name).parts
             if any(map(sounds_secret, parts)) or clean(name) != name:
                 continue
-            if VARIABLE in uses:
-                variables[path] = "set" if uses[VARIABLE].size else "not set"
+            if VARIABLE in by_kind:
+                variables[path] = "set" if by_kind[VARIABLE].size else "not set"
             elif (
                 name not in without
                 and not any(part.startswith(".") and part != ".cache" for part in parts)

@@ -77,7 +77,7 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     `ApplyError` if a strict profile could not be applied on this machine.
     """
     refuse_other_file(path)
-    contents, report = contents_of_lock(path, profile, overrides)
+    contents, report = contents_of_lock(path, resolve(profile, overrides), profile, overrides)
     write_in_place(path, as_text({**contents, "seal": seal_of(contents)}))
     return report
 
@@ -95,10 +95,12 @@ def refuse_other_file(path: Path) -> None:
 
 
 def contents_of_lock(
-    path: Path, profile: str, overrides: Sequence[str]
+    path: Path, resolved: ResolvedProfile, profile: str, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Report]:
-    """Return the contents of a lock at `path`, and the planned report. Raises like `write_lock`."""
-    resolved = resolve(profile, overrides)
+    """Return the contents of a lock at `path`, and the planned report. Raises like `write_lock`.
+
+    `resolved` is the `profile` with the `overrides`.
+    """
     secrets = known_secrets(resolved)
     for text in overrides:
         if without_secrets(text, secrets) != text:
@@ -176,7 +178,11 @@ def named_in(path: Path, contents: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def check(
-    path: Path, *, strict: bool = False, profile: str = "", overrides: Sequence[str] = ()
+    path: Path,
+    *,
+    strict: bool = False,
+    profile: str | ResolvedProfile = "",
+    overrides: Sequence[str] = (),
 ) -> CheckResult:
     """Return the differences between the lock in the file `path` and this machine.
 

@@ -28,14 +28,14 @@ from torchrepro.lock.file_notes import (
     TYPED,
     WRITTEN,
     Use,
-    noted,
+    first_uses,
 )
 from torchrepro.manifest.environment import git
 
 FAILED = (OSError, SubprocessError)  # the exceptions that the function `git` raises
 
 _SUBMODULE = "160000"  # file mode in the index
-_COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of SHA-1 and SHA-256
 _BLOCK = 64  # commits in one call of git
 
 
@@ -213,26 +213,27 @@ class FilesRead(NamedTuple):
     """Ignored files that the run did not write itself, and folders of such files."""
 
 
-def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) -> FilesRead:
-    """Return the files that a run read: the files in its `log`, and the existing files in `named`.
+def files_read(
+    root: Path, uses: Sequence[Use], began: float, named: Iterable[Path] = ()
+) -> FilesRead:
+    """Return the files that a run read: the files in its `uses`, and the existing files in `named`.
 
-    Files that the run wrote itself are omitted. Raises `CopyError` if git fails, if the log is not
-    complete, if the program is not a file, and if a program file changed during the run.
+    Files that the run wrote itself are omitted. Raises `CopyError` if git fails, if the log of the
+    uses is not complete, if the program is not a file, and if a program file changed during the
+    run.
     """
-    uses = noted(log)
     if any(use.kind == TOO_MANY for use in uses):
         raise CopyError("the run uses too many files of its repository to record them")
     if any(use.kind == TYPED for use in uses):
         raise CopyError("the program came from `python -c` or standard input, not from a file")
-    for argument in named:
-        path = Path(os.path.abspath(argument))  # noqa: PTH100 - does not resolve links
-        if path.is_file():
-            uses.append(Use(READ, str(path), *file_state(path, follow=True)))
-    uses_of: dict[str, dict[str, Use]] = {}  # name -> kind of use -> the first such use
-    for use in uses:
-        path = Path(use.path)
+    # Absolute paths, with links as they are.
+    paths = [path for path in map(Path, map(os.path.abspath, named)) if path.is_file()]
+    read_now = [Use(READ, str(path), *file_state(path, follow=True)) for path in paths]
+    uses_of: dict[str, dict[str, Use]] = {}  # relative path -> kind of use -> the first such use
+    for text, by_kind in first_uses((*uses, *read_now)).items():
+        path = Path(text)
         if path.is_relative_to(root) and path != root and not is_of_environment(path, root):
-            uses_of.setdefault(str(path.relative_to(root)), {}).setdefault(use.kind, use)
+            uses_of[str(path.relative_to(root))] = by_kind
     tracked, ignored = set[str](), set[str]()
     try:
         for repository, names in _by_repository(root, uses_of).items():
@@ -335,7 +336,7 @@ def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[
         name = lock.resolve().relative_to(root)
         words = ("log", "--format=%H", "--no-show-signature", f"-S{seal}", "--")
         commits = _output(root, *words, f":(top,literal){name}").split()[:1]
-    is_commit = isinstance(written_at, str) and _COMMIT.fullmatch(written_at)
+    is_commit = isinstance(written_at, str) and HASH.fullmatch(written_at)
     return [*commits, written_at] if is_commit else commits
 
 
