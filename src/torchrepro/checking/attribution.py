@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchrepro.checking import causes
 from torchrepro.checking.causes import Cell, Table, Who
-from torchrepro.checking.dependencies import Dependencies
+from torchrepro.checking.dependencies import Dependencies, files_read
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.messages import some
 from torchrepro.ground.patching import set_variable, variables_restored
@@ -93,7 +93,7 @@ class Checkouts:
         if files is None:
             why = contents.get("no_files", "")
             raise CopyError(f"the lock does not list its files: {why}")
-        today = now.files()
+        today = files_read(now)
         present = repository.blobs_of(root, files)
         changed = {name for name, blob in files.items() if present.get(name) != blob}
         changed |= today.code.keys() - files.keys()
@@ -129,8 +129,8 @@ class Checkouts:
                 if run.not_locked:  # `commit` may be later than the lock, and read more files
                     names = some(sorted(run.not_locked))
                     raise CopyError(f"the locked code did not read {names}")
-                files, now = self.lock.contents["files"].keys(), self.now
-                present = Dependencies.of(self.root, now.uses, now.began, files, locked)
+                files = self.lock.contents["files"].keys()
+                present = Dependencies.of(self.now, files, locked)
                 table.dependencies = tuple(locked.differing(present, self.root))
         return table
 

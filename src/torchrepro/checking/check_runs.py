@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.application.launch import untouched
 from torchrepro.checking.causes import UNKNOWN, Who
-from torchrepro.checking.dependencies import Dependencies
+from torchrepro.checking.dependencies import Dependencies, files_read
 from torchrepro.checking.locked_command import LOCK_COMMAND, LockedCommand, ResultsLock
 from torchrepro.ground.console import Displayed, listing, parts
 from torchrepro.ground.errors import ProfileError
@@ -47,6 +46,8 @@ from torchrepro.verification.leftovers import Leftovers
 from torchrepro.verification.runner import output_directory
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torchrepro.ground.console import Part
     from torchrepro.lock.locked_results import ResultsDifference
     from torchrepro.reporting.report import Report
@@ -113,11 +114,10 @@ def lock_numbers(
         numbers = numbers_of(runs[0].folder, asked.every)
         locked: dict[str, Any] = {"numbers": numbers.to_json()}
         try:
-            locked["files"] = dict(done[0].files().code)
+            locked["files"] = dict(files_read(done[0]).code)
         except CopyError as error:
             locked["no_files"] = str(error)
-        first, files = done[0], locked.get("files", {}).keys()
-        dependencies = Dependencies.of(asked.root or Path(), first.uses, first.began, files)
+        dependencies = Dependencies.of(done[0], locked.get("files", {}).keys())
         locked |= dependencies.to_json()
         shutil.rmtree(output, ignore_errors=True)
     if reason:
@@ -266,12 +266,10 @@ def _locked_parts(answer: LockedRun) -> tuple[Part, ...]:
 
 
 def _dependency_lines(dependencies: Dependencies) -> Iterator[str]:
-    counts = (
-        counted(len(dependencies.data), "file"),
-        counted(len(dependencies.listed), "folder"),
-        counted(len(dependencies.variables), "variable"),
-    )
-    if dependencies.data or dependencies.listed or dependencies.variables:
+    names = (dependencies.data, dependencies.listed, dependencies.variables)
+    words = ("file", "folder", "variable")
+    counts = [counted(len(group), word) for group, word in zip(names, words, strict=True)]
+    if any(names):
         yield f"  it also lists {', '.join(counts)} as dependencies (lock --json shows them)"
     if dependencies.left_out:
         yield f"  limit of {dependencies.left_out} outside of git reached: some files are missing"

@@ -15,12 +15,11 @@ from torchrepro.application.launch import is_python
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.messages import shown
 from torchrepro.ground.redaction import shareable
-from torchrepro.lock import repository
 from torchrepro.lock.diff import RUN_DEPENDENCIES
 from torchrepro.lock.file_notes import READ, Use, first_uses, noted
 from torchrepro.lock.lock_file import named_in
 from torchrepro.lock.locked_results import Numbers
-from torchrepro.lock.repository import FAILED, CopyError, FilesRead, names_by_git
+from torchrepro.lock.repository import FAILED, HASH, names_by_git, repository_root
 from torchrepro.manifest.contents import known_secrets, read_complete
 from torchrepro.profile.load import resolve
 from torchrepro.trace.request import LEVELS, RecordingRequest, is_range
@@ -51,7 +50,7 @@ class LockedCommand:
         cls, command: Sequence[str], steps: tuple[int, int] | None = None, every: int = 1
     ) -> LockedCommand:
         folder = Path.cwd()
-        return cls(tuple(command), folder, repository.repository_root(folder), steps, every)
+        return cls(tuple(command), folder, repository_root(folder), steps, every)
 
     @classmethod
     def of_lock(
@@ -136,15 +135,6 @@ class RecordedRun:
         old = [(at, path) for path, at in changed.items() if at / 1e9 < self.began]
         return [relative_location(str(path)) for _, path in sorted(old, reverse=True)]
 
-    def files(self) -> FilesRead:
-        """Return the files that the run read. Raises `CopyError` if they cannot be determined."""
-        if self.asked.root is None:
-            raise CopyError("git finds no repository here")
-        words = [Path(word) for word in self.asked.command]
-        origins = (origin.to_json()["set_by"] for origin in self.resolved.origins.values())
-        profiles = [Path(source.rpartition(":")[0]) for source in origins]
-        return repository.files_read(self.asked.root, self.uses, self.began, [*words, *profiles])
-
 
 @dataclass(frozen=True, slots=True)
 class ResultsLock:
@@ -176,7 +166,7 @@ def _refuse_damaged(path: Path, contents: Mapping[str, Any]) -> None:
         section = contents.get(key, {})
         for name, state in section.items() if isinstance(section, dict) else [("", section)]:
             is_inside = not {"", ".", "..", ".git"} & {*name.split("/")} and "\0" not in name
-            is_file = is_inside and repository.HASH.fullmatch(str(state))
+            is_file = is_inside and HASH.fullmatch(str(state))
             if not isinstance(state, str) or (key == "files" and not is_file):
                 legal = "a path inside of the repository, with 40 hexadecimal digits"
                 raise ProfileError.about(
