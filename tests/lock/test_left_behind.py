@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.checking.attribution import LockedCommand
 from torchrepro.checking.check_runs import check_numbers, lock_numbers
+from torchrepro.checking.locked_command import LockedCommand
 from torchrepro.ground.errors import TraceError
 
 from ..verification.repositories import commit

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,14 +11,16 @@ from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.application.launch import untouched
-from torchrepro.checking.attribution import UNKNOWN, Experiment, LockedCommand, Who
-from torchrepro.checking.dependencies import Dependencies
+from torchrepro.checking.causes import UNKNOWN, Who
+from torchrepro.checking.dependencies import Dependencies, files_read
+from torchrepro.checking.locked_command import LOCK_COMMAND, LockedCommand, ResultsLock
 from torchrepro.ground.console import Displayed, listing, parts
-from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
-from torchrepro.ground.messages import printable, shown, some
+from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.imports import named
+from torchrepro.ground.messages import printable, some
 from torchrepro.ground.redaction import HIDDEN, without_secrets
 from torchrepro.ground.writing import write_in_place
-from torchrepro.lock.diff import RUN_DEPENDENCIES, change
+from torchrepro.lock.diff import change
 from torchrepro.lock.lock_file import (
     SHARED,
     CheckResult,
@@ -34,13 +35,11 @@ from torchrepro.manifest.contents import (
     MACHINES,
     as_text,
     known_secrets,
-    read_complete,
     read_contents,
     seal_of,
 )
 from torchrepro.manifest.environment import platform_name
 from torchrepro.profile.load import resolve
-from torchrepro.trace.request import is_range
 from torchrepro.verdict.render import counted
 from torchrepro.verification.copies import FolderState
 from torchrepro.verification.leftovers import Leftovers
@@ -54,8 +53,8 @@ if TYPE_CHECKING:
     from torchrepro.reporting.report import Report
     from torchrepro.verdict.value import Verdict
 
-_BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of SHA-1 and SHA-256
-_LOCK_COMMAND = "torchrepro lock PROFILE -o FILE -- COMMAND"
+ATTRIBUTIONS = ("checking.attribution:who_changed",)
+"""Functions that find the cause of a difference, in order; imported when results differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,9 @@ def lock_numbers(
     other lock is replaced. Raises the same exceptions as `write_lock` and `verify`.
     """
     refuse_other_file(path)
-    with untouched():  # the runs must not inherit variables that importing torch changes
-        contents, report = contents_of_lock(path, profile, overrides)
     resolved = resolve(profile, overrides)
+    with untouched():  # the runs must not inherit variables that importing torch changes
+        contents, report = contents_of_lock(path, resolved, profile, overrides)
     with output_directory("", say) as output:
         runner = asked.runner(output, say, meanwhile)
         states, done = [], []
@@ -115,10 +114,10 @@ def lock_numbers(
         numbers = numbers_of(runs[0].folder, asked.every)
         locked: dict[str, Any] = {"numbers": numbers.to_json()}
         try:
-            locked["files"] = dict(asked.files_of(done[0], resolved).code)
+            locked["files"] = dict(files_read(done[0]).code)
         except CopyError as error:
             locked["no_files"] = str(error)
-        dependencies = asked.dependencies(done[0], locked.get("files", {}).keys())
+        dependencies = Dependencies.of(done[0], locked.get("files", {}).keys())
         locked |= dependencies.to_json()
         shutil.rmtree(output, ignore_errors=True)
     if reason:
@@ -188,78 +187,32 @@ def check_numbers(
     exceptions as `check` and `verify`. Also raises `ProfileError` if the lock has no results, or
     if `command` is not the command of the lock.
     """
-    _, contents = read_complete(path)
-    asked = _request_of(path, contents, command)
-    numbers = Numbers.from_json(contents.get("numbers"), str(path))
-    refuse_damaged(path, contents)
-    resolved = resolve(*named_in(path, contents), typed=False)
+    lock = ResultsLock.read(path, command)
     with output_directory("", say) as output, ThreadPoolExecutor(1) as aside:
-        settings_here: list[Future[CheckResult]] = []
+        futures: list[Future[CheckResult]] = []
 
-        def check_settings() -> None:  # imports torch while the run is prepared
-            settings_here.append(aside.submit(untouched()(check), path, strict=strict))
+        def check_settings() -> None:  # imports torch while the command runs
+            checking = untouched()(check)
+            futures.append(aside.submit(checking, path, strict=strict, profile=lock.resolved))
 
-        runner = asked.runner(output, say, meanwhile)
+        runner = lock.asked.runner(output, say, meanwhile)
         say("run ...")
-        now = asked.run(replace(runner, beside=check_settings), resolved, "here")
+        now = lock.asked.run(replace(runner, beside=check_settings), lock.resolved, "here")
         todo, has_failed = "", now.run.status or not now.run.recorded
-        if has_failed and (left := asked.left_before(now)):
+        if has_failed and (left := now.left_before()):
             todo = f"check in a folder without files of earlier runs, such as {left[0]}"
         runner.refuse_unrecorded(now.run, todo)
-        settings = settings_here[0].result()
+        settings = futures[0].result()
         runner.refuse_failed([now.run], todo)
-        here = numbers_of(now.run.folder, asked.every)
-        first = first_difference(numbers, here)
-        torch = str(contents["versions"]["torch"])
+        here = numbers_of(now.run.folder, lock.asked.every)
+        first = first_difference(lock.numbers, here)
         who = None
         if first is not None and blame:
-            experiment = Experiment(path, contents, numbers, here, settings, asked, now, runner)
-            try:
-                who = experiment.who_changed()
-            except (CopyError, ApplyError, ProfileError, TraceError) as error:
-                who = Who(UNKNOWN, str(error))
+            answers = (named(find)(lock, now, here, settings, runner) for find in ATTRIBUTIONS)
+            who = next(answers, Who(UNKNOWN))
         shutil.rmtree(output, ignore_errors=True)
+    torch = str(lock.contents["versions"]["torch"])
     return NumbersCheck(settings, platform_name(), torch, len(here.steps), first, who)
-
-
-def refuse_damaged(path: Path, contents: Mapping[str, Any]) -> None:
-    """Raise `ProfileError` if a lock contains an invalid entry for a file or other dependency."""
-    for key in ("files", *RUN_DEPENDENCIES):
-        section = contents.get(key, {})
-        for name, state in section.items() if isinstance(section, dict) else [("", section)]:
-            is_inside = not {"", ".", "..", ".git"} & {*name.split("/")} and "\0" not in name
-            is_file = is_inside and _BLOB.fullmatch(str(state))
-            if not isinstance(state, str) or (key == "files" and not is_file):
-                legal = "a path inside of the repository, with 40 hexadecimal digits"
-                raise ProfileError.about(
-                    "damaged: not a name with its state",
-                    str(path),
-                    key,
-                    f"{name!r}: {shown(state)}",
-                    legal=legal if key == "files" else "",
-                    todo=f"lock again: {_LOCK_COMMAND}",
-                )
-
-
-def _request_of(path: Path, contents: Mapping[str, Any], command: Sequence[str]) -> LockedCommand:
-    """Return the command of the lock. Raises `ProfileError` if `command` differs from it."""
-    if "command" not in contents:
-        todo = f"add them: torchrepro lock PROFILE -o {path} -- {join(command)}"
-        raise ProfileError.about("the lock has no results of a command", str(path), todo=todo)
-    steps, every = contents.get("steps"), contents.get("every")
-    if not (steps is None or is_range(steps)) or type(every) is not int or every < 1:
-        raise ProfileError.about("damaged: not the steps of a run", str(path), "steps")
-    asked = LockedCommand.here(command, None if steps is None else (steps[0], steps[1]), every)
-    now = asked.to_json()
-    for key in ("command", "folder"):
-        used, locked = (
-            join(map(str, words)) if isinstance(words, list) else str(words)
-            for words in (now[key], contents.get(key))
-        )
-        if used != locked:
-            problem, todo = f"another {key} than in the lock", f"use another lock: {_LOCK_COMMAND}"
-            raise ProfileError.about(problem, str(path), key, used, legal=locked, todo=todo)
-    return asked
 
 
 def update_numbers(
@@ -285,9 +238,9 @@ def update_numbers(
         raise ProfileError.about(problem, key="--update", found=HIDDEN)
     kind, contents = read_contents(path)
     if kind != "lock" or not isinstance(contents.get(MACHINES), dict):
-        todo = f"add them: {_LOCK_COMMAND}"
+        todo = f"add them: {LOCK_COMMAND}"
         raise ProfileError.about("has no results to update", str(path), todo=todo)
-    asked = _request_of(path, contents, command)
+    asked = LockedCommand.of_lock(path, contents, command)
     name, overrides = named_in(path, contents)
     platforms = sorted(contents[MACHINES].keys() - {platform_name()})
     if resolve(name, overrides, typed=False).digest != contents["digest"] and platforms:
@@ -313,12 +266,10 @@ def _locked_parts(answer: LockedRun) -> tuple[Part, ...]:
 
 
 def _dependency_lines(dependencies: Dependencies) -> Iterator[str]:
-    counts = (
-        counted(len(dependencies.data), "file"),
-        counted(len(dependencies.listed), "folder"),
-        counted(len(dependencies.variables), "variable"),
-    )
-    if dependencies.data or dependencies.listed or dependencies.variables:
+    names = (dependencies.data, dependencies.listed, dependencies.variables)
+    words = ("file", "folder", "variable")
+    counts = [counted(len(group), word) for group, word in zip(names, words, strict=True)]
+    if any(names):
         yield f"  it also lists {', '.join(counts)} as dependencies (lock --json shows them)"
     if dependencies.left_out:
         yield f"  limit of {dependencies.left_out} outside of git reached: some files are missing"

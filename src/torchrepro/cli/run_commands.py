@@ -136,8 +136,8 @@ def lock_profile(  # noqa: PLR0913, PLR0917 - options of the command line
         )
         answer(document, lines, as_json=as_json)
         return
-    from torchrepro.checking.attribution import LockedCommand
     from torchrepro.checking.check_runs import lock_numbers
+    from torchrepro.checking.locked_command import LockedCommand
 
     interval = _number(every) if every else 1
     if not isinstance(interval, int) or interval < 1:

@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,6 +63,14 @@ def noted(log: Path) -> list[Use]:
         except (ValueError, TypeError):  # incomplete line of a killed process
             continue
     return uses
+
+
+def first_uses(uses: Iterable[Use]) -> dict[str, dict[str, Use]]:
+    """Return the first use of each kind of each path: path -> kind -> use."""
+    by_path: dict[str, dict[str, Use]] = {}
+    for use in uses:
+        by_path.setdefault(use.path, {}).setdefault(use.kind, use)
+    return by_path
 
 
 def begin(asked: Mapping[str, str]) -> None:

@@ -15,19 +15,8 @@ from torchrepro.ground.imports import import_torch
 from torchrepro.ground.messages import some
 from torchrepro.ground.redaction import without_secrets
 from torchrepro.ground.writing import write_in_place
-from torchrepro.lock.diff import (
-    ENFORCED,
-    ENFORCED_STRICTLY,
-    Difference,
-    Gap,
-    Impact,
-    SnapshotDiff,
-    change,
-    compare,
-    difference_parts,
-    gap_lines,
-    of_contents,
-)
+from torchrepro.lock import diff
+from torchrepro.lock.diff import Difference, Gap, Impact, change
 from torchrepro.manifest.contents import (
     FORMAT,
     as_text,
@@ -77,7 +66,7 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     `ApplyError` if a strict profile could not be applied on this machine.
     """
     refuse_other_file(path)
-    contents, report = contents_of_lock(path, profile, overrides)
+    contents, report = contents_of_lock(path, resolve(profile, overrides), profile, overrides)
     write_in_place(path, as_text({**contents, "seal": seal_of(contents)}))
     return report
 
@@ -95,10 +84,12 @@ def refuse_other_file(path: Path) -> None:
 
 
 def contents_of_lock(
-    path: Path, profile: str, overrides: Sequence[str]
+    path: Path, resolved: ResolvedProfile, profile: str, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Report]:
-    """Return the contents of a lock at `path`, and the planned report. Raises like `write_lock`."""
-    resolved = resolve(profile, overrides)
+    """Return the contents of a lock at `path`, and the planned report. Raises like `write_lock`.
+
+    `resolved` is the `profile` with the `overrides`.
+    """
     secrets = known_secrets(resolved)
     for text in overrides:
         if without_secrets(text, secrets) != text:
@@ -129,11 +120,11 @@ class CheckResult:
     strict: bool
     resolved: ResolvedProfile | None
     """The locked profile, resolved on this machine; None if it cannot be resolved any more."""
-    comparison: SnapshotDiff
+    comparison: diff.SnapshotDiff
 
     @property
     def enforced(self) -> tuple[Impact, ...]:
-        return ENFORCED_STRICTLY if self.strict else ENFORCED
+        return diff.ENFORCED_STRICTLY if self.strict else diff.ENFORCED
 
     @property
     def forbidden(self) -> tuple[Difference, ...]:
@@ -176,7 +167,11 @@ def named_in(path: Path, contents: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def check(
-    path: Path, *, strict: bool = False, profile: str = "", overrides: Sequence[str] = ()
+    path: Path,
+    *,
+    strict: bool = False,
+    profile: str | ResolvedProfile = "",
+    overrides: Sequence[str] = (),
 ) -> CheckResult:
     """Return the differences between the lock in the file `path` and this machine.
 
@@ -186,10 +181,10 @@ def check(
     """
     kind, contents = read_complete(path)
     if kind != "lock":
-        todo = "write a lock: torchrepro lock PROFILE -o FILE; to compare, use "
+        todo = "write a lock: torchrepro lock PROFILE -o FILE; to diff.compare, use "
         todo += f"`torchrepro diff {path} OTHER`"
         raise ProfileError.about("a manifest, not a lock", str(path), todo=todo)
-    locked = of_contents(str(path), kind, contents)
+    locked = diff.of_contents(str(path), kind, contents)
     first = []
     seal, true_seal = contents["seal"], contents["true_seal"]
     if seal != true_seal:
@@ -209,7 +204,7 @@ def check(
         machine = {"versions": software(), "hardware": hardware()}
     else:
         machine = common_contents(resolved, plan_of_a_run(resolved).report)
-    comparison = compare(locked, of_contents(HERE, "lock", machine))
+    comparison = diff.compare(locked, diff.of_contents(HERE, "lock", machine))
     differences = (*first, *comparison.differences)
     return CheckResult(str(path), strict, resolved, replace(comparison, differences=differences))
 
@@ -230,8 +225,8 @@ def _check_parts(answer: CheckResult) -> tuple[Part, ...]:
     if counts:
         headline = f"{answer.lock} is not met: {', '.join(counts)}"
     return (
-        *difference_parts(answer.forbidden, "locked", "here"),
+        *diff.difference_parts(answer.forbidden, "locked", "here"),
         headline,
         *allowed,
-        *gap_lines(answer.gaps),
+        *diff.gap_lines(answer.gaps),
     )

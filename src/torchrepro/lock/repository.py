@@ -18,25 +18,16 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchrepro.lock.file_notes import (
-    LISTED,
-    READ,
-    SKIPPED_FOLDERS,
-    TOO_MANY,
-    TYPED,
-    WRITTEN,
-    Use,
-    noted,
-)
+from torchrepro.lock.file_notes import SKIPPED_FOLDERS
 from torchrepro.manifest.environment import git
 
 FAILED = (OSError, SubprocessError)  # the exceptions that the function `git` raises
 
 _SUBMODULE = "160000"  # file mode in the index
-_COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-_BLOCK = 64  # commits in one call of git
+HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of SHA-1 and SHA-256
+_BLOCK = 64  # commits or files in one call of git
 
 
 class CopyError(Exception):
@@ -205,66 +196,20 @@ def file_state(path: Path, *, follow: bool = False) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-class FilesRead(NamedTuple):
-    """The files of a repository that a run has read, by relative path."""
+def tracked_and_ignored(root: Path, names: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return the files that git tracks below `root`, and which of `names` git ignores.
 
-    code: Mapping[str, str]  # files that git does not ignore, each with its blob
-    ignored: tuple[str, ...]
-    """Ignored files that the run did not write itself, and folders of such files."""
-
-
-def files_read(root: Path, log: Path, began: float, named: Iterable[Path] = ()) -> FilesRead:
-    """Return the files that a run read: the files in its `log`, and the existing files in `named`.
-
-    Files that the run wrote itself are omitted. Raises `CopyError` if git fails, if the log is not
-    complete, if the program is not a file, and if a program file changed during the run.
+    Raises `CopyError` if git fails.
     """
-    uses = noted(log)
-    if any(use.kind == TOO_MANY for use in uses):
-        raise CopyError("the run uses too many files of its repository to record them")
-    if any(use.kind == TYPED for use in uses):
-        raise CopyError("the program came from `python -c` or standard input, not from a file")
-    for argument in named:
-        path = Path(os.path.abspath(argument))  # noqa: PTH100 - does not resolve links
-        if path.is_file():
-            uses.append(Use(READ, str(path), *file_state(path, follow=True)))
-    uses_of: dict[str, dict[str, Use]] = {}  # name -> kind of use -> the first such use
-    for use in uses:
-        path = Path(use.path)
-        if path.is_relative_to(root) and path != root and not is_of_environment(path, root):
-            uses_of.setdefault(str(path.relative_to(root)), {}).setdefault(use.kind, use)
     tracked, ignored = set[str](), set[str]()
     try:
-        for repository, names in _by_repository(root, uses_of).items():
+        for repository, names_in_it in _by_repository(root, names).items():
             folder = repository.relative_to(root)
             tracked |= {str(folder / it) for it in names_by_git(repository, "ls-files", "-z")}
-            ignored |= _ignored(root, repository, names)
+            ignored |= _ignored(root, repository, names_in_it)
     except FAILED:
         raise CopyError("git cannot list the files that it tracks") from None
-    code, written = [], set()
-    for name, uses_by_kind in uses_of.items():
-        path, read, first = root / name, uses_by_kind.get(READ), next(iter(uses_by_kind))
-        if read is None or not (path.is_file() or path.is_symlink()):
-            continue
-        if read.changed / 1e9 >= began or first == WRITTEN:
-            written.add(name)
-            changed = name in tracked and first == READ
-        elif name not in ignored:
-            code.append(name)
-            changed = file_state(path, follow=True) != (read.changed, read.size)
-        else:
-            continue
-        if changed:
-            raise CopyError(f"{name} was changed during the run")
-    written |= {name for name, uses_by_kind in uses_of.items() if WRITTEN in uses_by_kind}
-    needed = {
-        name
-        for name in ignored - written
-        if uses_of[name].keys() & {READ, LISTED} and Path(name).name != "__pycache__"
-    }
-    outermost = (n for n in sorted(needed) if not any(str(p) in needed for p in Path(n).parents))
-    linked = (path for name in outermost for path in _without(root, name, written))
-    return FilesRead(blobs_of(root, code), tuple(linked))
+    return tracked, ignored
 
 
 def _by_repository(root: Path, names: Iterable[str]) -> dict[Path, list[str]]:
@@ -289,18 +234,6 @@ def _ignored(root: Path, repository: Path, names: Iterable[str]) -> set[str]:
     return {by_path[path] for path in ignored}
 
 
-def _without(root: Path, name: str, written: set[str]) -> Iterator[str]:
-    """Yield `name`. If files in this folder were written, yield the other paths in it instead."""
-    inside = {path for path in written if path.startswith(f"{name}/")}
-    if not inside:
-        yield name
-        return
-    for entry in sorted(os.listdir(root / name)):  # noqa: PTH208 - names
-        below = f"{name}/{entry}"
-        if below not in written and entry != "__pycache__":
-            yield from _without(root, below, inside)
-
-
 def blobs_of(root: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the hash of the blob that git would store for each file. Missing files are skipped.
 
@@ -311,18 +244,19 @@ def blobs_of(root: Path, names: Iterable[str]) -> dict[str, str]:
     blobs: dict[str, str] = {}
     try:
         for repository, inside in _by_repository(root, existing).items():
-            links = {name for name in inside if paths[name].is_symlink()}
-            plain = [name for name in inside if "\n" not in name and name not in links]
-            stdin = b"\n".join(os.fsencode(paths[name].relative_to(repository)) for name in plain)
-            # git gets paths, not contents, so that it applies the filters of each path.
-            output = git(repository, "hash-object", "--stdin-paths", timeout=None, given=stdin)
-            blobs |= zip(plain, output.decode().split(), strict=True)
-            for name in {*inside}.difference(plain):
-                words, stdin = ["--", str(paths[name].relative_to(repository))], b""
-                if name in links:  # git stores the target of a link
-                    words, stdin = ["--stdin"], os.fsencode(paths[name].readlink())
-                output = git(repository, "hash-object", *words, given=stdin)
-                blobs[name] = output.decode().strip()
+            links = [name for name in inside if paths[name].is_symlink()]
+            files = [name for name in inside if name not in links]
+            for start in range(0, len(files), _BLOCK):
+                block = files[start : start + _BLOCK]
+                # git gets paths, not contents, so that it applies the filters of each path.
+                words = (str(paths[name].relative_to(repository)) for name in block)
+                output = git(repository, "hash-object", "--", *words, timeout=None)
+                blobs |= zip(block, output.decode().split(), strict=True)
+            for name in links:  # git stores the target of a link
+                target = os.fsencode(paths[name].readlink())
+                blobs[name] = (
+                    git(repository, "hash-object", "--stdin", given=target).decode().strip()
+                )
     except FAILED:
         raise CopyError("git cannot read the files of the program") from None
     return {name: blobs[name] for name in existing}
@@ -335,7 +269,7 @@ def commits_of_lock(root: Path, lock: Path, seal: str, written_at: Any) -> list[
         name = lock.resolve().relative_to(root)
         words = ("log", "--format=%H", "--no-show-signature", f"-S{seal}", "--")
         commits = _output(root, *words, f":(top,literal){name}").split()[:1]
-    is_commit = isinstance(written_at, str) and _COMMIT.fullmatch(written_at)
+    is_commit = isinstance(written_at, str) and HASH.fullmatch(written_at)
     return [*commits, written_at] if is_commit else commits
 
 
@@ -348,7 +282,8 @@ def commit_with(root: Path, files: Mapping[str, str], likely: Sequence[str] = ()
     with suppress(*FAILED):
         for commit in _having(root, likely, files):
             return commit
-    outside, inside = _by_submodule(root, files)
+    inside = _by_submodule(root, files)
+    outside = inside.pop("")
     paths = ["--", *(f":(top,literal){name}" for name in (*outside, *inside) if "\n" not in name)]
     stdin = "\n".join([*paths, ""]).encode(errors="surrogateescape")
     for revisions in ("HEAD", "--all"):
@@ -371,25 +306,20 @@ def commit_with(root: Path, files: Mapping[str, str], likely: Sequence[str] = ()
     raise CopyError("no commit here has the files of the lock")
 
 
-def _by_submodule(
-    root: Path, wanted: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Split `wanted` into the files of the repository itself, and the files of each submodule."""
-    outside: dict[str, str] = {}
-    inside: dict[str, dict[str, str]] = {}
+def _by_submodule(root: Path, wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Group `wanted` by the folders of submodules; "" is the repository itself."""
+    grouped: dict[str, dict[str, str]] = {"": {}}
     submodules = [*_submodules(root)]
     for name, blob in wanted.items():
-        folder = next((it for it in submodules if name.startswith(f"{it}/")), None)
-        if folder is None:
-            outside[name] = blob
-        else:
-            inside.setdefault(folder, {})[name.removeprefix(f"{folder}/")] = blob
-    return outside, inside
+        folder = next((it for it in submodules if name.startswith(f"{it}/")), "")
+        grouped.setdefault(folder, {})[name.removeprefix(f"{folder}/")] = blob
+    return grouped
 
 
 def _having(root: Path, commits: Sequence[str], wanted: Mapping[str, str]) -> Iterator[str]:
     """Yield each of `commits` that contains all wanted files with the wanted blobs."""
-    outside, inside = _by_submodule(root, wanted)
+    inside = _by_submodule(root, wanted)
+    outside = inside.pop("")
     batch = {name: blob for name, blob in outside.items() if "\n" not in name}
     single = outside.items() - batch.items()  # names of two lines: git reads one name per line
     for start in range(0, len(commits), _BLOCK):
