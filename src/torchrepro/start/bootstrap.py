@@ -13,7 +13,8 @@ import os
 import sys
 from importlib import import_module
 
-from torchrepro.ground.imports import AfterImport, deferred_callbacks
+from torchrepro import WORKERS
+from torchrepro.ground.imports import AfterImport, deferred_callbacks, named
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
@@ -37,12 +38,12 @@ _seeded_alone: list[str] = []
 def apply_on_import() -> None:
     """Apply the profile at the import of random, numpy.random and torch. Changes `sys.meta_path`.
 
-    Also watches the import of Ray, so that Ray starts workers under the profile.
+    Also watches the libraries in `WORKERS`, so that they start workers under the profile.
     """
     deferred_callbacks.append(_begin)
     _watch_sources_if_asked()
     AfterImport(_MODULES, _when_imported).watch_all()
-    AfterImport(["ray"], _reach_workers).watch_all()
+    AfterImport(WORKERS, _reach_workers).watch_all()
 
 
 def apply_in_ray_worker() -> None:
@@ -60,10 +61,8 @@ def apply_in_ray_worker() -> None:
     apply_on_import()
 
 
-def _reach_workers(module: str) -> None:
-    from torchrepro.application.ray_workers import reach_workers
-
-    reach_workers(_inherited, _end)
+def _reach_workers(library: str) -> None:
+    named(WORKERS[library])(_inherited, _end)
 
 
 def _inherited() -> ResolvedProfile:
