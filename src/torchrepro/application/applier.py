@@ -67,7 +67,7 @@ class Applied:
         self._last: Report | None = None
         self._agreement: Agreement | None = None
         self._noting = False
-        self._hooked = False
+        self._observing = False
         self._unseeded: Watch | None = None
         self._guard = Guard(self._refuse)
         self._undo.callback(handle_with(self._refuse))
@@ -160,20 +160,17 @@ class Applied:
             moved, begins = track_moved_knobs(), len(self.executed)
             before_import = list(takewhile(lambda step: not step.awaits_import, steps))
             self.executed += [(step, self._set(step)) for step in before_import]
-            after_import = self.plan.after_import(steps[len(before_import) :])
-            self.executed += [(step, self._set(step)) for step in after_import]
+            if len(before_import) < len(steps):
+                after_import = self.plan.after_import(steps[len(before_import) :])
+                self.executed += [(step, self._set(step)) for step in after_import]
             self._check_moved_by_others(begins)
             self._note_seeds_of_the_program()
-            if self.resolved.strict:
-                if self._unseeded is None:  # the first call of this method
-                    self._unseeded = watch_unseeded()
-                    self._undo.callback(self._unseeded.stop)
-                refuse_if_stopping(self.resolved, self._make_report())
+            rows = [row for _, row in self.executed]
+            refuse_if_stopping(self.resolved, rows, self._make_report)
             self._agree_with_other_ranks()
-            if not self._hooked:
-                self._hooked = True
-                profile = ActiveProfile(self.resolved, lambda: self.report)
-                self._undo.callback(hook_frameworks(profile))
+            if not self._observing:
+                self._observing = True
+                self._observe_program()
             set_by_profile = (  # a generator is not guarded: each draw changes its state
                 step.knob
                 for step, row in self.executed
@@ -181,6 +178,13 @@ class Applied:
             )
             self._undo.enter_context(set_baseline(self._guard, (*moved(), *set_by_profile)))
             until_done.pop_all()
+
+    def _observe_program(self) -> None:
+        if self.resolved.strict:
+            self._unseeded = watch_unseeded()
+            self._undo.callback(self._unseeded.stop)
+        profile = ActiveProfile(self.resolved, lambda: self.report)
+        self._undo.callback(hook_frameworks(profile))
 
     def _check_moved_by_others(self, begins: int) -> None:
         """Correct the outcome of a knob that a later step has changed (`Knob.reread`)."""

@@ -8,7 +8,7 @@ awaits the import. `apply` then imports the library and gets a second plan from 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain
@@ -136,7 +136,8 @@ class Plan(Displayed):
 
     def refuse_if_stopping(self) -> None:
         """Raise `ApplyError` if the profile is strict and a knob has a `STOPPING` outcome."""
-        refuse_if_stopping(self.resolved, self.report)
+        rows = [step.expected for step in self.steps]
+        refuse_if_stopping(self.resolved, rows, lambda: self.report)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -209,16 +210,18 @@ def _step(knob: Knob, value: Any, circumstances: _Circumstances) -> Step:
     return Step(knob, value, row, not knob.loaded and row.outcome is Outcome.APPLIED)
 
 
-def refuse_if_stopping(resolved: ResolvedProfile, report: Report) -> None:
-    """Raise `ApplyError` if a strict profile has a knob with a `STOPPING` outcome in `report`."""
-    stopping = report.having(*STOPPING)
+def refuse_if_stopping(
+    resolved: ResolvedProfile, rows: Iterable[KnobRow], report: Callable[[], Report]
+) -> None:
+    """Raise `ApplyError` if `resolved` is strict and a knob has a `STOPPING` outcome."""
+    stopping = [row for row in rows if row.outcome in STOPPING]
     if resolved.strict and stopping:
         head = (
             f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be applied; "
             "the process is unchanged:"
         )
         lines = [f"  {row.knob}: {row.outcome}: {row.why}" for row in stopping]
-        raise ApplyError("\n".join([head, *lines]), report)
+        raise ApplyError("\n".join([head, *lines]), report())
 
 
 def failed(row: KnobRow, error: Exception) -> KnobRow:
