@@ -102,7 +102,8 @@ class Plan(Displayed):
     @property
     def late_variables(self) -> dict[str, str]:
         """The variables of the profile that it is too late to set in this process."""
-        return {it.knob.variable: it.value for it in self._late_steps if it.knob.variable}
+        late = [step for step in self._late_steps if step.knob.variable]
+        return {step.knob.variable: step.value for step in late}
 
     @property
     def _late_steps(self) -> list[Step]:
@@ -202,9 +203,10 @@ def _step(knob: Knob, value: Any, circumstances: _Circumstances) -> Step:
             row = _decide_flag(knob, value, circumstances.wanted)
     except MissingState as missing:
         row = failed(row, missing)
-    conflict = _conflict(knob, value, circumstances.exported)
-    if conflict and row.outcome is not Outcome.UNSUPPORTED:
-        row = KnobRow(knob.name, Outcome.CONFLICT, row.before, row.before, conflict)
+    if row.outcome is not Outcome.UNSUPPORTED:
+        conflict = _conflict(knob, value, circumstances.exported)
+        if conflict:
+            row = KnobRow(knob.name, Outcome.CONFLICT, row.before, row.before, conflict)
     if unmet := _unmet_need(knob, circumstances.wanted):
         row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=unmet)
     return Step(knob, value, row, not knob.loaded and row.outcome is Outcome.APPLIED)
