@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reference_markdown import attribute_docs, code, linked, prose, records
 
-from torchrepro.application.launch import IMPOSSIBLE, IN_DOUBT
+from torchrepro.application.launch import OBSTACLES
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
 from torchrepro.knobs.knob import PHASES
 from torchrepro.knobs.variables import WITHOUT_EFFECT, allowed
@@ -100,8 +100,9 @@ def phases() -> str:
 
 def obstacles() -> str:
     """Return what keeps a process from starting its command line again, surest first."""
-    always = [f"- **{prose(words)}**" for _, words in IMPOSSIBLE]
-    return "\n".join([*always, *(f"- {prose(words)}" for _, words in IN_DOUBT)])
+    always = [f"- **{prose(row.words)}**" for row in OBSTACLES if row.to_every_relaunch]
+    automatic = [f"- {prose(row.words)}" for row in OBSTACLES if not row.to_every_relaunch]
+    return "\n".join([*always, *automatic])
 
 
 def profile_keys() -> str:

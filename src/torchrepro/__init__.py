@@ -86,6 +86,13 @@ _PUBLIC = {
 }
 """Module -> its public names; the first use of a name imports the module."""
 
+WORKERS = {"ray": "application.ray_workers:reach_workers"}
+"""Library -> the function that passes an active profile to the processes of the library.
+
+Once the library is imported, the function is called with the profile and an error handler. It
+returns its undo function. The table is part of this module because every process loads this module.
+"""
+
 _SUBMODULES = ("hf",)  # public modules; the first use of one imports it
 
 _MODULE = {name: f"torchrepro.{module}" for module, names in _PUBLIC.items() for name in names}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib import import_module
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from torchrepro import WORKERS
 from torchrepro.application.guard import (
     Guard,
     check,
@@ -20,23 +21,21 @@ from torchrepro.application.guard import (
 from torchrepro.application.planner import (
     Plan,
     Step,
-    decide,
-    executed,
-    lateness,
+    failed,
     make_plan,
-    refusal,
+    profiles,
+    refuse_if_stopping,
 )
-from torchrepro.application.ray_workers import reach_workers
 from torchrepro.frameworks.hooking import ActiveProfile
 from torchrepro.frameworks.known_frameworks import hook_frameworks
 from torchrepro.ground.console import Verbosity, say_once, verbosity
-from torchrepro.ground.errors import ApplyError, LateError, TorchreproError
+from torchrepro.ground.errors import LateError, TorchreproError
 from torchrepro.ground.fork_safety import applying
-from torchrepro.ground.imports import deferred_callbacks
-from torchrepro.knobs.knob import MissingState, unfrozen
+from torchrepro.ground.imports import AfterImport, deferred_callbacks, named
+from torchrepro.knobs.knob import unfrozen
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
 from torchrepro.profile.load import resolve
-from torchrepro.reporting.outcomes import STOPPING, KnobRow, Outcome, process_facts
+from torchrepro.reporting.outcomes import KnobRow, Outcome, process_facts
 from torchrepro.reporting.process_state import closed_latches, original_profile, other_than_started
 from torchrepro.reporting.report import Report, make_report
 from torchrepro.seeding import streams
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
     from torchrepro.application.rank_agreement import Agreement
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.seeding.call_records import ObservedCall
-
-_active: list[Applied] = []
-_past: list[str] = []  # names of applied profiles; after the first, a relaunch would lose work
 
 
 class Applied:
@@ -65,17 +61,23 @@ class Applied:
         self.refuse: Callable[[TorchreproError], None] = _raise
         """Called when an active profile is no longer satisfied, on this rank or on all."""
         self._undo = ExitStack()
-        self._executed: list[tuple[Step, KnobRow]] = []
+        self.executed: list[tuple[Step, KnobRow]] = []
         self._calls: tuple[ObservedCall, ...] = ()
         self._counts_before = counts_so_far()
         self._last: Report | None = None
         self._agreement: Agreement | None = None
         self._noting = False
-        self._hooked = False
+        self._observing = False
         self._unseeded: Watch | None = None
         self._guard = Guard(self._refuse)
         self._undo.callback(handle_with(self._refuse))
-        self._undo.callback(reach_workers(lambda: self.resolved, self._refuse))
+        libraries = AfterImport(WORKERS, self._reach_workers)
+        libraries.watch_all()
+        self._undo.callback(libraries.unwatch)
+
+    def _reach_workers(self, library: str) -> None:
+        leave = named(WORKERS[library])(lambda: self.resolved, self._refuse)
+        self._undo.callback(leave)
 
     def _refuse(self, error: TorchreproError) -> None:
         self.refuse(error)  # looked up at each call, since the attribute may have been replaced
@@ -103,7 +105,7 @@ class Applied:
     @property
     def active(self) -> bool:
         """Whether the profile is still active."""
-        return self in _active
+        return self in profiles.active
 
     def restore(self) -> None:
         """Restore the state of every knob before the profile. A second call does nothing.
@@ -112,13 +114,13 @@ class Applied:
         the end. Raises `DriftError` if knobs have drifted and the profile has `guard: error`.
         """
         with applying, unfrozen(), ExitStack() as all_scopes:
-            scopes = _active[_active.index(self) :] if self.active else []
+            active = profiles.active
+            scopes = active[active.index(self) :] if self.active else []
             all_scopes.callback(final_check([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
             for scope in scopes:  # outermost first: the stack unwinds in reverse order
                 scope._calls, scope._last = seeding_calls.calls(), scope._current_report()  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
-            del _active[len(_active) - len(scopes) :]
-            del executed[len(_active) :]
+            del active[len(active) - len(scopes) :]
 
     def _current_report(self) -> Report:
         check([self._guard])
@@ -128,7 +130,7 @@ class Applied:
 
             unseen = unseen_kernels()
         loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None if no loader was seeded
-        knobs = {step.knob.name for step, _ in self._executed}
+        knobs = {step.knob.name for step, _ in self.executed}
         return self._make_report(
             drift=tuple(self._guard.drift.values()),
             as_good=tuple(self._guard.equivalents.values()),
@@ -140,48 +142,59 @@ class Applied:
         )
 
     def _make_report(self, **observed: Any) -> Report:
-        rows = tuple(row for _, row in self._executed)
+        rows = tuple(row for _, row in self.executed)
         facts = process_facts(self.resolved, closed_latches())
         return make_report(self.resolved, rows, facts, **observed)
 
-    def carry_out(self, steps: Iterable[Step]) -> None:
+    def carry_out(self, steps: Sequence[Step]) -> None:
         """Set the knobs of `steps` in order.
 
+        Sets the knobs before the first step that awaits an import. Then imports the libraries, and
+        sets the other knobs as the second plan decides (`Plan.after_import`). So the variables of
+        the profile are set before a library reads them.
         With `guard: error`, `refuse` is called with a `DriftError` if a knob drifts later. If a
         strict profile cannot set a knob, restores all knobs and raises `ApplyError`.
         """
         with ExitStack() as until_done:
             until_done.callback(self._undo_all)
-            moved, begins = track_moved_knobs(), len(self._executed)
-            for step in steps:
-                self._executed.append((step, self._execute(step)))
-            for position, (step, row) in enumerate(self._executed[begins:], begins):
-                set_so = row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
-                if step.knob.reread and set_so and not step.knob.holds(step.value):
-                    why = "set, but another knob of the profile has changed it again"
-                    now = step.knob.access.read()
-                    row = replace(row, outcome=Outcome.INEFFECTIVE, after=now, why=why)  # noqa: PLW2901
-                    self._executed[position] = step, row
+            moved, begins = track_moved_knobs(), len(self.executed)
+            before_import = list(takewhile(lambda step: not step.awaits_import, steps))
+            self.executed += [(step, self._set(step)) for step in before_import]
+            if len(before_import) < len(steps):
+                after_import = self.plan.after_import(steps[len(before_import) :])
+                self.executed += [(step, self._set(step)) for step in after_import]
+            self._check_moved_by_others(begins)
             self._note_seeds_of_the_program()
-            if self.resolved.strict:
-                if self._unseeded is None:  # the first call of this method
-                    self._unseeded = watch_unseeded()
-                    self._undo.callback(self._unseeded.stop)
-                rows = [row for _, row in self._executed]
-                if any(row.outcome in STOPPING for row in rows):
-                    raise ApplyError(refusal(self.resolved, rows), self._make_report())
+            rows = [row for _, row in self.executed]
+            refuse_if_stopping(self.resolved, rows, self._make_report)
             self._agree_with_other_ranks()
-            if not self._hooked:
-                self._hooked = True
-                profile = ActiveProfile(self.resolved, lambda: self.report)
-                self._undo.callback(hook_frameworks(profile))
+            if not self._observing:
+                self._observing = True
+                self._observe_program()
             set_by_profile = (  # a generator is not guarded: each draw changes its state
                 step.knob
-                for step, row in self._executed
+                for step, row in self.executed
                 if step.knob.guarded and (row.is_written or row.outcome is Outcome.UNCHANGED)
             )
             self._undo.enter_context(set_baseline(self._guard, (*moved(), *set_by_profile)))
             until_done.pop_all()
+
+    def _observe_program(self) -> None:
+        if self.resolved.strict:
+            self._unseeded = watch_unseeded()
+            self._undo.callback(self._unseeded.stop)
+        profile = ActiveProfile(self.resolved, lambda: self.report)
+        self._undo.callback(hook_frameworks(profile))
+
+    def _check_moved_by_others(self, begins: int) -> None:
+        """Correct the outcome of a knob that a later step has changed (`Knob.reread`)."""
+        for position, (step, row) in enumerate(self.executed[begins:], begins):
+            set_so = row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
+            if step.knob.reread and set_so and not step.knob.holds(step.value):
+                why = "set, but another knob of the profile has changed it again"
+                now = step.knob.access.read()
+                moved = replace(row, outcome=Outcome.INEFFECTIVE, after=now, why=why)
+                self.executed[position] = step, moved
 
     def _note_seeds_of_the_program(self) -> None:
         if "guarantee" not in self.resolved.values or "seed" in self.resolved.values:
@@ -206,15 +219,13 @@ class Applied:
                 self._undo.close()
         finally:
             if self.active:
-                executed.pop(_active.index(self))
-                _active.remove(self)
+                profiles.active.remove(self)
 
-    def _execute(self, step: Step) -> KnobRow:
+    def _set(self, step: Step) -> KnobRow:
         row, knob, access = step.expected, step.knob, step.knob.access
         try:
-            if not step.decided or (knob.reread and row.outcome is Outcome.UNCHANGED):
-                import_module(knob.library)
-                row = decide(knob, step.value, step.wanted)
+            if knob.reread and row.outcome is Outcome.UNCHANGED and not knob.holds(step.value):
+                row = replace(row, outcome=Outcome.APPLIED)  # an earlier step has changed it
             if row.outcome is Outcome.UNCHANGED and not knob.variable:
                 self._undo.callback(access.restore, access.save())
             if not row.is_written and row.outcome is not Outcome.INEFFECTIVE:
@@ -236,14 +247,8 @@ class Applied:
                 why = "written, but reading it back gives another value"
                 return replace(row, outcome=Outcome.INEFFECTIVE, after=after, why=why)
             return replace(row, after=step.value if after is None else after)
-        except (MissingState, ImportError) as missing:
-            return KnobRow(knob.name, Outcome.UNSUPPORTED, why=str(missing))
         except Exception as error:  # noqa: BLE001 - any error of a library becomes the outcome
-            first_line = str(error).strip().partition("\n")[0]
-            why = f"{type(error).__name__}: {first_line}"
-            if "disable_global_flags" in first_line:
-                why += "; apply the profile before the program calls that function"
-            return replace(row, outcome=Outcome.FAILED, after=None, why=why)
+            return failed(row, error)
 
     def __enter__(self) -> Applied:
         return self
@@ -288,10 +293,10 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
 def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Apply `resolved` like `apply`. A non-empty `obstacle` is a reason not to relaunch."""
     with applying:
-        past = len(_past)
+        past = len(profiles.names)
         for begin_now in deferred_callbacks:
             begin_now()
-        del _past[past:]  # these profiles begin only now, so a relaunch would lose no work
+        del profiles.names[past:]  # these profiles begin only now: a relaunch would lose no work
         applied = begin(resolved, obstacle)
         applied.carry_out(applied.plan.steps)
         return applied
@@ -301,12 +306,11 @@ def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Return `resolved` as an active profile whose knobs are not set yet. Raises like `apply`."""
     plan = make_plan(resolved)
     stop_or_relaunch(plan, obstacle)
-    _past.append(plan.resolved.name)
-    if not _active:
+    profiles.names.append(plan.resolved.name)
+    if not profiles.active:
         reset_counts()  # earlier uses of policies do not count for this profile
     applied = Applied(plan)
-    _active.append(applied)
-    executed.append(applied._executed)  # noqa: SLF001 - the same module
+    profiles.active.append(applied)
     return applied
 
 
@@ -325,23 +329,28 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
     if on_late != "error":
         from torchrepro.application.launch import obstacle_to_relaunch, relaunch
 
-        earlier = "a profile was applied before in this process" if _past else ""
+        earlier = "a profile was applied before in this process" if profiles.names else ""
         why = obstacle or earlier or obstacle_to_relaunch(insists=on_late == "relaunch")
         if not why:
             relaunch(plan.late_variables)  # the new process sets and restores all other knobs
     if on_late == "relaunch_or_warn":
         return why
-    raise LateError(lateness(plan, why), plan.report)
+    lines = [f"profile '{plan.resolved.name}' has knobs past their phase (on_late: {on_late})"]
+    lines += [f"  {row.knob}: {row.why}" for row in plan.late]
+    if why:
+        lines.append(f"  no relaunch, because {why}")
+    lines.append("  start the program with `torchrepro run`, which sets them before Python starts")
+    raise LateError("\n".join(lines), plan.report)
 
 
 def applied_names() -> tuple[str, ...]:
     """Return the names of all profiles that were ever applied in this process."""
-    return tuple(_past)
+    return tuple(profiles.names)
 
 
 def active_profiles() -> tuple[Applied, ...]:
     """Return the active profiles, outermost first."""
-    return tuple(_active)
+    return tuple(profiles.active)
 
 
 def _raise(error: TorchreproError) -> None:

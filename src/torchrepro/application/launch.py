@@ -8,6 +8,7 @@ debugger. In doubt the process is not relaunched.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import select
@@ -19,9 +20,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from functools import partial
+from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torchrepro.application.planner import Plan, make_plan
 from torchrepro.ground.console import say
@@ -121,7 +123,7 @@ def start(
     started = {"command": list(command), "folder": os.getcwd()}  # noqa: PTH109 - text for JSON
     environment |= {COMMAND: json.dumps(started), **variables}
     untaken = ""
-    if not any(map(is_python, (command[0], *_shebang(Path(program))))):
+    if not _python_line(program, command):
         untaken = environment[UNTAKEN] = _warn_if_untaken(resolved, command)
     try:
         replace_process(program, command, environment)
@@ -230,13 +232,13 @@ def unreachable(program: str, command: Sequence[str]) -> str:
             if started:
                 return unreachable(started, command[position:])
         return ""
-    if is_python(command[0]):
-        return _disabling_option(command[1:]) or _why_unusable(program)
-    shebang = _shebang(Path(program))
-    for position, word in enumerate(shebang):
-        if is_python(word):
-            return _disabling_option(shebang[position + 1 :]) or _why_unusable(shutil.which(word))
-    return ""
+    python_line = _python_line(program, command)
+    letters, _ = interpreter_line(python_line[1:])
+    for letter in letters:
+        if letter in _UNREACHABLE:
+            return f"Python's option -{letter}: {_UNREACHABLE[letter]}"
+    python = shutil.which(python_line[0]) if python_line else None
+    return _why_unusable(python) if python else ""
 
 
 def is_python(word: str) -> bool:
@@ -244,15 +246,23 @@ def is_python(word: str) -> bool:
     return _PYTHON.fullmatch(Path(word).name) is not None
 
 
-def _disabling_option(words: Sequence[str]) -> str:
-    letters, _ = interpreter_line(words)
-    letter = next((letter for letter in letters if letter in _UNREACHABLE), "")
-    return f"Python's option -{letter}: {_UNREACHABLE[letter]}" if letter else ""
+def _python_line(program: str, command: Sequence[str]) -> Sequence[str]:
+    """Return the command line of the Python that `program` is, or that its first line names.
+
+    Returns an empty sequence if no Python runs the program.
+    """
+    if is_python(command[0]):
+        return command
+    try:
+        with Path(program).open("rb") as file:
+            line = file.readline(512)
+    except OSError:
+        return ()
+    words = line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
+    return list(dropwhile(lambda word: not is_python(word), words))
 
 
-def _why_unusable(python: str | None) -> str:
-    if python is None:
-        return ""
+def _why_unusable(python: str) -> str:
     ours, asked = Path(sys.executable), Path(python)
     # The folder identifies a virtual environment, and the link's target identifies the version.
     if asked.parent.resolve() == ours.parent.resolve() and asked.resolve() == ours.resolve():
@@ -280,15 +290,6 @@ def _why_unusable(python: str | None) -> str:
         f"  to do: install it there ({python} -m pip install torchrepro), or start the program "
         f"with a Python that has it, as {sys.executable}"
     )
-
-
-def _shebang(program: Path) -> list[str]:
-    try:
-        with program.open("rb") as file:
-            line = file.readline(512)
-    except OSError:
-        return []
-    return line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
 
 
 # Relaunch of this process.
@@ -325,22 +326,25 @@ def untouched() -> Iterator[None]:
 def obstacle_to_relaunch(*, insists: bool) -> str:
     """Return the reason not to relaunch this process, or an empty string.
 
-    If `insists` is true, as with `on_late: relaunch`, the reasons in `IN_DOUBT` are ignored.
+    If `insists` is true, as with `on_late: relaunch`, only the obstacles to every relaunch count.
     """
-    obstacles = IMPOSSIBLE if insists else (*IMPOSSIBLE, *IN_DOUBT)
-    return next((words for is_there, words in obstacles if is_there()), "")
+    obstacles = [row for row in OBSTACLES if row.to_every_relaunch or not insists]
+    return next((row.words for row in obstacles if row.is_present()), "")
+
+
+class Obstacle(NamedTuple):
+    """A reason not to relaunch this process."""
+
+    words: str
+    is_present: Callable[[], object]  # returns a true value if the reason applies
+    to_every_relaunch: bool = False
+    """False if only an automatic relaunch has to be avoided, as it may do more than a restart."""
 
 
 def _in_pytest() -> bool:
     # The variables do not suffice, because every process that a test starts inherits them.
-    return "_pytest" in sys.modules and bool(
-        {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
-    )
-
-
-def _is_worker() -> bool:
-    multiprocessing: Any = sys.modules.get("multiprocessing.process")
-    return multiprocessing is not None and multiprocessing.parent_process() is not None
+    variables = {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"}
+    return "_pytest" in sys.modules and not variables.isdisjoint(os.environ)
 
 
 def _main_file() -> Path | None:
@@ -371,16 +375,15 @@ def _is_plain() -> bool:
     """
     _, program = interpreter_line(sys.orig_argv[1:])
     file = _main_file()
-    if not program or program[0] == "-c" or file is None:
+    if not program or file is None:
         return False
-
-    def names_it(word: str) -> bool:  # the word may name a folder or archive with a __main__.py
-        return any(same_file(Path(word), path) for path in (file, file.parent))
-
-    if not names_it(sys.argv[0]):
-        return False
+    # A word may also name the folder or the archive with a __main__.py.
+    named = [program[0], sys.argv[0]] if program[0] != "-m" else [sys.argv[0]]
+    for word in named:
+        if not any(same_file(Path(word), path) for path in (file, file.parent)):
+            return False
     if program[0] != "-m":
-        return names_it(program[0])
+        return True
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.name.removesuffix(".__main__") != program[1]:
         return False
@@ -393,10 +396,9 @@ def _is_plain() -> bool:
 
 def _is_watched() -> bool:
     monitoring: Any = getattr(sys, "monitoring", None)  # since Python 3.12, for six tools
-    tools = (monitoring.get_tool(number) for number in range(6)) if monitoring else ()
+    tools = map(monitoring.get_tool, range(6)) if monitoring else ()
     debuggers = sys.modules.keys() & {"pydevd", "debugpy", "_pydevd_bundle"}
-    followed = sys.gettrace() is not None or sys.getprofile() is not None or bool(debuggers)
-    return followed or any(tool is not None for tool in tools)
+    return any((sys.gettrace(), sys.getprofile(), debuggers, *tools))
 
 
 def _stdin_may_be_used_up() -> bool:
@@ -411,34 +413,35 @@ def _stdin_may_be_used_up() -> bool:
 
 
 def _has_begun() -> bool:
-    children = getattr(sys.modules.get("multiprocessing"), "active_children", list)
     used = {"cuda", "npu", "communicator"} & closed_latches().keys()
-    return bool(used) or threading.active_count() > 1 or bool(children())
+    return any((used, threading.active_count() > 1, multiprocessing.active_children()))
 
 
-IMPOSSIBLE: tuple[tuple[Callable[[], bool], str], ...] = (
-    (lambda: os.environ.get(RELAUNCHED) == str(os.getpid()), "it was relaunched once already"),
-    (_in_pytest, "it runs under pytest"),
-    (is_interactive, "it is interactive or a notebook"),
-    (_is_worker, "it is a worker of another process"),
-    (_script_read_once, "its script came on standard input or by a pipe"),
-    (_script_out_of_reach, "it has changed its folder, and its script's path is relative"),
-    (lambda: not sys.executable, "its Python cannot be started again"),
-)
-"""Obstacles to every relaunch, also with `on_late: relaunch`; the first one is shown."""
+_always = partial(Obstacle, to_every_relaunch=True)
 
-IN_DOUBT: tuple[tuple[Callable[[], bool], str], ...] = (
-    (lambda: bool(sys.flags.ignore_environment), "its Python ignores variables (-E or -I)"),
-    (_is_watched, "a debugger, a profiler, coverage or another tracer follows it"),
-    (lambda: bool(launcher()), "a launcher such as MPI, Slurm or torchrun has started it"),
-    (
-        lambda: not _is_plain(),
+OBSTACLES = (
+    _always(
+        "it was relaunched once already",
+        lambda: os.environ.get(RELAUNCHED) == str(os.getpid()),
+    ),
+    _always("it runs under pytest", _in_pytest),
+    _always("it is interactive or a notebook", is_interactive),
+    _always("it is a worker of another process", multiprocessing.parent_process),
+    _always("its script came on standard input or by a pipe", _script_read_once),
+    _always("it has changed its folder, and its script's path is relative", _script_out_of_reach),
+    _always("its Python cannot be started again", lambda: not sys.executable),
+    Obstacle("its Python ignores variables (-E or -I)", lambda: sys.flags.ignore_environment),
+    Obstacle("a debugger, a profiler, coverage or another tracer follows it", _is_watched),
+    Obstacle("a launcher such as MPI, Slurm or torchrun has started it", launcher),
+    Obstacle(
         "it was not started here as a plain `python script` or `python -m module`",
+        lambda: not _is_plain(),
     ),
-    (
-        _stdin_may_be_used_up,
-        "standard input is a pipe or was read (start it with `< /dev/null`)",
+    Obstacle(
+        "standard input is a pipe or was read (start it with `< /dev/null`)", _stdin_may_be_used_up
     ),
-    (_has_begun, "it has used a device, made a communicator, or started threads or processes"),
+    Obstacle(
+        "it has used a device, made a communicator, or started threads or processes", _has_begun
+    ),
 )
-"""Obstacles to an automatic relaunch, which could have more effects than a restarted program."""
+"""All obstacles to a relaunch; the first one that is present is shown."""

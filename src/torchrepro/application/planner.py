@@ -1,17 +1,18 @@
 """Decides what applying a profile does to each knob of this process, and changes nothing.
 
 A plan has one step per knob, in the order in which `apply` sets the knobs. A step has an expected
-outcome, which `apply` carries out and reports. `apply` decides the outcome again if the library of
-the knob was not loaded during planning, or if another step can change the knob (`Knob.reread`).
+outcome, which `apply` carries out and reports. If the library of a knob is not loaded, its step
+awaits the import. `apply` then imports the library and gets a second plan from `after_import`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.console import Displayed, Part, parts
 from torchrepro.ground.errors import ApplyError
@@ -46,15 +47,37 @@ class Step:
     knob: Knob
     value: Any
     expected: KnobRow
-    wanted: Mapping[str, Any] = field(repr=False)
-    """The values that the profile requests, by the name of the knob."""
-
-    decided: bool = True
-    """Whether `expected` is final; if not, `decide` is called once the library is loaded."""
+    awaits_import: bool = False
+    """True if the outcome is decided only after the knob's library is imported."""
 
 
-executed: list[list[tuple[Step, KnobRow]]] = []
-"""The executed steps of each active profile with their outcomes, outermost profile first."""
+class ProcessProfiles:
+    """The profiles of this process. The only object of this class lives as long as the process.
+
+    A profile becomes active before its first knob is set. It stops being active when it is
+    restored, or when a knob of a strict profile cannot be set. Its name is never removed: after the
+    first profile, a relaunch would lose work.
+    """
+
+    def __init__(self) -> None:
+        self.active: list[Any] = []  # of `applier.Applied`, outermost first
+        self.names: list[str] = []
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that active profiles have set, directly or through a flag.
+
+        A variable that has been changed since then is omitted.
+        """
+        variables = {}
+        for step, row in chain.from_iterable(applied.executed for applied in self.active):
+            name = _variable_row(step.knob).variable if row.is_written else ""
+            text = os.environ.get(name)
+            if name and text is not None and _value_of(step.knob, text) == step.value:
+                variables[name] = text
+        return variables
+
+
+profiles = ProcessProfiles()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +97,18 @@ class Plan(Displayed):
     @property
     def late(self) -> tuple[KnobRow, ...]:
         """The knobs that it is too late to set. Knobs of absent hardware are omitted."""
-        return tuple(
-            step.expected
-            for step in self.steps
-            if step.expected.outcome is Outcome.TOO_LATE
-            and step.knob.hardware not in self.facts.absent
-        )
+        return tuple(step.expected for step in self._late_steps)
+
+    @property
+    def late_variables(self) -> dict[str, str]:
+        """The variables of the profile that it is too late to set in this process."""
+        late = [step for step in self._late_steps if step.knob.variable]
+        return {step.knob.variable: step.value for step in late}
+
+    @property
+    def _late_steps(self) -> list[Step]:
+        late = [step for step in self.steps if step.expected.outcome is Outcome.TOO_LATE]
+        return [step for step in late if step.knob.hardware not in self.facts.absent]
 
     @property
     def variables(self) -> dict[str, str]:
@@ -91,21 +120,25 @@ class Plan(Displayed):
             if step.knob.variable and step.expected.outcome in to_set
         }
 
-    @property
-    def late_variables(self) -> dict[str, str]:
-        """The variables of the profile that it is too late to set in this process."""
-        late = {row.knob for row in self.late}
-        return {
-            step.knob.variable: step.value
-            for step in self.steps
-            if step.knob.variable and step.knob.name in late
-        }
+    def after_import(self, steps: Iterable[Step]) -> list[Step]:
+        """Import the libraries that `steps` await, and return the steps as decided after that."""
+        wanted = {step.knob.name: step.value for step in self.steps}
+        decided = []
+        for step in steps:
+            row = step.expected
+            if step.awaits_import:
+                try:
+                    import_module(step.knob.library)
+                    row = _decide_flag(step.knob, step.value, wanted)
+                except Exception as error:  # noqa: BLE001 - any error of a library is an outcome
+                    row = failed(row, error)
+            decided.append(Step(step.knob, step.value, row))
+        return decided
 
     def refuse_if_stopping(self) -> None:
         """Raise `ApplyError` if the profile is strict and a knob has a `STOPPING` outcome."""
         rows = [step.expected for step in self.steps]
-        if self.resolved.strict and any(row.outcome in STOPPING for row in rows):
-            raise ApplyError(refusal(self.resolved, rows), self.report)
+        refuse_if_stopping(self.resolved, rows, lambda: self.report)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -137,61 +170,80 @@ def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
     settings = resolved.settings()
     names = {_variable_row(knob).variable for knob, _ in settings} & set(os.environ)
     from_profiles = dict(started_under.environment()) if started_under else {}
-    from_profiles |= _variables_of_profiles()
+    from_profiles |= profiles.variables()
     ours = {name for name in names if from_profiles.get(name) == os.environ[name]}
-    exported = {name: os.environ[name] for name in names - ours}  # by the user
-    in_time = ours | set(filter(set_before_start, names))  # set before a library read them
     facts = process_facts(resolved, closed)
-    wanted = {knob.name: value for knob, value in settings}
-    steps = []
-    for knob, value in settings:
-        if not knob.loaded:
-            row = KnobRow(
-                knob.name, Outcome.APPLIED, None, value, f"{knob.library} is not loaded yet"
-            )
-        elif knob.variable:
-            late, is_absent = closed.get(knob.door, ""), knob.hardware in facts.absent
-            row = _decide_variable(knob, value, exported, in_time, late, is_absent=is_absent)
-        else:
-            row = decide(knob, value, wanted)
-        if not knob.variable and row.outcome is not Outcome.UNSUPPORTED:
-            row = _conflict(knob, value, exported, row.before) or row
-        if unmet := _unmet_need(knob, value, wanted):
-            row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=unmet)
-        decided = knob.loaded or row.outcome is not Outcome.APPLIED
-        steps.append(Step(knob, value, row, wanted, decided))
+    circumstances = _Circumstances(
+        wanted={knob.name: value for knob, value in settings},
+        exported={name: os.environ[name] for name in names - ours},
+        in_time=ours | set(filter(set_before_start, names)),
+        closed=closed,
+        absent=facts.absent,
+    )
+    steps = [_step(knob, value, circumstances) for knob, value in settings]
     return Plan(resolved, tuple(steps), facts)
 
 
-def refusal(resolved: ResolvedProfile, rows: Sequence[KnobRow]) -> str:
-    """Return the error message for a strict profile that cannot be applied because of `rows`."""
-    head = (
-        f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be applied; "
-        "the process is unchanged:"
-    )
+class _Circumstances(NamedTuple):
+    """What the outcome of a knob depends on, other than the knob itself."""
+
+    wanted: Mapping[str, Any]  # the values that the profile requests, by the name of the knob
+    exported: Mapping[str, str]  # the variables that the user exported
+    in_time: Collection[str]  # the variables that were set before a library read them
+    closed: Mapping[str, str]  # the closed latches
+    absent: Mapping[str, str]  # absent hardware -> the reason
+
+
+def _step(knob: Knob, value: Any, circumstances: _Circumstances) -> Step:
+    row = KnobRow(knob.name, Outcome.APPLIED, None, value, f"{knob.library} is not loaded yet")
+    try:
+        if knob.loaded and knob.variable:
+            row = _decide_variable(knob, value, circumstances)
+        elif knob.loaded:
+            row = _decide_flag(knob, value, circumstances.wanted)
+    except MissingState as missing:
+        row = failed(row, missing)
+    if row.outcome is not Outcome.UNSUPPORTED:
+        conflict = _conflict(knob, value, circumstances.exported)
+        if conflict:
+            row = KnobRow(knob.name, Outcome.CONFLICT, row.before, row.before, conflict)
+    if unmet := _unmet_need(knob, circumstances.wanted):
+        row = replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=unmet)
+    return Step(knob, value, row, not knob.loaded and row.outcome is Outcome.APPLIED)
+
+
+def refuse_if_stopping(
+    resolved: ResolvedProfile, rows: Iterable[KnobRow], report: Callable[[], Report]
+) -> None:
+    """Raise `ApplyError` if `resolved` is strict and a knob has a `STOPPING` outcome."""
     stopping = [row for row in rows if row.outcome in STOPPING]
-    return "\n".join([head, *(f"  {row.knob}: {row.outcome}: {row.why}" for row in stopping)])
+    if resolved.strict and stopping:
+        head = (
+            f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be applied; "
+            "the process is unchanged:"
+        )
+        lines = [f"  {row.knob}: {row.outcome}: {row.why}" for row in stopping]
+        raise ApplyError("\n".join([head, *lines]), report())
 
 
-def lateness(plan: Plan, why: str) -> str:
-    """Return the error message for a profile with knobs that it is too late to set."""
-    head = f"profile '{plan.resolved.name}' has knobs past their phase"
-    lines = [f"  {row.knob}: {row.why}" for row in plan.late]
-    if why:
-        lines.append(f"  no relaunch, because {why}")
-    todo = "  start the program with `torchrepro run`, which sets them before Python starts"
-    return "\n".join([f"{head} (on_late: {plan.resolved.on_late})", *lines, todo])
+def failed(row: KnobRow, error: Exception) -> KnobRow:
+    """Return the outcome of a knob whose library raised `error`; `row` was expected."""
+    if isinstance(error, (MissingState, ImportError)):
+        return KnobRow(row.knob, Outcome.UNSUPPORTED, why=str(error))
+    first_line = str(error).strip().partition("\n")[0]
+    why = f"{type(error).__name__}: {first_line}"
+    if "disable_global_flags" in first_line:
+        why += "; apply the profile before the program calls that function"
+    return replace(row, outcome=Outcome.FAILED, after=None, why=why)
 
 
-def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> KnobRow:
+def _decide_flag(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> KnobRow:
     """Return the expected outcome of a knob that is not a variable. Its library must be loaded.
 
     The outcome `ineffective` means that the knob can be set, but has no effect in this process.
+    Raises `MissingState` if the state behind the knob does not exist.
     """
-    try:
-        now = knob.access.read()
-    except MissingState as missing:
-        return KnobRow(knob.name, Outcome.UNSUPPORTED, why=str(missing))
+    now = knob.access.read()
     holds = knob.holds(value)
     if not holds and (refusal := knob.refusal(value)):
         return KnobRow(knob.name, Outcome.UNSUPPORTED, now, now, refusal)
@@ -206,31 +258,21 @@ def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> KnobRow:
     return KnobRow(knob.name, Outcome.APPLIED, now, value, why)
 
 
-def _decide_variable(
-    knob: Knob,
-    value: str,
-    exported: Mapping[str, str],
-    in_time: Collection[str],
-    late: str,
-    *,
-    is_absent: bool,
-) -> KnobRow:
-    """Return the expected outcome of a variable. `late` is empty, or says why it is too late."""
-    name = knob.variable
+def _decide_variable(knob: Knob, value: str, circumstances: _Circumstances) -> KnobRow:
+    """Return the expected outcome of a variable that does not contradict an exported one.
+
+    Raises `MissingState` if the state behind the variable does not exist.
+    """
+    name, late = knob.variable, circumstances.closed.get(knob.door, "")
     text = os.environ.get(name)
-    try:
-        row = KnobRow(knob.name, Outcome.APPLIED, knob.access.read(), value)
-    except MissingState as missing:
-        return KnobRow(knob.name, Outcome.UNSUPPORTED, why=str(missing))
-    equivalent = why_equivalent(knob, text) if name in exported else ""
+    row = KnobRow(knob.name, Outcome.APPLIED, knob.access.read(), value)
+    equivalent = why_equivalent(knob, circumstances.exported.get(name))
     if text is None or not (text == value or equivalent):
-        if conflict := _conflict(knob, value, exported, row.before):
-            return conflict
         if not late:
             return row
         # A late variable stays unchanged. If its hardware is absent, this process does not read
         # the variable, and it is set for child processes.
-        after = value if is_absent else row.before
+        after = value if knob.hardware in circumstances.absent else row.before
         why = f"{late}; `torchrepro run` sets it in time"
         return replace(row, outcome=Outcome.TOO_LATE, after=after, why=why)
     kept = replace(row, after=row.before)
@@ -238,30 +280,34 @@ def _decide_variable(
     if knob.effect and (late or not knob.door):
         # The check makes the library read the variable, so it runs only after the library did so.
         in_effect, instead = knob.effect.check(text)
+    in_time = name in circumstances.in_time
     if in_effect is False:
         if not late:
             return row  # the state that the variable initialized can still be set
-        todo = "" if name in in_time else "; `torchrepro run` sets it in time"
+        todo = "" if in_time else "; `torchrepro run` sets it in time"
         return replace(kept, outcome=Outcome.TOO_LATE, why=f"{late}, and {instead}{todo}")
-    if late and in_effect is None and name not in in_time:
+    if late and in_effect is None and not in_time:
         why = f"{late}, and it is unknown whether the variable was set before that"
         return replace(kept, outcome=Outcome.UNCHANGED, why=why, unverified=True)
     why = "" if text == value else f"exported, and {equivalent}"
     return replace(kept, outcome=Outcome.UNCHANGED, why=why)
 
 
-def _conflict(knob: Knob, value: Any, exported: Mapping[str, str], before: Any) -> KnobRow | None:
-    name = _variable_row(knob).variable
-    text = exported.get(name)
+def _conflict(knob: Knob, value: Any, exported: Mapping[str, str]) -> str:
+    """Return why the profile contradicts a variable that the user exported, or an empty string."""
+    row = _variable_row(knob)
+    text = exported.get(row.variable)
     if text is None or _value_of(knob, text) == value:
-        return None
-    why = f"{name} is exported as {text}, the profile wants {shown(value)}: unset it, or override "
-    return KnobRow(knob.name, Outcome.CONFLICT, before, before, why + knob.name)
+        return ""
+    if row is knob and why_equivalent(knob, text):
+        return ""
+    why = f"{row.variable} is exported as {text}, the profile wants {shown(value)}: unset it, or "
+    return f"{why}override {knob.name}"
 
 
-def _unmet_need(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
-    """Return why `value` has no effect because a knob that it needs is not set, or ""."""
-    if not knob.needs or not knob.needing(value):
+def _unmet_need(knob: Knob, wanted: Mapping[str, Any]) -> str:
+    """Return why `knob` has no effect because a knob that it needs is not set, or ""."""
+    if not knob.needs or not knob.needing(wanted[knob.name]):
         return ""
     needed = knobs_by_name()[knob.needs]
     present = wanted.get(needed.name)
@@ -271,20 +317,6 @@ def _unmet_need(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> str:
         return ""
     words = f"set to {' or '.join(knob.needed)}" if knob.needed else "set"
     return f"it acts on `{needed.profile_key}`, which the profile does not {words}"
-
-
-def _variables_of_profiles() -> dict[str, str]:
-    """Return the variables that active profiles have set, directly or through a flag.
-
-    A variable that has been changed since then is omitted.
-    """
-    variables = {}
-    for step, row in chain.from_iterable(executed):
-        name = _variable_row(step.knob).variable if row.is_written else ""
-        text = os.environ.get(name)
-        if name and text is not None and _value_of(step.knob, text) == step.value:
-            variables[name] = text
-    return variables
 
 
 def _variable_row(knob: Knob) -> Knob:

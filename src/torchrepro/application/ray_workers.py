@@ -5,9 +5,10 @@ be another process than this one. So the job's runtime environment contains the 
 Variables are set before a worker's Python starts. Ray's set-up hook runs before the first task
 (https://docs.ray.io/en/latest/ray-core/handling-dependencies.html#api-reference).
 
-This module does not import Ray. Once the program has imported Ray, `ray.init` is wrapped, also in
-modules that imported `init` by name. The variable in `HOOK` names `add_profile` only during this
-call, because a child Python without torchrepro would inherit the variable and fail in `ray.init`.
+This module is imported once the program has imported Ray: see `torchrepro.WORKERS`. It wraps
+`ray.init`, also in modules that imported `init` by name. The variable in `HOOK` names `add_profile`
+only during this call, because a child Python without torchrepro would inherit the variable and fail
+in `ray.init`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from torchrepro.ground.imports import AfterImport
+from torchrepro.application.launch import environment_for
+from torchrepro.application.planner import make_plan
+from torchrepro.ground.console import say_once
+from torchrepro.ground.errors import ApplyError, TorchreproError
 from torchrepro.ground.patching import surround_everywhere, variables_restored
-
-if TYPE_CHECKING:
-    from torchrepro.ground.errors import TorchreproError
-    from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.reporting.process_state import PROFILE
 
 HOOK = "RAY_RUNTIME_ENV_HOOK"
 """Ray's variable for the one function that may change the runtime environment of a job."""
@@ -58,8 +60,37 @@ class _Scope(NamedTuple):
     refuse: Callable[[TorchreproError], None]
 
 
-_scopes: list[_Scope] = []  # innermost last
-_undo: list[ExitStack] = []  # at most one stack, which removes our wrapper of `ray.init`
+class _Driver:
+    """The profiles that this process passes to Ray's workers, and the wrapper of `ray.init`.
+
+    The only object of this class lives as long as the process. `reach_workers` adds a profile, and
+    the returned function removes it. `ray.init` is wrapped while there is a profile.
+    """
+
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []  # innermost last
+        self.is_wrapping = False
+        self._undo = ExitStack()
+
+    def wrap_init(self, ray: Any) -> None:
+        """Wrap `ray.init`, unless it is wrapped already or this module is not Ray."""
+        missing = [name for name in _NEEDED if not callable(vars(ray).get(name))]
+        if missing and hasattr(ray, "remote"):
+            version = getattr(ray, "__version__", "")
+            say_once(f"ray {version} has no {missing[0]}: its workers may not be under the profile")
+        if not missing and not self.is_wrapping:
+            self.is_wrapping = True
+            surround_everywhere(self._undo, ray, "init", partial(_init_with_profile, ray))
+
+    def leave(self, scope: _Scope) -> None:
+        """Remove a profile, and the wrapper with the last one."""
+        self.scopes.remove(scope)
+        if not self.scopes:
+            self.is_wrapping = False
+            self._undo.close()
+
+
+_driver = _Driver()
 
 
 def reach_workers(
@@ -67,52 +98,22 @@ def reach_workers(
 ) -> Callable[[], None]:
     """Pass `resolved` to all workers of Ray that start from now on, and return the undo function.
 
-    Changes nothing until Ray is imported. Prints a warning if `ray.init` was called before. If the
-    profile is strict and a later `ray.init` cannot pass it to the workers, `refuse` is called.
+    Prints a warning if `ray.init` was called before. If the profile is strict and a later
+    `ray.init` cannot pass it to the workers, `refuse` is called.
     """
     scope = _Scope(resolved, refuse)
-    _scopes.append(scope)
-    if "ray" in sys.modules:
-        _attach("ray")
-        if _lacks_profile(sys.modules["ray"], resolved()):
-            from torchrepro.ground.console import say_once
-
-            say_once(
-                f"workers of Ray are not under {resolved().name}: ray.init was called before\n"
-                "  to do: apply the profile before ray.init, or call ray.shutdown first"
-            )
-    else:
-        _waiting.watch()
-
-    def leave() -> None:
-        _scopes.remove(scope)
-        if not _scopes:
-            _waiting.unwatch()
-            while _undo:
-                _undo.pop().close()
-
-    return leave
-
-
-def _attach(module: str) -> None:
-    ray = sys.modules[module]
-    missing = [name for name in _NEEDED if not callable(vars(ray).get(name))]
-    if missing and hasattr(ray, "remote"):
-        from torchrepro.ground.console import say_once
-
-        version = getattr(ray, "__version__", "")
-        say_once(f"ray {version} has no {missing[0]}: its workers may not be under the profile")
-    if missing or _undo:
-        return
-    _undo.append(ExitStack())
-    surround_everywhere(_undo[0], ray, "init", partial(_init_with_profile, ray))
-
-
-_waiting = AfterImport(["ray"], _attach)
+    _driver.scopes.append(scope)
+    _driver.wrap_init(sys.modules["ray"])
+    if _lacks_profile(sys.modules["ray"], scope):
+        say_once(
+            f"workers of Ray are not under {resolved().name}: ray.init was called before\n"
+            "  to do: apply the profile before ray.init, or call ray.shutdown first"
+        )
+    return partial(_driver.leave, scope)
 
 
 def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _scopes:
+    if not _driver.scopes:
         return init(*args, **kwargs)
     address = args[0] if args else kwargs.get("address")
     if address in (None, "auto"):
@@ -134,7 +135,7 @@ def _init_with_profile(ray: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
                 given = kwargs.get("runtime_env") or getattr(job, "runtime_env", None)
                 kwargs = {**kwargs, "runtime_env": _with_profile(given)}
         result = init(*args, **kwargs)
-    if _lacks_profile(ray, _scopes[-1].resolved()):
+    if _lacks_profile(ray, _driver.scopes[-1]):
         _refuse_or_warn(
             "Ray was started before the profile, or dropped its runtime environment",
             "call ray.shutdown before ray.init, so that a new job starts",
@@ -156,18 +157,15 @@ def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
 
 
 def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
-    if not _scopes:
+    if not _driver.scopes:
         return runtime_env  # a process that Ray started during `ray.init`
-    from torchrepro.ground.errors import TorchreproError
-    from torchrepro.reporting.process_state import PROFILE
-
     given = dict(runtime_env or {})
     theirs = dict(given.get("env_vars") or {})
     try:
-        resolved = _scopes[-1].resolved()
+        resolved = _driver.scopes[-1].resolved()
         ours = _variables(resolved)
     except TorchreproError as error:
-        _scopes[-1].refuse(error)
+        _driver.scopes[-1].refuse(error)
         return runtime_env
     against = [
         f"{knob.variable} is {theirs[knob.variable]} in it, and the profile wants {value}"
@@ -196,10 +194,6 @@ def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
 
 
 def _variables(resolved: ResolvedProfile) -> dict[str, str]:
-    from torchrepro.application.launch import environment_for
-    from torchrepro.application.planner import make_plan
-    from torchrepro.reporting.process_state import PROFILE
-
     environment = environment_for(make_plan(resolved, closed={}))
     names = (*resolved.environment(), *_PASSED_VARIABLES, PROFILE)
     chosen = {name: environment[name] for name in names if name in environment}
@@ -214,10 +208,7 @@ def _refuse_or_warn(why: str, todo: str, extent: str = "") -> None:
     Calls `refuse` if the profile is strict, otherwise prints a warning. If `extent` is "fully ",
     reports that only part of the profile reaches the workers.
     """
-    from torchrepro.ground.console import say_once
-    from torchrepro.ground.errors import ApplyError
-
-    scope = _scopes[-1]
+    scope = _driver.scopes[-1]
     resolved = scope.resolved()
     words = f"workers of Ray are not {extent}under {resolved.name}: {why}\n  to do: {todo}"
     if resolved.strict:
@@ -262,15 +253,12 @@ def _set_up_hook(name: str, strict: bool, former: Any) -> Callable[[], None]:  #
     return enter
 
 
-def _lacks_profile(ray: Any, resolved: ResolvedProfile) -> bool:
-    if not _undo or not ray.is_initialized():
+def _lacks_profile(ray: Any, scope: _Scope) -> bool:
+    if not _driver.is_wrapping or not ray.is_initialized():
         return False
     context = ray.get_runtime_context()
     mode = getattr(getattr(context, "worker", None), "mode", None)
     if mode == getattr(ray, "WORKER_MODE", 1):
         return False
-    from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.reporting.process_state import PROFILE
-
     text = (dict(context.runtime_env or {}).get("env_vars") or {}).get(PROFILE, "")
-    return not text or ResolvedProfile.from_json(json.loads(text)).digest != resolved.digest
+    return not text or ResolvedProfile.from_json(json.loads(text)).digest != scope.resolved().digest

@@ -13,12 +13,13 @@ import os
 import sys
 from importlib import import_module
 
-from torchrepro.ground.imports import AfterImport, deferred_callbacks
+from torchrepro import WORKERS
+from torchrepro.ground.imports import AfterImport, deferred_callbacks, named
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
     from torchrepro.application.applier import Applied
     from torchrepro.application.planner import Step
@@ -30,19 +31,33 @@ _MODULES = ("random", "numpy.random", "torch")  # with torch: all knobs except s
 _BEFORE_ALL = ""  # in place of a module, for knobs that all seeds depend on
 _NOT_APPLIED = 3
 _BY_RANK = "by rank"  # this process derives its seed from the whole profile and its rank
-_state: dict[str, Any] = {}
-_seeded_alone: list[str] = []
+
+
+class _Progress:
+    """How much of the inherited profile this process has applied.
+
+    The only object of this class lives as long as the process. Before the profile is applied, the
+    imports of random and numpy only seed these modules.
+    """
+
+    def __init__(self) -> None:
+        self.imported: set[str] = set()  # the modules in `_MODULES` that were handled
+        self.seeded_alone: list[str] = []  # the modules that were seeded before the profile
+        self.applied: Applied | None = None
+
+
+_progress = _Progress()
 
 
 def apply_on_import() -> None:
     """Apply the profile at the import of random, numpy.random and torch. Changes `sys.meta_path`.
 
-    Also watches the import of Ray, so that Ray starts workers under the profile.
+    Also watches the libraries in `WORKERS`, so that they start workers under the profile.
     """
     deferred_callbacks.append(_begin)
     _watch_sources_if_asked()
     AfterImport(_MODULES, _when_imported).watch_all()
-    AfterImport(["ray"], _reach_workers).watch_all()
+    AfterImport(WORKERS, _reach_workers).watch_all()
 
 
 def apply_in_ray_worker() -> None:
@@ -60,10 +75,8 @@ def apply_in_ray_worker() -> None:
     apply_on_import()
 
 
-def _reach_workers(module: str) -> None:
-    from torchrepro.application.ray_workers import reach_workers
-
-    reach_workers(_inherited, _end)
+def _reach_workers(library: str) -> None:
+    named(WORKERS[library])(_inherited, _end)
 
 
 def _inherited() -> ResolvedProfile:
@@ -109,15 +122,15 @@ def agreeing_run(resolved: ResolvedProfile, asker: str) -> Applied | None:
 
 
 def _when_imported(module: str) -> None:
-    if module in _state:
+    if module in _progress.imported:
         return
-    _state[module] = True
+    _progress.imported.add(module)
     number = os.environ.get("TORCHREPRO_SEED", _BY_RANK)
-    if module != "torch" and number != _BY_RANK and "applied" not in _state:
+    if module != "torch" and number != _BY_RANK and _progress.applied is None:
         # Set only the seed, because loading the whole profile takes long.
         if number:
             sys.modules[module].seed(int(number))
-            _seeded_alone.append(module)
+            _progress.seeded_alone.append(module)
         return
     _begin(module)
     if module != "torch":
@@ -187,16 +200,15 @@ def _announce_end(announced: Report, process: int) -> None:
 
 def _applied() -> Applied:
     """Return the active profile. The first call applies it, and keeps seeded generators."""
+    if _progress.applied is not None:
+        return _progress.applied
     from torchrepro.application.applier import begin
 
-    if "applied" in _state:
-        active: Applied = _state["applied"]
-        return active
     applied = begin(_inherited(), "the process was started by `torchrepro run`")
-    _state["applied"] = applied
+    _progress.applied = applied
     applied.refuse = _refuse
     applied.carry_out(_steps_for(_BEFORE_ALL, applied))
-    for module in _seeded_alone:
+    for module in _progress.seeded_alone:
         # A generator that is seeded already keeps its state: the program may have drawn from it.
         steps = _steps_for(module, applied)
         saved = [(step.knob.access, step.knob.access.save()) for step in steps]
