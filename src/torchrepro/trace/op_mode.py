@@ -91,12 +91,19 @@ class RecordTemplate:
         "site",
     )
 
-    def __init__(self) -> None:
-        self.facts: OpFacts | None = None
-        self.phase = ""
-        self.call_site: CallSite | None = None
-        self.shapes: Any = ()
-        self.site = 0
+    def __init__(
+        self,
+        facts: OpFacts | None = None,
+        phase: str = "",
+        call_site: CallSite | None = None,
+        shapes: Any = (),
+        site: int = 0,
+    ) -> None:
+        self.facts = facts
+        self.phase = phase
+        self.call_site = call_site
+        self.shapes = shapes
+        self.site = site
         self.arguments: dict[bytes, int] = {b"": 0}  # numbers of recent plain arguments, by key
         self.following = self  # the template that followed last; at first, this template
         self.before = self  # the template that followed before `following` did
@@ -371,16 +378,11 @@ class RecordingMode(TorchDispatchMode):
         key = (facts, phase, call_site, *shapes)
         template = self._templates.get(key)
         if template is None:
-            template = self._templates[key] = RecordTemplate()
-            template.facts, template.phase, template.call_site, template.shapes = (
-                facts,
-                phase,
-                call_site,
-                shapes,
-            )
-            template.site = self.buffer.sites.get(key) or self.buffer.new_site(
+            site = self.buffer.sites.get(key) or self.buffer.new_site(
                 key, phase, call_site, facts.name, shapes
             )
+            template = RecordTemplate(facts, phase, call_site, shapes, site)
+            self._templates[key] = template
         return template
 
     def _number_of_argument(
