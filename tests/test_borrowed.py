@@ -27,7 +27,6 @@ import torchrepro
 from torchrepro.integrations import hydra_source
 from torchrepro.policies.deterministic_ops import TORCH_NAMESPACES
 from torchrepro.seeding import unseeded_generators
-from torchrepro.trace import generator_states
 
 from .policies.known_layers import let_torchvision_be_imported
 
@@ -181,9 +180,7 @@ def _layout_of_random():
     before = unseeded_generators._words(id(example))
     example.random()
 
-    return (
-        unseeded_generators._words(id(example)) != before and generator_states._python_is_inline()
-    )
+    return unseeded_generators._words(id(example)) != before
 
 
 def _task_of_a_pool():

@@ -216,6 +216,18 @@ def test_a_line_is_reported_only_for_its_own_write(step):
     assert [drift.where for drift in outer.report.drift] == [f"{__file__}:{line}"]
 
 
+def test_a_line_that_an_ended_guard_observed_is_not_reported_for_a_later_write():
+    """After a guard has ended, writes are not observed, so the report has no line for them."""
+    with torchrepro.apply("debug-strict", ["guard=none"]) as outer:
+        with torchrepro.apply({"guard": "warn"}):
+            flip()
+        torch.backends.cudnn.benchmark = False
+        flip()
+        report = outer.report
+
+    assert [(drift.knob, drift.where) for drift in report.drift] == [(BENCHMARK, "")]
+
+
 def test_a_write_in_another_thread_is_not_blamed_for_a_knob_of_this_one(step, in_thread):
     """A thread is not reported as the writer of a knob that only reads differently in it."""
 

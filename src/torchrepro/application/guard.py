@@ -24,7 +24,7 @@ from functools import partial
 from importlib import import_module
 from operator import itemgetter
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchrepro.ground.callers import frames, line, package, program_line
@@ -55,28 +55,24 @@ HELD_BY_LOCKS = ("backends.cpu.num_threads",)
 UNSEEN = Writer()
 
 
-class LastWrite(NamedTuple):
-    """The value of a knob after the last observed write, and the writes that led to this value.
-
-    A write is a pair: the value of the knob after the write, and the writer.
-    """
-
-    value: Any
-    first_change: tuple[Any, Writer] = (None, UNSEEN)
-    """The first write after the knob last had the profile's value."""
-
-    first_break: tuple[Any, Writer] = (None, UNSEEN)
-    """The first write after the knob last had the profile's value or an equivalent one."""
-
-
 @dataclass(eq=False, slots=True)
 class BaselineEntry:
-    """One knob, and the knob's value just after a profile was applied."""
+    """One knob, the knob's value just after a profile was applied, and the writes since then.
+
+    A value is at a distance of 0, 1 or 2 from the profile's value: it is the same value, an
+    equivalent one, or drift.
+    """
 
     knob: Knob
     value: Any
     thread: int  # the only thread that can read the baseline's value, or 0 for any thread
-    last: LastWrite
+    last: Any  # the value after the last observed write
+    first_writes: tuple[tuple[Any, Writer], ...] = ()
+    """For each distance from 1 to that of `last`: the first write that was at least so far away.
+
+    A write is the value that it left, and its writer. The first write is the one to report: it
+    moved the knob, and later writes often only restore what they found.
+    """
 
     @classmethod
     def of(cls, knob: Knob) -> BaselineEntry:
@@ -84,7 +80,7 @@ class BaselineEntry:
         # Each thread has its own values of inductor's options (torch/utils/_config_module.py).
         per_thread = knob.name in PER_THREAD or isinstance(knob.access, InductorVariable)
         now = reading(knob)
-        return cls(knob, now, threading.get_ident() if per_thread else 0, LastWrite(now))
+        return cls(knob, now, threading.get_ident() if per_thread else 0, now)
 
     @property
     def readable_here(self) -> bool:
@@ -92,29 +88,25 @@ class BaselineEntry:
         return self.thread in (0, threading.get_ident())
 
     def note_write(self, now: Any, writer: Writer) -> None:
-        """Record that `writer` has set the knob to `now`."""
-        before, write = self.last, (now, writer)
-        if now == self.value:
-            self.last = LastWrite(now)
-            return
-        # The first writer is responsible for the drift, also if another write follows.
-        was_unchanged = before.value == self.value
-        change = write if was_unchanged else before.first_change
-        if why_equivalent(self.knob, now):
-            self.last = LastWrite(now, change)
-        else:
-            unbroken = was_unchanged or why_equivalent(self.knob, before.value)
-            self.last = LastWrite(now, change, write if unbroken else before.first_break)
+        """Record that `writer` has set the knob to `now`. Earlier first writes stay."""
+        distance = 0
+        if now != self.value:
+            distance = 1 if why_equivalent(self.knob, now) else 2
+        write = now, writer
+        self.first_writes = (*self.first_writes, write, write)[:distance]
+        self.last = now
 
     def change(self, now: Any, when: str) -> KnobChange:
         """Return the change of the knob to `now`, with a `why` if `now` keeps the guarantee."""
         name, was, why = self.knob.name, self.value, why_equivalent(self.knob, now)
-        value, writer = self.last.first_change if why else self.last.first_break
-        if self.last.value != now or (why and value != now):
-            writer = UNSEEN
+        first_writes = self.first_writes  # another thread may replace them
+        observed = bool(first_writes) and self.last == now
+        value, writer = first_writes[-1] if observed else (now, UNSEEN)
         if not why:
             moved_on = bool(writer.where) and value != now
             return KnobChange(name, was, now, when, *writer, moved_on=moved_on)
+        if value != now:
+            writer = UNSEEN
         by = writer.by or _switch_that_sets(self.knob.variable, now)
         if closed := closed_latches().get(self.knob.door):
             why = f"{why}; {closed}, and libraries that read it before keep {shown(was)}"
@@ -283,14 +275,15 @@ def _update_watched() -> None:
 
     Changes before this call come from a profile, so they do not count as drift.
     """
-    before = {baseline.knob.name: baseline.last for baseline, _ in _watched}
+    before = {baseline.knob.name: baseline for baseline, _ in _watched}
     deciding: dict[str, tuple[BaselineEntry, Guard]] = {}
     for guard in tuple(guards):  # outermost first: the innermost profile replaces the others
         deciding |= {name: (baseline, guard) for name, baseline in guard.baseline.items()}
     for name, (baseline, _) in deciding.items():
         if baseline.readable_here:
-            now, last = reading(baseline.knob), before.get(name)
-            baseline.last = last if last is not None and last.value == now else LastWrite(now)
+            now, watched = reading(baseline.knob), before.get(name, baseline)
+            baseline.first_writes = watched.first_writes if watched.last == now else ()
+            baseline.note_write(now, UNSEEN)
     _watched[:] = deciding.values()  # in one step, since other threads read the list
 
 
@@ -419,7 +412,8 @@ Only the displayed name depends on this table: a switch's writes count as drift 
 
 def _forget_writers() -> None:
     for baseline, _ in tuple(_watched):  # later writes are not observed
-        baseline.last = LastWrite(baseline.last.value)
+        baseline.first_writes = ()
+        baseline.note_write(baseline.last, UNSEEN)
 
 
 def _note_writer() -> None:
@@ -427,12 +421,14 @@ def _note_writer() -> None:
     is_switch = nearest is not None and bool(_switch(nearest))
     writer = _present_writer() if is_switch else UNSEEN
     for baseline, _ in tuple(_watched):
-        now = reading(baseline.knob) if baseline.readable_here else baseline.last.value
-        if now != baseline.last.value and any(map(_is_worker_loop, frames())):
-            baseline.value, baseline.last = now, LastWrite(now)  # torch sets threads in its workers
-        elif now != baseline.last.value:
+        now = reading(baseline.knob) if baseline.readable_here else baseline.last
+        if now == baseline.last:
+            continue
+        if any(map(_is_worker_loop, frames())):
+            baseline.value = now  # torch sets threads in its workers
+        else:
             writer = writer if writer.where else _present_writer()
-            baseline.note_write(now, writer)
+        baseline.note_write(now, writer)
     if writer.by:
         for guard in _guards_at_steps():
             guard.switches.setdefault(writer.by, writer)

@@ -494,9 +494,8 @@ class _Transfer:
         self._copies: list[tuple[Any, Any, int | None, Any]] = []
         """A tensor of the caller, its copy, and the version of the copy or else its content."""
 
-        self._originals: dict[
-            int, Any
-        ] = {}  # id of a tensor on the device -> the tensor of the caller
+        # The id of a tensor on the device -> the tensor of the caller.
+        self._originals: dict[int, Any] = {}
         self.over = NestedCopier(self._send)
         self._back = NestedCopier(self._bring)
 
@@ -594,10 +593,8 @@ class NestedCopier:
         elif (parts := _parts_of(value)) is None:
             return value
         else:
-            self._done[id(value)] = (
-                value,
-                value,
-            )  # ends the recursion for a container that contains itself
+            # This ends the recursion for a container that contains itself.
+            self._done[id(value)] = value, value
             parts = {key: self(part) for key, part in parts.items()}
             new = copy(value)
             _refill(new, parts)

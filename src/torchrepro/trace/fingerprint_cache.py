@@ -183,16 +183,6 @@ class FingerprintCache:
             if tensor is not None and version_of(tensor) != version:
                 self.entries[key] = reference, version_of(tensor), MAYBE_INITIALIZED, source
 
-    def inputs(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-        """Return the digests of the tensors that an op reads, and the other arguments of the op."""
-        digests: list[Any] = []
-        plain: list[Any] = []
-        arguments = args[1:] if facts.overwrites else args
-        for value in arguments:
-            self._add_value(facts, value, digests, plain)
-        self.add_named(facts, kwargs, digests, plain)
-        return digests, plain
-
     def add_named(self, facts: OpFacts, kwargs: Any, digests: list[Any], plain: list[Any]) -> None:
         """Add the digests of tensors in `kwargs`; add all names and other values to `plain`."""
         plain += kwargs

@@ -91,12 +91,19 @@ class RecordTemplate:
         "site",
     )
 
-    def __init__(self) -> None:
-        self.facts: OpFacts | None = None
-        self.phase = ""
-        self.call_site: CallSite | None = None
-        self.shapes: Any = ()
-        self.site = 0
+    def __init__(
+        self,
+        facts: OpFacts | None = None,
+        phase: str = "",
+        call_site: CallSite | None = None,
+        shapes: Any = (),
+        site: int = 0,
+    ) -> None:
+        self.facts = facts
+        self.phase = phase
+        self.call_site = call_site
+        self.shapes = shapes
+        self.site = site
         self.arguments: dict[bytes, int] = {b"": 0}  # numbers of recent plain arguments, by key
         self.following = self  # the template that followed last; at first, this template
         self.before = self  # the template that followed before `following` did
@@ -168,11 +175,11 @@ class RecordingMode(TorchDispatchMode):
             facts = _facts[address(func)] = facts_of(func)
         if facts.transparent:
             return self._run_transparent(facts, args, kwargs)
-        if self.details is not None or facts.compiled:
-            return self._run_with_details(facts, args, kwargs or {})
-        # Nearly every op takes this path. It is inlined on purpose: an op takes microseconds, so
-        # each function call would make recording one percent slower.
-        cache, entries = self.cache, self.entries
+        # This is inlined on purpose: an op takes microseconds, so each function call would make
+        # recording one percent slower.
+        cache, entries, details = self.cache, self.entries, self.details
+        if details is not None and self.rereads_inputs:
+            cache.distrust()
 
         inputs: list[Any] = []
         plain: list[Any] = []
@@ -197,9 +204,13 @@ class RecordingMode(TorchDispatchMode):
                 plain.append(value)
         if kwargs:
             cache.add_named(facts, kwargs, inputs, plain)
-            result = func(*args, **kwargs)
-        else:
-            result = func(*args)
+        before = None if details is None else self._inputs_to_keep(details, facts, args, kwargs)
+        # Find the written inputs now: a compiled region empties the list, and has no schema.
+        written = _written_by_region(args) if facts.compiled else None
+        returned = result = func(*args, **kwargs) if kwargs else func(*args)
+        if written is not None:
+            entries.clear()  # the region may have written any memory
+            result = returned, written
         key = _key_of(plain) if plain else b""
 
         outputs: Any = None
@@ -237,9 +248,14 @@ class RecordingMode(TorchDispatchMode):
         if plain and any(map(_is_none, plain)):
             key += call_text(args, kwargs).encode()  # the key does not show which argument was None
         if cache.uninitialized_inputs:
-            self._note_uninitialized_reads(facts, args, result)
-        self._append(facts, key, args, kwargs, inputs, outputs, shapes)
-        return result
+            self._note_uninitialized_reads(facts, args, returned)
+        if details is None:
+            self._append(facts, key, args, kwargs, inputs, outputs, shapes)
+            return returned
+        with self.lock:
+            self._append(facts, key, args, kwargs, inputs, outputs, shapes)
+            details.after(before, _recorded_tensors(facts, args, kwargs, result))
+        return returned
 
     def _run_transparent(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         result = facts.op(*args, **kwargs) if kwargs else facts.op(*args)
@@ -272,34 +288,11 @@ class RecordingMode(TorchDispatchMode):
 
         self.cache.expect(tensor, take)
 
-    def _run_with_details(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        if self.rereads_inputs:
-            self.cache.distrust()
-        inputs, plain = self.cache.inputs(facts, args, kwargs)
-        before = None
-        if self.details is not None:
-            read = args[1:] if facts.overwrites else args
-            before = self.details.before(self.origin.of(facts, args)[1], read, kwargs)
-        # Find the written inputs now: a compiled region empties the list, and has no schema.
-        written = _written_by_region(args) if facts.compiled else []
-        returned = facts.op(*args, **kwargs)
-        if facts.compiled:
-            self.cache.entries.clear()  # the region may have written any memory
-        result = (returned, written) if facts.compiled else returned
-        key = _key_of(plain)
-        outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
-        if any(map(_is_none, plain)):
-            key += call_text(args, kwargs).encode()
-        self._note_uninitialized_reads(facts, args, returned)
-        with self.lock:
-            self._append(facts, key, args, kwargs, inputs, outputs, shapes)
-            if self.details is not None:
-                tensors = fingerprinted_tensors(facts, args, kwargs, result)
-                if result.__class__ in _NUMBER_TYPES:
-                    with unobserved():
-                        tensors.append(torch.tensor(result, device="cpu"))
-                self.details.after(before, tensors)
-        return returned
+    def _inputs_to_keep(
+        self, details: DetailRecorder, facts: OpFacts, args: Any, kwargs: Any
+    ) -> list[Any] | None:
+        read = args[1:] if facts.overwrites else args
+        return details.before(self.origin.of(facts, args)[1], read, kwargs)
 
     def _outputs(
         self, facts: OpFacts, key: bytes, args: Any, kwargs: Any, inputs: list[Any], result: Any
@@ -385,16 +378,11 @@ class RecordingMode(TorchDispatchMode):
         key = (facts, phase, call_site, *shapes)
         template = self._templates.get(key)
         if template is None:
-            template = self._templates[key] = RecordTemplate()
-            template.facts, template.phase, template.call_site, template.shapes = (
-                facts,
-                phase,
-                call_site,
-                shapes,
-            )
-            template.site = self.buffer.sites.get(key) or self.buffer.new_site(
+            site = self.buffer.sites.get(key) or self.buffer.new_site(
                 key, phase, call_site, facts.name, shapes
             )
+            template = RecordTemplate(facts, phase, call_site, shapes, site)
+            self._templates[key] = template
         return template
 
     def _number_of_argument(
@@ -431,6 +419,15 @@ def _key_of(plain: list[Any]) -> bytes:
         return dumps(plain, 2)  # version 2 writes equal values as equal bytes
     except ValueError:
         return value_text(plain).encode()
+
+
+def _recorded_tensors(facts: OpFacts, args: Any, kwargs: Any, result: Any) -> list[Any]:
+    """Return the tensors of a record, in its order. A number is returned as a tensor."""
+    tensors = fingerprinted_tensors(facts, args, kwargs, result)
+    if result.__class__ in _NUMBER_TYPES:
+        with unobserved():
+            tensors.append(torch.tensor(result, device="cpu"))
+    return tensors
 
 
 def _written_by_region(args: Any) -> list[Any]:
