@@ -69,11 +69,11 @@ def hook_accelerator(module: ModuleType, undo: ExitStack) -> None:
     Raises `MissingHookError` if the class has no hooks.
     """
     accelerator = getattr(module, "Accelerator", None)
-    for name in _REGISTER:
-        if not hasattr(accelerator, name):
-            raise MissingHookError(f"Accelerator.{name}")
-    hooks = {"save_state": _save, "load_state": _load}
-    for register, (method, hook) in zip(_REGISTER, hooks.items(), strict=True):
+    for register, method, hook in zip(
+        _REGISTER, ("save_state", "load_state"), (_save, _load), strict=True
+    ):
+        if not hasattr(accelerator, register):
+            raise MissingHookError(f"Accelerator.{register}")
         surround(undo, accelerator, method, partial(_hooked, register, hook))
     surround(undo, accelerator, "init_trackers", _logging)
 

@@ -265,10 +265,13 @@ def _wrap(module: str) -> None:
             try:
                 surround(undo, getattr(sys.modules[module], name), method, wrapper)
             except (AttributeError, MissingHookError) as missing:
-                raise SeedingError.about(
-                    "this torch iterates loaders in a way that torchrepro does not know",
-                    found=f"no {module}.{name}.{method}",
-                ) from missing
+                raise _unknown_torch(f"{module}.{name}.{method}") from missing
+
+
+def _unknown_torch(missing: str) -> SeedingError:
+    return SeedingError.about(
+        "this torch iterates loaders in a way that torchrepro does not know", found=f"no {missing}"
+    )
 
 
 def _borrowed(owner: Any, name: str) -> Any:
@@ -277,10 +280,7 @@ def _borrowed(owner: Any, name: str) -> Any:
     Raises `SeedingError` if this version of torch or torchdata does not have the attribute.
     """
     if not hasattr(owner, name):
-        raise SeedingError.about(
-            "this torch iterates loaders in a way that torchrepro does not know",
-            found=f"no {type(owner).__name__}.{name}",
-        )
+        raise _unknown_torch(f"{type(owner).__name__}.{name}")
     return getattr(owner, name)
 
 

@@ -26,7 +26,7 @@ from torchrepro.seeding.loader import Loading, NamedLoading, loaders, unskipped
 from torchrepro.seeding.streams import world
 
 Restore = Callable[[], None]
-_NOT_RESUMED: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
+_NOT_RESUMED: Mapping[str, Any] = {"batches": 0, "given": None, "first": None, "last": None}
 _DEPTH, _FEW = 5, 100  # maximum depth and list length
 
 
@@ -90,6 +90,7 @@ class Delivery:
         self._prepare = prepare
         self.late_start: Callable[[Any], Any] | None = None  # see `LoaderEpochs.wait`
         self.resumption = resumption
+        self._saved = _NOT_RESUMED if resumption is None else resumption.progress
         self.skip = 0 if resumption is None else resumption.skip
         self.loading: Loading | None = None
         self.number = next(epochs.numbers)
@@ -109,11 +110,11 @@ class Delivery:
 
     def begin(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin the epoch, and return the iterator that `start` creates."""
-        loader, resumption = self._loader(), self.resumption
+        loader = self._loader()
         self.owner = epochs.owner(loader)
         if self.owner is not None:
             self.owner.epochs += 1
-        self._prepare(loader, resumption)
+        self._prepare(loader, self.resumption)
         self.epochs = [part.epoch for part in _counting_parts(loader)]
         self.reading = reading_of(loader)
         self._has_state = hasattr(loader, "next_iter_state")  # a loader of torchdata
@@ -124,7 +125,7 @@ class Delivery:
         iterator = begun if iterator is None else iterator
         self.batches += getattr(iterator, "_num_yielded", 0)  # torchdata resumes by itself
         self._reads_here = not getattr(iterator, "_num_workers", 0)
-        if resumption is not None and not resumption.progress["batches"]:
+        if not self._saved["batches"]:
             self._restore_once()  # this rank gets its batches from another rank
         return begun
 
@@ -138,6 +139,11 @@ class Delivery:
         """Remember torch's iterator over this epoch."""
         self._iterator = ref(iterator)
         epochs.follow(iterator, self)
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether the program has read some batches, but not all that are done."""
+        return 0 < self.batches < int(self._saved["batches"]) - self.skip
 
     @property
     def is_in_use(self) -> bool:
@@ -159,8 +165,8 @@ class Delivery:
         self.loading = loading
         self.batches += loading.start
         self.skip = max(self.skip - loading.start, 0)
-        saved = None if self.resumption is None else self.resumption.progress["given"]
-        loading.given = loading.given if saved is None else Given(*map(bytes.fromhex, saved))
+        if self._saved["given"] is not None:
+            loading.given = Given(*map(bytes.fromhex, self._saved["given"]))
 
     def advance(self, read: Callable[[], Any]) -> Any:
         """Return the next batch from `read`, after skipping the batches that are already done."""
@@ -185,7 +191,7 @@ class Delivery:
             self._restore_once()
             raise
         self.batches += 1
-        if self.resumption is not None and self.batches >= self.resumption.progress["batches"]:
+        if self.batches >= self._saved["batches"]:
             self._restore_once()
         return batch
 
@@ -195,7 +201,7 @@ class Delivery:
         # read before the latest draws of the training. So the states just before the last batch are
         # saved as well.
         needs_last_states = self.loading is None or reads_items(self.loader)
-        saved = _NOT_RESUMED if self.resumption is None else self.resumption.progress
+        saved = self._saved
         batches_left = saved["batches"] - self.batches
         if self._first is None:
             if saved["first"] is not None:
@@ -210,7 +216,7 @@ class Delivery:
 
     def _restore_once(self) -> None:
         if self.resumption is not None:
-            resumption, self.resumption = self.resumption, None
+            resumption, self.resumption, self._saved = self.resumption, None, _NOT_RESUMED
             resumption.restore()
 
     def progress(self) -> dict[str, Any]:
@@ -347,8 +353,7 @@ class LoaderEpochs:
         return [
             f"the position of the loader over {kind_of_dataset(epoch.loader.dataset)} in its epoch"
             for epoch in self.in_use()
-            if epoch.resumption is not None
-            and 0 < epoch.batches < epoch.resumption.progress["batches"] - epoch.skip
+            if epoch.is_behind
         ]
 
     def owner(self, loader: Any) -> _GeneratorOwner | None:

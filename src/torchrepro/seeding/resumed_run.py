@@ -36,8 +36,11 @@ class ResumedRun:
         new run                     resumed run
         ------------------------    --------------------------------------------------------------
         run = ResumedRun()          run = ResumedRun(state, restore): epochs wait for their loaders
+                                    run.await_only(interrupted): if not all of them may resume
                                     run.resume(loader, progress): where a framework passes the
                                         saved progress to a loader, which then skips batches
+                                    run.delay_epochs(together): where a framework creates iterators
+                                        earlier than in a new run
                                     run.restore_once(): when the training begins
                                     run.skipped(loader, copy, number): where a framework makes a
                                         copy of the loader that skips batches
