@@ -317,8 +317,8 @@ class RunState:
     # The `control` of the training that began last, and our callback for that training.
     handled: ClassVar[tuple[ref[Any], ref[RunState]] | None] = None
     run: ResumedRun | None = None  # None if the training was not resumed from our state
-    _is_handling = _saves = _within_step = False
-    _all_ranks: Sequence[dict[str, Any]] = ()
+    _is_handling = _within_step = False
+    _all_ranks: Sequence[dict[str, Any]] = ()  # gathered for the next checkpoint
     _loader_kind = ""  # of the training loader
     _optimizer: Any = None
 
@@ -367,7 +367,7 @@ class RunState:
         if self._is_handling:
             RunState.handled = ref(control), ref(self)
         self._loader_kind, self._optimizer = kind_of(base_loader(train_dataloader)), optimizer
-        self._saves, self._within_step, self._all_ranks, self.run = False, False, (), None
+        self._within_step, self._all_ranks, self.run = False, (), None
         if not self._is_handling or active_profile() is None:
             return
         if state.is_world_process_zero:
@@ -413,15 +413,14 @@ class RunState:
         control = callbacks.TrainerControl()
         getattr(callbacks.DefaultFlowCallback(), event)(args, state, control)
         if_better = control.should_evaluate and args.save_strategy == "best"
-        self._saves = control.should_save or if_better
-        if self._saves:
+        if control.should_save or if_better:
             self._all_ranks = hooking.of_all_ranks(self._state())
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Gather the states again if a checkpoint follows, since an evaluation draws numbers."""
-        if self._saves:
+        if self._all_ranks:
             self._all_ranks = hooking.of_all_ranks(self._state())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop handling the training."""
-        self._is_handling, self._saves = False, False
+        self._is_handling, self._all_ranks = False, ()
