@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader, dataloader
 
 import torchrepro
-from torchrepro.seeding import loader_positions
+from torchrepro.seeding.loader_positions import epochs
+from torchrepro.seeding.resumed_run import ResumedRun
 
 ALONE = dataloader._SingleProcessDataLoaderIter
 OF_WORKERS = dataloader._MultiProcessingDataLoaderIter
@@ -26,7 +27,7 @@ def late(request):
     """Return a loader, and its iterator, whose epoch begins at the first batch."""
     with torchrepro.apply("seed-only"):
         loader = DataLoader(range(4), batch_size=2, **request.param)
-        loader_positions.begin_at_first_batch(lambda: torch.manual_seed(7), together=1)
+        epochs.begin_at_first_batch(lambda: torch.manual_seed(7), together=1)
         yield loader, iter(loader)
 
 
@@ -55,7 +56,7 @@ def test_a_late_iterator_begins_at_its_first_batch(late):
 def test_undo_begins_a_late_iterator(late):
     """After that it is read as without a profile."""
     _, iterator = late
-    loader_positions.forget_resumptions()
+    ResumedRun.active.end()
 
     assert [each.tolist() for each in iterator] == [[0, 1], [2, 3]]
 

@@ -11,7 +11,15 @@ from .training import STEPS
 HERE = Path(__file__).parent
 FIRST = 6  # the first step after the first checkpoint of each program
 
-PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface", "own_loop")
+PROGRAMS = (
+    "lightning",
+    "fabric",
+    "fabric_loader",
+    "accelerate",
+    "huggingface",
+    "ignite",
+    "own_loop",
+)
 
 OTHERWISE = {
     "fabric_loader": ("fabric", {"keeps_loader": True}),
@@ -42,6 +50,14 @@ VARIANTS = {
         {"use_stateful_dataloader": True},
     ],
     "huggingface": [{"data": "stream"}, {"data": "counted"}, {"every": 6}],
+    "ignite": [
+        {"generator": 3},
+        {"every": 6, "generator": 3},
+        {"after_epochs": True, "generator": 3},
+        {"data": "stream"},
+        {"data": "counted"},
+        {"kind": "torchdata"},
+    ],
 }
 """Other ways in which these programs are written: what `train` of a program is called with."""
 

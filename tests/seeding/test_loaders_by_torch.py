@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchrepro
-from torchrepro.seeding.loader_positions import place_of, take_up
+from torchrepro.seeding.loader_positions import epochs
+from torchrepro.seeding.resumed_run import ResumedRun
 
 from .loaders import (
     AUTHORS,
@@ -321,10 +322,12 @@ def test_a_dataset_may_have_any_attributes() -> None:
     with run() as make:
         batches = iter(loader := make(dataset))
         next(batches)
-        place, expected = place_of(loader), list(batches)
+        latest = epochs.latest(loader)
+        assert latest is not None
+        position, expected = latest.progress(), list(batches)
     with run() as make:
         resumed = make(dataset)
-        take_up(resumed, place or {}, lambda: None, skip=1)
+        ResumedRun().resume(resumed, position)
 
         assert list(resumed) == expected
 

@@ -21,21 +21,14 @@ from torchrepro.ground.console import note, say
 from torchrepro.ground.errors import SeedingError, TorchreproError
 from torchrepro.ground.messages import shown
 from torchrepro.ground.patching import MissingHookError
-from torchrepro.seeding.loader_positions import (
-    await_loaders,
-    place_of,
-    places,
-    resting,
-    restore_idle_loaders,
-    take_up,
-)
+from torchrepro.seeding.loader_positions import epochs
+from torchrepro.seeding.resumed_run import ResumedRun
 from torchrepro.seeding.state import (
     compare_at_first_step,
     digests_of,
     expect_weights,
     forget,
     rng_state,
-    run_begins,
     set_generators,
     set_rng_state,
 )
@@ -196,9 +189,7 @@ def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
     return {
         "optimizers": [digests_of(optimizer) for optimizer in optimizers],
         "rng": rng_state(),
-        "interrupted": places(over=False),
-        "ended": places(over=True),
-        "resting": resting(),
+        **ResumedRun.active.saved(),
     }
 
 
@@ -234,12 +225,12 @@ def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def resume_from(entry: Any, checkpoint: str) -> Mapping[str, Any] | None:
-    """Restore the generators and loaders of this rank from `entry`; return the rank's state.
+def resume_from(entry: Any, checkpoint: str) -> ResumedRun | None:
+    """Restore the generators of this rank from `entry`, and return the run that resumes from it.
 
     `entry` is the value of a checkpoint under `KEY`, and `checkpoint` is its name in messages. If
-    the run cannot resume from `entry`, a line on stderr reports the reason. Then no generator or
-    loader is restored, and None is returned.
+    the run cannot resume from `entry`, a line on stderr reports the reason. Then no generator is
+    restored, and None is returned.
     """
     forget()  # the framework has read the checkpoint, not the program
     world = ranks()
@@ -254,10 +245,8 @@ def resume_from(entry: Any, checkpoint: str) -> Mapping[str, Any] | None:
     except SeedingError as error:
         report_not_resumed(checkpoint, str(error))
         return None
-    restore_idle_loaders(state["resting"])
-    run_begins(resumed=True)
     compare_at_first_step(state["optimizers"], checkpoint)
-    return state
+    return ResumedRun(state, partial(set_generators, state["rng"]))
 
 
 def expect_weights_of(entry: Any, checkpoint: str) -> None:
@@ -295,36 +284,8 @@ def report_not_resumed(checkpoint: str, why: str) -> None:
     say(f"{checkpoint}: generators and loaders are not restored from this checkpoint: {why}")
 
 
-def restore_of_generators(state: Mapping[str, Any]) -> Callable[[], None]:
-    """Return a function that restores every generator from `state`."""
-    return partial(set_generators, state["rng"])
-
-
-def resume_interrupted_epochs(state: Mapping[str, Any]) -> None:
-    """Make each loader that was saved within an epoch resume the epoch at its next iteration.
-
-    That also restores the generators again, so earlier draws of the program have no effect.
-    """
-    await_loaders(state["interrupted"], restore_of_generators(state), state["ended"])
-
-
 # Lightning and Fabric resume a loader within an epoch if it has `state_dict` and
 # `load_state_dict`. torch's DataLoader has neither, so we add both.
-
-_collecting: list[list[tuple[Any, Mapping[str, Any]]]] = []
-
-
-@contextmanager
-def loaded_states() -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
-    """Yield a list that collects each loader whose state the block loads, with that state.
-
-    A state that also contains the state of the run is not collected: it resumes the loader at once.
-    """
-    _collecting.append([])
-    try:
-        yield _collecting[-1]
-    finally:
-        _collecting.pop()
 
 
 def give_loaders_state(undo: ExitStack) -> None:
@@ -349,18 +310,10 @@ def give_loaders_state(undo: ExitStack) -> None:
 
 
 def _state_dict(loader: Any) -> dict[str, Any]:
-    return {KEY: place_of(loader)}
+    latest = epochs.latest(loader)
+    return {KEY: None if latest is None else latest.progress()}
 
 
 def _load_state_dict(loader: Any, state: Mapping[str, Any]) -> None:
-    saved = state.get(KEY)
-    if saved is not None and "run" in state:
-        resume_loader(loader, saved, state["run"])
-    elif saved is not None and _collecting:
-        _collecting[-1].append((loader, saved))
-
-
-def resume_loader(loader: Any, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Make `loader` resume the epoch `saved`, with the states of the generators in `run`."""
-    skip = saved.get("done", saved["batches"])
-    take_up(loader, saved, restore_of_generators(run), skip)
+    if "run" in state and state[KEY] is not None:
+        state["run"].resume(loader, state[KEY])

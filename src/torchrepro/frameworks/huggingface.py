@@ -16,14 +16,14 @@ state only if a program requests it, so our callback reads the state itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from importlib import import_module
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torchrepro.frameworks import hooking
@@ -33,13 +33,8 @@ from torchrepro.ground.errors import SeedingError
 from torchrepro.ground.messages import shown
 from torchrepro.ground.patching import MissingHookError, surround, surround_everywhere
 from torchrepro.ground.writing import write_atomically
-from torchrepro.seeding.loader_positions import (
-    batches_done,
-    kind_of,
-    latest_delivery,
-    reads_items,
-    skip_batches,
-)
+from torchrepro.seeding.loader_positions import epochs, kind_of, reads_items
+from torchrepro.seeding.resumed_run import ResumedRun
 from torchrepro.seeding.state import forget
 
 _REGISTER = ("register_save_state_pre_hook", "register_load_state_pre_hook")
@@ -74,11 +69,11 @@ def hook_accelerator(module: ModuleType, undo: ExitStack) -> None:
     Raises `MissingHookError` if the class has no hooks.
     """
     accelerator = getattr(module, "Accelerator", None)
-    for name in _REGISTER:
-        if not hasattr(accelerator, name):
-            raise MissingHookError(f"Accelerator.{name}")
-    hooks = {"save_state": _save, "load_state": _load}
-    for register, (method, hook) in zip(_REGISTER, hooks.items(), strict=True):
+    for register, method, hook in zip(
+        _REGISTER, ("save_state", "load_state"), (_save, _load), strict=True
+    ):
+        if not hasattr(accelerator, register):
+            raise MissingHookError(f"Accelerator.{register}")
         surround(undo, accelerator, method, partial(_hooked, register, hook))
     surround(undo, accelerator, "init_trackers", _logging)
 
@@ -116,16 +111,13 @@ def _save(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
     is_at_end: dict[int, bool] = {}
     for loader in _loaders_of(accelerator):
         skipping = [made for made, original in _original_of.items() if original() is loader]
-        begun = []
-        for iterated in (loader, *skipping):
-            delivery = latest_delivery(base_loader(iterated))
-            if delivery is not None:
-                begun.append((delivery.number, delivery, iterated))
+        latest = [(epochs.latest(base_loader(made)), made) for made in (loader, *skipping)]
+        begun = [(epoch.number, epoch.is_over, made) for epoch, made in latest if epoch is not None]
         ends = False
         if begun:
             # A dispatcher reads ahead for all ranks, so only the dispatcher knows when it ends.
-            number, latest, iterated = max(begun, key=itemgetter(0))
-            ends = is_at_end[number] = getattr(iterated, "end_of_dataloader", latest.is_over)
+            number, is_over, iterated = max(begun, key=itemgetter(0))
+            ends = is_at_end[number] = getattr(iterated, "end_of_dataloader", is_over)
         # accelerate counts an epoch only when the program requests a batch after the last batch
         epoch = getattr(loader, "iteration", None)
         iterations.append(epoch if epoch is None else epoch + ends)
@@ -156,12 +148,12 @@ def _load(accelerator: Any, models: Any, folder: str) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         hooking.report_not_resumed(checkpoint, f"{own_file.name} is damaged: {error}")
         return
-    state = hooking.resume_from(entry, checkpoint)
-    if state is not None:
-        for loader, iteration in zip(_loaders_of(accelerator), state["iterations"], strict=False):
+    run = hooking.resume_from(entry, checkpoint)
+    if run is not None:
+        iterations = run.state["iterations"]
+        for loader, iteration in zip(_loaders_of(accelerator), iterations, strict=False):
             if iteration is not None and hasattr(loader, "iteration"):
                 loader.iteration = iteration
-        hooking.resume_interrupted_epochs(state)
 
 
 def _loaders_of(accelerator: Any) -> list[Any]:
@@ -191,7 +183,7 @@ def _skipping(skip_first_batches: Any, dataloader: Any, num_batches: int = 0) ->
     if active_profile() is None:
         return skip_first_batches(dataloader, num_batches)
     base = base_loader(dataloader)
-    number, done = num_batches, batches_done(base)
+    number, done = num_batches, ResumedRun.active.batches_done(base)
     dispatched = type(dataloader).__name__ == "DataLoaderDispatcher"
     if reads_items(base):
         # Without a length, accelerate counts the batches of all passes over the dataset, so
@@ -205,7 +197,7 @@ def _skipping(skip_first_batches: Any, dataloader: Any, num_batches: int = 0) ->
         of_all = done is not None and number == (done - 1) // size * size
         number = number if of_all else number * size
     skipped = skip_first_batches(dataloader, number)
-    leaves_nothing = skip_batches(base, base_loader(skipped), number)
+    leaves_nothing = ResumedRun.active.skipped(base, base_loader(skipped), number)
     if not leaves_nothing and hasattr(dataloader, "iteration"):
         skipped.iteration = dataloader.iteration
         # the new loader's `set_epoch` does not reach the samplers below its skipping sampler
@@ -228,9 +220,6 @@ EXPLICIT = "TorchreproCallback"
 """Class names of our callbacks: the Trainer stores a callback's state under its class name."""
 
 _FRAMEWORK = "transformers"
-
-# The `control` of the training that began last, and our callback for that training.
-_handled: list[tuple[ref[Any], ref[RunState]]] = []
 
 
 def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
@@ -256,8 +245,8 @@ def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
 def _loading_generators(load: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     # The Trainer restores the generators again after it has read the batches of a step. An
     # IterableDataset has drawn from them by that time, and would repeat these draws.
-    attending = _handled[0][1]() if _handled else None
-    if active_profile() is not None and attending is not None and attending.is_resumed:
+    attending = RunState.handled[1]() if RunState.handled else None
+    if active_profile() is not None and attending is not None and attending.run is not None:
         return None
     return load(trainer, *args, **kwargs)
 
@@ -325,16 +314,13 @@ def __getattr__(name: str) -> Any:
 class RunState:
     """Adds the state of the run to the checkpoints of a `Trainer`, and restores it."""
 
-    def __init__(self) -> None:
-        self._is_handling = False
-        self._saves = False
-        self._all_ranks: list[dict[str, Any]] = []
-        self._pending: Callable[[], None] | None = None
-        self._within_step = False
-        self._loader_kind = ""  # of the training loader
-        self._optimizer: Any = None
-        # Whether this training was resumed from a checkpoint with our state.
-        self.is_resumed = False
+    # The `control` of the training that began last, and our callback for that training.
+    handled: ClassVar[tuple[ref[Any], ref[RunState]] | None] = None
+    run: ResumedRun | None = None  # None if the training was not resumed from our state
+    _is_handling = _within_step = False
+    _all_ranks: Sequence[dict[str, Any]] = ()  # gathered for the next checkpoint
+    _loader_kind = ""  # of the training loader
+    _optimizer: Any = None
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; the Trainer calls this on rank 0 only."""
@@ -376,13 +362,12 @@ class RunState:
         # The Trainer looks up this entry when it saves; a checkpoint without our state lacks it.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         # Of several callbacks of ours, the first one that is called handles the training.
-        training, attending = _handled[0] if _handled else (ref(control), ref(self))
+        training, attending = RunState.handled or (ref(control), ref(self))
         self._is_handling = training() is not control or attending() in (None, self)
         if self._is_handling:
-            _handled[:] = [(ref(control), ref(self))]
+            RunState.handled = ref(control), ref(self)
         self._loader_kind, self._optimizer = kind_of(base_loader(train_dataloader)), optimizer
-        self._saves, self._all_ranks, self._pending = False, [], None
-        self._within_step, self.is_resumed = False, False
+        self._within_step, self._all_ranks, self.run = False, (), None
         if not self._is_handling or active_profile() is None:
             return
         if state.is_world_process_zero:
@@ -396,17 +381,12 @@ class RunState:
         if entry is not None and None in entry.get("ranks", ()):
             hooking.report_not_resumed(checkpoint, "it has the state of rank 0 only")
             return
-        run = hooking.resume_from(entry, checkpoint)
-        if run is not None:
-            self.is_resumed = True
-            hooking.resume_interrupted_epochs(run)
-            self._pending = hooking.restore_of_generators(run)
+        self.run = hooking.resume_from(entry, checkpoint)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Restore the generators again, since the start of the training has drawn from them."""
-        if self._pending is not None:
-            self._pending()
-            self._pending = None
+        if self.run is not None:
+            self.run.restore_once()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Note that the step has drawn numbers: the Trainer may save a checkpoint in the step."""
@@ -426,22 +406,21 @@ class RunState:
     def _gather_if_saved(self, event: str, args: Any, state: Any) -> None:
         # Only the Trainer's own save strategy counts: it decides the same on all ranks. Another
         # callback may request a save on one rank only, which would wait forever for the rest.
-        self._all_ranks = []
+        self._all_ranks = ()
         if not self._is_handling or active_profile() is None or ranks().size == 1:
             return
         callbacks: Any = import_module("transformers.trainer_callback")
         control = callbacks.TrainerControl()
         getattr(callbacks.DefaultFlowCallback(), event)(args, state, control)
         if_better = control.should_evaluate and args.save_strategy == "best"
-        self._saves = control.should_save or if_better
-        if self._saves:
+        if control.should_save or if_better:
             self._all_ranks = hooking.of_all_ranks(self._state())
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Gather the states again if a checkpoint follows, since an evaluation draws numbers."""
-        if self._saves:
+        if self._all_ranks:
             self._all_ranks = hooking.of_all_ranks(self._state())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop handling the training."""
-        self._is_handling, self._saves = False, False
+        self._is_handling, self._all_ranks = False, ()

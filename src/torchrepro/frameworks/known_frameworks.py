@@ -21,6 +21,7 @@ HOOKS = {
     "pytorch_lightning": "frameworks.lightning:hook_trainer",
     "lightning.fabric.fabric": "frameworks.lightning:hook_fabric",
     "lightning_fabric.fabric": "frameworks.lightning:hook_fabric",
+    "ignite.handlers.checkpoint": "frameworks.ignite:hook_checkpoint",
     "accelerate.accelerator": "frameworks.huggingface:hook_accelerator",
     "accelerate.utils.random": "frameworks.huggingface:hook_seeds",
     "accelerate.data_loader": "frameworks.huggingface:hook_loaders",

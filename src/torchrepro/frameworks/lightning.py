@@ -12,7 +12,8 @@ adds the loader to the saved state.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -22,10 +23,9 @@ from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import KEY, active_profile, log_profile, skip_on_error
 from torchrepro.ground.console import say
 from torchrepro.ground.patching import MissingHookError, surround, surround_everywhere
-from torchrepro.seeding.loader_positions import await_loaders, begin_at_first_batch
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
+    from torchrepro.seeding.resumed_run import ResumedRun
 
 FRAMEWORK = "lightning"
 
@@ -78,8 +78,7 @@ class TrainerHooks:
     The module's `__getattr__` combines this class with the `Callback` class of each package.
     """
 
-    def __init__(self) -> None:
-        self._pending: Callable[[], None] | None = None
+    _delayed: ResumedRun | None = None  # its epochs begin after the program's hooks
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Write the profile to the loggers."""
@@ -108,32 +107,32 @@ class TrainerHooks:
             return
         name = f"{FRAMEWORK}: {trainer.ckpt_path or 'the checkpoint'}"
         with skip_on_error(FRAMEWORK, f"resuming from {trainer.ckpt_path}"):
-            state = hooking.resume_from(checkpoint.get(KEY), name)
-            if state is not None:
-                self._resume_loaders(trainer, checkpoint, state, name)
+            run = hooking.resume_from(checkpoint.get(KEY), name)
+            if run is not None:
+                self._resume_loaders(trainer, checkpoint, run, name)
 
-    def _resume_loaders(self, trainer: Any, checkpoint: Any, state: Any, name: str) -> None:
-        keeping = [loader for loader in state["interrupted"] if loader["keeps_place"]]
-        await_loaders(keeping, hooking.restore_of_generators(state))
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Restore the generators again, since the start of the training has drawn from them."""
+        if self._delayed is not None:
+            self._delayed.restore_once()
+
+    def _resume_loaders(self, trainer: Any, checkpoint: Any, run: ResumedRun, name: str) -> None:
+        keeping = [loader for loader in run.state["interrupted"] if loader["keeps_place"]]
+        run.await_only(keeping)
         fit = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = fit[_LOADERS] = list(fit.get(_LOADERS, []))
-        for number, saved in state["loaders"]:
-            states.insert(number, {KEY: saved, "run": state})
+        passed = run.state["loaders"]
+        for number, saved in passed:
+            states.insert(number, {KEY: saved, "run": run})
         # Lightning before 2.5.3 resumes with another iterator than the uninterrupted run has, and
         # before 2.5 it repeats the batch after which the checkpoint was saved. From 2.5.3 on, its
         # loop has `is_resuming`.
         if not hasattr(trainer.fit_loop, "is_resuming"):
             say(f"{name}: Lightning before 2.5.3 may start another epoch when it resumes")
-        if not keeping and not any(saved is not None for _, saved in state["loaders"]):
+        if not keeping and not any(saved is not None for _, saved in passed):
             # A resumed Trainer starts the loaders of the next epoch before the program's hooks.
-            self._pending = hooking.restore_of_generators(state)
-            begin_at_first_batch(self.on_train_epoch_start, together=len(state["loaders"]))
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        """Restore the generators again, since the start of the training has drawn from them."""
-        if self._pending is not None:
-            self._pending()
-            self._pending = None
+            self._delayed = run
+            run.delay_epochs(together=len(passed))
 
 
 @cache
@@ -208,7 +207,14 @@ def _saving_fabric(save: Any, fabric: Any, path: Any, state: Any, *args: Any, **
 def _loading_fabric(
     load: Any, fabric: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    with hooking.loaded_states() as loaders:
+    positions: list[tuple[Any, Any]] = []
+
+    def collect(load_state: Any, loader: Any, loaded: Mapping[str, Any]) -> None:
+        positions.append((loader, loaded.get(KEY)))
+        load_state(loader, loaded)
+
+    with ExitStack() as undo:
+        surround(undo, sys.modules["torch.utils.data"].DataLoader, "load_state_dict", collect)
         rest = load(fabric, path, state, *args, **kwargs)
     entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
     # A program that resumes a training also loads an optimizer. Without an optimizer, the program
@@ -218,8 +224,7 @@ def _loading_fabric(
         with skip_on_error("fabric", f"resuming from {path}"):
             run = hooking.resume_from(entry, f"fabric: {path}")
             if run is not None:
-                hooking.resume_interrupted_epochs(run)
-                for loader, saved in loaders:
-                    if not saved["over"]:
-                        hooking.resume_loader(loader, saved, run)
+                for loader, saved in positions:
+                    if saved is not None and not saved["over"]:
+                        run.resume(loader, saved)
     return rest

@@ -6,7 +6,7 @@ import io
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,18 +19,13 @@ from torchrepro.ground.messages import shown, some
 from torchrepro.ground.writing import write_atomically
 from torchrepro.seeding import loader_positions
 from torchrepro.seeding.loader import set_epochs
-from torchrepro.seeding.loader_positions import (
-    Delivery,
-    Resumption,
-    named_loading_of,
-    set_epoch_of_parts,
-)
+from torchrepro.seeding.loader_positions import Delivery, Resumption, named_loading_of
+from torchrepro.seeding.resumed_run import ResumedRun
 from torchrepro.seeding.state import (
     compare_at_first_step,
     digests_of,
     forget,
     rng_state,
-    run_begins,
     set_rng_state,
 )
 from torchrepro.seeding.streams import nonnegative_int, world
@@ -93,8 +88,6 @@ class Checkpoint:
         self._begun: dict[str, Any] | None = None
         # Root seed of a loader with a name: without a profile, the program's own seed.
         self._root: int | None = None
-        self._rng: dict[str, Any] | None = None
-        self._compare: Callable[[], None] = forget
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise SeedingError.about(
@@ -111,11 +104,10 @@ class Checkpoint:
             stepped = self._optimizers
             hook = register_optimizer_step_post_hook(lambda made, *_: stepped.add(made))
             finalize(self, hook.remove)
-        loader_positions.restore_idle_loaders(())
+        self._run = ResumedRun()
         forget()  # an earlier run in this process may have ended before its first step
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
-        run_begins(resumed=step is not None)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the number of each epoch that remains of `count`, first the interrupted epoch."""
@@ -125,13 +117,12 @@ class Checkpoint:
                 self._counted = False
                 # An epoch begins with the generators' states in the uninterrupted run.
                 if self._waits_for("batches") and not self.batch:
-                    self._restore_generators()
+                    self._run.restore_once()
                 elif self._waits_for("batches") and self._begun is not None:
                     loader_positions.write_states(None, self._begun)
                 if self.folder is not None:
-                    self._begun = loader_positions.encoded_states(
-                        loader_positions.read_states(None)
-                    )
+                    states = loader_positions.read_states(None)
+                    self._begun = loader_positions.encoded_states(states)
                 yield self.epoch
                 self.epoch, self.batch, self._epoch_is_done = self.epoch + 1, 0, False
             self._counted = True
@@ -157,7 +148,7 @@ class Checkpoint:
                 raise self._of_another_loop("steps")
             return  # the checkpoint was saved in the batches that follow these steps
         self._loop = "steps"
-        self._restore_generators()
+        self._run.restore_once()
         while self.step < nonnegative_int("count", count):
             self.step += 1
             yield self.step - 1
@@ -186,14 +177,14 @@ class Checkpoint:
             named.root = named.root if self._root is None else self._root
             self._root = named.root
             named.go_to(self.epoch)
-        set_epoch_of_parts(loader, self.epoch)
+        loader_positions.set_epoch_of_parts(loader, self.epoch)
         progress, self._progress = self._progress, None
         resumption = None
         if self.batch and progress is not None:  # the present epoch is the interrupted one
-            resumption = Resumption(progress, self._restore_generators, self.batch)
+            resumption = Resumption(progress, self._run.restore_once, self.batch)
         else:
-            self._restore_generators()
-        delivery = self._delivery = Delivery(loader, resumption)
+            self._run.restore_once()
+        delivery = self._delivery = self._run.epoch_begins(loader, resumption)
         iterator = delivery.begin(partial(iter, loader))
         self._counted = self._counts_batches = True
         try:
@@ -208,7 +199,7 @@ class Checkpoint:
 
     def _waits_for(self, loop: str) -> bool:
         """Return whether the checkpoint was saved in `loop`, and no loop has resumed it yet."""
-        return self._rng is not None and self._loop == loop
+        return self._run.awaits_restore and self._loop == loop
 
     def _of_another_loop(self, loop: str) -> SeedingError:
         return SeedingError.about(
@@ -216,12 +207,6 @@ class Checkpoint:
             str(self.folder),
             todo="use the loop that saved it, or another folder to start from scratch",
         )
-
-    def _restore_generators(self) -> None:
-        if self._rng is not None:
-            set_rng_state(self._rng)
-            self._rng = None
-            self._compare()
 
     def save(self, every: int = 1) -> None:
         """Write a checkpoint if the number of done batches or steps is a multiple of `every`.
@@ -261,7 +246,7 @@ class Checkpoint:
                 "place": progress,
                 "root": self._root,
                 "begun": self._begun,
-                "resting": loader_positions.resting(),
+                "resting": self._run.resting(),
                 "rng": rng_state(),
                 "optimizers": [*map(digests_of, self._optimizers)],
                 "parts": states,
@@ -303,11 +288,15 @@ class Checkpoint:
             part.load_state_dict(parts[name])
         self.epoch, self.batch, self.step = saved["epoch"], saved["batch"], saved["step"]
         self._loop, self._progress, self._begun = saved["loop"], saved["place"], saved["begun"]
-        self._root, self._rng = saved["root"], saved["rng"]
-        loader_positions.restore_idle_loaders(saved["resting"])
-        # Not started here: if this run is already done, the next step belongs to another run.
-        self._compare = partial(compare_at_first_step, saved["optimizers"], str(path))
-        set_epochs(saved["rng"]["loaders"])  # a loader needs its next epoch before its first batch
+        self._root, rng, optimizers = saved["root"], saved["rng"], saved["optimizers"]
+
+        def restore() -> None:
+            set_rng_state(rng)
+            # Not started before: if this run is already done, the next step belongs to another run.
+            compare_at_first_step(optimizers, str(path))
+
+        self._run = ResumedRun({"resting": saved["resting"]}, restore)
+        set_epochs(rng["loaders"])  # a loader needs its next epoch before its first batch
 
 
 def _check_state(name: str, state: Any) -> None:

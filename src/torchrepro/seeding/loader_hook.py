@@ -40,14 +40,8 @@ from torchrepro.seeding.loader import (
     start_from,
     worker_stream,
 )
-from torchrepro.seeding.loader_positions import (
-    Delivery,
-    is_kept,
-    kind_of_dataset,
-    named_loading_of,
-    samplers_within,
-    set_epoch_of_parts,
-)
+from torchrepro.seeding.loader_positions import Delivery, epochs, is_kept, named_loading_of
+from torchrepro.seeding.resumed_run import ResumedRun, own_resumes
 from torchrepro.seeding.state import forget
 from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
 
@@ -120,9 +114,11 @@ class SeedingPolicy:
 
     def write(self, value: str) -> None:
         loaders.automatic = value == "auto"
-        loader_positions.watch_own_resumes(begins=value == "auto")
-        if value != "auto":
-            loader_positions.forget_resumptions()
+        if loaders.automatic:
+            own_resumes.watch()
+        else:
+            own_resumes.stop()
+            ResumedRun.active.end()
             forget()
         _settle()
 
@@ -216,14 +212,14 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     named_now = loading is None and loaders.automatic and is_kept(loader) and not has_own
     if named_now and _borrowed(loader, "_iterator") is None:
         # A loader without a name is named after its dataset.
-        loading = NamedLoading(kind_of_dataset(loader.dataset))
+        loading = NamedLoading(loader_positions.kind_of_dataset(loader.dataset))
         loaders.register.loadings[loader] = loading
     if loading is None and not loaders.automatic and streams.current_plan().seed is None:
         if skipped:
             say_once(
                 "set_epoch: this loader is not seeded, so it starts from its first batch: " + advice
             )
-        set_epoch_of_parts(loader, number)
+        loader_positions.set_epoch_of_parts(loader, number)
         return
     if skipped and (loading is None or loader_positions.reads_items(loader)):
         unseeded = "a loader that torchrepro does not seed"
@@ -237,7 +233,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         raise SeedingError.about(
             "no part of this loader counts epochs", found=shown(loader), todo=advice
         )
-    set_epoch_of_parts(loader, number)
+    loader_positions.set_epoch_of_parts(loader, number)
 
 
 def _settle() -> None:
@@ -269,10 +265,13 @@ def _wrap(module: str) -> None:
             try:
                 surround(undo, getattr(sys.modules[module], name), method, wrapper)
             except (AttributeError, MissingHookError) as missing:
-                raise SeedingError.about(
-                    "this torch iterates loaders in a way that torchrepro does not know",
-                    found=f"no {module}.{name}.{method}",
-                ) from missing
+                raise _unknown_torch(f"{module}.{name}.{method}") from missing
+
+
+def _unknown_torch(missing: str) -> SeedingError:
+    return SeedingError.about(
+        "this torch iterates loaders in a way that torchrepro does not know", found=f"no {missing}"
+    )
 
 
 def _borrowed(owner: Any, name: str) -> Any:
@@ -281,10 +280,7 @@ def _borrowed(owner: Any, name: str) -> Any:
     Raises `SeedingError` if this version of torch or torchdata does not have the attribute.
     """
     if not hasattr(owner, name):
-        raise SeedingError.about(
-            "this torch iterates loaders in a way that torchrepro does not know",
-            found=f"no {type(owner).__name__}.{name}",
-        )
+        raise _unknown_torch(f"{type(owner).__name__}.{name}")
     return getattr(owner, name)
 
 
@@ -298,13 +294,13 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
         not is_followed
         or not is_kept(loader)
         or in_loader()
-        or loader_positions.delivery_of(loader) is not None
+        or epochs.beginning(loader) is not None
     ):
         return _iterate(original, loader)
-    delivery = Delivery(loader)
-    unbegun = _unbegun_iterator(loader) if loader_positions.begins_late() else None
+    delivery = ResumedRun.active.epoch_begins(loader)
+    unbegun = _unbegun_iterator(loader) if epochs.begins_late() else None
     if unbegun is not None:
-        loader_positions.wait(unbegun, delivery, partial(_begin, original, loader))
+        epochs.wait(unbegun, delivery, partial(_begin, original, loader))
         return unbegun
     return delivery.begin(partial(_iterate, original, loader))
 
@@ -352,7 +348,7 @@ def _wrapped_init(original: Any, iterator: Any, loader: Any) -> None:
 
 
 def _wrapped_next(original: Any, iterator: Any) -> Any:
-    delivery = loader_positions.followed(iterator)
+    delivery = epochs.followed(iterator)
     if delivery is None:
         return original(iterator)
     return delivery.advance(partial(original, iterator))
@@ -360,7 +356,7 @@ def _wrapped_next(original: Any, iterator: Any) -> Any:
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
     """Return the iterator of `loader`, and start the iteration if torchdata has not started it."""
-    delivery = loader_positions.delivery_of(loader)
+    delivery = epochs.beginning(loader)
     # torchdata has already begun the iteration if the program has called `state_dict` before the
     # first batch. It begins another one if the loaded state was saved at the end of an epoch.
     is_begun = getattr(loader, "_initial_iter_for_state_dict", False)
@@ -559,7 +555,7 @@ def _seed_iteration(
         # A loader that was made from a named one may have the generator only in a sampler, as
         # accelerate's dispatcher does.
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        parts = (loader, *samplers_within(sampler))
+        parts = (loader, *loader_positions.samplers_within(sampler))
         generators = (getattr(part, "generator", None) for part in parts)
         generator = next((present for present in generators if present is not None), None)
         if generator is not None:  # torch draws the workers' seeds from it

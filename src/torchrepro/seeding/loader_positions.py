@@ -1,46 +1,33 @@
-"""Record how far a program has read each loader, and resume interrupted epochs in another run.
+"""Record how far a program has read each loader, and what identifies a loader in another run.
 
-An interrupted epoch is resumed in four steps: restore the generators' states from the start of the
-epoch, start the iteration, skip the batches that are done, and restore the generators' states from
-the interruption.
+`LoaderEpochs` has every epoch that the program reads. `ResumedRun` decides which epochs resume an
+interrupted epoch. An interrupted epoch is resumed in four steps: restore the generators' states
+from the start of the epoch, start the iteration, skip the batches that are done, and restore the
+generators' states from the interruption.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType, ModuleType, SimpleNamespace
+from itertools import count
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
-from torchrepro.ground.callers import package
-from torchrepro.ground.console import say, say_once
-from torchrepro.seeding.generators import (
-    Given,
-    Slot,
-    decoded,
-    encoded,
-    generator_kind,
-    host_slots,
-)
+from torchrepro.ground.console import say
+from torchrepro.seeding import generators
+from torchrepro.seeding.generators import Given, Slot, generator_kind, host_slots
 from torchrepro.seeding.loader import Loading, NamedLoading, loaders, unskipped
-from torchrepro.seeding.observed_calls import listen, stop_listening
 from torchrepro.seeding.streams import world
 
 Restore = Callable[[], None]
-
-
-@dataclass(slots=True, eq=False)
-class _GeneratorOwner:
-    """A loader that has its own generators, and copies of that loader that skip batches."""
-
-    signature: str
-    number: int
-    epochs: int = 0  # number of epochs that have begun
+_NOT_RESUMED: Mapping[str, Any] = {"batches": 0, "given": None, "first": None, "last": None}
+_DEPTH, _FEW = 5, 100  # maximum depth and list length
 
 
 @dataclass(slots=True)
@@ -79,32 +66,6 @@ class Resumption:
         self.iterations += 1
 
 
-_awaited: list[Resumption] = []  # interrupted epochs that no loader resumes yet
-_ended: list[Resumption] = []  # epochs saved at their end, for programs that skip all batches
-_resting: list[Mapping[str, Any]] = []  # saved by `resting`, for the next epochs
-_resumptions: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()  # loader -> next or latest
-_owners: WeakKeyDictionary[Any, _GeneratorOwner] = WeakKeyDictionary()  # by loader
-_single_epoch: Counter[str] = Counter()  # signature -> how many loaders died after one epoch
-# Iterator whose epoch begins at the first batch -> epoch, start function; in order of creation.
-_waiting: WeakKeyDictionary[Any, tuple[Delivery, Callable[[Any], Any]]] = WeakKeyDictionary()
-_deliveries: WeakSet[Delivery] = WeakSet()
-_followed: WeakKeyDictionary[Any, Delivery] = WeakKeyDictionary()  # torch's iterator -> last epoch
-_beginning: list[Delivery] = []
-_NOT_RESUMED: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
-_numbers = iter(range(2**63))
-_DEPTH, _FEW = 5, 100  # maximum depth and list length
-
-
-@dataclass(slots=True)
-class _RunState:
-    first_number: int = -1  # loaders with lower numbers belong to an earlier run
-    late_begin: tuple[Restore, int] | None = None  # see `begin_at_first_batch`
-    restored_unread: bool = False  # whether the program set a state that it had not read
-
-
-_run = _RunState()
-
-
 class Delivery:
     """The program's progress in one epoch of a loader.
 
@@ -112,19 +73,27 @@ class Delivery:
     `advance` returns each batch. The instance refers weakly to a DataLoader and its iterator, and
     is freed with the iterator.
 
-    It resumes an interrupted epoch if `resumption` is set, or if an epoch waits for this loader.
+    It resumes an interrupted epoch if `resumption` is set. `prepare` is called with the loader and
+    `resumption` when the epoch begins, and restores the generators of a resumed run.
     `states` are the states of the generators when the epoch began. `batches` counts the batches
     that the program received or a sampler skipped. `skip` counts the batches still to be skipped.
     """
 
-    def __init__(self, loader: Any, resumption: Resumption | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        resumption: Resumption | None,
+        prepare: Callable[[Any, Resumption | None], None],
+    ) -> None:
         self._loader: Callable[[], Any] = ref(loader) if is_kept(loader) else lambda: loader
         self._iterator: Callable[[], Any] = lambda: None
-        self._is_read_ahead = resumption is None  # a framework may prefetch some batches
-        self.resumption = resumption or _next_resumption(loader)
-        self.skip = 0 if self.resumption is None else self.resumption.skip
+        self._prepare = prepare
+        self.late_start: Callable[[Any], Any] | None = None  # see `LoaderEpochs.wait`
+        self.resumption = resumption
+        self._saved = _NOT_RESUMED if resumption is None else resumption.progress
+        self.skip = 0 if resumption is None else resumption.skip
         self.loading: Loading | None = None
-        self.number = next(_numbers)
+        self.number = next(epochs.numbers)
         self.is_over = self._is_reading = False
         self.samples_draw = False  # whether the first sample read in this process drew numbers
         self._first: Mapping[str, Any] | None = None
@@ -141,41 +110,40 @@ class Delivery:
 
     def begin(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin the epoch, and return the iterator that `start` creates."""
-        loader, resumption = self._loader(), self.resumption
-        self.owner = _owner(loader)
+        loader = self._loader()
+        self.owner = epochs.owner(loader)
         if self.owner is not None:
             self.owner.epochs += 1
-        if resumption is not None:
-            resumption.begin(loader)
-        elif _resting or _ended:
-            _restore_resting(loader)
-        latest = _resumptions.get(loader) if is_kept(loader) else None
-        if latest is not None:
-            latest.correct_epochs(loader)
+        self._prepare(loader, self.resumption)
         self.epochs = [part.epoch for part in _counting_parts(loader)]
         self.reading = reading_of(loader)
         self._has_state = hasattr(loader, "next_iter_state")  # a loader of torchdata
         self.batches = unskipped(_top_sampler(loader))[1]
         self.states = read_states(loader)
-        _beginning.append(self)
-        try:
-            begun = start()
-        finally:
-            _beginning.pop()
+        begun = epochs.begin(self, start)
         iterator = self._iterator()
         iterator = begun if iterator is None else iterator
         self.batches += getattr(iterator, "_num_yielded", 0)  # torchdata resumes by itself
         self._reads_here = not getattr(iterator, "_num_workers", 0)
-        _deliveries.add(self)
-        if resumption is not None and not resumption.progress["batches"]:
+        if not self._saved["batches"]:
             self._restore_once()  # this rank gets its batches from another rank
         return begun
+
+    def begin_late(self) -> None:
+        """Begin an epoch that waits for its first batch."""
+        start, self.late_start = self.late_start, None
+        if start is not None:
+            self.begin(partial(start, self._iterator()))
 
     def note_iterator(self, iterator: Any) -> None:
         """Remember torch's iterator over this epoch."""
         self._iterator = ref(iterator)
-        if type(iterator).__hash__ is not None:
-            _followed[iterator] = self
+        epochs.follow(iterator, self)
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether the program has read some batches, but not all that are done."""
+        return 0 < self.batches < int(self._saved["batches"]) - self.skip
 
     @property
     def is_in_use(self) -> bool:
@@ -197,8 +165,8 @@ class Delivery:
         self.loading = loading
         self.batches += loading.start
         self.skip = max(self.skip - loading.start, 0)
-        saved = None if self.resumption is None else self.resumption.progress["given"]
-        loading.given = loading.given if saved is None else Given(*map(bytes.fromhex, saved))
+        if self._saved["given"] is not None:
+            loading.given = Given(*map(bytes.fromhex, self._saved["given"]))
 
     def advance(self, read: Callable[[], Any]) -> Any:
         """Return the next batch from `read`, after skipping the batches that are already done."""
@@ -223,7 +191,7 @@ class Delivery:
             self._restore_once()
             raise
         self.batches += 1
-        if self.resumption is not None and self.batches >= self.resumption.progress["batches"]:
+        if self.batches >= self._saved["batches"]:
             self._restore_once()
         return batch
 
@@ -232,9 +200,8 @@ class Delivery:
         # Unseeded samples draw from the same generators as the training. A prefetched batch was
         # read before the latest draws of the training. So the states just before the last batch are
         # saved as well.
-        is_unseeded = self.loading is None or reads_items(self.loader)
-        needs_last_states = self._is_read_ahead and is_unseeded
-        saved = _NOT_RESUMED if self.resumption is None else self.resumption.progress
+        needs_last_states = self.loading is None or reads_items(self.loader)
+        saved = self._saved
         batches_left = saved["batches"] - self.batches
         if self._first is None:
             if saved["first"] is not None:
@@ -249,7 +216,7 @@ class Delivery:
 
     def _restore_once(self) -> None:
         if self.resumption is not None:
-            resumption, self.resumption = self.resumption, None
+            resumption, self.resumption, self._saved = self.resumption, None, _NOT_RESUMED
             resumption.restore()
 
     def progress(self) -> dict[str, Any]:
@@ -275,46 +242,164 @@ def _references(weak: Callable[[], Any]) -> int:
     return sys.getrefcount(weak())
 
 
-_referenced_once = [Counter[str]()]
-_BY_ONE = _references(
-    ref(_referenced_once[0])
-)  # some interpreters also count references on their stack
+_REFERENCED_ONCE = Counter[str]()
+_BY_ONE = _references(ref(_REFERENCED_ONCE))  # some interpreters also count their stack
 
 
-def followed(iterator: Any) -> Delivery | None:
-    """Return the epoch that `iterator` reads, or None. Begin the epoch if it has not begun."""
-    if type(iterator).__hash__ is None:
-        return None
-    if len(_waiting) and iterator in _waiting:
-        _begin_in_turn(iterator)
-    return _followed.get(iterator)
+@dataclass(slots=True, eq=False)
+class _GeneratorOwner:
+    """A loader that has its own generators, and copies of that loader that skip batches."""
+
+    signature: str
+    number: int
+    epochs: int = 0  # number of epochs that have begun
 
 
-def begins_late() -> bool:
-    return _run.late_begin is not None
+class LoaderEpochs:
+    """The epochs that the program reads, and the loaders that have their own generators.
+
+    `epochs` is the only instance. It lives as long as the process, because a loader may be used in
+    several runs. It keeps no loader and no iterator alive. Epochs and loaders have numbers in the
+    order in which the program first used them.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self._deliveries: WeakSet[Delivery] = WeakSet()
+        self._beginning: list[Delivery] = []
+        # torch's iterator -> its latest epoch
+        self._followed: WeakKeyDictionary[Any, Delivery] = WeakKeyDictionary()
+        self._owners: WeakKeyDictionary[Any, _GeneratorOwner] = WeakKeyDictionary()  # by loader
+        # Signature of loaders that died after one epoch -> number of the last such loader.
+        self._single_epoch: dict[str, int] = {}
+        self._late: tuple[Restore, int] | None = None  # see `begin_at_first_batch`
+
+    def begin(self, delivery: Delivery, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return the iterator that `start` creates. Until then, `beginning` returns `delivery`."""
+        self._beginning.append(delivery)
+        try:
+            begun = start()
+        finally:
+            self._beginning.pop()
+        self._deliveries.add(delivery)
+        return begun
+
+    def beginning(self, loader: Any) -> Delivery | None:
+        return next((epoch for epoch in self._beginning if epoch.loader is loader), None)
+
+    def follow(self, iterator: Any, delivery: Delivery) -> None:
+        if type(iterator).__hash__ is not None:
+            self._followed[iterator] = delivery
+
+    def followed(self, iterator: Any) -> Delivery | None:
+        """Return the epoch that `iterator` reads, or None. Begin the epoch if it has not begun."""
+        if type(iterator).__hash__ is None:
+            return None
+        delivery = self._followed.get(iterator)
+        if delivery is not None and delivery.late_start is not None:
+            self._begin_in_turn(delivery)
+        return delivery
+
+    def begin_at_first_batch(self, restore: Restore, together: int) -> None:
+        """Delay the next epochs: when a first batch is read, call `restore`, and then begin them.
+
+        At that moment the first `together` epochs begin. This is for a framework that creates the
+        iterators earlier in a resumed run than in a new run.
+        """
+        self._late = (restore, together)
+
+    def begins_late(self) -> bool:
+        return self._late is not None
+
+    def wait(self, iterator: Any, delivery: Delivery, start: Callable[[Any], Any]) -> None:
+        """Delay the epoch `delivery`: it begins by ``start(iterator)`` when a batch is read."""
+        delivery.late_start = start
+        delivery.note_iterator(iterator)
+
+    def _waiting(self) -> list[Delivery]:
+        waiting = [epoch for epoch in self._followed.values() if epoch.late_start is not None]
+        return sorted(waiting, key=lambda epoch: epoch.number)
+
+    def _begin_in_turn(self, delivery: Delivery) -> None:
+        # Iterators that were created earlier, and are still waiting, begin before this one.
+        waiting = self._waiting()
+        number = waiting.index(delivery) + 1
+        if self._late is not None:
+            restore, together = self._late
+            restore()
+            number = max(number, together)
+        self._begin_now(waiting[:number])
+
+    def begin_all(self) -> None:
+        """Begin each epoch that waits for its first batch. Later epochs begin without delay."""
+        self._begin_now(self._waiting())
+
+    def _begin_now(self, waiting: list[Delivery]) -> None:
+        self._late = None
+        for delivery in waiting:
+            delivery.begin_late()
+
+    def in_use(self) -> list[Delivery]:
+        """Return each epoch whose iterator the program still has, oldest first."""
+        in_use = [delivery for delivery in self._deliveries if delivery.is_in_use]
+        return sorted(in_use, key=lambda delivery: delivery.number)
+
+    def latest(self, loader: Any) -> Delivery | None:
+        """Return the latest epoch of `loader` that is still in use, or None."""
+        return next((epoch for epoch in reversed(self.in_use()) if epoch.loader is loader), None)
+
+    def behind(self) -> list[str]:
+        """Return a text for each resumed loader that has not reached its interrupted batch."""
+        return [
+            f"the position of the loader over {kind_of_dataset(epoch.loader.dataset)} in its epoch"
+            for epoch in self.in_use()
+            if epoch.is_behind
+        ]
+
+    def owner(self, loader: Any) -> _GeneratorOwner | None:
+        """Return the entry of `loader`, or None if it has no generators."""
+        if not is_kept(loader):
+            return None
+        if loader not in self._owners and _loader_slots(loader):
+            owner = self._owners[loader] = _GeneratorOwner(kind_of(loader), next(self.numbers))
+            finalize(loader, self._note_end, owner)
+        return self._owners.get(loader)
+
+    def copied(self, loader: Any, copy: Any) -> None:
+        """Note that `copy` has the generators of `loader`."""
+        owner = self.owner(loader)
+        if owner is not None:
+            self._owners[copy] = owner
+
+    def _note_end(self, owner: _GeneratorOwner) -> None:
+        if owner.epochs == 1:
+            latest = self._single_epoch.get(owner.signature, -1)
+            self._single_epoch[owner.signature] = max(latest, owner.number)
+
+    def resting(self, first_number: int) -> list[dict[str, Any]]:
+        """Return the states of the loaders' own generators, except for loaders within an epoch.
+
+        Omits a loader that the program creates for one epoch, as the next loader has new
+        generators. Earlier loaders show this, if their number is `first_number` or higher.
+        """
+        busy = [delivery.owner for delivery in self.in_use() if not delivery.is_over]
+        lasting = {
+            owner.number: (owner, loader)
+            for loader, owner in self._owners.items()
+            if owner not in busy
+            and (owner.epochs > 1 or self._single_epoch.get(owner.signature, -1) < first_number)
+        }
+        return [
+            {
+                "kind": owner.signature,
+                "own": encoded_states(_read(_loader_slots(loader))),
+                "reading": reading_of(loader),
+            }
+            for _, (owner, loader) in sorted(lasting.items())
+        ]
 
 
-def wait(iterator: Any, delivery: Delivery, start: Callable[[Any], Any]) -> None:
-    """Delay the epoch `delivery`: it begins by ``start(iterator)`` when a batch is read."""
-    _waiting[iterator] = delivery, start
-
-
-def _begin_in_turn(iterator: Any) -> None:
-    # Iterators that were created earlier, and are still waiting, begin before `iterator`.
-    iterators = list(_waiting)
-    count = next(n for n, waiting in enumerate(iterators, 1) if waiting is iterator)
-    if _run.late_begin is not None:
-        restore, together = _run.late_begin
-        restore()
-        count = max(count, together)
-    _run.late_begin = None
-    for waiting in iterators[:count]:
-        _begin_waiting(waiting)
-
-
-def _begin_waiting(iterator: Any) -> None:
-    delivery, start = _waiting.pop(iterator)
-    delivery.begin(partial(start, iterator))
+epochs = LoaderEpochs()
 
 
 def named_loading_of(loader: Any) -> NamedLoading | None:
@@ -348,184 +433,6 @@ def samplers_within(sampler: Any) -> Iterator[Any]:
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
-
-
-def delivery_of(loader: Any) -> Delivery | None:
-    return next((epoch for epoch in _beginning if epoch.loader is loader), None)
-
-
-def _alive() -> list[Delivery]:
-    in_use = [delivery for delivery in _deliveries if delivery.is_in_use]
-    return sorted(in_use, key=lambda delivery: delivery.number)
-
-
-def places(*, over: bool) -> list[dict[str, Any]]:
-    """Return the progress of each epoch whose iterator the program still has, oldest first.
-
-    `over` selects the epochs that have reached their end. Otherwise these epochs are omitted.
-    """
-    return [delivery.progress() for delivery in _alive() if delivery.is_over == over]
-
-
-def latest_delivery(loader: Any) -> Delivery | None:
-    return next((latest for latest in reversed(_alive()) if latest.loader is loader), None)
-
-
-def place_of(loader: Any) -> dict[str, Any] | None:
-    """Return the progress in the latest epoch of `loader` that is still in use, or None."""
-    latest = latest_delivery(loader)
-    return None if latest is None else latest.progress()
-
-
-def _owner(loader: Any) -> _GeneratorOwner | None:
-    if not is_kept(loader):
-        return None
-    if loader not in _owners and _loader_slots(loader):
-        owner = _owners[loader] = _GeneratorOwner(kind_of(loader), next(_numbers))
-        finalize(loader, _note_end, owner)
-    return _owners.get(loader)
-
-
-def _note_end(owner: _GeneratorOwner) -> None:
-    if owner.number > _run.first_number:
-        _single_epoch[owner.signature] += owner.epochs == 1
-
-
-def resting() -> list[dict[str, Any]]:
-    """Return the states of the loaders' own generators, except for loaders within an epoch.
-
-    Omits a loader that the program creates for one epoch, as the next loader has new generators.
-    """
-    busy = [delivery.owner for delivery in _alive() if not delivery.is_over]
-    lasting = {
-        owner.number: (owner, loader)
-        for loader, owner in _owners.items()
-        if owner not in busy and (owner.epochs > 1 or not _single_epoch[owner.signature])
-    }
-    return [
-        {
-            "kind": owner.signature,
-            "own": encoded_states(_read(_loader_slots(loader))),
-            "reading": reading_of(loader),
-        }
-        for _, (owner, loader) in sorted(lasting.items())
-    ]
-
-
-def restore_idle_loaders(saved: Sequence[Mapping[str, Any]]) -> None:
-    """Begin a run in which each loader in `saved` restores its generators at its next epoch.
-
-    Also resets the count of loaders that were used for only one epoch.
-    """
-    _run.first_number = next(_numbers)
-    _resting[:] = saved
-    _single_epoch.clear()
-
-
-def _restore_resting(loader: Any) -> None:
-    signature = kind_of(loader)
-    saved = next((state for state in _resting if state["kind"] == signature), None)
-    ended = next((epoch for epoch in _ended if epoch.progress["kind"] == signature), None)
-    if saved is not None:
-        _resting.remove(saved)
-        write_states(loader, saved["own"])
-    if ended is not None:
-        _ended.remove(ended)
-    before = saved or (ended.progress if ended is not None else None)
-    if before is not None:
-        report_changed_reading(loader, before["reading"])
-
-
-def begin_at_first_batch(restore: Restore, together: int) -> None:
-    """Delay the next epochs: when a first batch is read, call `restore`, and then begin them.
-
-    At that moment the first `together` epochs begin. This is for a framework that creates the
-    iterators earlier in a resumed run than in a new run.
-    """
-    _run.late_begin = (restore, together)
-
-
-def await_loaders(
-    interrupted: Sequence[Mapping[str, Any]],
-    restore: Restore,
-    ended: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Resume each `interrupted` epoch in the next loader with the same signature (see `kind_of`).
-
-    The program itself skips the batches that are done. `restore` sets every generator to its state
-    at the interruption. `skip_batches` uses the `ended` epochs.
-    """
-    _awaited[:] = [Resumption(progress, restore) for progress in interrupted]
-    _ended[:] = [Resumption(progress, restore) for progress in ended]
-
-
-def skip_batches(loader: Any, skipping: Any, number: int) -> bool:
-    """Treat `skipping` as a copy of `loader` that skips the first `number` batches of an epoch.
-
-    Returns True if the epoch was saved after its last batch, and `skipping` skips all batches.
-    """
-    signature, owner = kind_of(loader), _owner(loader)
-    if owner is not None:
-        _owners[skipping] = owner
-    for resumption in _ended:
-        progress = resumption.progress
-        if progress["kind"] == signature and number >= progress["batches"]:
-            _ended.remove(resumption)
-            _resumptions[skipping] = resumption
-            return True
-    return False
-
-
-def batches_done(loader: Any) -> int | None:
-    """Return how many batches are done in the epoch that `loader` will resume, or None."""
-    resumption = _awaited_by(loader)
-    return None if resumption is None else int(resumption.progress["batches"])
-
-
-def loaders_behind() -> list[str]:
-    """Return a text for each resumed loader that has not reached the interrupted batch again."""
-    return [
-        f"the position of the loader over {kind_of_dataset(epoch.loader.dataset)} in its epoch"
-        for epoch in _alive()
-        if epoch.resumption is not None
-        and 0 < epoch.batches < epoch.resumption.progress["batches"] - epoch.skip
-    ]
-
-
-def signatures_in_use() -> set[str]:
-    return {kind_of(delivery.loader) for delivery in _alive() if delivery.batches}
-
-
-def take_up(loader: Any, progress: Mapping[str, Any], restore: Restore, skip: int = 0) -> None:
-    """Make the next iteration of `loader` resume the epoch `progress`, and skip `skip` batches."""
-    number = progress["number"]
-    _awaited[:] = [awaited for awaited in _awaited if awaited.progress["number"] != number]
-    _resumptions[loader] = Resumption(progress, restore, skip)
-
-
-def forget_resumptions() -> None:
-    """At the undo of a profile, forget all epochs to be resumed, and begin waiting iterators."""
-    for waiting in (_awaited, _ended, _resting, _single_epoch, _resumptions):
-        waiting.clear()
-    _run.late_begin = None
-    for iterator in list(_waiting):
-        _begin_waiting(iterator)
-
-
-def _awaited_by(loader: Any) -> Resumption | None:
-    signature = kind_of(loader) if _awaited else ""
-    return next((epoch for epoch in _awaited if epoch.progress["kind"] == signature), None)
-
-
-def _next_resumption(loader: Any) -> Resumption | None:
-    prepared = _resumptions.get(loader) if is_kept(loader) else None
-    if prepared is not None and not prepared.iterations:
-        return prepared
-    resumption = _awaited_by(loader)
-    if resumption is not None:
-        _awaited.remove(resumption)
-        _resumptions[loader] = resumption
-    return resumption
 
 
 def kind_of(loader: Any) -> str:
@@ -647,51 +554,10 @@ def read_states(loader: Any) -> Mapping[str, Any]:
 def write_states(loader: Any, states: Mapping[str, Any]) -> None:
     slots = {**host_slots(), **_loader_slots(loader)}
     for name in states.keys() & slots.keys():
-        slots[name].write(decoded(states[name]))
+        slots[name].write(generators.decoded(states[name]))
 
 
 def encoded_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if states is None else {name: encoded(state) for name, state in states.items()}
-
-
-# A program's own checkpoint may have the state of torch's generator at the saved step, but not at
-# the start of the epoch. Without a profile, samples loaded in the main process draw from that
-# generator, so the resumed run is exact. Under `auto` they draw from the base seed of the epoch,
-# which differs in the resumed run. A line on stderr reports this case.
-
-_GET, _SET = "get_rng_state", "set_rng_state"
-_states_read: deque[int] = deque(maxlen=1000)  # digests
-
-
-def watch_own_resumes(*, begins: bool) -> None:
-    """Start or stop observing the program's calls that get or set torch's generator state."""
-    _states_read.clear()
-    _run.restored_unread = False
-    if not begins:
-        stop_listening(_note_state)
-        return
-    for module in ("torch", "torch.random"):
-        for name in (_GET, _SET):
-            listen(module, name, _note_state)
-
-
-def _note_state(
-    function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-) -> None:
-    if package(frame) in ("torch", "torchrepro"):
-        return  # torch restores only states that it has read, as `fork_rng` does
-    state = hash(sys.modules["torch"].default_generator.get_state().numpy().tobytes())
-    if state in _states_read:
-        return
-    if function.endswith(_GET):
-        _states_read.append(state)
-    elif not _run.restored_unread:
-        _run.restored_unread = True
-        begun = [e for e in _alive() if e.batches and e.samples_draw and not e.is_over]
-        if begun and type(begun[-1].loading) is Loading:
-            say_once(
-                f"the program restored torch's generator after {begun[-1].batches} batches of an "
-                "epoch. Samples draw from a base seed that torch draws when an epoch begins, so "
-                "they may differ from the uninterrupted run: also save torch.get_rng_state() "
-                "before the epoch, and restore it there (or: dataloader.seeding=none)"
-            )
+    if states is None:
+        return None
+    return {name: generators.encoded(state) for name, state in states.items()}

@@ -22,14 +22,14 @@ from torchrepro.ground.console import say
 from torchrepro.ground.errors import SeedingError
 from torchrepro.ground.messages import shown, some
 from torchrepro.ground.writing import write_atomically
-from torchrepro.seeding import generators, loader, loader_positions, streams
+from torchrepro.seeding import generators, loader, streams
 from torchrepro.seeding.generators import Given, States
+from torchrepro.seeding.loader_positions import epochs, kind_of
 from torchrepro.seeding.streams import world
 
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
 
-_resumed = False  # whether the run resumes a checkpoint, for recordings
 _awaiting_step: list[Any] = []  # at most one hook, for the first step
 
 
@@ -98,15 +98,6 @@ def save_rng_state(path: str | os.PathLike[str]) -> None:
     Raises `OSError` if the file cannot be written.
     """
     write_atomically(Path(path), json.dumps(rng_state()).encode())
-
-
-def run_begins(*, resumed: bool) -> None:
-    global _resumed  # noqa: PLW0603 - a fact about the process
-    _resumed = resumed
-
-
-def is_resumed() -> bool:
-    return _resumed
 
 
 def _loaded(state: Any) -> dict[str, Any]:
@@ -271,7 +262,7 @@ def compare_at_first_step(saved: Sequence[Mapping[str, str]], checkpoint: str) -
         changed = [] if same else [f"the parameters of {name}"]
         if state not in [optimizer["state"] for optimizer in same or saved]:
             changed.append(f"the state of {name}")
-        return [*changed, *loader_positions.loaders_behind()]
+        return [*changed, *epochs.behind()]
 
     _report_at_first_step(saved, checkpoint, differences)
 
@@ -287,7 +278,8 @@ def expect_weights(
     saved_loaders = {*loaders}
 
     def differences(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
-        if not same or not saved_loaders.intersection(loader_positions.signatures_in_use()):
+        in_use = {kind_of(epoch.loader) for epoch in epochs.in_use() if epoch.batches}
+        if not same or not saved_loaders & in_use:
             return []
         is_lost = state not in [optimizer["state"] for optimizer in same]
         return [f"the state of {name}"] * is_lost + ["the generators", "the loaders"]

@@ -33,7 +33,7 @@ from torchrepro.seeding.loader_hook import author_worker_init
 from torchrepro.seeding.nondeterministic_calls import seed_of_generator
 from torchrepro.seeding.nondeterministic_reads import recorded_watches
 from torchrepro.seeding.observed_calls import on_modules_called
-from torchrepro.seeding.state import is_resumed
+from torchrepro.seeding.resumed_run import ResumedRun
 from torchrepro.seeding.streams import world
 from torchrepro.trace.buffer import RecordingState, joined
 from torchrepro.trace.followed_lines import step_ended
@@ -301,7 +301,7 @@ class Recording:
             **self._sources.files.to_json(),
             "loaders": list(self._loaders.values()),
             "modules": sorted({*self._files, *program_files()}),
-            "resumed": "yes" if is_resumed() else "no",
+            "resumed": "yes" if ResumedRun.active.is_resumed else "no",
             "replicated": self._replicated and bool(self._optimizers),
         }
 
