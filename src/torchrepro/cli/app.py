@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from torchrepro.ground.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
 
+
+Options = TypeVar("Options")
+"""A dataclass with the options of a command."""
 
 HELP = """\
 Runs
@@ -223,6 +227,36 @@ def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return decorate(function)
 
     return register
+
+
+def taking(
+    options: type[Options],
+) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:
+    """Pass the options of a command as one value: an instance of the dataclass `options`.
+
+    typer reads options from the parameters of a function, and a command may have twenty. So typer
+    gets a function with a parameter for each field, and the command gets the instance.
+    """
+    hints = {"context": typer.Context, **get_type_hints(options, include_extras=True)}
+    defaults = {field.name: field.default for field in fields(options)}  # type: ignore[arg-type]
+
+    def decorate(function: Callable[[typer.Context, Options], None]) -> Callable[..., None]:
+        def call(context: typer.Context, **values: Any) -> None:
+            function(context, options(**values))
+
+        parameters = [
+            inspect.Parameter(
+                *(name, inspect.Parameter.KEYWORD_ONLY),
+                default=defaults.get(name, inspect.Parameter.empty),
+                annotation=hint,
+            )
+            for name, hint in hints.items()
+        ]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__, call.__doc__ = hints, function.__doc__
+        return call
+
+    return decorate
 
 
 def _complete(incomplete: str) -> list[str]:

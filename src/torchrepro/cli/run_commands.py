@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,11 @@ from torchrepro.cli.app import (
     doing,
     print_json,
     resolved_profile,
+    taking,
 )
 from torchrepro.ground.console import Verbosity, parts, say, show_aside, verbosity
 from torchrepro.ground.errors import ProfileError, TorchreproError, TraceError
+from torchrepro.ground.imports import named
 from torchrepro.ground.writing import write_in_place
 from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_folder
 from torchrepro.trace.request import VARIABLE, RecordingRequest, bytes_of, is_range
@@ -50,6 +53,7 @@ BISECT = 125  # the exit status that makes `git bisect run` skip a commit
 Record = Annotated[
     str, typer.Option(metavar="DIR", help="Record the run into this new or empty folder.")
 ]
+RecordedLevel = Annotated[Level, typer.Option(help="How much to record.")]
 Steps = Annotated[
     str,
     typer.Option(
@@ -77,7 +81,8 @@ Keep = Annotated[
         metavar="MODULE", help="Store the full tensors of the modules that match this pattern."
     ),
 ]
-
+Rtol = Annotated[float | None, typer.Option(help="Relative tolerance.")]
+Atol = Annotated[float | None, typer.Option(help="Absolute tolerance.")]
 Ignore = Annotated[
     list[str] | None,
     typer.Option(
@@ -239,47 +244,52 @@ def show_differences(
     raise typer.Exit(int(not differences.same))
 
 
-@command("run")
-def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
-    context: typer.Context,
-    profile: ProfileName = "",
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of `run`, in the order of the help."""
+
+    profile: ProfileName = ""
+    overrides: Overrides = None
+    allow_env: AllowEnv = None
     lock: Annotated[
         str, typer.Option(metavar="FILE", help="Use this lock's profile; start only if it is met.")
-    ] = "",
-    record: Record = "",
+    ] = ""
+    record: Record = ""
     log_to: Annotated[
         str,
         typer.Option(
             metavar="DIR", help="Write the manifest into this folder; --record DIR does so, too."
         ),
-    ] = "",
-    level: Annotated[Level, typer.Option(help="How much to record.")] = Level.OP,
-    steps: Steps = "",
-    every: Every = "",
-    max_size: MaxSize = "",
-    keep: Keep = None,
-    statistics: Annotated[  # noqa: FBT002
+    ] = ""
+    level: RecordedLevel = Level.OP
+    steps: Steps = ""
+    every: Every = ""
+    max_size: MaxSize = ""
+    keep: Keep = None
+    statistics: Annotated[
         bool,
         typer.Option(
             "--statistics",
             help="Record statistics, so that runs can be compared within a tolerance; a profile "
             "with the guarantee `aligned` always does.",
         ),
-    ] = False,
-    detail: Annotated[  # noqa: FBT002
+    ] = False
+    detail: Annotated[
         bool,
         typer.Option(
             "--detail", help="Read every input again, to detect changes made outside of torch."
         ),
-    ] = False,
+    ] = False
     on_unwritable: Annotated[
         Unwritable, typer.Option(help="What to do if the trace cannot be written.")
-    ] = Unwritable.STOP,
-    verbose: Verbose = False,  # noqa: FBT002
-    quiet: Quiet = False,  # noqa: FBT002
-) -> None:
+    ] = Unwritable.STOP
+    verbose: Verbose = False
+    quiet: Quiet = False
+
+
+@command("run")
+@taking(RunOptions)
+def run_command(context: typer.Context, options: RunOptions) -> None:
     """Run a command under a profile, which is applied before Python starts.
 
     The profile is active in COMMAND and in every Python process that COMMAND starts, unless one
@@ -287,38 +297,33 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     from torchrepro.application.launch import start
 
-    command = _command_to_start(context, f"run {profile or 'PROFILE'}")
-    if lock:
-        resolved = _locked_profile(lock, profile, overrides)
-    elif profile:
-        resolved = resolved_profile(profile, overrides)
+    command = _command_to_start(context, f"run {options.profile or 'PROFILE'}")
+    if options.lock:
+        resolved = _locked_profile(options.lock, options.profile, options.overrides)
+    elif options.profile:
+        resolved = resolved_profile(options.profile, options.overrides)
     else:
         todo = "write one: torchrepro run PROFILE -- COMMAND"
         raise ProfileError.about("no profile is named", todo=todo)
-    if log_to:
-        refuse_used_folder(Path(log_to))
+    if options.log_to:
+        refuse_used_folder(Path(options.log_to))
     variables = {}
-    if log_to or record:
-        variables[LOG_TO] = os.path.abspath(log_to or record)  # noqa: PTH100 - text
-    if lock:
+    if logged := options.log_to or options.record:
+        variables[LOG_TO] = os.path.abspath(logged)  # noqa: PTH100 - text
+    if options.lock:
         from torchrepro.application.guard import LOCKED
 
         variables[LOCKED] = "1"
-    if record:
-        try:
-            request = RecordingRequest(
-                folder=record,
-                level=level.value,
-                steps=_steps(steps),
-                keep=tuple(keep or ()),
-                statistics=statistics or resolved.guarantee == "aligned",
-                detail=detail,
-                on_unwritable=on_unwritable.value,
-                every=_number(every) if every else 1,
-                max_size=bytes_of(max_size) if max_size else None,
+    if options.record:
+        with _options_named():
+            request = replace(
+                _recording(options),
+                folder=options.record,
+                steps=_steps(options.steps),
+                statistics=options.statistics or resolved.guarantee == "aligned",
+                detail=options.detail,
+                on_unwritable=options.on_unwritable.value,
             )
-        except TraceError as error:
-            raise _about_option(error) from None
         request.prepare_folder()
         variables[VARIABLE] = request.to_variable()
     elif explicit := _explicit_options(context, RECORDING_OPTIONS):
@@ -327,12 +332,27 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     start(resolved, command, variables)
 
 
-def _about_option(error: TraceError) -> TraceError:
-    """Return `error` with the name of a command-line option in place of the key."""
-    key = error.problem.key
-    if key not in RECORDING_OPTIONS:
-        return error
-    return TraceError(error.problem._replace(key=_option(key)))
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Name the option in an error about a recording, as in ``--max-size``, in place of the key."""
+    try:
+        yield
+    except TraceError as error:
+        key = error.problem.key
+        if key not in RECORDING_OPTIONS:
+            raise
+        raise TraceError(error.problem._replace(key=_option(key))) from None
+
+
+def _recording(options: RunOptions | VerifyOptions) -> RecordingRequest:
+    """Return the request with the recording options that `run` and `verify` share."""
+    return RecordingRequest(
+        "",
+        options.level.value,
+        keep=tuple(options.keep or ()),
+        every=_number(options.every) if options.every else 1,
+        max_size=bytes_of(options.max_size or None),
+    )
 
 
 def _option(name: str) -> str:
@@ -443,8 +463,8 @@ def _number(text: str) -> Any:
 def compare_runs(
     left: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder of a recording.")],
     right: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder of another.")],
-    rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
-    atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
+    rtol: Rtol = None,
+    atol: Atol = None,
     ignore: Ignore = None,
     report: Report = "",
     open_page: Open = False,  # noqa: FBT002
@@ -463,62 +483,67 @@ def compare_runs(
     raise typer.Exit(int(not verdict.same))
 
 
-@command("verify")
-def verify_command(  # noqa: PLR0913, PLR0917 - the options of a command
-    context: typer.Context,
-    profile: ProfileName = "",
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
-    runs: Annotated[int, typer.Option(min=2, help="How often to run the command.")] = 2,
-    stress: Annotated[  # noqa: FBT002
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The options of `verify`, in the order of the help."""
+
+    profile: ProfileName = ""
+    overrides: Overrides = None
+    allow_env: AllowEnv = None
+    runs: Annotated[int, typer.Option(min=2, help="How often to run the command.")] = 2
+    stress: Annotated[
         bool,
         typer.Option(
             "--stress",
             help="Perturb what must not affect results: memory, timing, file order and more.",
         ),
-    ] = False,
-    escalate: Annotated[  # noqa: FBT002
+    ] = False
+    escalate: Annotated[
         bool, typer.Option("--escalate", help="Find the settings that make diverging runs equal.")
-    ] = False,
-    no_closer: Annotated[  # noqa: FBT002
+    ] = False
+    no_closer: Annotated[
         bool,
         typer.Option("--no-closer", help="Do not repeat diverging runs to record more detail."),
-    ] = False,
+    ] = False
     folder: Annotated[
         str, typer.Option(metavar="DIR", help="Keep the recordings in this new or empty folder.")
-    ] = "",
-    level: Annotated[Level, typer.Option(help="How much to record.")] = Level.OP,
-    every: Every = "",
-    max_size: MaxSize = "",
-    keep: Keep = None,
-    rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
-    atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
-    ignore: Ignore = None,
+    ] = ""
+    level: RecordedLevel = Level.OP
+    every: Every = ""
+    max_size: MaxSize = ""
+    keep: Keep = None
+    rtol: Rtol = None
+    atol: Atol = None
+    ignore: Ignore = None
     relation: Annotated[
         RelationName | None,
         typer.Option(help="Compare with a run in another way that ought to agree; see above."),
-    ] = None,
+    ] = None
     checkpoint: Annotated[
         str, typer.Option(metavar="GLOB", help="The files of a checkpoint, for resume.")
-    ] = "",
+    ] = ""
     resume_command: Annotated[
         str,
         typer.Option(
             metavar="TEXT", help="The command that resumes from {checkpoint}, if it is another one."
         ),
-    ] = "",
-    bisect: Annotated[  # noqa: FBT002
+    ] = ""
+    bisect: Annotated[
         bool,
         typer.Option(
             "--bisect", help="For `git bisect run`: exit 125 if there is no answer, yes or no."
         ),
-    ] = False,
-    report: Report = "",
-    open_page: Open = False,  # noqa: FBT002
-    verbose: Verbose = False,  # noqa: FBT002
-    quiet: Quiet = False,  # noqa: FBT002
-    as_json: Json = False,  # noqa: FBT002
-) -> None:
+    ] = False
+    report: Report = ""
+    open_page: Open = False
+    verbose: Verbose = False
+    quiet: Quiet = False
+    as_json: Json = False
+
+
+@command("verify")
+@taking(VerifyOptions)
+def verify_command(context: typer.Context, options: VerifyOptions) -> None:
     """Run a command several times, compare all that it computes, and name the first divergence.
 
     Exit 1 if the runs differ. Without PROFILE the command is recorded and otherwise unchanged:
@@ -534,65 +559,62 @@ def verify_command(  # noqa: PLR0913, PLR0917 - the options of a command
     checkpoint (resume), with another number of loader workers (workers), or without torch.compile
     (compile)? Exit 4 if there is no answer.
     """
+    with _for_bisect(wanted=options.bisect):
+        command = _command_to_start(context, f"verify {options.profile}".rstrip())
+        _check_page(options.report)
+        names, problem, todo = UNUSABLE[options.relation is not None]
+        if explicit := _explicit_options(context, names):
+            raise ProfileError.about(problem, key=explicit[0], todo=todo)
+        if options.profile:
+            _announce(resolved_profile(options.profile, options.overrides))
+        with _progress() as progress:
+            outcome, document, page, status = _verified(options, command, progress)
+        answer(document, parts(outcome), as_json=options.as_json)
+        _offer_page(page, options.report, opened=options.open_page)
+        raise typer.Exit(status)
+
+
+def _announce(resolved: ResolvedProfile) -> None:
+    """With --verbose, show every setting, because the output of the runs goes to files."""
     from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import plan_of_a_run
 
-    with _for_bisect(wanted=bisect):
-        command = _command_to_start(context, f"verify {profile}".rstrip())
-        _check_page(report)
-        if relation is not None and (explicit := _explicit_options(context, REPEAT_OPTIONS)):
-            todo = "remove it, or remove --relation"
-            problem = "cannot be used with --relation"
-            raise ProfileError.about(problem, key=explicit[0], todo=todo)
-        if relation is None and (explicit := _explicit_options(context, RELATION_OPTIONS)):
-            todo = "add --relation resume"
-            raise ProfileError.about("needs --relation", key=explicit[0], todo=todo)
-        if profile:
-            resolved = resolved_profile(profile, overrides)  # raises at once for a wrong profile
-            if verbosity() is Verbosity.VERBOSE:
-                with untouched(), doing(IMPORTING):
-                    planned = plan_of_a_run(resolved)
-                show_aside(*parts(planned))  # the output of the runs goes to files
-        arguments: dict[str, Any] = {
-            "overrides": overrides or (),
-            "folder": folder,
-            "level": level.value,
-            "keep": tuple(keep or ()),
-            "every": _number(every) if every else 1,
-            "max_size": max_size or None,
-            "rtol": rtol,
-            "atol": atol,
-            "ignore": tuple(ignore or ()),
-        }
-        try:
-            with _progress() as options:
-                arguments |= options
-                if relation is not None:
-                    from torchrepro.verification.relations.relation import relate
-                    from torchrepro.verification.relations.variants import (
-                        related_json,
-                        related_page,
-                    )
+    if verbosity() is Verbosity.VERBOSE:
+        with untouched(), doing(IMPORTING):
+            planned = plan_of_a_run(resolved)
+        show_aside(*parts(planned))
 
-                    arguments |= {"checkpoint": checkpoint, "resume_command": resume_command}
-                    outcome: Any = relate(relation.value, profile or None, command, **arguments)
-                    document, status = related_json(outcome), outcome.status
-                    page = partial(related_page, outcome)
-                else:
-                    from torchrepro.verification.perturbations import EVERYTHING
-                    from torchrepro.verification.result import verification_json, verification_page
-                    from torchrepro.verification.verifier import verify
 
-                    arguments |= {"runs": runs, "escalate": escalate, "closer": not no_closer}
-                    perturbed = EVERYTHING if stress else ()
-                    outcome = verify(profile or None, command, stress=perturbed, **arguments)
-                    document, status = verification_json(outcome), int(not outcome.same)
-                    page = partial(verification_page, outcome)
-        except TraceError as error:
-            raise _about_option(error) from None
-        answer(document, parts(outcome), as_json=as_json)
-        _offer_page(page, report, opened=open_page)
-        raise typer.Exit(status)
+def _verified(
+    options: VerifyOptions, command: Sequence[str], progress: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any], Callable[[], str], int]:
+    """Return the outcome of `verify`, with the JSON, the page and the exit status."""
+    from torchrepro.verification.run_request import RunRequest
+
+    with _options_named():
+        request = RunRequest(
+            command,
+            profile=options.profile or None,
+            overrides=options.overrides or (),
+            folder=options.folder,
+            recording=_recording(options),
+            rtol=options.rtol,
+            atol=options.atol,
+            ignore=tuple(options.ignore or ()),
+            **progress,
+        )
+    if options.relation is not None:
+        resumes = {"checkpoint": options.checkpoint, "resume_command": options.resume_command}
+        related = named(RELATE)(options.relation.value, request, **resumes)
+        return related, related.to_json(), related.to_page, related.status
+    from torchrepro.verification.perturbations import EVERYTHING
+    from torchrepro.verification.result import verification_json, verification_page
+    from torchrepro.verification.verifier import verified
+
+    stress, closer = EVERYTHING if options.stress else (), not options.no_closer
+    outcome = verified(request, options.runs, stress, escalate=options.escalate, closer=closer)
+    page = partial(verification_page, outcome)
+    return outcome, verification_json(outcome), page, int(not outcome.same)
 
 
 @contextmanager
@@ -611,9 +633,17 @@ def _for_bisect(*, wanted: bool) -> Iterator[None]:
         raise typer.Exit(BISECT) from None
 
 
-REPEAT_OPTIONS = ("runs", "stress", "escalate", "no_closer")
-RELATION_OPTIONS = ("checkpoint", "resume_command")
-"""Options of `verify` that exclude --relation, and options that need it."""
+UNUSABLE = (
+    (("checkpoint", "resume_command"), "needs --relation", "add --relation resume"),
+    (
+        ("runs", "stress", "escalate", "no_closer"),
+        *("cannot be used with --relation", "remove it, or remove --relation"),
+    ),
+)
+"""Options of `verify` that cannot be used without --relation, and with it: problem and to do."""
+
+RELATE = "verification.relations.relation:relate"
+"""The function behind --relation: the only mention of the relations above their own folder."""
 
 
 def _check_page(report: str) -> None:
