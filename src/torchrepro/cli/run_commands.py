@@ -50,49 +50,12 @@ Unwritable = StrEnum("Unwritable", "STOP WARN")  # what to do if the trace canno
 
 BISECT = 125  # the exit status that makes `git bisect run` skip a commit
 
-Record = Annotated[
-    str, typer.Option(metavar="DIR", help="Record the run into this new or empty folder.")
-]
-RecordedLevel = Annotated[Level, typer.Option(help="How much to record.")]
 Steps = Annotated[
     str,
     typer.Option(
         metavar="FIRST:LAST",
         help="Record only these steps. A step is a call of an optimizer's step(); the first is 0.",
     ),
-]
-Every = Annotated[
-    str,
-    typer.Option(
-        metavar="N", help="Record steps 0, N, 2N, ... in full, and the others at level step."
-    ),
-]
-MaxSize = Annotated[
-    str,
-    typer.Option(
-        metavar="SIZE",
-        help="The limit of the recording on disk, such as 500MB: the oldest records are dropped. "
-        "Each rank gets an equal share.",
-    ),
-]
-Keep = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="MODULE", help="Store the full tensors of the modules that match this pattern."
-    ),
-]
-Rtol = Annotated[float | None, typer.Option(help="Relative tolerance.")]
-Atol = Annotated[float | None, typer.Option(help="Absolute tolerance.")]
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE:LINE",
-        help="Ignore the ops of this line and those that depend only on them.",
-    ),
-]
-
-Report = Annotated[
-    str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
 ]
 Open = Annotated[
     bool, typer.Option("--open", help="Show the answer as a page in the browser, see --report.")
@@ -251,38 +214,17 @@ class RunOptions:
     profile: ProfileName = ""
     overrides: Overrides = None
     allow_env: AllowEnv = None
-    lock: Annotated[
-        str, typer.Option(metavar="FILE", help="Use this lock's profile; start only if it is met.")
-    ] = ""
-    record: Record = ""
-    log_to: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR", help="Write the manifest into this folder; --record DIR does so, too."
-        ),
-    ] = ""
-    level: RecordedLevel = Level.OP
+    lock: str = ""
+    record: str = ""
+    log_to: str = ""
+    level: Level = Level.OP
     steps: Steps = ""
-    every: Every = ""
-    max_size: MaxSize = ""
-    keep: Keep = None
-    statistics: Annotated[
-        bool,
-        typer.Option(
-            "--statistics",
-            help="Record statistics, so that runs can be compared within a tolerance; a profile "
-            "with the guarantee `aligned` always does.",
-        ),
-    ] = False
-    detail: Annotated[
-        bool,
-        typer.Option(
-            "--detail", help="Read every input again, to detect changes made outside of torch."
-        ),
-    ] = False
-    on_unwritable: Annotated[
-        Unwritable, typer.Option(help="What to do if the trace cannot be written.")
-    ] = Unwritable.STOP
+    every: str = ""
+    max_size: str = ""
+    keep: list[str] | None = None
+    statistics: bool = False
+    detail: bool = False
+    on_unwritable: Unwritable = Unwritable.STOP
     verbose: Verbose = False
     quiet: Quiet = False
 
@@ -364,30 +306,31 @@ def _explicit_options(context: typer.Context, names: Iterable[str]) -> list[str]
     return [_option(name) for name, source in sources if source and source.name == "COMMANDLINE"]
 
 
-@command("rerun")
-def rerun_command(  # noqa: PLR0913, PLR0917 - the options of a command
-    context: typer.Context,
+@dataclass(frozen=True)
+class RerunOptions:
+    """The arguments and options of `rerun`, in the order of the help."""
+
     run: Annotated[
         str,
         typer.Argument(metavar="DIR", help="A manifest, or the folder of a run that has one."),
-    ],
-    superfluous: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    allow_env: AllowEnv = None,
+    ]
+    superfluous: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
+    allow_env: AllowEnv = None
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="DIR", help="The folder of the new run.")
-    ] = "",
-    strict: Annotated[  # noqa: FBT002
-        bool, typer.Option("--strict", help="Start only if no difference may affect results.")
-    ] = False,
-    dry_run: Annotated[  # noqa: FBT002
-        bool, typer.Option("--dry-run", help="Show what differs and what would be started.")
-    ] = False,
-    verbose: Verbose = False,  # noqa: FBT002
-    quiet: Quiet = False,  # noqa: FBT002
-    as_json: Annotated[  # noqa: FBT002
-        bool, typer.Option("--json", help="As --dry-run, in one JSON document.")
-    ] = False,
-) -> None:
+    ] = ""
+    strict: bool = False
+    dry_run: bool = False
+    verbose: Verbose = False
+    quiet: Quiet = False
+    as_json: Annotated[bool, typer.Option("--json", help="As --dry-run, in one JSON document.")] = (
+        False
+    )
+
+
+@command("rerun")
+@taking(RerunOptions)
+def rerun_command(context: typer.Context, options: RerunOptions) -> None:
     """Start the command of an earlier run again, with its profile and overrides, in a new folder.
 
     First show what differs from the earlier run. The values of the profile come from the manifest,
@@ -397,15 +340,15 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - the options of a command
     from torchrepro.application.launch import untouched
     from torchrepro.start.rerun import prepare
 
-    if superfluous:
+    if options.superfluous:
         problem = "`rerun` takes one folder and no overrides: it uses the original profile"
         todo = "use another profile with: torchrepro run PROFILE OVERRIDES -- COMMAND"
-        raise ProfileError.about(problem, found=" ".join(superfluous), todo=todo)
-    command = _command_to_start(context, f"rerun {run}") if context.obj is not None else ()
+        raise ProfileError.about(problem, found=" ".join(options.superfluous), todo=todo)
+    command = _command_to_start(context, f"rerun {options.run}") if context.obj is not None else ()
     with untouched(), doing(IMPORTING):
-        rerun = prepare(run, command, output, strict=strict)
-    if dry_run or as_json:
-        answer(rerun.to_json(), parts(rerun), as_json=as_json)
+        rerun = prepare(options.run, command, options.output, strict=options.strict)
+    if options.dry_run or options.as_json:
+        answer(rerun.to_json(), parts(rerun), as_json=options.as_json)
         raise typer.Exit(int(rerun.refused))
     if rerun.refused or verbosity() is not Verbosity.QUIET:
         show_aside(*parts(rerun))
@@ -459,27 +402,34 @@ def _number(text: str) -> Any:
     return int(text) if text.isdecimal() and len(text) < DIGITS else text
 
 
+@dataclass(frozen=True)
+class CompareOptions:
+    """The arguments and options of `compare`, in the order of the help."""
+
+    left: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder of a recording.")]
+    right: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder of another.")]
+    rtol: float | None = None
+    atol: float | None = None
+    ignore: list[str] | None = None
+    report: str = ""
+    open_page: Open = False
+    as_json: Json = False
+
+
 @command("compare")
-def compare_runs(
-    left: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder of a recording.")],
-    right: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder of another.")],
-    rtol: Rtol = None,
-    atol: Atol = None,
-    ignore: Ignore = None,
-    report: Report = "",
-    open_page: Open = False,  # noqa: FBT002
-    as_json: Json = False,  # noqa: FBT002
-) -> None:
+@taking(CompareOptions)
+def compare_runs(context: typer.Context, options: CompareOptions) -> None:
     """Compare two recorded runs and show where they diverge; exit 1 if they do."""
     from torchrepro.verdict.comparison import compare
     from torchrepro.verdict.page import page
     from torchrepro.verdict.render import verdict_parts
 
-    _check_page(report)
+    _check_page(options.report)
+    runs, ignore = (options.left, options.right), options.ignore or ()
     with doing("comparing the runs"):
-        verdict = compare(left, right, rtol=rtol, atol=atol, ignore=ignore or ())
-    answer(verdict.to_json(), verdict_parts(verdict), as_json=as_json)
-    _offer_page(lambda: page(verdict), report, opened=open_page)
+        verdict = compare(*runs, rtol=options.rtol, atol=options.atol, ignore=ignore)
+    answer(verdict.to_json(), verdict_parts(verdict), as_json=options.as_json)
+    _offer_page(lambda: page(verdict), options.report, opened=options.open_page)
     raise typer.Exit(int(not verdict.same))
 
 
@@ -491,50 +441,22 @@ class VerifyOptions:
     overrides: Overrides = None
     allow_env: AllowEnv = None
     runs: Annotated[int, typer.Option(min=2, help="How often to run the command.")] = 2
-    stress: Annotated[
-        bool,
-        typer.Option(
-            "--stress",
-            help="Perturb what must not affect results: memory, timing, file order and more.",
-        ),
-    ] = False
-    escalate: Annotated[
-        bool, typer.Option("--escalate", help="Find the settings that make diverging runs equal.")
-    ] = False
-    no_closer: Annotated[
-        bool,
-        typer.Option("--no-closer", help="Do not repeat diverging runs to record more detail."),
-    ] = False
-    folder: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep the recordings in this new or empty folder.")
-    ] = ""
-    level: RecordedLevel = Level.OP
-    every: Every = ""
-    max_size: MaxSize = ""
-    keep: Keep = None
-    rtol: Rtol = None
-    atol: Atol = None
-    ignore: Ignore = None
-    relation: Annotated[
-        RelationName | None,
-        typer.Option(help="Compare with a run in another way that ought to agree; see above."),
-    ] = None
-    checkpoint: Annotated[
-        str, typer.Option(metavar="GLOB", help="The files of a checkpoint, for resume.")
-    ] = ""
-    resume_command: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT", help="The command that resumes from {checkpoint}, if it is another one."
-        ),
-    ] = ""
-    bisect: Annotated[
-        bool,
-        typer.Option(
-            "--bisect", help="For `git bisect run`: exit 125 if there is no answer, yes or no."
-        ),
-    ] = False
-    report: Report = ""
+    stress: bool = False
+    escalate: bool = False
+    no_closer: bool = False
+    folder: str = ""
+    level: Level = Level.OP
+    every: str = ""
+    max_size: str = ""
+    keep: list[str] | None = None
+    rtol: float | None = None
+    atol: float | None = None
+    ignore: list[str] | None = None
+    relation: RelationName | None = None
+    checkpoint: str = ""
+    resume_command: str = ""
+    bisect: bool = False
+    report: str = ""
     open_page: Open = False
     verbose: Verbose = False
     quiet: Quiet = False
