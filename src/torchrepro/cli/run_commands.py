@@ -9,9 +9,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -257,15 +258,12 @@ def run_command(context: typer.Context, options: RunOptions) -> None:
 
         variables[LOCKED] = "1"
     if options.record:
-        with _options_named():
-            request = replace(
-                _recording(options),
-                folder=options.record,
-                steps=_steps(options.steps),
-                statistics=options.statistics or resolved.guarantee == "aligned",
-                detail=options.detail,
-                on_unwritable=options.on_unwritable.value,
-            )
+        request = _recording(
+            *(options, options.record, options.steps),
+            statistics=options.statistics or resolved.guarantee == "aligned",
+            detail=options.detail,
+            on_unwritable=options.on_unwritable.value,
+        )
         request.prepare_folder()
         variables[VARIABLE] = request.to_variable()
     elif explicit := _explicit_options(context, RECORDING_OPTIONS):
@@ -274,27 +272,22 @@ def run_command(context: typer.Context, options: RunOptions) -> None:
     start(resolved, command, variables)
 
 
-@contextmanager
-def _options_named() -> Iterator[None]:
-    """Name the option in an error about a recording, as in ``--max-size``, in place of the key."""
+def _recording(
+    options: RunOptions | VerifyOptions, folder: str = "", steps: str = "", **details: Any
+) -> RecordingRequest:
+    """Return the request that `options` describe. An error names the option, as in ``--every``."""
     try:
-        yield
+        return RecordingRequest(
+            *(folder, options.level.value, _steps(steps), tuple(options.keep or ())),
+            every=_number(options.every) if options.every else 1,
+            max_size=bytes_of(options.max_size or None),
+            **details,
+        )
     except TraceError as error:
         key = error.problem.key
         if key not in RECORDING_OPTIONS:
             raise
         raise TraceError(error.problem._replace(key=_option(key))) from None
-
-
-def _recording(options: RunOptions | VerifyOptions) -> RecordingRequest:
-    """Return the request with the recording options that `run` and `verify` share."""
-    return RecordingRequest(
-        "",
-        options.level.value,
-        keep=tuple(options.keep or ()),
-        every=_number(options.every) if options.every else 1,
-        max_size=bytes_of(options.max_size or None),
-    )
 
 
 def _option(name: str) -> str:
@@ -481,6 +474,9 @@ def verify_command(context: typer.Context, options: VerifyOptions) -> None:
     checkpoint (resume), with another number of loader workers (workers), or without torch.compile
     (compile)? Exit 4 if there is no answer.
     """
+    from torchrepro.application.launch import untouched
+    from torchrepro.lock.lock_file import plan_of_a_run
+
     with _for_bisect(wanted=options.bisect):
         command = _command_to_start(context, f"verify {options.profile}".rstrip())
         _check_page(options.report)
@@ -488,23 +484,16 @@ def verify_command(context: typer.Context, options: VerifyOptions) -> None:
         if explicit := _explicit_options(context, names):
             raise ProfileError.about(problem, key=explicit[0], todo=todo)
         if options.profile:
-            _announce(resolved_profile(options.profile, options.overrides))
+            resolved = resolved_profile(options.profile, options.overrides)
+            if verbosity() is Verbosity.VERBOSE:
+                with untouched(), doing(IMPORTING):
+                    planned = plan_of_a_run(resolved)
+                show_aside(*parts(planned))  # the output of the runs goes to files
         with _progress() as progress:
             outcome, document, page, status = _verified(options, command, progress)
         answer(document, parts(outcome), as_json=options.as_json)
         _offer_page(page, options.report, opened=options.open_page)
         raise typer.Exit(status)
-
-
-def _announce(resolved: ResolvedProfile) -> None:
-    """With --verbose, show every setting, because the output of the runs goes to files."""
-    from torchrepro.application.launch import untouched
-    from torchrepro.lock.lock_file import plan_of_a_run
-
-    if verbosity() is Verbosity.VERBOSE:
-        with untouched(), doing(IMPORTING):
-            planned = plan_of_a_run(resolved)
-        show_aside(*parts(planned))
 
 
 def _verified(
@@ -513,19 +502,21 @@ def _verified(
     """Return the outcome of `verify`, with the JSON, the page and the exit status."""
     from torchrepro.verification.run_request import RunRequest
 
-    with _options_named():
-        request = RunRequest(
-            command,
-            profile=options.profile or None,
-            overrides=options.overrides or (),
-            folder=options.folder,
-            recording=_recording(options),
-            rtol=options.rtol,
-            atol=options.atol,
-            ignore=tuple(options.ignore or ()),
-            **progress,
-        )
+    request = RunRequest(
+        command,
+        profile=options.profile or None,
+        overrides=options.overrides or (),
+        folder=options.folder,
+        recording=_recording(options),
+        rtol=options.rtol,
+        atol=options.atol,
+        ignore=tuple(options.ignore or ()),
+        **progress,
+    )
     if options.relation is not None:
+        if find_spec(RELATIONS) is None:
+            todo = "remove it: verify then compares repeated runs"
+            raise ProfileError.about("this installation has no relations", "--relation", todo=todo)
         resumes = {"checkpoint": options.checkpoint, "resume_command": options.resume_command}
         related = named(RELATE)(options.relation.value, request, **resumes)
         return related, related.to_json(), related.to_page, related.status
@@ -555,17 +546,17 @@ def _for_bisect(*, wanted: bool) -> Iterator[None]:
         raise typer.Exit(BISECT) from None
 
 
-UNUSABLE = (
-    (("checkpoint", "resume_command"), "needs --relation", "add --relation resume"),
-    (
-        ("runs", "stress", "escalate", "no_closer"),
-        *("cannot be used with --relation", "remove it, or remove --relation"),
+UNUSABLE = {
+    False: (("checkpoint", "resume_command"), "needs --relation", "add --relation resume"),
+    True: (
+        *(("runs", "stress", "escalate", "no_closer"), "cannot be used with --relation"),
+        "remove it, or remove --relation",
     ),
-)
-"""Options of `verify` that cannot be used without --relation, and with it: problem and to do."""
+}
+"""Whether --relation is used -> the options of `verify` that are then wrong, why, what to do."""
 
-RELATE = "verification.relations.relation:relate"
-"""The function behind --relation: the only mention of the relations above their own folder."""
+RELATIONS, RELATE = "torchrepro.verification.relations", "verification.relations.relation:relate"
+"""The package behind --relation, which can be left out, and its entry: named nowhere else."""
 
 
 def _check_page(report: str) -> None:

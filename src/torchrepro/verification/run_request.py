@@ -53,11 +53,9 @@ class RunRequest:
         if self.profile is not None:
             object.__setattr__(self, "resolved", resolve(self.profile, self.overrides))
         elif self.overrides:
-            raise ProfileError.about(
-                "overrides without a profile that they could change",
-                found=" ".join(self.overrides),
-                todo="name the profile before them",
-            )
+            problem = "overrides without a profile that they could change"
+            todo, overrides = "name the profile before them", " ".join(self.overrides)
+            raise ProfileError.about(problem, found=overrides, todo=todo)
         object.__setattr__(self, "tolerance", tolerance_of(self.rtol, self.atol))
         refuse_malformed_lines(self.ignore)
 
@@ -73,7 +71,7 @@ class RunRequest:
         recording = replace(self.recording, statistics=tolerance is not None, loading=loading)
         with output_directory(self.folder, self.say) as output:
             criteria = tolerance, self.say, self.meanwhile, self.ignore
-            yield Runner(self.command, output, recording, *criteria)
+            yield Runner(tuple(self.command), output, recording, *criteria)
 
 
 def command_line(

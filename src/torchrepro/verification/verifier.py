@@ -105,9 +105,8 @@ def verified(
 ) -> Verification:
     """Answer `request` as `verify` does, with the same `runs`, `stress`, `escalate`, `closer`."""
     if runs < FEWEST:
-        raise ProfileError.about(
-            "too few to compare", key="runs", found=str(runs), legal=f"{FEWEST} or more"
-        )
+        legal, found = f"{FEWEST} or more", str(runs)
+        raise ProfileError.about("too few to compare", key="runs", found=found, legal=legal)
     tolerance, resolved = request.tolerance, request.resolved
     if tolerance is None and resolved is not None and resolved.guarantee == "aligned":
         tolerance = ALIGNED
@@ -163,7 +162,7 @@ class _Repeated:
     def of(cls, request: RunRequest, runner: Runner, plan: StressPlan, number: int) -> _Repeated:
         """Run the command `number` times. Stops if a run fails after a first run that did not."""
         perturbed = [(), *[plan.names] * (number - 1)]
-        environments = [plan.environment(*numbered) for numbered in enumerate(perturbed)]
+        environments = [plan.environment(index, names) for index, names in enumerate(perturbed)]
         done: list[Run] = []
         before = after = FolderState.now(runner.folder)
         for index, environment in enumerate(environments):

@@ -37,21 +37,11 @@ def relate(
     `verify`.
     """
     if name not in RELATIONS:
-        raise ProfileError.about(
-            "no such relation",
-            key="relation",
-            found=name,
-            near=near(name, RELATIONS),
-            legal=", ".join(RELATIONS),
-        )
+        hint = {"near": near(name, RELATIONS), "legal": ", ".join(RELATIONS)}
+        raise ProfileError.about("no such relation", key="relation", found=name, **hint)
     relation_class: type[Relation] = named(RELATIONS[name])
-    options = {
-        "checkpoint": checkpoint,
-        "resume_command": resume_command,
-        "rtol": request.rtol,
-        "atol": request.atol,
-        "ignore": request.ignore,
-    }
+    options: dict[str, Any] = {"checkpoint": checkpoint, "resume_command": resume_command}
+    options |= {"rtol": request.rtol, "atol": request.atol, "ignore": request.ignore}
     for key, value in options.items():
         if value not in (None, "", ()) and key not in relation_class.takes:
             what = f"the relation {name} does not use it"
