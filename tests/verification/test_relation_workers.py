@@ -303,3 +303,13 @@ def test_options_that_a_relation_does_not_use_are_refused(command, words: tuple[
     status, *_ = command("verify", *words, "--", sys.executable, "-c", "pass")
 
     assert status == 2
+
+
+def test_a_line_to_ignore_is_checked_before_a_relation_runs(command) -> None:
+    """A text that is not FILE:LINE is a wrong request, as without --relation."""
+    words = ["verify", "--relation", "workers", "--ignore", "train.py", "--", sys.executable]
+
+    status, _, err = command(*words, "-c", "open('ran', 'w')")
+
+    assert (status, Path("ran").exists()) == (2, False)
+    assert "train.py: not a line" in err

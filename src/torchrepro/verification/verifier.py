@@ -105,8 +105,8 @@ def verified(
 ) -> Verification:
     """Answer `request` as `verify` does, with the same `runs`, `stress`, `escalate`, `closer`."""
     if runs < FEWEST:
-        legal, found = f"{FEWEST} or more", str(runs)
-        raise ProfileError.about("too few to compare", key="runs", found=found, legal=legal)
+        problem, legal = "too few to compare", f"{FEWEST} or more"
+        raise ProfileError.about(problem, key="runs", found=str(runs), legal=legal)
     tolerance, resolved = request.tolerance, request.resolved
     if tolerance is None and resolved is not None and resolved.guarantee == "aligned":
         tolerance = ALIGNED
