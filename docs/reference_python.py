@@ -23,8 +23,7 @@ PARTS = (
     "reporting.outcomes.KnobChange",
     "reporting.outcomes.Writer",
     "policies.policy.PolicyEffect",
-    "seeding.nondeterministic_reads.SourceRead",
-    "seeding.seeding_calls.SeedingCall",
+    "seeding.call_records.ObservedCall",
     "application.planner.Step",
     "ground.messages.Problem",
 )

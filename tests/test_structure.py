@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 import torchrepro
 from torchrepro.ground.imports import named
@@ -195,3 +197,52 @@ def test_the_public_names_are_those_documented():
         assert getattr(torchrepro, name) is getattr(import_module(home), name)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = torchrepro.nonsense
+
+
+CEILING = yaml.safe_load(Path(__file__).with_name("ceiling.yaml").read_text(encoding="utf-8"))
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "template" not in path.parts)
+code_lines = runpy.run_path(str(PAGE.parent / ".ci" / "code-lines"))["code_lines"]
+
+
+def test_the_source_has_a_ceiling():
+    """The lines of code and the files of the source stay below a ceiling that rarely moves."""
+    lines = sum(len(code_lines(path.read_text(encoding="utf-8"))) for path in SOURCES)
+
+    print(f"{lines} lines of code of at most {CEILING['lines of code']} in {len(SOURCES)} files")
+
+    assert lines <= CEILING["lines of code"]
+    assert len(SOURCES) <= CEILING["files"]
+
+
+def _longer_than(lengths, most, exceptions):
+    """Return the names that are too long, and the exceptions that are wider than needed."""
+    longer = {name: length for name, length in lengths.items() if length > most}
+    too_long = {n: length for n, length in longer.items() if length > exceptions.get(n, most)}
+    needless = {n: limit for n, limit in exceptions.items() if limit > longer.get(n, 0) + SLACK}
+    return too_long | needless
+
+
+SLACK = 20
+"""Lines by which a module or a function may shrink before its exception has to shrink too."""
+
+
+def test_no_module_is_longer_than_a_thought():
+    """A module has at most 600 lines, 800 where it is rows; named exceptions can only shrink."""
+    lengths = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8").count("\n")
+        for path in SOURCES
+    }
+
+    assert _longer_than(lengths, CEILING["module"], CEILING["longer modules"]) == {}
+
+
+def test_no_function_is_longer_than_a_page_or_two():
+    """A function has at most 100 lines; named exceptions can only shrink."""
+    lengths = {
+        f"{path.relative_to(PACKAGE).as_posix()}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+    assert _longer_than(lengths, CEILING["function"], CEILING["longer functions"]) == {}

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchrepro.trace.fingerprint import NARROW, WIDE, device_fingerprint, fetch, sums, unobserved
+from torchrepro.trace.device_fingerprint import NARROW, WIDE, device_fingerprint, fetch, sums
+from torchrepro.trace.fingerprint import unobserved
 
 from .paired import require, show
 

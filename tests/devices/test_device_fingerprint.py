@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from simulated_npu import log
 
-from torchrepro.trace.fingerprint import algorithm, device_fingerprint, fetch
+from torchrepro.trace.device_fingerprint import algorithm, device_fingerprint, fetch
 
 OnNpu = Callable[..., Any]
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {

@@ -44,7 +44,7 @@ def small_cnn() -> Callable[[], None]:
     return step
 
 
-def third_step(name: str, folder: str) -> tuple[int, int, int, int]:
+def third_step(name: str, folder: str, level: str = "op") -> tuple[int, int, int, int]:
     """Return the ops, launches and copies of the third step, recorded if there is a folder.
 
     Copies to the host are counted during the step, and at its end.
@@ -66,7 +66,7 @@ def third_step(name: str, folder: str) -> tuple[int, int, int, int]:
 
     handle = register_optimizer_step_post_hook(ends)
     try:
-        with torchrepro.record(folder) if folder else nullcontext():
+        with torchrepro.record(folder, level=level) if folder else nullcontext():
             for _ in range(3):
                 log.clear()
                 step()
@@ -95,3 +95,23 @@ def test_a_recorded_step_adds_a_bounded_count_of_launches(
     assert within == 0
     assert at_end <= AT_END
     assert launches - plain_launches <= EACH * plain_ops
+
+
+AT_LEVEL_STEP = 40
+"""Launches of a step at level step: a batch of gradients and one of parameters, and the loss."""
+
+
+@pytest.mark.parametrize("name", ["tiny_ops", "small_cnn"])
+def test_a_step_of_parameters_alone_adds_few_launches(
+    on_npu: OnNpu, tmp_path: Path, name: str
+) -> None:
+    """At level step, all gradients share a batch, and all parameters: the count is bounded."""
+    _, plain_launches, *_ = on_npu(third_step, name, "")
+    _, launches, within, at_end = on_npu(third_step, name, str(tmp_path / "run"), "step")
+
+    added = launches - plain_launches
+    print(f"\n{name} at level step: {added} launches added to {plain_launches}, {at_end} copies")
+
+    assert within == 0
+    assert at_end <= AT_END
+    assert added <= AT_LEVEL_STEP

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader
 
 import torchrepro
 from torchrepro.ground import callers
-from torchrepro.seeding.seeding_calls import FUNCTIONS, SeedingCall, seeding_calls
+from torchrepro.seeding.call_records import ObservedCall
+from torchrepro.seeding.nondeterministic_calls import EXPLICIT_SEED, FUNCTIONS
+from torchrepro.seeding.seeding_calls import seeding_calls
 
 HERE = str(Path(__file__))
 State = Callable[[], dict[str, Any]]
@@ -71,7 +73,8 @@ def test_a_seeding_call_works_and_is_recorded(place: tuple[str, str], generators
     if place[0] in HOST and seeds[1]:
         assert inside[HOST[place[0]]] == expected[HOST[place[0]]]
     function, value = _first_name(".".join(place)), "77" if seeds[1] else ""
-    assert applied.seeding_calls == (SeedingCall(function, value, f"{HERE}:{line}", 2),)
+    call = ObservedCall(function, EXPLICIT_SEED, f"{HERE}:{line}", value=value, times=2)
+    assert applied.seeding_calls == (call,)
     assert str(applied.seeding_calls[0]) == f"{function}({value}) at {HERE}:{line} (2 times)"
 
 
@@ -164,7 +167,7 @@ def test_without_a_seed_no_call_is_recorded() -> None:
     random.seed(3), kept(3)
 
     assert random.getstate() == random.Random(3).getstate()
-    assert seeding_calls() == applied.seeding_calls == ()
+    assert seeding_calls.calls() == applied.seeding_calls == ()
 
 
 def test_nested_profiles_have_separate_records(seed_1234: Any) -> None:

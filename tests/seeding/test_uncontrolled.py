@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
+from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import (
     CHEAP_SOURCES,
     ENTROPY,
@@ -36,9 +37,9 @@ from torchrepro.seeding.nondeterministic_calls import (
     GIVEN_SEEDS,
     UNSEEDED,
 )
-from torchrepro.seeding.nondeterministic_reads import SourceRead, Watch
+from torchrepro.seeding.nondeterministic_reads import Watch
 from torchrepro.seeding.observed_calls import _owner
-from torchrepro.seeding.seeding_calls import note_calls
+from torchrepro.seeding.seeding_calls import seeding_calls
 
 READS = {
     "numpy.random.default_rng()": "numpy.random.default_rng(None).random()",
@@ -283,7 +284,7 @@ def test_undo_is_exact_in_any_order(data: st.DataObject) -> None:
     some_rows = st.lists(st.sampled_from(EVERY_SOURCE), max_size=9)
     several = data.draw(st.lists(some_rows, min_size=1, max_size=4))
     order = data.draw(st.permutations(range(len(several))))
-    undo = [Watch(rows).stop if rows else note_calls() for rows in several]
+    undo = [Watch(rows).stop if rows else seeding_calls.begin() for rows in several]
     for number in order:
         undo[number]()
 
@@ -507,7 +508,7 @@ def in_workers(function):
 """
 
 
-def _children(call: str, folder: Path) -> tuple[SourceRead, ...]:
+def _children(call: str, folder: Path) -> tuple[ObservedCall, ...]:
     """Return the reads of a watch after children of a program have run in `folder`."""
     place = folder / "children.py"
     place.write_text(CHILDREN, encoding="utf-8")
@@ -601,7 +602,7 @@ def test_an_incomplete_note_of_a_killed_child_is_skipped(tmp_path: Path) -> None
     """It raises nothing, and earlier notes count."""
     told = tmp_path / f"told-{os.getpid()}.jsonl"
     with _watched(CHEAP_SOURCES, tmp_path) as watch:
-        good = SourceRead("time.time", "the clock", "a.py:1", 1, 0, 0, None, "", in_sample=False)
+        good = ObservedCall("time.time", "the clock", "a.py:1", step=0)
         text = json.dumps({"kind": "read", **good.to_json()})
         told.write_text(f"{text}\n{text[:30]}")
 
@@ -637,7 +638,6 @@ def test_files_are_recorded_with_the_lines_that_use_them(tmp_path: Path) -> None
     with _watched(CHEAP_SOURCES, folder) as watch:
         exec(compile(FILES_USED, str(tmp_path / "p.py"), "exec"), {"__name__": "p"})
         reads = watch.reads()
-    assert watch.files is not None
 
     lines = {
         Path(each["path"]).name: [

@@ -10,21 +10,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from torchrepro.trace import fingerprint as module
-from torchrepro.trace.fingerprint import (
+from torchrepro.trace import device_fingerprint as module
+from torchrepro.trace.device_fingerprint import (
+    BATCH,
     CHUNK,
     NARROW,
     ROW,
+    SMALL,
     WIDE,
     Mixing,
     Pending,
     algorithm,
     device_fingerprint,
+    device_fingerprints,
     fetch,
     key_tables,
     sums,
-    unobserved,
+    sums_of_batch,
 )
+from torchrepro.trace.fingerprint import unobserved
 
 MIXINGS = pytest.mark.parametrize("mixing", [WIDE, NARROW], ids=lambda mixing: mixing.name)
 CPU = torch.device("cpu")
@@ -171,8 +175,10 @@ def test_a_later_write_does_not_change_a_pending_fingerprint() -> None:
 @pytest.fixture
 def _anew() -> Iterator[None]:
     module._mixing.cache_clear()
+    module._batches_are_exact.cache_clear()
     yield
     module._mixing.cache_clear()
+    module._batches_are_exact.cache_clear()
 
 
 def _wrong(part: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -204,6 +210,85 @@ def test_a_device_whose_sums_differ_from_the_host_is_not_used(
     breaks(WIDE, NARROW)
     assert algorithm(CPU) == "xxh3-128"
     assert device_fingerprint(torch.ones(3)).bytes == module.fingerprint(torch.ones(3))
+
+
+@MIXINGS
+@given(
+    sizes=some.lists(
+        some.tuples(
+            some.integers(1, 3000),
+            some.sampled_from([torch.uint8, torch.int16, torch.bfloat16, torch.float32]),
+            some.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_a_batch_has_the_sums_of_its_tensors(
+    mixing: Mixing, sizes: list[tuple[int, torch.dtype, int]]
+) -> None:
+    """One batch of tensors of any dtype, length and offset has the sums of each tensor alone."""
+    tensors = [
+        torch.randint(0, 256, (offset + size * dtype.itemsize,), dtype=torch.uint8)[offset:]
+        for size, dtype, offset in sizes
+    ]
+    tensors = [
+        tensor if tensor.storage_offset() % dtype.itemsize else tensor.view(dtype)
+        for tensor, (_, dtype, _) in zip(tensors, sizes, strict=True)
+    ]
+
+    rows = module._rows(sums_of_batch(tensors, mixing).numpy())
+
+    assert rows == [sums(iter([tensor]), mixing).numpy().tobytes() for tensor in tensors]
+
+
+def test_tensors_that_are_read_together_have_the_fingerprints_of_each() -> None:
+    """Small, large, empty, strided, sparse, lazy and freed tensors: each is as if read alone."""
+    base = torch.arange(24.0).view(4, 6)
+    freed = torch.ones(100)[10:20]
+    freed.untyped_storage().resize_(0)
+    tensors = [
+        *(base, base.t(), base[:, 1:], torch.empty(0), torch.tensor(3.0), torch.ones(2).conj()),
+        *(torch.view_as_complex(base.view(-1, 2)).conj(), base.to_sparse(), freed),
+        *(torch.ones(SMALL + 1, dtype=torch.uint8), torch.zeros(3, dtype=torch.bool), base),
+    ]
+
+    together = device_fingerprints(tensors)
+    fetch(together)
+
+    assert [one.bytes for one in together] == _fetched(*tensors)
+    assert len({id(one.sums) for one in together}) == len(together)
+
+
+def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch has at most `BATCH` bytes, and no tensor of more than `SMALL` bytes."""
+    sizes: list[int] = []
+
+    def noted(tensors: list[torch.Tensor], mixing: Mixing) -> torch.Tensor:
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        return sums_of_batch(tensors, mixing)
+
+    device_fingerprints([torch.ones(2), torch.ones(2)])  # tries the arithmetic
+    monkeypatch.setattr(module, "sums_of_batch", noted)
+    fetch(device_fingerprints([torch.ones(SMALL // 8) for _ in range(20)] + [torch.ones(SMALL)]))
+
+    assert sum(sizes) == 20 * SMALL // 2
+    assert max(sizes) <= BATCH
+
+
+@pytest.mark.usefixtures("_anew")
+def test_a_device_whose_batches_are_wrong_reads_each_tensor_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If a batch differs from its tensors on a device, batches are not used there."""
+    tensors = [torch.full((9,), float(number)) for number in range(4)]
+    expected = _fetched(*tensors)
+    monkeypatch.setattr(module, "sums_of_batch", lambda tensors, mixing: torch.ones(2, 1, 3).long())
+
+    together = device_fingerprints(tensors)
+    fetch(together)
+
+    assert [one.bytes for one in together] == expected
 
 
 @pytest.mark.gpu

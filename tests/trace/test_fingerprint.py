@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchrepro.trace import device_fingerprint as on_devices
 from torchrepro.trace import fingerprint as memory
-from torchrepro.trace.fingerprint import device_fingerprint, fetch, fingerprint
+from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
+from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.op_facts import PLAIN, shape_of
 from torchrepro.trace.tensor_reads import fingerprint_of, read_each, size_of
 
@@ -42,7 +44,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         tensors.append(tensor)
         return original(tensor)
 
-    monkeypatch.setattr(memory, "unreadable_memory", noted)
+    for module in (memory, on_devices):
+        monkeypatch.setattr(module, "unreadable_memory", noted)
     return tensors
 
 

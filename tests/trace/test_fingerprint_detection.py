@@ -8,17 +8,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from torchrepro.trace.fingerprint import (
+from torchrepro.trace.device_fingerprint import (
     NARROW,
     Pending,
     device_fingerprint,
     fetch,
-    fingerprint,
-    memory_of,
-    pieces,
     sums,
-    unobserved,
 )
+from torchrepro.trace.fingerprint import fingerprint, memory_of, pieces, unobserved
 
 Words = NDArray[np.unsignedinteger]
 
@@ -143,7 +140,7 @@ def narrow(tensor: torch.Tensor) -> Pending:
     with unobserved():
         memory = memory_of(tensor)
         found = [sums(pieces(part), NARROW) for part in memory.parts]
-    return Pending(layout=memory.layout, sums=found)
+    return Pending(layout=memory.layout, sums=[(sums_of_part, 0) for sums_of_part in found])
 
 
 FINGERPRINTS = (fingerprint, device_fingerprint, narrow)

@@ -70,6 +70,19 @@ def test_a_divergence_is_recorded_in_detail_unless_disabled(closer, training, ve
         assert set(read_run(tmp_path / "out" / "closer-1")[0].steps) == {0, 1, 2}
 
 
+@pytest.mark.usefixtures("forked")
+def test_without_the_package_of_trials_a_divergence_has_its_line(training, verified, monkeypatch):
+    """The verdict has the first divergence and a cause from evidence, and no trial is run."""
+    monkeypatch.setitem(sys.modules, "torchrepro.advice", None)
+
+    verification = verified(training(ANOTHER_EACH_TIME))
+
+    assert verification.verdict.first.step == 1
+    assert verification.verdict.advice.cause
+    assert verification.verdict.advice.command == ""
+    assert verification.tried == ()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_divergence_that_varies_between_runs_is_reported_as_such(training, verified):

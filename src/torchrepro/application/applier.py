@@ -41,13 +41,13 @@ from torchrepro.reporting.process_state import closed_latches, original_profile,
 from torchrepro.reporting.report import Report, make_report
 from torchrepro.seeding import streams
 from torchrepro.seeding.nondeterministic_reads import Watch, watch_unseeded
-from torchrepro.seeding.seeding_calls import note_calls, note_calls_of_new_modules, seeding_calls
+from torchrepro.seeding.seeding_calls import seeding_calls
 from torchrepro.seeding.streams import world
 
 if TYPE_CHECKING:
     from torchrepro.application.rank_agreement import Agreement
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.seeding.seeding_calls import SeedingCall
+    from torchrepro.seeding.call_records import ObservedCall
 
 _active: list[Applied] = []
 _past: list[str] = []  # names of applied profiles; after the first, a relaunch would lose work
@@ -66,7 +66,7 @@ class Applied:
         """Called when an active profile is no longer satisfied, on this rank or on all."""
         self._undo = ExitStack()
         self._executed: list[tuple[Step, KnobRow]] = []
-        self._calls: tuple[SeedingCall, ...] = ()
+        self._calls: tuple[ObservedCall, ...] = ()
         self._counts_before = counts_so_far()
         self._last: Report | None = None
         self._agreement: Agreement | None = None
@@ -96,9 +96,9 @@ class Applied:
         return self._current_report() if self.active else self._last or self._make_report()
 
     @property
-    def seeding_calls(self) -> tuple[SeedingCall, ...]:
+    def seeding_calls(self) -> tuple[ObservedCall, ...]:
         """The lines on which the program seeded a global generator while the profile was active."""
-        return seeding_calls() if self.active else self._calls
+        return seeding_calls.calls() if self.active else self._calls
 
     @property
     def active(self) -> bool:
@@ -115,7 +115,7 @@ class Applied:
             scopes = _active[_active.index(self) :] if self.active else []
             all_scopes.callback(final_check([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
             for scope in scopes:  # outermost first: the stack unwinds in reverse order
-                scope._calls, scope._last = seeding_calls(), scope._current_report()  # noqa: SLF001 - the same class
+                scope._calls, scope._last = seeding_calls.calls(), scope._current_report()  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
             del _active[len(_active) - len(scopes) :]
             del executed[len(_active) :]
@@ -187,9 +187,9 @@ class Applied:
         if "guarantee" not in self.resolved.values or "seed" in self.resolved.values:
             return
         if self._noting:
-            note_calls_of_new_modules()
+            seeding_calls.note_new_modules()
         elif streams.current_plan().seed is None:
-            self._undo.callback(note_calls())
+            self._undo.callback(seeding_calls.begin())
             self._noting = True
 
     def _agree_with_other_ranks(self) -> None:

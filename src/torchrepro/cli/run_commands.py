@@ -556,7 +556,7 @@ UNUSABLE = {
 """Whether --relation is used -> the options of `verify` that are then wrong, why, what to do."""
 
 RELATIONS, RELATE = "torchrepro.verification.relations", "verification.relations.relation:relate"
-"""The package behind --relation, which can be left out, and its entry: named nowhere else."""
+"""The package behind --relation, which may be absent, and its entry: named nowhere else."""
 
 
 def _check_page(report: str) -> None:

@@ -140,7 +140,7 @@ def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: st
         cost=cost,
         since="torch_npu 2.1; torchrepro checks whether it exists",
         aliases=aliases,
-        decides_results=field.endswith("_hf32"),
+        decides_results=field.endswith("hf32"),
     )
 
 

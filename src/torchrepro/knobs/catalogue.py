@@ -256,7 +256,7 @@ CUDA = (
             cost="which library is fastest depends on the shapes",
             since=since,
             aliases=(f"torch.backends.cuda.preferred_{domain}_library",),
-            setters=(f"_set_{domain}_preferred_backend",),
+            setters=("_set_*_preferred_backend",),
         )
         for domain, choices, since in (
             ("linalg", ("default", "cusolver", "magma"), "1.11"),
@@ -567,11 +567,17 @@ POLICIES = (
 
 
 def _seed(
-    of: str, access: str, summary: str, source: str, cost: str = "none", **columns: Any
+    of: str,
+    access: str,
+    summary: str,
+    source: str,
+    cost: str = "none",
+    module: str = "global_seeds",
+    **columns: Any,
 ) -> Knob:
     columns = {"library": "torch", "changes_with_use": True, "guarded": False, **columns}
     columns["decides_results"] = True
-    path = LazyAccess(f"seeding.global_seeds:{access}")
+    path = LazyAccess(f"seeding.{module}:{access}")
     return Knob(f"seed.{of}", SEED, path, summary, cost, source, key="seed", **columns)
 
 
@@ -625,6 +631,7 @@ SEEDS = (
         "their lines.",
         RANDOMNESS,
         "about a microsecond per such call",
+        module="seeding_calls",
     ),
     *(
         _seed(

@@ -38,6 +38,7 @@ from torchrepro.reporting.process_state import (
     set_before_start,
 )
 from torchrepro.seeding import streams
+from torchrepro.seeding.call_records import IN_MANIFEST
 from torchrepro.seeding.seeding_calls import seeding_calls
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def manifest(
         report,
         other_variables=other_variables(at_start),  # libraries may have set more since the start
         streams=list(streams.drawn_streams()),
-        seeding_calls=[asdict(call) for call in seeding_calls()],
+        seeding_calls=[call.to_json(IN_MANIFEST) for call in seeding_calls.calls()],
         command_line=shareable(sys.orig_argv, secrets),
         started=asdict(_started_here(resolved, hydra, secrets)),
     )

@@ -14,7 +14,7 @@ from torchrepro.knobs.knob import MissingState
 from torchrepro.profile.needs import NEEDS, WEAKER, Need
 from torchrepro.reporting.process_state import absent_hardware, present_kinds, set_before_start
 from torchrepro.seeding import streams
-from torchrepro.seeding.seeding_calls import given_by_program
+from torchrepro.seeding.seeding_calls import seeding_calls
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
@@ -343,7 +343,9 @@ def process_facts(resolved: ResolvedProfile, closed: Mapping[str, str]) -> Proce
         except MissingState as absent:
             missing[name] = str(absent)
     seeded = streams.current_plan().seed is not None
-    return ProcessFacts(kinds, readings, missing, seeded, given_by_program(), absent_hardware())
+    return ProcessFacts(
+        kinds, readings, missing, seeded, seeding_calls.functions(), absent_hardware()
+    )
 
 
 def judge(

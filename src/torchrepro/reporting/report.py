@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchrepro.ground.console import Part
     from torchrepro.policies.policy import PolicyEffect
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.seeding.nondeterministic_reads import SourceRead
+    from torchrepro.seeding.call_records import ObservedCall
 
 
 _WIDE = 98  # columns of the longest summary line
@@ -73,7 +73,7 @@ class Report(Displayed):
     drift: tuple[KnobChange, ...] = ()
     """Knobs that later code has changed, with their last values: see `guard`."""
 
-    unseeded: tuple[SourceRead, ...] = ()
+    unseeded: tuple[ObservedCall, ...] = ()
     """Nondeterministic reads of the program: random numbers from an unseeded source."""
 
     loading: tuple[str, ...] = ()
@@ -278,7 +278,7 @@ def random_number_lines(report: Report) -> list[str]:
 
     A function that drew without a seed gets one line, with the first such call and the remedy.
     """
-    first: dict[str, SourceRead] = {}
+    first: dict[str, ObservedCall] = {}
     for read in report.unseeded:
         first.setdefault(read.name, read)
     drew = (f"drew without a seed: {read} ({read.instead})" for read in first.values())

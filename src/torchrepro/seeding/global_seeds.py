@@ -23,7 +23,7 @@ from torchrepro.ground.imports import AfterImport
 from torchrepro.ground.messages import shown
 from torchrepro.knobs.knob import MissingState
 from torchrepro.seeding import generators, loader, streams
-from torchrepro.seeding.seeding_calls import SeedingCalls, generators_set_by_program
+from torchrepro.seeding.seeding_calls import generators_set_by_program
 from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, seed_of_rank
 
 
@@ -392,7 +392,6 @@ library_seeds = SeedByRank(_libraries)
 python_seed = SeedByRank(_PYTHON)
 numpy_seed = SeedByRank(_NUMPY)
 torch_seed = SeedByRank(TorchSeed())
-seeding_calls = SeedingCalls()
 cuda_seed = SeedByRank(AcceleratorSeed("cuda"))
 npu_seed = SeedByRank(AcceleratorSeed("npu"))
 mps_seed = SeedByRank(AcceleratorSeed("mps"))

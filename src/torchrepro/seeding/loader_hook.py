@@ -25,6 +25,7 @@ from torchrepro.ground.imports import AfterImport, named
 from torchrepro.ground.messages import shown
 from torchrepro.ground.patching import MissingHookError, surround
 from torchrepro.seeding import loader_positions, streams
+from torchrepro.seeding.call_records import printed_notes
 from torchrepro.seeding.generators import Given, given_seeds
 from torchrepro.seeding.loader import (
     Loading,
@@ -47,7 +48,6 @@ from torchrepro.seeding.loader_positions import (
     samplers_within,
     set_epoch_of_parts,
 )
-from torchrepro.seeding.seeding_calls import notes_of_spawned
 from torchrepro.seeding.state import forget
 from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
 
@@ -55,7 +55,7 @@ KEY = "torchrepro_data"
 """Key in the state of a StatefulDataLoader: the stream and seeds that its samples draw from."""
 
 _passed_on: dict[str, Any] = {}  # policy -> value, applied first in a spawned worker
-_PRINTED_NOTES = "seeding.seeding_calls:printed_notes"  # makes workers print each note only once
+_PRINTED_NOTES = "seeding.call_records:printed_notes"  # makes workers print each note only once
 _wrapped: dict[str, ExitStack] = {}  # module -> the undo
 _unsettled: list[bool] = []  # an entry for every change that `_settle` has not handled
 _starting = fork_safe_lock()  # all threads share torch's function that creates readers
@@ -456,7 +456,7 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
         if (_passed_on or loaders.automatic) and loader.num_workers:
             context = loader.multiprocessing_context or import_module("multiprocessing")
             if context.get_start_method() != "fork":
-                policies = {**_passed_on, _PRINTED_NOTES: notes_of_spawned()}
+                policies = {**_passed_on, _PRINTED_NOTES: printed_notes.of_spawned}
                 first = _PreparedWorker(policies, loader.worker_init_fn)
                 until_begun.enter_context(_with(loader, worker_init_fn=first))
         begun = original(loader)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from hashlib import blake2b
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.ground.callers import frames, is_library, line, package
 from torchrepro.ground.messages import WIDE, shown
-from torchrepro.seeding.seeding_calls import FUNCTIONS
+from torchrepro.seeding.call_records import ObservedCall
 
 if TYPE_CHECKING:
     Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -42,6 +45,21 @@ EXPLICIT_SEED = "a seed that the program gives"
 OWN_GENERATOR = "torch.Generator.manual_seed"
 """The name of a seed that is read from the program's own generator at a line that draws from it."""
 
+FUNCTIONS = (
+    *(("random", "seed"), ("numpy.random", "seed")),
+    *((module, name) for module in ("torch", "torch.random") for name in ("manual_seed", "seed")),
+    *(
+        (f"torch.{device}", name)
+        for device in ("cuda", "npu", "xpu")
+        for name in ("manual_seed", "manual_seed_all")
+    ),
+    ("torch.mps", "manual_seed"),
+)
+"""Every function that seeds a global generator: module, name."""
+
+OWN = ("torchrepro", "torch")
+"""Packages whose calls are not calls of the program."""
+
 ANY = "*"
 _SEED_KEYWORDS = ("seed", "a", "x")
 
@@ -54,8 +72,8 @@ class Source(NamedTuple):
     what: str  # the source in words, such as `CLOCK`
     instead: str  # a short suggested fix; `{}` is the function that was called
     through: tuple[str, ...] = ()  # modules that call it for the program; `*` for any library
-    applies: Callable[[Arguments], bool] = lambda _: True  # whether a call counts as a read
-    value: Callable[[Arguments], str | None] = lambda _: None  # the explicit seed
+    varies: Callable[[Arguments], bool] = lambda _: True  # whether the result of a call may vary
+    seed_at: int | None = None  # the position of the seed, if the function takes a seed
     known_as: str = ""  # the name to show, if it is not the name of the function
     in_sample: str = ""  # `instead` in a sample, where a constant seed repeats the draws
     by_libraries: bool = False  # whether a call that a library makes counts, see FOR_THEMSELVES
@@ -63,6 +81,65 @@ class Source(NamedTuple):
     @property
     def name(self) -> str:
         return self.known_as or f"{self.module}.{self.attribute}"
+
+    def value(self, arguments: Arguments) -> str | None:
+        """Return the explicit seed as text; None if the row is about calls without a seed."""
+        return _text(self._seed(arguments)) if self.what == EXPLICIT_SEED else None
+
+    def applies(self, arguments: Arguments) -> bool:
+        """Return whether a call counts as a read, or passes a seed that can be compared."""
+        if self.what == EXPLICIT_SEED:
+            return self.value(arguments) is not None
+        return self.varies(arguments) and self._seed(arguments) is None
+
+    def _seed(self, arguments: Arguments) -> Any:
+        args, kwargs = arguments
+        if self.seed_at is None:
+            return None
+        if len(args) > self.seed_at:
+            return args[self.seed_at]
+        return next((kwargs[name] for name in _SEED_KEYWORDS if name in kwargs), None)
+
+    def reader(self, frame: FrameType) -> tuple[FrameType | None, str] | None:
+        """Return how the program calls the function: the library's frame, and the program's line.
+
+        The frame is None if the line itself makes the call. Returns None if a library makes the
+        call for itself, and not for the program. `through` and `by_libraries` define which
+        libraries call the function for the program.
+        """
+        front, in_library = None, False
+        for caller in frames(frame):
+            code = caller.f_code
+            if _is_program(code.co_filename, code.co_name):
+                return front, line(caller)
+            name = package(caller)
+            if name not in FOR_THEMSELVES and self.by_libraries:
+                if code.co_name == "<module>":
+                    return None  # the library is being imported
+                in_library = True
+                if front is None or "<locals>" not in code.co_qualname:
+                    front = caller  # the outermost frame except for decorators of the library
+            elif caller.f_globals.get("__name__") in self.through:
+                front = caller
+            elif not in_library and (self.through != (ANY,) or name in OWN):
+                return None
+        return None
+
+    def public_name(self, front: FrameType | None) -> str:
+        """Return the function to show: of the library with the frame `front`, or this function."""
+        home = front.f_globals.get("__name__") if front is not None else None
+        if front is None or home is None or self.through == (ANY,):
+            return self.name  # generated code may belong to no module
+        if home == self.module == "random":
+            return self.name
+        *path, function = f"{home}.{front.f_code.co_qualname}".split(".")
+        parts = [part for part in path if not part.startswith("_")]
+        return ".".join(parts if function.startswith("__") else [*parts, function.lstrip("_")])
+
+    @property
+    def awaited(self) -> str:
+        """The module to wait for before calls are observed: for a part of torch, all of torch."""
+        return "torch" if self.module.startswith("torch.") else self.module
 
     def edit(self, called: str, *, in_sample: bool) -> str:
         """Return the suggested fix for a call of the function whose public name is `called`."""
@@ -73,15 +150,10 @@ class Source(NamedTuple):
         return text.format(called)
 
 
-def _seed(arguments: Arguments, position: int) -> Any:
-    args, kwargs = arguments
-    if len(args) > position:
-        return args[position]
-    return next((kwargs[name] for name in _SEED_KEYWORDS if name in kwargs), None)
-
-
-def _without_seed(position: int) -> Callable[[Arguments], bool]:
-    return lambda arguments: _seed(arguments, position) is None
+@cache
+def _is_program(file: str, function: str) -> bool:
+    is_generated = file.startswith("<") and function.startswith("__")
+    return not is_generated and not is_library(file)
 
 
 def _text(seed: Any) -> str | None:
@@ -92,19 +164,6 @@ def _text(seed: Any) -> str | None:
     if len(text) < WIDE:
         return text
     return f"{text} #{blake2b(repr(plain).encode(), digest_size=4).hexdigest()}"
-
-
-def _given(module: str, attribute: str, position: int, **options: Any) -> Source:
-    """Return the row of a function that takes a seed; the seed itself may come from the clock."""
-    return Source(
-        module,
-        attribute,
-        EXPLICIT_SEED,
-        "give a seed that is the same in every run, such as 1234",
-        applies=lambda arguments: _text(_seed(arguments, position)) is not None,
-        value=lambda arguments: _text(_seed(arguments, position)),
-        **options,
-    )
 
 
 FOR_THEMSELVES = sys.stdlib_module_names | {
@@ -132,12 +191,12 @@ UNSEEDED: tuple[Source, ...] = (
     _drawn(
         *("numpy.random", "default_rng"),
         'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name").numpy()',
-        applies=_without_seed(0),
+        seed_at=0,
         by_libraries=True,
     ),
     _drawn(
         *("random", "Random.seed", f"pass a seed: {_PYTHON}", ("random",)),
-        applies=_without_seed(1),
+        seed_at=1,
         known_as="random.Random",
         by_libraries=True,
     ),
@@ -157,7 +216,7 @@ UNSEEDED: tuple[Source, ...] = (
         "number the objects, or derive a name: uuid.uuid5(uuid.NAMESPACE_OID, name)",
     ),
     *(
-        Source(module, name, ENTROPY, f"give it a seed: {seeded}(1234)", applies=_without_seed(0))
+        Source(module, name, ENTROPY, f"give it a seed: {seeded}(1234)", seed_at=0)
         for module, name, seeded in (
             ("random", "seed", "random.seed"),
             ("numpy.random", "seed", "numpy.random.seed"),
@@ -167,22 +226,23 @@ UNSEEDED: tuple[Source, ...] = (
 )
 """Draws from the operating system. They are rare, so watching them costs nothing."""
 
+_SAME_SEED = "give a seed that is the same in every run, such as 1234"
+
 GIVEN_SEEDS: tuple[Source, ...] = (
-    _given("numpy.random", "default_rng", 0, in_sample=_SAMPLE, by_libraries=True),
-    _given(
-        *("random", "Random.seed", 1),
-        through=("random",),
-        known_as="random.Random",
-        in_sample=_SAMPLE,
-        by_libraries=True,
-    ),
+    *(row._replace(what=EXPLICIT_SEED, instead=_SAME_SEED) for row in UNSEEDED if row.by_libraries),
     *(
-        _given(module, attribute, 0, through=(ANY,))
-        for module, attribute in FUNCTIONS
-        if (module, attribute) != ("torch", "seed")
+        Source(module, name, EXPLICIT_SEED, _SAME_SEED, through=(ANY,), seed_at=0)
+        for module, name in FUNCTIONS
+        if (module, name) != ("torch", "seed")
     ),
 )
 """Explicit seeds of the program: if they come from the clock or a process id, they vary."""
+
+
+def seed_of_generator(where: str, step: int, record: int, seed: str) -> ObservedCall:
+    """Return the record of a line that draws from a generator with the explicit seed `seed`."""
+    return ObservedCall(OWN_GENERATOR, EXPLICIT_SEED, where, _SAME_SEED, step, record, value=seed)
+
 
 _NO_CLOCK = "do not compute with the clock"
 _LISTS = ("os", "glob", "pathlib", "pathlib._local", "pathlib._abc")
@@ -195,10 +255,10 @@ ENVIRONMENT: tuple[Source, ...] = (
         for unit in ("", "_ns")
     ),
     *(
-        Source("time", name, CLOCK, _NO_CLOCK, applies=lambda arguments: len(arguments[0]) == 0)
+        Source("time", name, CLOCK, _NO_CLOCK, varies=lambda arguments: len(arguments[0]) == 0)
         for name in ("localtime", "gmtime", "ctime")
     ),
-    Source("time", "strftime", CLOCK, _NO_CLOCK, applies=lambda arguments: len(arguments[0]) <= 1),
+    Source("time", "strftime", CLOCK, _NO_CLOCK, varies=lambda arguments: len(arguments[0]) <= 1),
     *(
         Source(module, "Timer.time_elapsed", CLOCK, "give max_steps, not max_time", (ANY,))
         for module in ("lightning.pytorch.callbacks.timer", "pytorch_lightning.callbacks.timer")
@@ -217,7 +277,7 @@ ENVIRONMENT: tuple[Source, ...] = (
         "hash",
         HASH,
         "hashlib.blake2b(text.encode()), or set PYTHONHASHSEED",
-        applies=lambda arguments: any(map(_hash_varies, arguments[0])),
+        varies=lambda arguments: any(map(_hash_varies, arguments[0])),
     ),
     Source("os", "listdir", FILES, _SORTED, _LISTS),
     Source("os", "scandir", FILES, _SORTED, _LISTS),
@@ -292,11 +352,10 @@ def row_of_read(name: str, source: str) -> Source | None:
     The suggested fix is taken from the row, because the trace may come from an untrusted person.
     """
     every = (*EVERY_SOURCE, *MADE_BY_NUMPY.values(), *FORKED_DRAWS, FILE_IF_THERE)
-    module, rows = name.partition(".")[0], [row for row in every if row.what == source]
-    fits = (  # the most exact one first
-        lambda row: row.name == name,
-        lambda row: row.module.partition(".")[0] == module,
-        lambda row: module in row.through,
-        lambda row: True,
-    )
-    return next((row for fit in fits for row in rows if fit(row)), None)
+    first = name.partition(".")[0]
+
+    def mismatches(row: Source) -> tuple[bool, bool, bool]:
+        is_of_package = row.module.partition(".")[0] == first
+        return row.name != name, not is_of_package, first not in row.through
+
+    return min((row for row in every if row.what == source), key=mismatches, default=None)

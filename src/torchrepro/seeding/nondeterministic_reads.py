@@ -20,39 +20,34 @@ A watch replaces attributes. So it does not see the following:
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.ground.callers import address, call_text, frames, is_library, line, package
-from torchrepro.ground.fork_safety import comes_from_fork_server
+from torchrepro.ground.callers import call_text, frames, is_library, line, package
 from torchrepro.ground.imports import AfterImport
 from torchrepro.ground.patching import patch
+from torchrepro.seeding.call_records import ChildNotes, ObservedCall, printed_notes
 from torchrepro.seeding.loader import in_loader
 from torchrepro.seeding.nondeterministic_calls import (
-    ANY,
     CHEAP_SOURCES,
     ENTROPY,
     EVERY_SOURCE,
-    EXISTING_FILE,
     EXPLICIT_SEED,
     FILE_IF_THERE,
-    FOR_THEMSELVES,
     FORKED,
     FORKED_DRAWS,
-    GIVEN_SEEDS,
+    FUNCTIONS,
     MADE_BY_NUMPY,
-    OWN_GENERATOR,
     UNSEEDED,
     WITHOUT_SEED,
     Source,
@@ -64,7 +59,6 @@ from torchrepro.seeding.observed_calls import (
     replace_imported_names,
     stop_listening,
 )
-from torchrepro.seeding.seeding_calls import FUNCTIONS, OWN, SeedingCall, note_in_first_worker
 from torchrepro.seeding.streams import present_worker
 from torchrepro.seeding.unseeded_generators import UnseededGenerators
 
@@ -77,93 +71,20 @@ _POOLS = {  # function that runs the tasks of a pool -> its variable with the pr
     ("multiprocessing.pool", "worker"): "task",
     ("concurrent.futures.process", "_process_worker"): "call_item",
 }
-_LARGEST = 1 << 20  # the most bytes of the notes of children
 _FEW_FILES = 50  # the most files that are recorded for one line and one use
 _TICK = 0.01  # seconds that a file's time of change may lag behind the clock
 
 _USING = (
-    *(("builtins", "open"), ("io", "open")),
+    *(("builtins", "open"), ("io", "open"), ("torch", "save"), ("sqlite3", "connect")),
     *(("os.path", name) for name in ("exists", "isfile", "getmtime")),
     *(("pathlib", f"Path.{name}") for name in ("exists", "is_file")),
 )
-_USING_LATE = {"torch": "save", "sqlite3": "connect"}  # observed once these modules are imported
+"""Functions that use a file: module, name."""
+
 _WRAPPERS = "torchrepro.seeding.observed_calls"
 _CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
 _OF_THE_SYSTEM = ("/proc/", "/dev/", "/sys/")
-
-
-@dataclass(slots=True)
-class SourceRead:
-    """A line of the program that reads a source, or that sets an explicit seed."""
-
-    name: str
-    what: str
-    where: str  # ``file:line``
-    times: int
-    step: int  # the step of the first read; -1 before torch was imported
-    record: int  # how many records had been taken before the first read
-    value: str | None  # the explicit seed; None for a read
-    instead: str
-    in_sample: bool  # whether a loader was loading a sample
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the read as plain JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return str(SeedingCall(self.name, self.value or "", self.where, self.times))
-
-
-def seed_of_generator(where: str, step: int, record: int, seed: str) -> SourceRead:
-    """Return the record of a line that draws from a generator with the explicit seed `seed`."""
-    first = 1, step, record, seed, GIVEN_SEEDS[0].instead
-    return SourceRead(OWN_GENERATOR, EXPLICIT_SEED, where, *first, in_sample=False)
-
-
-class ChildNotes:
-    """A file of notes that child processes leave for the recorded process.
-
-    The file is in the folder of the recording. The children are forked, or started by
-    multiprocessing. Each note is one line of JSON. `take` removes the file.
-    """
-
-    def __init__(self, folder: str) -> None:
-        # Python starts a spawned process with this module in its command line.
-        spawned = any("multiprocessing.spawn" in argument for argument in sys.orig_argv)
-        self.is_spawned = spawned or comes_from_fork_server()
-        self._process = os.getppid() if self.is_spawned else os.getpid()
-        self._path = Path(folder) / f"told-{self._process}.jsonl"
-
-    @property
-    def in_child(self) -> bool:
-        return os.getpid() != self._process
-
-    def append(self, note_type: str, **fields: Any) -> None:
-        """Append a note; skip it if the file cannot be written or has `_LARGEST` bytes."""
-        text = json.dumps({"kind": note_type, **fields}) + "\n"
-        with suppress(OSError):
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                if os.lseek(file, 0, os.SEEK_END) < _LARGEST:
-                    os.write(file, text.encode())
-            finally:
-                os.close(file)
-
-    def take(self) -> list[dict[str, Any]]:
-        """Return all notes and remove the file; in a child process, return an empty list.
-
-        Skips a note that a child process has written only in part.
-        """
-        notes: list[dict[str, Any]] = []
-        if self.in_child:
-            return notes
-        with suppress(OSError):
-            lines = self._path.read_bytes()[: 2 * _LARGEST].splitlines()
-            self._path.unlink()
-            for line in lines:
-                with suppress(ValueError):
-                    notes.append(json.loads(line))
-        return notes
+_Key = tuple[str, bool, str]  # of a read: its name, whether it passes no seed, its line
 
 
 @dataclass(slots=True)
@@ -178,7 +99,7 @@ class FileUse:
 
 
 class FileUses:
-    """Records which files the program asks for, reads and writes, until `stop`.
+    """Records which files the program asks for, reads and writes, from `start` to `stop`.
 
     Two runs may differ if a run reads a file that an earlier run has written. The class observes
     calls of `open`, of functions that return whether a file exists, and of `torch.save` and
@@ -192,10 +113,9 @@ class FileUses:
         self._notes = notes
         self._files: dict[str, FileUse] = {}
         self._of_line: Counter[tuple[str, str]] = Counter()
-        for module, name in _USING:
-            listen(module, name, self._note)
-        late = _USING_LATE
-        self._waiting = AfterImport(late, lambda module: listen(module, late[module], self._note))
+        self._waiting = AfterImport((module for module, _ in _USING), self._listen_to)
+
+    def start(self) -> None:
         self._waiting.watch_all()
 
     def stop(self) -> None:
@@ -205,27 +125,32 @@ class FileUses:
     def to_json(self) -> dict[str, Any]:
         return {"files": [asdict(file) for file in self._files.values()], "began": self.began}
 
-    def reads(self) -> list[SourceRead]:
+    def reads(self) -> list[ObservedCall]:
         """Return the files that are older than the run and that the program asked for and read."""
-        first = 1, -1, 0, None, FILE_IF_THERE.instead
+        row = FILE_IF_THERE
         return [
-            SourceRead(Path(file.path).name, EXISTING_FILE, file.read, *first, in_sample=False)
+            ObservedCall(Path(file.path).name, row.what, file.read, row.instead)
             for file in self._files.values()
             if file.asked and file.read and file.changed < self.began
         ]
 
+    def _listen_to(self, module: str) -> None:
+        for home, name in _USING:
+            if home == module:
+                listen(module, name, self._note)
+
     def _note(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> None:
         def argument(position: int, keyword: str) -> Any:
             return args[position] if len(args) > position else kwargs.get(keyword)
 
-        if name == "sqlite3.connect":
+        if function == "sqlite3.connect":
             for use in ("written", "read"):  # SQLite's own reads and writes are not observed
                 self._note_use(use, argument(0, "database"), frame)
-        elif name == "torch.save":
+        elif function == "torch.save":
             self._note_use("written", argument(1, "f"), frame)
-        elif name.endswith(".open"):
+        elif function.endswith(".open"):
             mode = set(str(argument(1, "mode") or "r"))
             if not mode & set("wax"):
                 self._note_use("read", argument(0, "file"), frame)
@@ -283,50 +208,49 @@ class Watch:
     def __init__(
         self,
         rows: Sequence[Source],
-        on_first: Callable[[SourceRead], object] = lambda read: None,
+        on_first: Callable[[ObservedCall], object] = lambda read: None,
         folder: str | None = None,
     ) -> None:
         # Returns the running step and the number of records taken.
         self.position: Callable[[], tuple[int, int]] = lambda: (-1, 0)
         self._on_first = on_first
-        self._reads: dict[tuple[str, bool, str], SourceRead] = {}
-        self._seeds: dict[tuple[str, bool, str], set[str]] = {}  # that children set at one line
+        self._notes = ChildNotes(folder)
+        self._reads: dict[_Key, ObservedCall] = {}
+        self._times: Counter[_Key] = Counter()
+        self._seeds: dict[_Key, set[str]] = {}  # that children set at one line
         self._seeded: set[str] = set()  # modules whose generators this child has seeded
         self._unseeded = UnseededGenerators()
         self._follows_states = False  # whether the generators of `RandomState` are observed
-        self._state_made: SourceRead | None = None  # of a `RandomState` that is being made
+        self._state_draws: Callable[[], None] | None = None  # of a `RandomState` that is being made
         self._undo = ExitStack()
         self._listeners = {row: self._listener(row) for row in rows}
-        self._waiting = AfterImport(map(_awaited, rows), self._listen_to)
+        self._waiting = AfterImport((row.awaited for row in rows), self._listen_to)
         self._waiting.watch_all()
-        self._notes = ChildNotes(folder) if folder is not None else None
-        self.files: FileUses | None = None
-        if self._notes is not None:
-            self.files = FileUses(self._notes)
-            _of_recordings.append(self)
+        self.files = FileUses(self._notes)
+        if folder is not None:
+            self.files.start()
+            recorded_watches.running.append(self)
             if self._notes.is_spawned:
                 self.begin_in_child()
 
-    def reads(self) -> tuple[SourceRead, ...]:
+    def reads(self) -> tuple[ObservedCall, ...]:
         """Return the reads up to now: by this process, then by its children, then of files.
 
         The read of an unseeded generator has the step and the record when the generator was made.
         If several children set seeds at one line, all these seeds become one text.
         """
-        notes = [] if self._notes is None else self._notes.take()
-        for note in notes:
+        for note in self._notes.take():
             if note.pop("kind") == "read":
-                self._add_noted(SourceRead(**note))
-            elif self.files is not None:
+                self._add_noted(ObservedCall.from_json(note))
+            else:
                 self.files.add(**note)
-        for key, values in self._seeds.items():
-            seeds = sorted(values)
-            digest = blake2b(repr(seeds).encode(), digest_size=4).hexdigest()
-            text = f"{seeds[0]} and {len(seeds) - 1} more #{digest}" if seeds[1:] else seeds[0]
-            self._reads[key].value = text if len(values) <= _FEW_SEEDS else ""
         self._unseeded.settle()
-        reads = [read for read in self._reads.values() if read.times]
-        return (*reads, *(self.files.reads() if self.files is not None else ()))
+        reads = [
+            replace(read, times=self._times[key], value=self._value(key))
+            for key, read in self._reads.items()
+            if self._times[key]
+        ]
+        return (*reads, *self.files.reads())
 
     def stop(self) -> None:
         """Stop recording, and restore the original functions."""
@@ -335,9 +259,9 @@ class Watch:
         self._unseeded.stop()
         for listener in self._listeners.values():
             stop_listening(listener)
-        if self.files is not None:
-            self.files.stop()
-            _of_recordings.remove(self)
+        self.files.stop()
+        if self in recorded_watches.running:
+            recorded_watches.running.remove(self)
 
     def begin_in_child(self) -> None:
         """Observe draws from global generators as well; called when a child process begins."""
@@ -355,7 +279,7 @@ class Watch:
         if module == "numpy.random" and any(row.what == ENTROPY for row in self._listeners):
             self._listen_to_types_of_numpy()
         for row, listener in self._listeners.items():
-            if _awaited(row) == module:
+            if row.awaited == module:
                 listen(row.module, row.attribute, listener)
 
     def _listen_to_types_of_numpy(self) -> None:
@@ -374,17 +298,15 @@ class Watch:
             caller = next(frame for frame in frames() if frame.f_globals["__name__"] != __name__)
             made = WITHOUT_SEED.fullmatch(call_text(caller))
             row = MADE_BY_NUMPY[made[1]] if made else None
-            reader = row and _reader(row, caller)
+            reader = row and row.reader(caller)
             change = row and reader and self.heard(row, ((size,), {}), *reader)
             return change(drawn) if change else drawn
 
         class OfRandomState(type):
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-                generator, read = twister(*args, **kwargs), self._state_made
-                self._state_made = None
-                return (
-                    self._unseeded.add(generator, partial(self._note, read)) if read else generator
-                )
+                generator, on_draw = twister(*args, **kwargs), self._state_draws
+                self._state_draws = None
+                return self._unseeded.add(generator, on_draw) if on_draw else generator
 
             def __instancecheck__(cls, value: Any) -> bool:
                 self._unseeded.settle()  # `RandomState.seed` calls this before it seeds
@@ -404,14 +326,14 @@ class Watch:
             name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
         ) -> Change | None:
             ours = package(frame) == "torchrepro"  # a profile gives every child the same seed
-            if seeds and self._in_child and not ours and _in_task(frame) is not False:
+            if seeds and self._notes.in_child and not ours and _in_task(frame) is not False:
                 self._seeded.add(generator)
             if name != function:
                 return None  # another name of the function has another row
             arguments = args, kwargs
             if row.what == FORKED and not self._draws_vary(generator, frame, listener):
                 return None
-            reader = _reader(row, frame)
+            reader = row.reader(frame)
             if reader is None or not row.applies(arguments):
                 return None
             if row.what == FORKED:
@@ -419,10 +341,6 @@ class Watch:
             return self.heard(row, arguments, *reader)
 
         return listener
-
-    @property
-    def _in_child(self) -> bool:
-        return self._notes is not None and self._notes.in_child
 
     def _draws_vary(self, generator: str, frame: FrameType, listener: Listener) -> bool:
         """Return whether the draws of a child from `generator` vary between runs.
@@ -434,7 +352,7 @@ class Watch:
         if generator in self._seeded:
             return False
         seeded_by_system: tuple[str, ...] = ("random",)
-        if self._notes is not None and self._notes.is_spawned:
+        if self._notes.is_spawned:
             # A profile seeds the children that it starts.
             has_profile = os.environ.get("TORCHREPRO_PROFILE")
             seeded_by_system = () if has_profile else ("random", "numpy")
@@ -452,58 +370,59 @@ class Watch:
         `front` is the frame of the library function that the line called, if any. Returns a
         function that changes the result of the call, or None.
         """
-        name, value = _public_name(row, front), row.value(arguments)
+        name, value = row.public_name(front), row.value(arguments)
         key = name, value is None, source_line
-        read = self._reads.get(key)
-        if read is None or (self._in_child and value is not None):
+        if key not in self._reads or (self._notes.in_child and value is not None):
             if len(self._reads) >= _MANY:
                 return None
+            in_sample = in_loader() or present_worker() is not None
+            instead = row.edit(name, in_sample=in_sample)
             step, record = self.position()
-            is_loading = in_loader() or present_worker() is not None
-            read = self._reads[key] = SourceRead(
-                name=name,
-                what=row.what,
-                where=source_line,
-                times=0,
-                step=step,
-                record=record,
-                value=value,
-                in_sample=is_loading,
-                instead=row.edit(name, in_sample=is_loading),
+            self._reads[key] = ObservedCall(
+                name, row.what, source_line, instead, step, record, value=value, in_sample=in_sample
             )
-        note = partial(self._note, read)
+        note = partial(self._note, key)
         if row.name == "random.Random" and value is None:
             self._unseeded.add(arguments[0][0], note)
         elif row.name == "numpy.random.default_rng" and value is None:
             return lambda made: self._unseeded.add(made, note)
         elif row is MADE_BY_NUMPY["RandomState"] and self._follows_states:
-            self._state_made = read
+            self._state_draws = note
         else:
             note()
         return None
 
-    def _note(self, read: SourceRead) -> None:
-        read.times += 1
-        if read.times > 1:
-            return
-        key = read.name, read.value is None, read.where
-        in_child, value = self._in_child, read.value or ""
-        reported = self._seeds.setdefault(key, set()) if in_child and value else set()
-        if self._notes is None or not in_child:
-            self._on_first(read)
-        elif value not in reported and len(reported) <= _FEW_SEEDS:
-            reported.add(value)
+    def _note(self, key: _Key) -> None:
+        read = self._reads[key]
+        self._times[key] += 1
+        is_first = self._times[key] == 1
+        if self._notes.in_child and read.value is not None:
+            reported = self._seeds.setdefault(key, set())
+            is_first = read.value not in reported and len(reported) <= _FEW_SEEDS
+            if is_first:
+                reported.add(read.value)
+        if is_first and self._notes.in_child:
             self._notes.append("read", **read.to_json())
+        elif is_first:
+            self._on_first(read)
 
-    def _add_noted(self, read: SourceRead) -> None:
+    def _add_noted(self, read: ObservedCall) -> None:
         key = read.name, read.value is None, read.where
         if key not in self._reads and len(self._reads) >= _MANY:
             return
         known = self._reads.setdefault(key, read)
-        if known is not read:
-            known.times += 1
+        self._times[key] += 1
         if read.value is not None:
             self._seeds.setdefault(key, {known.value or ""}).add(read.value)
+
+    def _value(self, key: _Key) -> str | None:
+        """Return the explicit seed at a line, or one text for all seeds that children set there."""
+        if key not in self._seeds:
+            return self._reads[key].value
+        seeds = sorted(self._seeds[key])
+        digest = blake2b(repr(seeds).encode(), digest_size=4).hexdigest()
+        text = f"{seeds[0]} and {len(seeds) - 1} more #{digest}" if seeds[1:] else seeds[0]
+        return text if len(seeds) <= _FEW_SEEDS else ""
 
 
 def _in_task(frame: FrameType) -> bool | None:
@@ -518,91 +437,40 @@ def _in_task(frame: FrameType) -> bool | None:
     return None
 
 
-_of_recordings: list[Watch] = []
-
-
-def _begin_in_child() -> None:
-    for watch in _of_recordings:
-        watch.begin_in_child()
-
-
-os.register_at_fork(after_in_child=_begin_in_child)
-
-
-_of_program: dict[int, bool] = {}
-_seen: list[CodeType] = []  # keeps code alive, so that Python reuses no address in `_of_program`
-
-
-def _is_program(code: CodeType) -> bool:
-    known = _of_program.get(address(code))
-    if known is None:
-        file = code.co_filename
-        generated = file.startswith("<") and code.co_name.startswith("__")
-        known = _of_program[address(code)] = not (generated or is_library(file))
-        _seen.append(code)
-    return known
-
-
-def _reader(row: Source, frame: FrameType) -> tuple[FrameType | None, str] | None:
-    """Return how the program reads a source: the library's frame, and the program's own line.
-
-    The frame is None if the line calls the source itself. Returns None if a library reads the
-    source for itself, and not for the program. `row.through` and `row.by_libraries` define which
-    libraries read for the program.
-    """
-    front, in_library = None, False
-    for caller in frames(frame):
-        if _is_program(caller.f_code):
-            return front, line(caller)
-        name = package(caller)
-        if name not in FOR_THEMSELVES and row.by_libraries:
-            if caller.f_code.co_name == "<module>":
-                return None  # the library is being imported
-            in_library = True
-            if front is None or "<locals>" not in caller.f_code.co_qualname:
-                front = caller  # the outermost frame except for decorators of the library
-        elif caller.f_globals.get("__name__") in row.through:
-            front = caller
-        elif not in_library and (row.through != (ANY,) or name in OWN):
-            return None
-    return None
-
-
-def _public_name(row: Source, front: FrameType | None) -> str:
-    home = front.f_globals.get("__name__") if front is not None else None
-    if front is None or home is None or row.through == (ANY,):
-        return row.name  # generated code may belong to no module
-    if home == row.module == "random":
-        return row.name
-    *path, function = f"{home}.{front.f_code.co_qualname}".split(".")
-    parts = [part for part in path if not part.startswith("_")]
-    return ".".join(parts if function.startswith("__") else [*parts, function.lstrip("_")])
-
-
-def _awaited(row: Source) -> str:
-    """Return the module to wait for before `row` is observed: for a part of torch, all of torch."""
-    return "torch" if row.module.startswith("torch.") else row.module
-
-
 def watch_unseeded() -> Watch:
     """Watch draws without a seed; the first worker of a loader prints its draws at once."""
-    message = "drew without a seed, in workers: {0} ({0.instead})"
-    return Watch(
-        UNSEEDED,
-        lambda read: note_in_first_worker(f"{read.name} at {read.where}", message.format(read)),
-    )
+
+    def on_first(read: ObservedCall) -> None:
+        text = f"drew without a seed, in workers: {read} ({read.instead})"
+        printed_notes.print_in_first_worker(f"{read.name} at {read.where}", text)
+
+    return Watch(UNSEEDED, on_first)
 
 
-_of_process: list[Watch] = []
+class RecordedWatches:
+    """The watches for the recordings of this process, each until its `stop`.
+
+    A process is watched from its start, and its recording may begin later: it takes the watch
+    `early`. The watches also continue in forked children.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Watch] = []
+        self.early: Watch | None = None
+        os.register_at_fork(after_in_child=self._begin_in_child)
+
+    def begin_early(self, folder: str, *, in_detail: bool) -> None:
+        """Watch sources from now on, for a recording in `folder` that begins later."""
+        self.early = self.begin(folder, in_detail=in_detail)
+
+    def begin(self, folder: str, *, in_detail: bool) -> Watch:
+        """Return the watch that `begin_early` has made, or a new watch."""
+        early, self.early = self.early, None
+        return early or Watch(EVERY_SOURCE if in_detail else CHEAP_SOURCES, folder=folder)
+
+    def _begin_in_child(self) -> None:
+        for watch in self.running:
+            watch.begin_in_child()
 
 
-def watch_from_the_start(folder: str, *, in_detail: bool) -> None:
-    """Watch sources from now on, for a recording of this process in `folder` that begins later."""
-    _of_process.append(Watch(EVERY_SOURCE if in_detail else CHEAP_SOURCES, folder=folder))
-
-
-def watch_for_recording(folder: str, *, in_detail: bool) -> Watch:
-    """Return the watch that `watch_from_the_start` has made, or a new watch."""
-    if not _of_process:
-        watch_from_the_start(folder, in_detail=in_detail)
-    return _of_process.pop()
+recorded_watches = RecordedWatches()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import update_wrapper, wraps
 from importlib import import_module
 from types import FrameType, MethodType
@@ -28,81 +27,94 @@ Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], Change
 """Called with the function's first name, its arguments, and the frame that called it."""
 
 
-@dataclass(slots=True, eq=False)
 class _Observed:
-    name: str  # the first observed name; pickle uses it to find the wrapper
-    original: Any
-    wrapper: Any = None
-    undo: ExitStack = field(default_factory=ExitStack)  # for all modules and classes that have it
-    listeners: list[Listener] = field(default_factory=list)
-    early: list[Listener] = field(default_factory=list)
+    """A function with its wrapper, which all modules and classes with the function get."""
+
+    def __init__(self, module: str, name: str, original: Any) -> None:
+        self.name = f"{module}.{name}"  # the first observed name
+        self.original = original
+        self.undo = ExitStack()
+        self.listeners: list[Listener] = []
+        self.early: list[Listener] = []
+        is_bound = isinstance(original, MethodType) or not hasattr(type(original), "__get__")
+        wrap: Callable[[_Observed], Any] = _BuiltIn if is_bound else _function
+        self.wrapper = wrap(self)
+        # Pickle uses these to find the wrapper.
+        self.wrapper.__module__, self.wrapper.__qualname__ = module, name
 
 
-_observed: dict[tuple[str, str], _Observed] = {}
+class ObservedFunctions:
+    """The functions that have a wrapper, each from its first listener until its last one stops."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[tuple[str, str], _Observed] = {}  # by module and name
+
+    def listen(self, module: str, name: str, listener: Listener) -> None:
+        """Call `listener` after each call of a function, if the package of its module is loaded.
+
+        `name` may contain a class, as in ``Thread.start``. A listener that listens to several names
+        of one function is called once per call.
+        """
+        observed = self._observe(module, name)
+        if observed is not None and listener not in observed.listeners:
+            observed.listeners.append(listener)
+
+    def listen_before(self, module: str, name: str, listener: Listener) -> None:
+        """Call `listener` before each call of a function, and ignore the listener's result."""
+        observed = self._observe(module, name)
+        if observed is not None and listener not in observed.early:
+            observed.early.append(listener)
+
+    def stop_listening(self, listener: Listener) -> None:
+        for key, observed in list(self._by_name.items()):
+            for listeners in (observed.listeners, observed.early):
+                if listener in listeners:
+                    listeners.remove(listener)
+            if not observed.listeners and not observed.early:
+                del self._by_name[key]
+                observed.undo.close()
+
+    def is_listening(self, listener: Listener) -> bool:
+        return any(listener in observed.listeners for observed in self._by_name.values())
+
+    def replace_imported_names(self, listeners: Iterable[Listener]) -> None:
+        """Also observe functions that the program's modules imported by name; cannot be undone."""
+        ours = set(listeners)
+        wrappers = {
+            address(observed.original): observed.wrapper
+            for observed in self._by_name.values()
+            if ours & {*observed.listeners}
+        }
+        for module in [*sys.modules.values()]:
+            file = getattr(module, "__file__", None)
+            if isinstance(file, str) and not is_library(file):
+                for name, value in [*vars(module).items()]:
+                    if address(value) in wrappers:
+                        setattr(module, name, wrappers[address(value)])
+
+    def _observe(self, module: str, name: str) -> _Observed | None:
+        owner, attribute = _owner(module, name)
+        original = getattr(owner, attribute, None)
+        if original is None:
+            return None
+        observed = self._by_name.get((module, name))
+        if observed is None:
+            # A function with several names keeps one wrapper.
+            known = (
+                seen for seen in self._by_name.values() if original in (seen.original, seen.wrapper)
+            )
+            observed = next(known, None) or _Observed(module, name, original)
+            self._by_name[module, name] = observed
+            patch(observed.undo, owner, attribute, observed.wrapper, observed.original)
+        return observed
 
 
-def listen(module: str, name: str, listener: Listener) -> None:
-    """Call `listener` after each call of a function, if the package of its module is loaded.
-
-    `name` may contain a class, as in ``Thread.start``. A listener that listens to several names of
-    one function is called once per call.
-    """
-    observed = _observe(module, name)
-    if observed is not None and listener not in observed.listeners:
-        observed.listeners.append(listener)
-
-
-def listen_before(module: str, name: str, listener: Listener) -> None:
-    """Call `listener` before each call of a function, and ignore the listener's return value."""
-    observed = _observe(module, name)
-    if observed is not None and listener not in observed.early:
-        observed.early.append(listener)
-
-
-def _observe(module: str, name: str) -> _Observed | None:
-    owner, attribute = _owner(module, name)
-    original = getattr(owner, attribute, None)
-    if original is None:
-        return None
-    if (module, name) not in _observed:
-        # A function with several names keeps one wrapper.
-        known = (seen for seen in _observed.values() if original in (seen.original, seen.wrapper))
-        observed = next(known, None) or _Observed(f"{module}.{name}", original)
-        _observed[module, name] = observed
-        if observed.wrapper is None:
-            is_bound = isinstance(original, MethodType) or not hasattr(type(original), "__get__")
-            observed.wrapper = (_BuiltIn if is_bound else _function)(observed)
-            observed.wrapper.__module__, observed.wrapper.__qualname__ = module, name
-        patch(observed.undo, owner, attribute, observed.wrapper, observed.original)
-    return _observed[module, name]
-
-
-def stop_listening(listener: Listener) -> None:
-    for key, observed in list(_observed.items()):
-        for listeners in (observed.listeners, observed.early):
-            if listener in listeners:
-                listeners.remove(listener)
-        if not observed.listeners and not observed.early:
-            del _observed[key]
-            observed.undo.close()
-
-
-def replace_imported_names(listeners: Iterable[Listener]) -> None:
-    """Also observe functions that the program's modules imported by name; cannot be undone."""
-    ours = set(listeners)
-    observed = {
-        address(seen.original): seen for seen in _observed.values() if ours & {*seen.listeners}
-    }
-    for module in [*sys.modules.values()]:
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not is_library(file):
-            for name, value in [*vars(module).items()]:
-                if address(value) in observed:
-                    setattr(module, name, observed[address(value)].wrapper)
-
-
-def is_listening(listener: Listener) -> bool:
-    return any(listener in observed.listeners for observed in _observed.values())
+_functions = ObservedFunctions()
+listen = _functions.listen
+listen_before = _functions.listen_before
+stop_listening = _functions.stop_listening
+is_listening = _functions.is_listening
+replace_imported_names = _functions.replace_imported_names
 
 
 def _owner(module: str, name: str) -> tuple[Any, str]:

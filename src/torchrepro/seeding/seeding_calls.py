@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from types import FrameType
 from typing import Any
 
 from torchrepro.ground.callers import package, program_line
-from torchrepro.ground.console import note
 from torchrepro.ground.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding import generators, streams
+from torchrepro.seeding.call_records import ObservedCall, printed_notes
 from torchrepro.seeding.generators import Given
 from torchrepro.seeding.loader import in_loader
+from torchrepro.seeding.nondeterministic_calls import EXPLICIT_SEED, FUNCTIONS, OWN
 from torchrepro.seeding.observed_calls import is_listening, listen, stop_listening
-
-FUNCTIONS = (
-    *(("random", "seed"), ("numpy.random", "seed")),
-    *((module, name) for module in ("torch", "torch.random") for name in ("manual_seed", "seed")),
-    *(
-        (f"torch.{device}", name)
-        for device in ("cuda", "npu", "xpu")
-        for name in ("manual_seed", "manual_seed_all")
-    ),
-    ("torch.mps", "manual_seed"),
-)
-"""Every function that seeds a global generator: module, name."""
 
 _STATES = (
     ("random", "getstate"),
@@ -43,185 +30,134 @@ _STATES = (
 
 _HOST = {"random": "python", "numpy.random": "numpy"}  # generators whose seeds samples depend on
 _DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
-OWN = ("torchrepro", "torch")  # packages whose calls are not calls of the program
 _DYNAMO_WRAPPERS = ("torch._dynamo.eval_frame", "torch._compile")
 _MANY = 1000
 
 
-@dataclass(slots=True)
-class SeedingCall:
-    """A line of the program that seeds a global generator."""
+class SeedingCalls:
+    """The seeding calls of the program: a knob that records them until the profile is undone.
 
-    function: str
-    value: str  # the seed of the latest call
-    where: str  # ``file:line`` of the program, or of a library's own thread
-    times: int = 0
-
-    def __str__(self) -> str:
-        count = f" ({self.times} times)" if self.times > 1 else ""
-        return f"{self.function}({self.value}) at {self.where}{count}"
-
-
-_calls: dict[tuple[str, str], SeedingCall] = {}
-# (module, digest of a state that the program has read) -> (digest of the program's seed at that
-# time, whether the generator was in `unknown_states`)
-_given_at: dict[tuple[str, int], tuple[bytes, bool]] = {}
-
-_SLOTS = 1 << 16
-
-
-class _PrintedNotes:
-    """Shared bytes that mark the printed notes, so that several processes print each note once.
-
-    The hash of a note is the index of its byte. Forked processes share the bytes with this
-    process. Spawned workers share another array, which they set with `write` when they start.
+    `write` begins with empty records, and `restore` returns to the records of an outer profile.
     """
 
     def __init__(self) -> None:
-        self.slots: Any = mmap.mmap(-1, _SLOTS)
-
-    def write(self, slots: Any) -> None:
-        self.slots = slots
-
-
-printed_notes = _PrintedNotes()
-
-
-@cache
-def notes_of_spawned() -> Any:
-    """Return the bytes for spawned workers; they can only be passed to a process at its start."""
-    from multiprocessing.sharedctypes import RawArray
-
-    return RawArray("B", _SLOTS)
-
-
-def note_in_first_worker(key: str, text: str) -> None:
-    """Print `text` in the first worker of a loader, once for each `key`.
-
-    Workers cannot report to the main process, and most loaders start new workers in every epoch.
-    """
-    slot = zlib.crc32(key.encode()) % _SLOTS
-    if streams.present_worker() == 0 and not printed_notes.slots[slot]:
-        printed_notes.slots[slot] = 1
-        note(text)
-
-
-class SeedingCalls:
-    """The knob that records the seeding calls of the program until the profile is undone."""
-
-    __slots__ = ()
+        self._calls: dict[tuple[str, str], ObservedCall] = {}  # by function and line
+        # (module, digest of a state that the program has read) -> (digest of the program's seed at
+        # that time, whether the generator was in `unknown_states`)
+        self._given_at: dict[tuple[str, int], tuple[bytes, bool]] = {}
 
     def read(self) -> Any:
         return None
 
     def holds(self, value: Any) -> bool:
-        return is_listening(_note)
+        return is_listening(self._note)
 
     def write(self, value: Any) -> None:
-        _calls.clear()
-        _given_at.clear()
+        self._calls, self._given_at = {}, {}
         generators.unknown_states.clear()
         generators.set_given_seeds(Given())
-        note_calls_of_new_modules()
+        self.note_new_modules()
 
     def save(self) -> Any:
-        copies = dict(_calls), dict(_given_at), set(generators.unknown_states)
-        return is_listening(_note), copies, generators.given_seeds()
+        copies = dict(self._calls), dict(self._given_at), set(generators.unknown_states)
+        return is_listening(self._note), generators.given_seeds(), *copies
 
     def restore(self, saved: Any) -> None:
-        was_listening, copies, given = saved
-        records: tuple[Any, ...] = _calls, _given_at, generators.unknown_states
-        for record, before in zip(records, copies, strict=True):
-            record.clear()
-            record.update(before)
+        was_listening, given, self._calls, self._given_at, unknown = saved
+        generators.unknown_states.clear()
+        generators.unknown_states.update(unknown)
         generators.set_given_seeds(given)
         if not was_listening:
-            stop_listening(_note)
-            stop_listening(_note_state)
+            stop_listening(self._note)
+            stop_listening(self._note_state)
 
+    def begin(self) -> Callable[[], None]:
+        """Record calls from now on; return a function that undoes this."""
+        saved = self.save()
+        self.write(None)
+        return partial(self.restore, saved)
 
-def seeding_calls() -> tuple[SeedingCall, ...]:
-    """Return the lines of the program that seeded a generator after the profile seeded it."""
-    return tuple(_calls.values())
+    def note_new_modules(self) -> None:
+        """Also record seeding calls to libraries that were imported since the last `write`."""
+        for module, name in FUNCTIONS:
+            listen(module, name, self._note)
+        for module, name in _STATES:
+            listen(module, name, self._note_state)
 
+    def calls(self) -> tuple[ObservedCall, ...]:
+        """Return the lines of the program that seeded a generator after the profile seeded it.
 
-def note_calls() -> Callable[[], None]:
-    """Record seeding calls of the program from now on; return a function that undoes this."""
-    access = SeedingCalls()
-    saved = access.save()
-    access.write(None)
-    return partial(access.restore, saved)
+        Each has the seed of its latest call.
+        """
+        return tuple(self._calls.values())
 
+    def functions(self) -> frozenset[str]:
+        """Return the functions that the program has called with an explicit seed."""
+        without_seed = ("", shown(None))
+        return frozenset(
+            call.name for call in self._calls.values() if call.value not in without_seed
+        )
 
-def note_calls_of_new_modules() -> None:
-    """Also record seeding calls to libraries that were imported since `note_calls`."""
-    for module, name in FUNCTIONS:
-        listen(module, name, _note)
-    for module, name in _STATES:
-        listen(module, name, _note_state)
-
-
-def given_by_program() -> frozenset[str]:
-    """Return the functions that the program has called with an explicit seed."""
-    without_seed = ("", shown(None))
-    return frozenset(call.function for call in _calls.values() if call.value not in without_seed)
-
-
-def _note(
-    function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-) -> None:
-    if function in streams.SEEDED_AT_RANDOM:
-        streams.note_not_given(sys.modules["torch"].initial_seed())
-    # When dynamo is imported, it wraps the current `torch.manual_seed`, which may be our wrapper.
-    # So the direct caller may be dynamo, and not the code that seeds.
-    while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
-        frame = frame.f_back
-    if package(frame) in OWN:
-        return
-    line = program_line(frame)  # skips our wrappers of a framework's functions
-    seeds = ", ".join(shown(value) for value in (*args, *kwargs.values()))
-    policy = sys.modules.get("torchrepro.policies.host_rng")  # None if it was never applied
-    if function.startswith(_DEVICES) and policy is not None and policy.policy.is_on:
-        count("device.rng", f"{function}({seeds})", "without effect: the host draws", line)
-    if len(_calls) < _MANY or (function, line) in _calls:
-        call = _calls.setdefault((function, line), SeedingCall(function, "", line))
-        call.value, call.times = seeds, call.times + 1
-        if call.times == 1:
+    def _note(
+        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> None:
+        if function in streams.SEEDED_AT_RANDOM:
+            streams.note_not_given(sys.modules["torch"].initial_seed())
+        # When dynamo is imported, it wraps the current `torch.manual_seed`, which may be our
+        # wrapper. So the direct caller may be dynamo, and not the code that seeds.
+        while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
+            frame = frame.f_back
+        if package(frame) in OWN:
+            return
+        line = program_line(frame)  # skips our wrappers of a framework's functions
+        values = (*args, *kwargs.values())
+        seeds = ", ".join(map(shown, values))
+        policy = sys.modules.get("torchrepro.policies.host_rng")  # None if it was never applied
+        if function.startswith(_DEVICES) and policy is not None and policy.policy.is_on:
+            count("device.rng", f"{function}({seeds})", "without effect: the host draws", line)
+        known = self._calls.get((function, line))
+        if known is not None:
+            self._calls[function, line] = replace(known, value=seeds, times=known.times + 1)
+        elif len(self._calls) < _MANY:
+            call = ObservedCall(function, EXPLICIT_SEED, line, value=seeds)
+            self._calls[function, line] = call
             text = f"seeded by the program itself, in workers: {call}"
-            note_in_first_worker(f"{function} at {line}", text)
-    generator = _HOST.get(function.rpartition(".")[0])
-    if generator is not None and not in_loader():  # a seed within a sample ends with the sample
-        is_explicit = any(value is not None for value in (*args, *kwargs.values()))
-        state = generators.host_slots()[generator].read()
-        _set_given(generator, _digest_of_seed(generator, state) if is_explicit else b"")
+            printed_notes.print_in_first_worker(f"{function} at {line}", text)
+        generator = _HOST.get(function.rpartition(".")[0])
+        if generator is not None and not in_loader():  # a seed within a sample ends with the sample
+            is_explicit = any(value is not None for value in values)
+            state = generators.host_slots()[generator].read()
+            _set_given(generator, _digest_of_seed(generator, state) if is_explicit else b"")
+
+    def _note_state(
+        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> None:
+        """Note that the program has read or set the state of a generator.
+
+        A call that sets a state also sets a seed. The seed is known if this process read the same
+        state earlier, or if a generator has this state before its first draw.
+        """
+        if package(frame) in OWN or in_loader():
+            return
+        module, _, name = function.rpartition(".")
+        generator = _HOST[module]
+        state = generators.host_slots()[generator].read()  # listeners run after the call
+        key = module, hash(repr(generators.plain_state(state)))
+        if "get" in name:
+            while len(self._given_at) >= _MANY:
+                del self._given_at[next(iter(self._given_at))]
+            seed = getattr(generators.given_seeds(), generator)
+            self._given_at[key] = seed, generator in generators.unknown_states
+        elif key in self._given_at:
+            seed, is_unknown = self._given_at[key]
+            _set_given(generator, seed, is_unknown=is_unknown)
+        elif _is_fresh(generator, state):
+            _set_given(generator, _digest_of_seed(generator, state))
+        else:
+            generators.unknown_states.add(generator)
 
 
-def _note_state(
-    function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-) -> None:
-    """Note that the program has read or set the state of a generator.
-
-    A call that sets a state also sets a seed. The seed is known if this process read the same state
-    earlier, or if a generator has this state before its first draw.
-    """
-    if package(frame) in OWN or in_loader():
-        return
-    module, _, name = function.rpartition(".")
-    generator = _HOST[module]
-    state = generators.host_slots()[generator].read()  # listeners run after the call
-    key = module, hash(repr(generators.plain_state(state)))
-    if "get" in name:
-        while len(_given_at) >= _MANY:
-            del _given_at[next(iter(_given_at))]
-        seed = getattr(generators.given_seeds(), generator)
-        _given_at[key] = seed, generator in generators.unknown_states
-    elif key in _given_at:
-        seed, is_unknown = _given_at[key]
-        _set_given(generator, seed, is_unknown=is_unknown)
-    elif _is_fresh(generator, state):
-        _set_given(generator, _digest_of_seed(generator, state))
-    else:
-        generators.unknown_states.add(generator)
+seeding_calls = SeedingCalls()
 
 
 def generators_set_by_program() -> set[str]:
@@ -236,7 +172,9 @@ def generators_set_by_program() -> set[str]:
             given[device] = any(map(streams.is_given, seeds))
         else:  # this device's generators keep no seeds, but the calls are recorded
             functions = ("torch.manual_seed", "torch.random.manual_seed", f"torch.{device}.")
-            given[device] = any(called.startswith(functions) for called in given_by_program())
+            given[device] = any(
+                called.startswith(functions) for called in seeding_calls.functions()
+            )
     return generators.unknown_states | {name for name, seeded in given.items() if seeded}
 
 

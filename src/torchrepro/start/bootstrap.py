@@ -156,9 +156,9 @@ def _watch_sources_if_asked() -> None:
 
     request = RecordingRequest.inherited(os.environ)
     if request is not None:
-        from torchrepro.seeding.nondeterministic_reads import watch_from_the_start
+        from torchrepro.seeding.nondeterministic_reads import recorded_watches
 
-        watch_from_the_start(request.folder, in_detail=request.detail)
+        recorded_watches.begin_early(request.folder, in_detail=request.detail)
         if request.detail:
             from torchrepro.trace.followed_lines import follow
 

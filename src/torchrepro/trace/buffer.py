@@ -20,8 +20,9 @@ import torch
 
 from torchrepro.ground.callers import frames
 from torchrepro.ground.fork_safety import fork_safe_lock
+from torchrepro.trace.device_fingerprint import Pending, fetch
 from torchrepro.trace.digests import InFlight
-from torchrepro.trace.fingerprint import Pending, fetch, memory_of, pieces, unobserved
+from torchrepro.trace.fingerprint import memory_of, pieces, unobserved
 from torchrepro.trace.fingerprint_cache import FingerprintCache
 from torchrepro.trace.format import INPUT, OUTPUT
 from torchrepro.trace.frames import ModuleNames, source_of

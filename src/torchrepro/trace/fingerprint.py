@@ -1,24 +1,16 @@
 """Fingerprints of tensors: 128 bits that depend on every bit of memory and its position.
 
-The fingerprint of a tensor on an accelerator is computed there, and fetched later with others.
-
-On the host, a fingerprint is an XXH3 hash. On a device, it is a sum over the words in memory. Each
-word is first mixed with a key for its position. The mixing steps are invertible, so a change of
-one word always changes the sum. Sums are modulo a power of two. The order of the reduction, which
-devices do not guarantee, has therefore no effect. The steps are those of SplitMix64
-(https://prng.di.unimi.it).
+On the host, a fingerprint is an XXH3 hash. `device_fingerprint` has the arithmetic of devices.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
-from io import BytesIO
 from typing import Any
 
 import xxhash
@@ -176,127 +168,6 @@ def _has_memory(tensor: Any) -> bool:
     return bool(zeros or (enough and storage.device.type != "meta"))
 
 
-ROW = 1024
-"""Keys per row; each row has the keys of the row before, plus `Mixing.step`."""
-
-CHUNK = 1 << 24
-"""Bytes that are mixed at a time, in all streams; needs up to four times as much memory."""
-
-FEW = 1 << 19
-"""The most bytes for which a small table of keys is used."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mixing:
-    """The arithmetic of device fingerprints, for words of one width."""
-
-    name: str
-    dtype: str
-    width: int  # bytes of a word
-    multipliers: tuple[int, int]
-    shifts: tuple[int, int]
-    step: int  # difference between the keys of two rows; even, so that keys stay odd
-    streams: int  # repetitions with different keys; each gives two sums
-
-
-WIDE = Mixing(
-    *("mix64", "int64", 8),
-    multipliers=(-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15),
-    shifts=(32, 29),
-    step=0x3C6EF372FE94F82A,
-    streams=1,
-)
-"""For devices that multiply integers of 64 bits."""
-
-NARROW = Mixing(
-    *("mix32", "int32", 4),
-    multipliers=(-0x7A143589, 0x27D4EB2F),
-    shifts=(15, 13),
-    step=0x3C6EF372,
-    streams=2,
-)
-"""For devices that multiply integers of 64 bits slowly, or not at all.
-
-The vector unit of Ascend multiplies 16 and 32 bits:
-https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/910beta2/API/ascendcopapi/atlasascendc_api_07_0037.html
-"""
-
-
-def sums(part: Iterator[Any], mixing: Mixing) -> Any:
-    """Return the sums over consecutive contiguous tensors, or None if all are empty.
-
-    The sums are a tensor of 16 bytes on the device. The function does not wait for the device.
-    """
-    total, position = None, 0
-    for piece in part:
-        for chunk in piece.reshape(-1).view(torch.uint8).split(CHUNK // mixing.streams):
-            words = _words(chunk, mixing)
-            if words.numel():
-                chunk_sums = _sums_at(words, position, mixing)
-                total = chunk_sums if total is None else total + chunk_sums
-            position += words.numel()
-    return total
-
-
-def _words(chunk: Any, mixing: Mixing) -> Any:
-    missing = -chunk.numel() % mixing.width
-    if missing:
-        chunk = torch.nn.functional.pad(chunk, (0, missing))
-    elif (chunk.data_ptr() | chunk.storage_offset()) % mixing.width:  # it may be unaligned
-        chunk = chunk.clone()
-    return chunk.view(getattr(torch, mixing.dtype))
-
-
-def _sums_at(words: Any, position: int, mixing: Mixing) -> Any:
-    """Return two sums for each stream: of the mixed words, and of the mixed words times their keys.
-
-    `position` is the number of words of the tensor that precede `words`.
-    """
-    room = FEW if len(words) * mixing.width <= FEW else CHUNK
-    row, column = divmod(position, ROW)
-    keys = key_tables(mixing, words.device, room)[:, column : column + len(words)]
-    if row:
-        keys = keys + _signed(row * mixing.step, mixing.width)
-    mixed = words + keys
-    for multiplier, shift in zip(mixing.multipliers, mixing.shifts, strict=True):
-        mixed.mul_(multiplier)
-        mixed.bitwise_xor_(mixed >> shift)
-    plain = mixed.sum(-1, dtype=mixed.dtype)
-    weighted = mixed.mul_(keys).sum(-1, dtype=mixed.dtype)
-    return torch.stack((plain, weighted), -1).view(-1)
-
-
-@cache
-def key_tables(mixing: Mixing, device: Any, room: int) -> Any:
-    """Return the keys for `room` bytes on a device, one row for each stream of `mixing`.
-
-    The keys are cached. They are computed on the host and copied synchronously, so all streams of
-    the device may read them.
-    """
-    rows = room // mixing.width // ROW + 1
-    dtype = getattr(torch, mixing.dtype)
-    steps = torch.arange(rows, dtype=dtype, device="cpu") * mixing.step
-    first = [
-        [_signed(_splitmix(stream * ROW + position) | 1, mixing.width) for position in range(ROW)]
-        for stream in range(mixing.streams)
-    ]
-    keys = steps[:, None] + torch.tensor(first, dtype=dtype, device="cpu")[:, None]
-    return keys.flatten(1).to(device)
-
-
-def _splitmix(number: int) -> int:
-    mask = (1 << 64) - 1
-    mixed = (number + 1) * 0x9E3779B97F4A7C15 & mask
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
-    return mixed ^ mixed >> 31
-
-
-def _signed(number: int, width: int) -> int:
-    half = 1 << (8 * width - 1)
-    return (number + half) % (2 * half) - half
-
-
 ALGORITHM = "xxh3-128"
 MANY = 1 << 12  # the most cached results; a program has few shapes
 
@@ -379,111 +250,3 @@ def _digest_of_part(part: Any) -> bytes:
         on_host = piece.cpu()
         state.update(arrays[on_host.nbytes].from_address(on_host.data_ptr()))
     return state.digest()
-
-
-# Fingerprints on devices.
-
-MIXINGS = {"npu": (NARROW, WIDE)}
-"""The arithmetic that each type of device may use, the fastest first."""
-
-OTHER_MIXINGS = (WIDE, NARROW)
-
-
-@dataclass(slots=True)
-class Pending:
-    """A fingerprint that a device computes."""
-
-    bytes: bytes | None = None  # the 16 bytes, after `fetch`
-    layout: str = ""
-    sizes: tuple[int, ...] = ()
-    sums: list[Any] = field(default_factory=list)
-    """Until `fetch`: 16 bytes on the device for each part that is not empty."""
-
-
-def device_fingerprint(tensor: Any) -> Pending:
-    """Start to compute the fingerprint of `tensor` on its device. `fetch` fills in the bytes later.
-
-    Two tensors have equal device fingerprints if and only if `fingerprint` is equal for both. The
-    bytes of the two functions differ. The first tensor of a device waits for a test of the device's
-    arithmetic. If the test fails, every tensor of the device waits. A tensor that is being captured
-    into a graph has no value yet, so it gets a constant fingerprint. Never raises.
-    """
-    try:
-        with unobserved():
-            return _start(tensor)
-    except Exception:  # noqa: BLE001 - the code of a subclass may raise any error
-        return _constant_fingerprint(unreadable_memory(tensor).layout)
-
-
-def fetch(pendings: Iterable[Pending]) -> None:
-    """Fill in the bytes of `pendings`. Waits for each device once, and copies from it once.
-
-    A fingerprint may occur several times: as the output of an op and as an input of other ops.
-    """
-    distinct = {id(pending): pending for pending in pendings}.values()
-    # Read the sums before the bytes: another thread that fetches the same fingerprint sets the
-    # bytes before it deletes the sums.
-    with_sums = [(pending, pending.sums) for pending in distinct]
-    missing = [(pending, sums) for pending, sums in with_sums if pending.bytes is None]
-    by_device: dict[Any, list[Any]] = defaultdict(list)
-    fetched = {}
-    with unobserved():
-        for _, sums_of_parts in missing:
-            for part_sums in sums_of_parts:
-                by_device[part_sums.device].append(part_sums.view(torch.uint8))
-        for device, tensors in by_device.items():
-            getattr(_module(device), "synchronize", lambda _: None)(device)  # all of its streams
-            fetched[device] = BytesIO(torch.cat(tensors).cpu().numpy().tobytes())
-    for pending, sums_of_parts in missing:
-        parts = b"".join(fetched[part_sums.device].read(16) for part_sums in sums_of_parts)
-        pending.bytes = xxhash.xxh3_128_digest(f"{pending.layout} {pending.sizes}".encode() + parts)
-        pending.sums = []
-
-
-def algorithm(device: Any) -> str:
-    """Return the name of the arithmetic that `device_fingerprint` uses on `device`."""
-    with unobserved():
-        mixing = _mixing(device)
-    return mixing.name if mixing else ALGORITHM
-
-
-def _start(tensor: Any) -> Pending:
-    memory = memory_of(tensor)
-    pending = Pending(layout=memory.layout, sizes=tuple(part.nbytes for part in memory.parts))
-    for part in memory.parts:
-        # Do not wait while the device's stream is capturing a graph.
-        if getattr(_module(part.device), "is_current_stream_capturing", lambda: False)():
-            return _constant_fingerprint("captured into a graph")
-        if part.nbytes:
-            mixing = _mixing(part.device)
-            if mixing is None:
-                return Pending(fingerprint(tensor))
-            pending.sums.append(sums(pieces(part), mixing))
-    return pending
-
-
-def _constant_fingerprint(layout: str) -> Pending:
-    return Pending(xxhash.xxh3_128_digest(layout.encode()))
-
-
-@cache
-def _module(device: Any) -> Any:
-    return torch.get_device_module(device)
-
-
-@cache
-def _mixing(device: Any) -> Mixing | None:
-    """Return the first arithmetic with the same sums on `device` as on the host, or None.
-
-    An arithmetic that raises an error on the device is skipped. Waits for the device.
-    """
-    probe = torch.arange(-9999, 9999, dtype=torch.int64, device="cpu") * WIDE.multipliers[0]
-    probe = probe.view(torch.uint8)[5:]  # neither aligned nor whole words
-    for mixing in MIXINGS.get(device.type, OTHER_MIXINGS):
-        try:
-            device_sums = sums(iter([probe.to(device)]), mixing).cpu()
-            if torch.equal(device_sums, sums(iter([probe]), mixing)):
-                return mixing
-        except Exception:  # noqa: BLE001, S112 - a driver may raise any error
-            continue
-    return None

@@ -30,7 +30,8 @@ from torchrepro.ground.callers import program_files
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import TraceError
 from torchrepro.seeding.loader_hook import author_worker_init
-from torchrepro.seeding.nondeterministic_reads import seed_of_generator, watch_for_recording
+from torchrepro.seeding.nondeterministic_calls import seed_of_generator
+from torchrepro.seeding.nondeterministic_reads import recorded_watches
 from torchrepro.seeding.observed_calls import on_modules_called
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.streams import world
@@ -48,7 +49,7 @@ from torchrepro.trace.op_facts import PLAIN, value_text
 from torchrepro.trace.recording_levels import LEVELS, StepLevel, arguments_of
 from torchrepro.trace.request import level_of_step
 from torchrepro.trace.store import SizeLimit, open_store
-from torchrepro.trace.tensor_reads import fingerprint_of
+from torchrepro.trace.tensor_reads import fingerprint_of, fingerprints_of
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
@@ -84,7 +85,7 @@ class Recording:
         self._store: Store | None = None
         self._limit: SizeLimit | None = None
         self._open = ExitStack()
-        self._sources = watch_for_recording(request.folder, in_detail=request.detail)
+        self._sources = recorded_watches.begin(request.folder, in_detail=request.detail)
         self._losses: list[tuple[Any, Any, str, int]] = []  # tensor, fingerprint, source, thread
         self._gradients: dict[int, list[Any]] = {}  # by thread
         self._arguments: dict[int, list[Any]] = {}  # of optimizers, by thread
@@ -297,7 +298,7 @@ class Recording:
             facts["end"] = _end_state(self.state, optimizers, knows_ops=self._full.name == "op")
         return {
             **{key: value for key, value in facts.items() if value},
-            **(self._sources.files.to_json() if self._sources.files is not None else {}),
+            **self._sources.files.to_json(),
             "loaders": list(self._loaders.values()),
             "modules": sorted({*self._files, *program_files()}),
             "resumed": "yes" if is_resumed() else "no",
@@ -517,7 +518,7 @@ def _end_state(
             digests[group][name] = xxhash.xxh3_64_hexdigest(value_text(value).encode())
         elif not state.cache.has_uninitialized_memory(value):
             tensors.append((group, name, value))
-    marks = joined([fingerprint_of(tensor) for _, _, tensor in tensors], OUTPUT)
+    marks = joined(fingerprints_of([tensor for _, _, tensor in tensors]), OUTPUT)
     for number, (group, name, _) in enumerate(tensors):
         digests[group][name] = marks[number * OUTPUT : (number + 1) * OUTPUT].hex()[:OUTPUT]
     return dict(digests)

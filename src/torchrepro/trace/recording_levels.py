@@ -26,7 +26,7 @@ from torchrepro.trace.frames import (
 )
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
 from torchrepro.trace.op_mode import RecordingMode, SuspendedMode
-from torchrepro.trace.tensor_reads import fingerprint_of, read_each
+from torchrepro.trace.tensor_reads import fingerprint_of, fingerprints_of, read_each
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
@@ -149,7 +149,7 @@ class Level:
         digests: list[Any] = []
         if tensors:
             with self.paused():
-                digests = [*map(fingerprint_of, tensors)]
+                digests = fingerprints_of(tensors)
             for tensor, digest in zip(tensors, digests, strict=True):
                 self.state.cache.add(tensor, digest)
         self._record(origin, [*map(shape_of, tensors)], digests, argument)

@@ -35,7 +35,8 @@ from torchrepro.manifest.contents import known_secrets
 from torchrepro.manifest.environment import commit, hardware, software
 from torchrepro.seeding import generators
 from torchrepro.seeding.streams import world
-from torchrepro.trace.fingerprint import ALGORITHM, algorithm
+from torchrepro.trace.device_fingerprint import algorithm
+from torchrepro.trace.fingerprint import ALGORITHM
 from torchrepro.trace.format import (
     BY_PROGRAM,
     BY_RUN,

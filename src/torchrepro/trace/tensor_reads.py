@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
-from torchrepro.trace.fingerprint import arrays, device_fingerprint, fingerprint, widths
+from torchrepro.trace.device_fingerprint import device_fingerprint, device_fingerprints
+from torchrepro.trace.fingerprint import arrays, fingerprint, widths
 from torchrepro.trace.op_facts import PLAIN, shape_of
 
 BORROWED_NAMES = torch.UntypedStorage._cdata, torch.Tensor._nnz, torch.Tensor._is_zerotensor  # noqa: SLF001
@@ -25,14 +26,28 @@ def fingerprint_of(tensor: Any) -> Any:
     return device_fingerprint(tensor)
 
 
+def fingerprints_of(tensors: Sequence[Any]) -> list[Any]:
+    """Return the fingerprint of each tensor. Those on a device are computed together."""
+    fingerprints: list[Any] = [
+        fingerprint(tensor) if tensor.is_cpu or tensor.is_meta else None for tensor in tensors
+    ]
+    on_devices = [index for index, digest in enumerate(fingerprints) if digest is None]
+    pending = device_fingerprints([tensors[index] for index in on_devices])
+    for index, digest in zip(on_devices, pending, strict=True):
+        fingerprints[index] = digest
+    return fingerprints
+
+
 def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
     """Return the fingerprints of tensors, their shapes, and their total size in bytes.
 
     Equivalent to `fingerprint_of`, `shape_of` and `size_of` for each tensor, but faster, because
     every attribute of a plain tensor is read only once.
     """
-    fingerprints, shapes, total = [], [], 0
-    for tensor in tensors:
+    fingerprints: list[Any] = []
+    shapes, total = [], 0
+    remaining: dict[int, Any] = {}
+    for index, tensor in enumerate(tensors):
         try:
             if (
                 tensor.__class__ in PLAIN
@@ -51,9 +66,12 @@ def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
                 continue
         except RuntimeError:  # nested, sparse or without memory
             pass
-        fingerprints.append(fingerprint_of(tensor))
+        remaining[index] = tensor
+        fingerprints.append(None)
         shapes.append(shape_of(tensor))
         total += size_of(tensor)
+    for index, digest in zip(remaining, fingerprints_of([*remaining.values()]), strict=True):
+        fingerprints[index] = digest
     return fingerprints, shapes, total
 
 

@@ -35,6 +35,7 @@ from torchrepro.verdict.render import short
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
 
 if TYPE_CHECKING:
+    from torchrepro.seeding.call_records import ObservedCall
     from torchrepro.trace.format import Site
     from torchrepro.verdict.value import (
         Divergence,
@@ -43,12 +44,11 @@ if TYPE_CHECKING:
         NondeterministicRead,
         Program,
         RunAtDivergence,
-        SeedSource,
         Setting,
         Verdict,
     )
 
-Suspect: TypeAlias = "NondeterministicRead | SeedSource"
+Suspect: TypeAlias = "ObservedCall"
 """A line that may be the cause, from an observed read or from a scan of the source."""
 
 _TABLE: Mapping[str, Any] = yaml.load(

@@ -18,6 +18,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from torchrepro.ground.messages import printable
+from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
@@ -36,7 +37,7 @@ from torchrepro.seeding.nondeterministic_calls import (
     UNINITIALIZED_MEMORY,
 )
 from torchrepro.verdict.render import short, source_line
-from torchrepro.verdict.value import Edit, NondeterministicRead, SeedSource
+from torchrepro.verdict.value import Edit, NondeterministicRead
 
 if TYPE_CHECKING:
     Replacement = tuple[ast.expr | ast.stmt | ast.keyword, str]  # a node of a line, its new source
@@ -157,14 +158,14 @@ def _parsed(file: str, _changed: int) -> Module:
         return Module(source.read())
 
 
-def scan(files: Iterable[str], before: float | None = None) -> tuple[SeedSource, ...]:
+def scan(files: Iterable[str], before: float | None = None) -> tuple[ObservedCall, ...]:
     """Return the lines of files whose results may vary between runs, in the order of the files.
 
     Each line has the name of the function that it calls, or ``set`` if it iterates over a set.
     Missing files, large files and files in other languages are skipped. A file that changed after
     `before`, in seconds since 1970, is skipped too, because the run used an earlier version.
     """
-    sources: list[SeedSource] = []
+    sources: list[ObservedCall] = []
     for file in dict.fromkeys(files):
         module = module_of(file, before)
         try:
@@ -173,7 +174,7 @@ def scan(files: Iterable[str], before: float | None = None) -> tuple[SeedSource,
             continue
         for number, cause, name in calls:
             location = f"{printable(file)}:{number}"
-            sources.append(SeedSource(printable(name), cause, location, is_sure=True))
+            sources.append(ObservedCall(printable(name), cause, location))
     return tuple(sources)
 
 
@@ -298,13 +299,13 @@ def _method(node: ast.Call) -> str:
 
 
 def varying_seeds(
-    lines: Sequence[SeedSource], reads: Sequence[NondeterministicRead]
-) -> tuple[tuple[SeedSource, SeedSource], ...]:
+    lines: Sequence[ObservedCall], reads: Sequence[NondeterministicRead]
+) -> tuple[tuple[ObservedCall, ObservedCall], ...]:
     """Return each line of `scan` that seeds a generator from a varying source, with the source.
 
     A recording does not observe some seeds, such as the seed of a ``numpy.random.RandomState``.
     """
-    heard = [SeedSource(read.name, read.what, read.where, is_sure=True) for read in reads]
+    heard = [ObservedCall(read.name, read.what, read.where) for read in reads]
     sources = {line.where: line for line in (*lines, *heard) if line.what not in _NO_SOURCE}
     seeds = (line for line in lines if line.what == EXPLICIT_SEED and line.where in sources)
     return tuple((line, sources[line.where]) for line in seeds)
@@ -329,7 +330,7 @@ def with_source(
         candidates = {line.where for line in likely or seeding}
         seed = replace(seed, where=candidates.pop()) if len(candidates) == 1 else seed
     earlier = [read for read in reads if (read.step, read.record) <= (seed.step, seed.record)]
-    sure: list[NondeterministicRead | SeedSource] = [
+    sure: list[ObservedCall] = [
         *[read for read in earlier if "seed" in source_line(read.where).lower()],
         *[line for line in lines if line.where == seed.where and line.what not in _NO_SOURCE],
         *[read for read in earlier if short(read.where) == short(seed.where)],
@@ -337,7 +338,7 @@ def with_source(
     if not sure and not earlier:
         return seed
     origin = (sure or earlier)[-1]
-    source = SeedSource(origin.name, origin.what, origin.where, is_sure=bool(sure))
+    source = ObservedCall(origin.name, origin.what, origin.where, is_sure=bool(sure))
     return replace(seed, source=source)
 
 

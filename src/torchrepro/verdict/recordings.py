@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.ground.errors import TraceError
 from torchrepro.ground.messages import printable, size
+from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import row_of_read
 from torchrepro.trace.format import MAIN, StepRow
 from torchrepro.trace.reader import read_run
@@ -90,36 +91,33 @@ def truncation(pair: Pair) -> Divergence | None:
     The runs are known to agree up to that end. A killed run never counts as the same as another
     run, because its further steps are unknown.
     """
-    last = [
-        _last_step(trace, counterpart) for trace, counterpart in (pair.traces, pair.traces[::-1])
-    ]
+    left, right = pair.traces
+    last = [_last_step(left, right), _last_step(right, left)]
     if not pair.steps:
         empty = " and ".join(name for name, step in zip(NAMES, last, strict=True) if step < 0)
         reason = (
             f"nothing was recorded in {empty}" if empty else "no step was recorded in both runs"
         )
         return pair.at_step(max(min(last), 0), Kind.ENDED, reason)
-    cut = [trace.is_truncated for trace in pair.traces]
+    cut = [left.is_truncated, right.is_truncated]
     ended = last.index(min(last))
     asked = pair.traces[ended].meta.get("steps")
     is_shorter = last[0] != last[1] and not (asked and last[ended] >= asked[1])
-    if not is_shorter:
-        if not any(cut):
-            return None  # all requested steps were recorded
-        ended = cut.index(True)
-    step = min(last) if all(cut) else last[ended]
+    if not is_shorter and not any(cut):
+        return None  # all requested steps were recorded
     if all(cut):
-        ends = [
-            f"{name} after step {step_of_run}"
-            for name, step_of_run in zip(NAMES, last, strict=True)
-        ]
-        return pair.at_step(step + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {' and '.join(ends)}")
+        ends = " and ".join(
+            f"{name} after step {step}" for name, step in zip(NAMES, last, strict=True)
+        )
+        return pair.at_step(min(last) + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {ends}")
+    if not is_shorter:
+        ended = cut.index(True)
+    step = last[ended]
     row = pair.traces[ended].steps.get(step)
     reason = f"{NAMES[ended]} ended before its first step"
     if row is not None:
-        reason = (
-            f"{NAMES[ended]} ended {'after' if row.finished else 'in the middle of'} step {step}"
-        )
+        where = "after" if row.finished else "in the middle of"
+        reason = f"{NAMES[ended]} ended {where} step {step}"
     reason += CUT * cut[ended]
     if is_shorter:
         final = pair.traces[1 - ended].steps[max(last)]
@@ -243,28 +241,30 @@ def program(pair: Pair, more_pairs: Sequence[Pair] = ()) -> Program:
     )
 
 
+def _observed_calls(trace: Trace) -> dict[tuple[str, str, str], ObservedCall]:
+    calls = map(ObservedCall.from_json, trace.meta.get("sources") or ())
+    return {(call.name, call.what, short(call.where)): call for call in calls}
+
+
 def _reads(pairs: Sequence[Pair]) -> tuple[NondeterministicRead, ...]:
     by_key: dict[tuple[str, str, str], NondeterministicRead] = {}
     for pair in pairs:
-        left, right = (
-            {(call["name"], call["what"], short(call["where"])): call for call in sources or ()}
-            for sources in (trace.meta.get("sources") for trace in pair.traces)
-        )
+        left, right = map(_observed_calls, pair.traces)
         for key, call in (right | left).items():
-            name = printable(call["name"])
-            row = row_of_read(call["name"], call["what"])
+            row = row_of_read(call.name, call.what)
             if row is None:
                 continue
+            name = printable(call.name)
             read = NondeterministicRead(
                 name,
-                what=row.what,
-                where=call["where"],
-                instead=row.edit(name, in_sample=call.get("in_sample") is True),
-                in_sample=bool(row.in_sample and call.get("in_sample")),
-                step=call["step"],
-                record=call["record"],
-                left=left.get(key, {}).get("value") or "",
-                right=right.get(key, {}).get("value") or "",
+                row.what,
+                call.where,
+                row.edit(name, in_sample=call.in_sample),
+                call.step,
+                call.record,
+                in_sample=bool(row.in_sample and call.in_sample),
+                left=left[key].value or "" if key in left else "",
+                right=right[key].value or "" if key in right else "",
             )
             if key not in by_key or (read.is_differing_seed and not by_key[key].is_differing_seed):
                 by_key[key] = read

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 from torchrepro.ground.console import Displayed
+from torchrepro.seeding.call_records import ObservedCall
 
 BOTH_CUT = "both runs were cut off"
 """First words of the sentence if the recordings of both runs were cut off."""
@@ -190,31 +191,14 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True)
-class SeedSource:
-    """A call whose result may differ in each run, and which may be the source of a seed."""
+class NondeterministicRead(ObservedCall):
+    """A line of both runs that reads a source of nondeterminism, or seeds a generator."""
 
-    name: str  #: The function that the program calls, as in ``time.time``.
-    what: str  #: A cause named in `seeding.nondeterministic_calls`, as in ``the clock``.
-    where: str
-    is_sure: bool  #: Whether the line itself shows it. If not, the call is the last one before.
-
-
-@dataclass(frozen=True, slots=True)
-class NondeterministicRead:
-    """A line that reads a source of nondeterminism, or seeds a generator."""
-
-    name: str  #: The function, as in ``time.time_ns``.
-    what: str  #: The source, as in ``the clock``.
-    where: str
-    instead: str  #: The suggested replacement.
-    step: int  #: The step of the first read; -1 before torch was imported.
-    record: int = 0  #: The number of records before the first read.
     left: str = ""
     right: str = ""
     """The explicit seed in each run; empty if none."""
-    source: SeedSource | None = None  #: The source of a differing seed, if known.
-    in_sample: bool = False
-    """Whether the read loads a sample, which has its own generator (`torchrepro.sample_rng`)."""
+    source: ObservedCall | None = None
+    """The call that a differing seed comes from, if known."""
 
     @property
     def is_differing_seed(self) -> bool:
@@ -401,14 +385,29 @@ class Verdict(Displayed):
         NaN and infinities become texts, because JSON lacks them.
         """
         differing = tuple(cell for cell in self.map if cell.differing)
-        return {key: _plain(value) for key, value in asdict(replace(self, map=differing)).items()}
+        plain: dict[str, Any] = _plain(replace(self, map=differing))
+        return plain
+
+
+_KEYS_OF_CALLS = {
+    ObservedCall: ("name", "what", "where", "is_sure"),
+    NondeterministicRead: (
+        *("name", "what", "where", "instead", "step", "record"),
+        *("left", "right", "source", "in_sample"),
+    ),
+}
+"""Type of a call -> its keys in a verdict."""
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
+    if isinstance(value, ObservedCall):
+        value = value.to_json(_KEYS_OF_CALLS[type(value)])
+    elif is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
     return value

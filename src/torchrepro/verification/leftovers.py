@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.callers import is_library
 from torchrepro.ground.errors import TraceError
@@ -28,6 +28,7 @@ from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.runner import last_lines, status_in_words
 
 if TYPE_CHECKING:
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.value import Verdict
     from torchrepro.verification.result import Run
@@ -243,6 +244,21 @@ class Leftovers:
     def _created_folders(self) -> list[str]:
         created = self.after.folders - self.before.folders
         return sorted(relative_location(str(self.before.root / folder)) for folder in created)
+
+
+@dataclass(frozen=True, slots=True)
+class DivergedRuns:
+    """Two runs of a command that differ, the way they were started, and their comparison."""
+
+    runner: Runner
+    profile: Any  # the profile as the user named it; None without a profile
+    overrides: Sequence[str]
+    resolved: ResolvedProfile | None
+    between: tuple[Run, Run]
+    environments: Sequence[RunEnvironment]  # the environments of the two runs
+    verdict: Verdict
+    meta: Mapping[str, Any]
+    leftovers: Leftovers  # the files that the first run left behind
 
 
 def _uses_of_files(run: Run) -> Iterator[Mapping[str, str]]:

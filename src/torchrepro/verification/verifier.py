@@ -6,15 +6,16 @@ Finally, trials look for the cause, and for a command that is repeatable.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.imports import named
 from torchrepro.profile.load import resolve
 from torchrepro.seeding.nondeterministic_calls import UNINITIALIZED_MEMORY
 from torchrepro.trace.reader import read_run
@@ -26,17 +27,19 @@ from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import moment, place
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import FolderState
-from torchrepro.verification.leftovers import Leftovers
+from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
 from torchrepro.verification.run_request import RunRequest
-from torchrepro.verification.trials import MOST, Trials
 
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Verdict
     from torchrepro.verification.runner import Runner, Setup
 
 FEWEST = 2  # runs that a comparison needs
+
+TRIALS = "advice.trials:answer"
+"""The function that runs trials after a divergence. Its package can be left out."""
 
 
 def verify(  # noqa: PLR0913 - each is an option of the command
@@ -207,7 +210,12 @@ class _Repeated:
                 verdict = _with_perturbation(verdict, stressed, self.plan)
             culprits = stressed.culprits if stressed else ()
             if escalate or (closer and culprits in ((), (HASH_SEED,))):
-                trials = Trials(
+                question = "hash seed" if culprits else "cause"
+                if escalate:
+                    question = "settings"
+                if question == "hash seed":
+                    environments = RunEnvironment(), RunEnvironment()
+                diverged = DivergedRuns(
                     runner=self.runner,
                     profile=self.request.profile,
                     overrides=self.request.overrides,
@@ -217,15 +225,10 @@ class _Repeated:
                     verdict=verdict,
                     meta=self.meta,
                     leftovers=leftovers,
-                    most=math.inf if escalate else MOST,
                 )
-                if escalate:
-                    verdict = trials.escalated()
-                    if not trials.done:
-                        verdict = _with_note(verdict, "no known stricter setting may help")
-                else:
-                    verdict = trials.with_one_hash_seed() if culprits else trials.advised()
-                tried = trials.tried
+                verdict, tried = _tried(question, diverged)
+                if escalate and not tried:
+                    verdict = _with_note(verdict, "no known stricter setting may help")
         if stressed and self.plan.other_hash_seed:
             reason = "the profile sets it, and the runs already differ with the same one"
             stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, reason)))
@@ -317,6 +320,14 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: Sequence[Setup]) -> V
     # The advice must not propose the closer look again.
     advice = verdict.advice and replace(verdict.advice, closer="")
     return _with_note(replace(verdict, advice=advice), note)
+
+
+def _tried(question: str, diverged: DivergedRuns) -> tuple[Verdict, tuple[ControlledRun, ...]]:
+    """Return the verdict with what trials show, and the trials. Without `advice`, none are made."""
+    if find_spec("torchrepro.advice") is None:
+        return diverged.verdict, ()
+    answered: tuple[Verdict, tuple[ControlledRun, ...]] = named(TRIALS)(question, diverged)
+    return answered
 
 
 def _with_note(verdict: Verdict, note: str) -> Verdict:
