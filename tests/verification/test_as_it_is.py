@@ -13,7 +13,8 @@ import pytest
 from torchrepro.profile.load import resolve
 from torchrepro.trace.reader import read_run
 from torchrepro.verification.result import verification_json
-from torchrepro.verification.verifier import command_line, verify
+from torchrepro.verification.run_request import command_line
+from torchrepro.verification.verifier import verify
 
 STATE = """
 import json, os, random, sys

@@ -9,7 +9,7 @@ import pytest
 
 from torchrepro.knobs.torch_state import inductor_reads
 from torchrepro.verification.relations.relation import relate
-from torchrepro.verification.relations.variants import related_json
+from torchrepro.verification.run_request import RunRequest
 
 pytestmark = pytest.mark.usefixtures("own_temporary")
 
@@ -91,7 +91,7 @@ def test_a_program_that_compiles_well_agrees(
     """Bit for bit or within the default tolerance of the dtype, which is named."""
     command, _ = _program(dtype, compiled, before, middle)
 
-    related = relate("compile", None, command)
+    related = relate("compile", RunRequest(command))
 
     assert related.status == 0
     (variant,) = related.variants
@@ -117,7 +117,7 @@ def test_random_numbers_that_differ_from_eager_are_named(
     """The program differs as it is, and agrees with eager's random numbers; the lines are named."""
     command, _ = _program("float32", compiled, before, middle)
 
-    related = relate("compile", None, command)
+    related = relate("compile", RunRequest(command))
 
     assert related.status == 1
     assert [(variant.name, variant.status) for variant in related.variants] == [
@@ -126,7 +126,7 @@ def test_random_numbers_that_differ_from_eager_are_named(
     ]
     lines = "; ".join(f"{each} = True" for each in options)
     assert related.verdict.advice.cause.endswith(f"To compute as eager code does: {lines}")
-    assert [variant["same"] for variant in related_json(related)["sides"]] == [True, False]
+    assert [variant["same"] for variant in related.to_json()["sides"]] == [True, False]
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
         before += STRICT_ALONE
     command, _ = _program("bfloat16", "lambda x: fused(net(x))", before)
 
-    related = relate("compile", None, command, rtol=0.0, atol=0.0)
+    related = relate("compile", RunRequest(command, rtol=0.0, atol=0.0))
 
     assert [(variant.name, variant.status) for variant in related.variants] == [
         ("with eager's rounding", 0),
@@ -156,13 +156,13 @@ def test_the_option_that_rounds_as_eager_code_is_found(*, forced: bool) -> None:
 def test_the_proposed_line_gives_the_random_numbers_of_eager_code() -> None:
     """The program with the proposed edit agrees."""
     command, here = _program("float32", middle="Dropout(0.5)")
-    edit = relate("compile", None, command).verdict.advice.edit
+    edit = relate("compile", RunRequest(command)).verdict.advice.edit
     lines = Path("train.py").read_text().splitlines()
     assert edit.before == lines[here - 1]
 
     Path("train.py").write_text("\n".join([*lines[: here - 1], edit.after, *lines[here:]]))
 
-    assert relate("compile", None, command).status == 0
+    assert relate("compile", RunRequest(command)).status == 0
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_code_that_checks_is_compiling_is_not_blamed_on_random_numbers() -> None
     """No option is blamed for a difference that remains with eager's random numbers."""
     command, _ = _program("float32", "lambda x: noisy(net(x))", ASKING)
 
-    related = relate("compile", None, command)
+    related = relate("compile", RunRequest(command))
 
     assert [variant.status for variant in related.variants] == [1, 1]
     assert related.deciding.name == "with eager's random numbers"
@@ -185,7 +185,7 @@ def test_a_miscompiled_module_is_named_within_its_region() -> None:
     """The region that differs is named with its line, then the one of its modules that does."""
     command, here = _program("float32", before=MISCOMPILED)
 
-    related = relate("compile", None, command)
+    related = relate("compile", RunRequest(command))
 
     first = related.verdict.first
     assert related.status == 1

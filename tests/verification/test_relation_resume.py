@@ -15,6 +15,7 @@ import pytest
 from torchrepro.ground.errors import TorchreproError
 from torchrepro.verification.copies import temporary_folder
 from torchrepro.verification.relations.relation import relate
+from torchrepro.verification.run_request import RunRequest
 
 from .repositories import commit, write
 from .resumable import FORGOTTEN, PROGRAM
@@ -49,7 +50,7 @@ def test_state_that_is_not_restored_is_named(forgotten: str) -> None:
     """Only the state that the program omits is named."""
     kind, name = FORGOTTEN[forgotten]
 
-    related = relate("resume", None, _program(forgotten))
+    related = relate("resume", RunRequest(_program(forgotten)))
 
     lost = related.variants[0].not_restored
     assert related.status == 1
@@ -66,7 +67,7 @@ def test_a_program_that_restores_all_agrees() -> None:
 
     Recordings in a folder of the user do not count as files that the program wrote.
     """
-    related = relate("resume", None, _program("nothing", "(3, 6, 9)"), folder="recorded")
+    related = relate("resume", RunRequest(_program("nothing", "(3, 6, 9)"), folder="recorded"))
 
     assert related.status == 0
     assert [variant.name for variant in related.variants] == [
@@ -82,7 +83,7 @@ def test_a_relative_program_is_the_one_of_the_users_folder() -> None:
     python, *words = _program("nothing", "(3, 6, 9)")
     relative = os.path.relpath(python)
 
-    related = relate("resume", None, [relative, *words])
+    related = relate("resume", RunRequest([relative, *words]))
 
     assert relative.startswith("..")
     assert (related.status, related.command) == (0, f"{relative} train.py nothing")
@@ -107,7 +108,7 @@ def test_if_no_answer_is_possible_advice_is_given(line: str, why: str) -> None:
     place = Path.cwd()
     Path("train.py").write_text(LOOP.replace("{line}", line.format(place=place)), encoding="utf-8")
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     assert related.status == 4
     assert why in related.unknown
@@ -120,7 +121,7 @@ def test_a_mistyped_program_is_named_by_the_users_path(words: list[str]) -> None
     names = {"folder": str(Path.cwd()), "python": sys.executable}
 
     with pytest.raises(TorchreproError) as raised:
-        relate("resume", None, [word.format(**names) for word in words])
+        relate("resume", RunRequest([word.format(**names) for word in words]))
 
     assert "torchrepro-copy" not in str(raised.value)
     assert ("./missing" if words == ["./missing"] else f"{Path.cwd()}/missing") in str(raised.value)
@@ -138,7 +139,7 @@ def test_the_resumed_run_may_be_another_command() -> None:
     command = [sys.executable, "train.py"]
 
     related = relate(
-        "resume", None, command, resume_command=f"{sys.executable} train.py {{checkpoint}}"
+        "resume", RunRequest(command), resume_command=f"{sys.executable} train.py {{checkpoint}}"
     )
 
     assert related.status == 0
@@ -173,7 +174,10 @@ def test_a_run_is_killed_once_its_checkpoint_is_complete(
     resume += "exec(open('train.py').read().replace('range(9)', 'range(1, 9)'))\" {checkpoint}"
 
     related = relate(
-        "resume", None, [sys.executable, "train.py"], checkpoint=pattern, resume_command=resume
+        "resume",
+        RunRequest([sys.executable, "train.py"]),
+        checkpoint=pattern,
+        resume_command=resume,
     )
 
     assert f"killed after step {killed}, " in related.variants[0].note
@@ -192,7 +196,7 @@ def test_no_run_finds_results_of_another_run_or_of_the_user() -> None:
     write(Path.cwd(), {"state.pt": "too short to be one", "data/part.txt": "1"})
     before = _files()
 
-    related = relate("resume", None, [sys.executable, "train.py", "nothing"])
+    related = relate("resume", RunRequest([sys.executable, "train.py", "nothing"]))
 
     assert related.status == 0
     assert _files() == before

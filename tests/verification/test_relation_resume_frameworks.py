@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from torchrepro.trace.request import RecordingRequest
 from torchrepro.verification.relations.relation import relate
+from torchrepro.verification.run_request import RunRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,12 +44,10 @@ def test_a_framework_that_resumes_exactly_agrees(name: str) -> None:
     """Killed within an epoch after its checkpoint, it continues bit for bit."""
     program, options = CLEAN[name]
 
-    related = relate(
-        "resume",
-        "seed-only",
-        [sys.executable, str(RUNS), program, json.dumps(options)],
-        level="step",
-    )
+    command = [sys.executable, str(RUNS), program, json.dumps(options)]
+    recording = RecordingRequest("", "step")
+
+    related = relate("resume", RunRequest(command, profile="seed-only", recording=recording))
 
     assert (related.status, [variant.not_restored for variant in related.variants]) == (
         0,

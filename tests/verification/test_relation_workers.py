@@ -22,6 +22,7 @@ from torchrepro.verification import runner
 from torchrepro.verification.at_start import OBSERVED
 from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.relations.relation import relate
+from torchrepro.verification.run_request import RunRequest
 
 pytestmark = pytest.mark.usefixtures("own_temporary")
 
@@ -189,7 +190,7 @@ def test_the_effect_of_workers_is_named_by_the_trial_that_removes_it(
     sample, run, words, of = (FAULTS | NOT_FORKED)[name]
     undivided = {"stream": "first, step = 0, 1"} if name == "not split by worker" else {}
 
-    related = relate("workers", None, _program(sample, run, method, **undivided))
+    related = relate("workers", RunRequest(_program(sample, run, method, **undivided)))
 
     cause = related.verdict.advice.cause
     assert related.status == 1
@@ -209,7 +210,7 @@ def test_a_program_that_does_not_depend_on_workers_agrees(name: str, method: str
     """It computes the same with 0 and with 2 workers, and there is no false alarm."""
     sample, run = CLEAN[name]
 
-    related = relate("workers", None, _program(sample, run, method))
+    related = relate("workers", RunRequest(_program(sample, run, method)))
 
     assert (related.status, [variant.name for variant in related.variants]) == (
         0,
@@ -302,3 +303,13 @@ def test_options_that_a_relation_does_not_use_are_refused(command, words: tuple[
     status, *_ = command("verify", *words, "--", sys.executable, "-c", "pass")
 
     assert status == 2
+
+
+def test_a_line_to_ignore_is_checked_before_a_relation_runs(command) -> None:
+    """A text that is not FILE:LINE is a wrong request, as without --relation."""
+    words = ["verify", "--relation", "workers", "--ignore", "train.py", "--", sys.executable]
+
+    status, _, err = command(*words, "-c", "open('ran', 'w')")
+
+    assert (status, Path("ran").exists()) == (2, False)
+    assert "train.py: not a line" in err

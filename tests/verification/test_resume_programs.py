@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro.verification.relations.relation import relate
+from torchrepro.verification.run_request import RunRequest
 
 from .resume_programs import EXACT, FAULTS
 
@@ -20,7 +21,7 @@ def test_a_program_that_resumes_exactly_agrees(name: str) -> None:
     """Wherever its checkpoint is saved, and batches are compared."""
     Path("train.py").write_text(EXACT[name].text(), encoding="utf-8")
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     assert (related.status, related.unknown) == (0, "")
     assert all(variant.verdict.compared.steps > 0 for variant in related.variants)
@@ -32,7 +33,7 @@ def test_a_fault_is_found_and_the_lost_state_is_named(name: str) -> None:
     program, forgotten, words, instead = FAULTS[name]
     Path("train.py").write_text(EXACT[program].text(forgotten, instead), encoding="utf-8")
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     lost = [
         f"{'restored' if each.restored else 'not restored'}: {each}"
@@ -87,7 +88,7 @@ def test_the_line_that_reads_the_programs_own_state_is_named(name: str) -> None:
     Path("train.py").write_text("\n".join(lines), encoding="utf-8")
     here = next(number for number, line in enumerate(lines, 1) if "# here" in line)
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     assert "state that the program keeps itself" in related.verdict.advice.cause
     assert related.verdict.origin.where == f"{Path.cwd()}/train.py:{here}"
@@ -100,7 +101,7 @@ def test_a_newer_checkpoint_that_was_not_used_is_named() -> None:
     text = text.replace("step_{i - 7}", "step_{i - 99}")
     Path("train.py").write_text(text, encoding="utf-8")
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     newer = "resumed from step_4.pt; step_12.pt is newer: 8 steps are done twice"
     assert related.status == 0
@@ -115,7 +116,7 @@ def test_there_is_no_answer_if_no_checkpoint_was_restored() -> None:
     Path("anew.py").write_text(anew, encoding="utf-8")
     resume = f"{sys.executable} anew.py {{checkpoint}}"
 
-    related = relate("resume", None, [sys.executable, "train.py"], resume_command=resume)
+    related = relate("resume", RunRequest([sys.executable, "train.py"]), resume_command=resume)
 
     assert related.variants[1].status == 4
     assert "no parameter has its value from" in related.variants[1].unknown
@@ -125,7 +126,7 @@ def test_no_line_says_that_nothing_later_differs(monkeypatch: pytest.MonkeyPatch
     """Steps are compared by their final state, so nothing is known about ops that differ later."""
     Path("train.py").write_text(EXACT["scheduler"].text("s"), encoding="utf-8")
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     monkeypatch.setenv("TORCHREPRO_VERBOSE", "1")
     assert related.status == 1
@@ -144,7 +145,7 @@ def test_a_draw_after_restoring_is_named_if_nothing_else_draws() -> None:
         for word in ("set_rng_state", "x = ")
     )
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     (lost,) = related.deciding.not_restored
     assert (lost.name, lost.restored) == ("torch", f"train.py:{restored}")
@@ -162,7 +163,7 @@ def test_a_later_draw_is_not_the_cause_of_the_first_difference() -> None:
     )
     Path("train.py").write_text(program.text("opt"), encoding="utf-8")
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     (lost,) = related.deciding.not_restored
     assert str(lost) == "optimizer momentum_buffer: of weight, bias"
@@ -233,7 +234,7 @@ def test_only_the_reason_why_a_batch_differs_is_named(
     )
     Path("train.py").write_text(text, encoding="utf-8")
 
-    related = relate("resume", None, [sys.executable, "train.py"])
+    related = relate("resume", RunRequest([sys.executable, "train.py"]))
 
     lost = [str(each) for each in related.deciding.not_restored]
     assert related.status == 1

@@ -21,6 +21,7 @@ import pytest
 from torchrepro.ground.errors import TraceError
 from torchrepro.lock.repository import repository_root
 from torchrepro.verification.relations.relation import relate
+from torchrepro.verification.run_request import RunRequest
 from torchrepro.verification.verifier import verify
 
 from .repositories import git
@@ -231,7 +232,7 @@ def test_a_relation_changes_nothing_in_the_users_folder(effect, folder):
     before, kept = _states(user), _kept(user)
     refused = any(word in effect for word in ("absolute", "link to a folder"))
     with pytest.raises(TraceError, match=r"in your own|to your own") if refused else nullcontext():
-        relate("resume", None, [sys.executable, "train.py"])
+        relate("resume", RunRequest([sys.executable, "train.py"]))
     after = _states(user)
     if effect == "a file at home":
         del before["home/settings"], after["home/settings"]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from torchrepro.ground.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
 
+
+Options = TypeVar("Options")
+"""A dataclass with the options of a command."""
+
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 HELP = """\
 Runs
@@ -82,6 +87,37 @@ torchrepro selftest  # which guarantees work here, on each device, in half a min
 torchrepro selftest --json  # with a description of the machine, for a bug report
 """
 """Every command below its group: command lines that work as written, with their purpose."""
+
+
+OPTIONS = """\
+--lock FILE: Use this lock's profile; start only if it is met.
+--record DIR: Record the run into this new or empty folder.
+--log-to DIR: Write the manifest into this folder; --record DIR does so, too.
+--level: How much to record.
+--every N: Record steps 0, N, 2N, ... in full, and the others at level step.
+--max-size SIZE: The limit of the recording on disk, such as 500MB: the oldest records are dropped.
+    Each rank gets an equal share.
+--keep MODULE: Store the full tensors of the modules that match this pattern.
+--statistics: Record statistics, so that runs can be compared within a tolerance; a profile with
+    the guarantee `aligned` always does.
+--detail: Read every input again, to detect changes made outside of torch.
+--on-unwritable: What to do if the trace cannot be written.
+--strict: Start only if no difference may affect results.
+--dry-run: Show what differs and what would be started.
+--stress: Perturb what must not affect results: memory, timing, file order and more.
+--escalate: Find the settings that make diverging runs equal.
+--no-closer: Do not repeat diverging runs to record more detail.
+--folder DIR: Keep the recordings in this new or empty folder.
+--rtol: Relative tolerance.
+--atol: Absolute tolerance.
+--ignore FILE:LINE: Ignore the ops of this line and those that depend only on them.
+--relation: Compare with a run in another way that ought to agree; see above.
+--checkpoint GLOB: The files of a checkpoint, for resume.
+--resume-command TEXT: The command that resumes from {checkpoint}, if it is another one.
+--bisect: For `git bisect run`: exit 125 if there is no answer, yes or no.
+--report FILE.html: Write the answer as one self-contained page.
+"""
+"""The options of the commands that take theirs as one value: the name, METAVAR, and the help."""
 
 
 class CommandHelp(NamedTuple):
@@ -223,6 +259,46 @@ def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return decorate(function)
 
     return register
+
+
+def _described_options() -> dict[str, Any]:
+    """Return the option that each line of `OPTIONS` describes, by the name of its field."""
+    described = {}
+    for line in OPTIONS.replace("\n    ", " ").splitlines():
+        names, _, text = line.partition(": ")
+        name, *metavar = names.split()
+        option = typer.Option(name, metavar=" ".join(metavar) or None, help=text)
+        described[name.strip("-").replace("-", "_")] = option
+    return described
+
+
+def taking(
+    options: type[Options],
+) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:
+    """Pass the options of a command as one value: an instance of the dataclass `options`.
+
+    `OPTIONS` describes a field of `options`, unless the annotation of the field does. typer reads
+    options from the parameters of a function, and a command may have twenty. So typer gets a
+    function with a parameter for each field.
+    """
+    described, hints = _described_options(), get_type_hints(options, include_extras=True)
+    parameters = [inspect.Parameter("context", _BY_NAME, annotation=typer.Context)]
+    for parameter in inspect.signature(options).parameters.values():
+        hint = hints[parameter.name]
+        if get_origin(hint) is not Annotated:
+            hint = Annotated[hint, described[parameter.name]]
+        parameters.append(parameter.replace(annotation=hint, kind=_BY_NAME))
+
+    def decorate(function: Callable[[typer.Context, Options], None]) -> Callable[..., None]:
+        def call(context: typer.Context, **values: Any) -> None:
+            function(context, options(**values))
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        call.__doc__ = function.__doc__
+        return call
+
+    return decorate
 
 
 def _complete(incomplete: str) -> list[str]:

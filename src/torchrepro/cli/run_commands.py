@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,9 +32,11 @@ from torchrepro.cli.app import (
     doing,
     print_json,
     resolved_profile,
+    taking,
 )
 from torchrepro.ground.console import Verbosity, parts, say, show_aside, verbosity
 from torchrepro.ground.errors import ProfileError, TorchreproError, TraceError
+from torchrepro.ground.imports import named
 from torchrepro.ground.writing import write_in_place
 from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_folder
 from torchrepro.trace.request import VARIABLE, RecordingRequest, bytes_of, is_range
@@ -47,47 +51,12 @@ Unwritable = StrEnum("Unwritable", "STOP WARN")  # what to do if the trace canno
 
 BISECT = 125  # the exit status that makes `git bisect run` skip a commit
 
-Record = Annotated[
-    str, typer.Option(metavar="DIR", help="Record the run into this new or empty folder.")
-]
 Steps = Annotated[
     str,
     typer.Option(
         metavar="FIRST:LAST",
         help="Record only these steps. A step is a call of an optimizer's step(); the first is 0.",
     ),
-]
-Every = Annotated[
-    str,
-    typer.Option(
-        metavar="N", help="Record steps 0, N, 2N, ... in full, and the others at level step."
-    ),
-]
-MaxSize = Annotated[
-    str,
-    typer.Option(
-        metavar="SIZE",
-        help="The limit of the recording on disk, such as 500MB: the oldest records are dropped. "
-        "Each rank gets an equal share.",
-    ),
-]
-Keep = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="MODULE", help="Store the full tensors of the modules that match this pattern."
-    ),
-]
-
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE:LINE",
-        help="Ignore the ops of this line and those that depend only on them.",
-    ),
-]
-
-Report = Annotated[
-    str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
 ]
 Open = Annotated[
     bool, typer.Option("--open", help="Show the answer as a page in the browser, see --report.")
@@ -239,47 +208,31 @@ def show_differences(
     raise typer.Exit(int(not differences.same))
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of `run`, in the order of the help."""
+
+    profile: ProfileName = ""
+    overrides: Overrides = None
+    allow_env: AllowEnv = None
+    lock: str = ""
+    record: str = ""
+    log_to: str = ""
+    level: Level = Level.OP
+    steps: Steps = ""
+    every: str = ""
+    max_size: str = ""
+    keep: list[str] | None = None
+    statistics: bool = False
+    detail: bool = False
+    on_unwritable: Unwritable = Unwritable.STOP
+    verbose: Verbose = False
+    quiet: Quiet = False
+
+
 @command("run")
-def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
-    context: typer.Context,
-    profile: ProfileName = "",
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
-    lock: Annotated[
-        str, typer.Option(metavar="FILE", help="Use this lock's profile; start only if it is met.")
-    ] = "",
-    record: Record = "",
-    log_to: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR", help="Write the manifest into this folder; --record DIR does so, too."
-        ),
-    ] = "",
-    level: Annotated[Level, typer.Option(help="How much to record.")] = Level.OP,
-    steps: Steps = "",
-    every: Every = "",
-    max_size: MaxSize = "",
-    keep: Keep = None,
-    statistics: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--statistics",
-            help="Record statistics, so that runs can be compared within a tolerance; a profile "
-            "with the guarantee `aligned` always does.",
-        ),
-    ] = False,
-    detail: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--detail", help="Read every input again, to detect changes made outside of torch."
-        ),
-    ] = False,
-    on_unwritable: Annotated[
-        Unwritable, typer.Option(help="What to do if the trace cannot be written.")
-    ] = Unwritable.STOP,
-    verbose: Verbose = False,  # noqa: FBT002
-    quiet: Quiet = False,  # noqa: FBT002
-) -> None:
+@taking(RunOptions)
+def run_command(context: typer.Context, options: RunOptions) -> None:
     """Run a command under a profile, which is applied before Python starts.
 
     The profile is active in COMMAND and in every Python process that COMMAND starts, unless one
@@ -287,38 +240,30 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     from torchrepro.application.launch import start
 
-    command = _command_to_start(context, f"run {profile or 'PROFILE'}")
-    if lock:
-        resolved = _locked_profile(lock, profile, overrides)
-    elif profile:
-        resolved = resolved_profile(profile, overrides)
+    command = _command_to_start(context, f"run {options.profile or 'PROFILE'}")
+    if options.lock:
+        resolved = _locked_profile(options.lock, options.profile, options.overrides)
+    elif options.profile:
+        resolved = resolved_profile(options.profile, options.overrides)
     else:
         todo = "write one: torchrepro run PROFILE -- COMMAND"
         raise ProfileError.about("no profile is named", todo=todo)
-    if log_to:
-        refuse_used_folder(Path(log_to))
+    if options.log_to:
+        refuse_used_folder(Path(options.log_to))
     variables = {}
-    if log_to or record:
-        variables[LOG_TO] = os.path.abspath(log_to or record)  # noqa: PTH100 - text
-    if lock:
+    if logged := options.log_to or options.record:
+        variables[LOG_TO] = os.path.abspath(logged)  # noqa: PTH100 - text
+    if options.lock:
         from torchrepro.application.guard import LOCKED
 
         variables[LOCKED] = "1"
-    if record:
-        try:
-            request = RecordingRequest(
-                folder=record,
-                level=level.value,
-                steps=_steps(steps),
-                keep=tuple(keep or ()),
-                statistics=statistics or resolved.guarantee == "aligned",
-                detail=detail,
-                on_unwritable=on_unwritable.value,
-                every=_number(every) if every else 1,
-                max_size=bytes_of(max_size) if max_size else None,
-            )
-        except TraceError as error:
-            raise _about_option(error) from None
+    if options.record:
+        request = _recording(
+            *(options, options.record, options.steps),
+            statistics=options.statistics or resolved.guarantee == "aligned",
+            detail=options.detail,
+            on_unwritable=options.on_unwritable.value,
+        )
         request.prepare_folder()
         variables[VARIABLE] = request.to_variable()
     elif explicit := _explicit_options(context, RECORDING_OPTIONS):
@@ -327,12 +272,22 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     start(resolved, command, variables)
 
 
-def _about_option(error: TraceError) -> TraceError:
-    """Return `error` with the name of a command-line option in place of the key."""
-    key = error.problem.key
-    if key not in RECORDING_OPTIONS:
-        return error
-    return TraceError(error.problem._replace(key=_option(key)))
+def _recording(
+    options: RunOptions | VerifyOptions, folder: str = "", steps: str = "", **details: Any
+) -> RecordingRequest:
+    """Return the request that `options` describe. An error names the option, as in ``--every``."""
+    try:
+        return RecordingRequest(
+            *(folder, options.level.value, _steps(steps), tuple(options.keep or ())),
+            every=_number(options.every) if options.every else 1,
+            max_size=bytes_of(options.max_size or None),
+            **details,
+        )
+    except TraceError as error:
+        key = error.problem.key
+        if key not in RECORDING_OPTIONS:
+            raise
+        raise TraceError(error.problem._replace(key=_option(key))) from None
 
 
 def _option(name: str) -> str:
@@ -344,30 +299,31 @@ def _explicit_options(context: typer.Context, names: Iterable[str]) -> list[str]
     return [_option(name) for name, source in sources if source and source.name == "COMMANDLINE"]
 
 
-@command("rerun")
-def rerun_command(  # noqa: PLR0913, PLR0917 - the options of a command
-    context: typer.Context,
+@dataclass(frozen=True)
+class RerunOptions:
+    """The arguments and options of `rerun`, in the order of the help."""
+
     run: Annotated[
         str,
         typer.Argument(metavar="DIR", help="A manifest, or the folder of a run that has one."),
-    ],
-    superfluous: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    allow_env: AllowEnv = None,
+    ]
+    superfluous: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
+    allow_env: AllowEnv = None
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="DIR", help="The folder of the new run.")
-    ] = "",
-    strict: Annotated[  # noqa: FBT002
-        bool, typer.Option("--strict", help="Start only if no difference may affect results.")
-    ] = False,
-    dry_run: Annotated[  # noqa: FBT002
-        bool, typer.Option("--dry-run", help="Show what differs and what would be started.")
-    ] = False,
-    verbose: Verbose = False,  # noqa: FBT002
-    quiet: Quiet = False,  # noqa: FBT002
-    as_json: Annotated[  # noqa: FBT002
-        bool, typer.Option("--json", help="As --dry-run, in one JSON document.")
-    ] = False,
-) -> None:
+    ] = ""
+    strict: bool = False
+    dry_run: bool = False
+    verbose: Verbose = False
+    quiet: Quiet = False
+    as_json: Annotated[bool, typer.Option("--json", help="As --dry-run, in one JSON document.")] = (
+        False
+    )
+
+
+@command("rerun")
+@taking(RerunOptions)
+def rerun_command(context: typer.Context, options: RerunOptions) -> None:
     """Start the command of an earlier run again, with its profile and overrides, in a new folder.
 
     First show what differs from the earlier run. The values of the profile come from the manifest,
@@ -377,15 +333,15 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - the options of a command
     from torchrepro.application.launch import untouched
     from torchrepro.start.rerun import prepare
 
-    if superfluous:
+    if options.superfluous:
         problem = "`rerun` takes one folder and no overrides: it uses the original profile"
         todo = "use another profile with: torchrepro run PROFILE OVERRIDES -- COMMAND"
-        raise ProfileError.about(problem, found=" ".join(superfluous), todo=todo)
-    command = _command_to_start(context, f"rerun {run}") if context.obj is not None else ()
+        raise ProfileError.about(problem, found=" ".join(options.superfluous), todo=todo)
+    command = _command_to_start(context, f"rerun {options.run}") if context.obj is not None else ()
     with untouched(), doing(IMPORTING):
-        rerun = prepare(run, command, output, strict=strict)
-    if dry_run or as_json:
-        answer(rerun.to_json(), parts(rerun), as_json=as_json)
+        rerun = prepare(options.run, command, options.output, strict=options.strict)
+    if options.dry_run or options.as_json:
+        answer(rerun.to_json(), parts(rerun), as_json=options.as_json)
         raise typer.Exit(int(rerun.refused))
     if rerun.refused or verbosity() is not Verbosity.QUIET:
         show_aside(*parts(rerun))
@@ -439,86 +395,70 @@ def _number(text: str) -> Any:
     return int(text) if text.isdecimal() and len(text) < DIGITS else text
 
 
+@dataclass(frozen=True)
+class CompareOptions:
+    """The arguments and options of `compare`, in the order of the help."""
+
+    left: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder of a recording.")]
+    right: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder of another.")]
+    rtol: float | None = None
+    atol: float | None = None
+    ignore: list[str] | None = None
+    report: str = ""
+    open_page: Open = False
+    as_json: Json = False
+
+
 @command("compare")
-def compare_runs(
-    left: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder of a recording.")],
-    right: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder of another.")],
-    rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
-    atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
-    ignore: Ignore = None,
-    report: Report = "",
-    open_page: Open = False,  # noqa: FBT002
-    as_json: Json = False,  # noqa: FBT002
-) -> None:
+@taking(CompareOptions)
+def compare_runs(context: typer.Context, options: CompareOptions) -> None:
     """Compare two recorded runs and show where they diverge; exit 1 if they do."""
     from torchrepro.verdict.comparison import compare
     from torchrepro.verdict.page import page
     from torchrepro.verdict.render import verdict_parts
 
-    _check_page(report)
+    _check_page(options.report)
+    runs, ignore = (options.left, options.right), options.ignore or ()
     with doing("comparing the runs"):
-        verdict = compare(left, right, rtol=rtol, atol=atol, ignore=ignore or ())
-    answer(verdict.to_json(), verdict_parts(verdict), as_json=as_json)
-    _offer_page(lambda: page(verdict), report, opened=open_page)
+        verdict = compare(*runs, rtol=options.rtol, atol=options.atol, ignore=ignore)
+    answer(verdict.to_json(), verdict_parts(verdict), as_json=options.as_json)
+    _offer_page(lambda: page(verdict), options.report, opened=options.open_page)
     raise typer.Exit(int(not verdict.same))
 
 
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The options of `verify`, in the order of the help."""
+
+    profile: ProfileName = ""
+    overrides: Overrides = None
+    allow_env: AllowEnv = None
+    runs: Annotated[int, typer.Option(min=2, help="How often to run the command.")] = 2
+    stress: bool = False
+    escalate: bool = False
+    no_closer: bool = False
+    folder: str = ""
+    level: Level = Level.OP
+    every: str = ""
+    max_size: str = ""
+    keep: list[str] | None = None
+    rtol: float | None = None
+    atol: float | None = None
+    ignore: list[str] | None = None
+    relation: RelationName | None = None
+    checkpoint: str = ""
+    resume_command: str = ""
+    bisect: bool = False
+    report: str = ""
+    open_page: Open = False
+    verbose: Verbose = False
+    quiet: Quiet = False
+    as_json: Json = False
+
+
 @command("verify")
-def verify_command(  # noqa: PLR0913, PLR0917 - the options of a command
-    context: typer.Context,
-    profile: ProfileName = "",
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
-    runs: Annotated[int, typer.Option(min=2, help="How often to run the command.")] = 2,
-    stress: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--stress",
-            help="Perturb what must not affect results: memory, timing, file order and more.",
-        ),
-    ] = False,
-    escalate: Annotated[  # noqa: FBT002
-        bool, typer.Option("--escalate", help="Find the settings that make diverging runs equal.")
-    ] = False,
-    no_closer: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option("--no-closer", help="Do not repeat diverging runs to record more detail."),
-    ] = False,
-    folder: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep the recordings in this new or empty folder.")
-    ] = "",
-    level: Annotated[Level, typer.Option(help="How much to record.")] = Level.OP,
-    every: Every = "",
-    max_size: MaxSize = "",
-    keep: Keep = None,
-    rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
-    atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
-    ignore: Ignore = None,
-    relation: Annotated[
-        RelationName | None,
-        typer.Option(help="Compare with a run in another way that ought to agree; see above."),
-    ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(metavar="GLOB", help="The files of a checkpoint, for resume.")
-    ] = "",
-    resume_command: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT", help="The command that resumes from {checkpoint}, if it is another one."
-        ),
-    ] = "",
-    bisect: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--bisect", help="For `git bisect run`: exit 125 if there is no answer, yes or no."
-        ),
-    ] = False,
-    report: Report = "",
-    open_page: Open = False,  # noqa: FBT002
-    verbose: Verbose = False,  # noqa: FBT002
-    quiet: Quiet = False,  # noqa: FBT002
-    as_json: Json = False,  # noqa: FBT002
-) -> None:
+@taking(VerifyOptions)
+def verify_command(context: typer.Context, options: VerifyOptions) -> None:
     """Run a command several times, compare all that it computes, and name the first divergence.
 
     Exit 1 if the runs differ. Without PROFILE the command is recorded and otherwise unchanged:
@@ -537,62 +477,57 @@ def verify_command(  # noqa: PLR0913, PLR0917 - the options of a command
     from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import plan_of_a_run
 
-    with _for_bisect(wanted=bisect):
-        command = _command_to_start(context, f"verify {profile}".rstrip())
-        _check_page(report)
-        if relation is not None and (explicit := _explicit_options(context, REPEAT_OPTIONS)):
-            todo = "remove it, or remove --relation"
-            problem = "cannot be used with --relation"
+    with _for_bisect(wanted=options.bisect):
+        command = _command_to_start(context, f"verify {options.profile}".rstrip())
+        _check_page(options.report)
+        names, problem, todo = UNUSABLE[options.relation is not None]
+        if explicit := _explicit_options(context, names):
             raise ProfileError.about(problem, key=explicit[0], todo=todo)
-        if relation is None and (explicit := _explicit_options(context, RELATION_OPTIONS)):
-            todo = "add --relation resume"
-            raise ProfileError.about("needs --relation", key=explicit[0], todo=todo)
-        if profile:
-            resolved = resolved_profile(profile, overrides)  # raises at once for a wrong profile
+        if options.profile:
+            resolved = resolved_profile(options.profile, options.overrides)
             if verbosity() is Verbosity.VERBOSE:
                 with untouched(), doing(IMPORTING):
                     planned = plan_of_a_run(resolved)
                 show_aside(*parts(planned))  # the output of the runs goes to files
-        arguments: dict[str, Any] = {
-            "overrides": overrides or (),
-            "folder": folder,
-            "level": level.value,
-            "keep": tuple(keep or ()),
-            "every": _number(every) if every else 1,
-            "max_size": max_size or None,
-            "rtol": rtol,
-            "atol": atol,
-            "ignore": tuple(ignore or ()),
-        }
-        try:
-            with _progress() as options:
-                arguments |= options
-                if relation is not None:
-                    from torchrepro.verification.relations.relation import relate
-                    from torchrepro.verification.relations.variants import (
-                        related_json,
-                        related_page,
-                    )
-
-                    arguments |= {"checkpoint": checkpoint, "resume_command": resume_command}
-                    outcome: Any = relate(relation.value, profile or None, command, **arguments)
-                    document, status = related_json(outcome), outcome.status
-                    page = partial(related_page, outcome)
-                else:
-                    from torchrepro.verification.perturbations import EVERYTHING
-                    from torchrepro.verification.result import verification_json, verification_page
-                    from torchrepro.verification.verifier import verify
-
-                    arguments |= {"runs": runs, "escalate": escalate, "closer": not no_closer}
-                    perturbed = EVERYTHING if stress else ()
-                    outcome = verify(profile or None, command, stress=perturbed, **arguments)
-                    document, status = verification_json(outcome), int(not outcome.same)
-                    page = partial(verification_page, outcome)
-        except TraceError as error:
-            raise _about_option(error) from None
-        answer(document, parts(outcome), as_json=as_json)
-        _offer_page(page, report, opened=open_page)
+        with _progress() as progress:
+            outcome, document, page, status = _verified(options, command, progress)
+        answer(document, parts(outcome), as_json=options.as_json)
+        _offer_page(page, options.report, opened=options.open_page)
         raise typer.Exit(status)
+
+
+def _verified(
+    options: VerifyOptions, command: Sequence[str], progress: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any], Callable[[], str], int]:
+    """Return the outcome of `verify`, with the JSON, the page and the exit status."""
+    from torchrepro.verification.run_request import RunRequest
+
+    request = RunRequest(
+        command,
+        profile=options.profile or None,
+        overrides=options.overrides or (),
+        folder=options.folder,
+        recording=_recording(options),
+        rtol=options.rtol,
+        atol=options.atol,
+        ignore=tuple(options.ignore or ()),
+        **progress,
+    )
+    if options.relation is not None:
+        if find_spec(RELATIONS) is None:
+            todo = "remove it: verify then compares repeated runs"
+            raise ProfileError.about("this installation has no relations", "--relation", todo=todo)
+        resumes = {"checkpoint": options.checkpoint, "resume_command": options.resume_command}
+        related = named(RELATE)(options.relation.value, request, **resumes)
+        return related, related.to_json(), related.to_page, related.status
+    from torchrepro.verification.perturbations import EVERYTHING
+    from torchrepro.verification.result import verification_json, verification_page
+    from torchrepro.verification.verifier import verified
+
+    stress, closer = EVERYTHING if options.stress else (), not options.no_closer
+    outcome = verified(request, options.runs, stress, escalate=options.escalate, closer=closer)
+    page = partial(verification_page, outcome)
+    return outcome, verification_json(outcome), page, int(not outcome.same)
 
 
 @contextmanager
@@ -611,9 +546,17 @@ def _for_bisect(*, wanted: bool) -> Iterator[None]:
         raise typer.Exit(BISECT) from None
 
 
-REPEAT_OPTIONS = ("runs", "stress", "escalate", "no_closer")
-RELATION_OPTIONS = ("checkpoint", "resume_command")
-"""Options of `verify` that exclude --relation, and options that need it."""
+UNUSABLE = {
+    False: (("checkpoint", "resume_command"), "needs --relation", "add --relation resume"),
+    True: (
+        *(("runs", "stress", "escalate", "no_closer"), "cannot be used with --relation"),
+        "remove it, or remove --relation",
+    ),
+}
+"""Whether --relation is used -> the options of `verify` that are then wrong, why, what to do."""
+
+RELATIONS, RELATE = "torchrepro.verification.relations", "verification.relations.relation:relate"
+"""The package behind --relation, which may be absent, and its entry: named nowhere else."""
 
 
 def _check_page(report: str) -> None:

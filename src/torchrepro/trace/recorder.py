@@ -53,8 +53,7 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     """
     request = RecordingRequest(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable),
-        every=every,
-        max_size=None if max_size is None else bytes_of(max_size),
+        *(every, bytes_of(max_size)),
     )
     with _starting:
         active = [recording for recording in _running() if recording not in _of_process]

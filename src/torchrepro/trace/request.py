@@ -71,8 +71,8 @@ class RecordingRequest:
         if self.steps is not None and not is_range(self.steps):
             legal = "the first and the last, counted from 0, as in (5, 8)"
             raise _wrong("not a range of steps", "steps", self.steps, legal=legal)
-        if self.max_size is not None:  # it may come from an untrusted manifest
-            object.__setattr__(self, "max_size", bytes_of(self.max_size))
+        # The size may come from an untrusted manifest.
+        object.__setattr__(self, "max_size", bytes_of(self.max_size))
         every = self.every
         if type(every) is not int or every < 1:
             legal = "as in 100, for steps 0, 100, 200, ..."
@@ -121,11 +121,14 @@ class RecordingRequest:
             )
 
 
-def bytes_of(size: Any) -> int:
+def bytes_of(size: Any) -> int | None:
     """Return a size in bytes, given as a number or a text such as ``500MB``, ``2GiB`` or ``2G``.
 
-    Raises `TraceError` if the size is invalid, or too small for any trace.
+    Returns None for None, which is no limit. Raises `TraceError` if the size is invalid, or too
+    small for any trace.
     """
+    if size is None:
+        return None
     match = _SIZE.fullmatch(shown(size).strip())
     number = float(match["number"]) if match else 0.0
     requested = int(number * UNITS[match["unit"].lower()]) if match else 0

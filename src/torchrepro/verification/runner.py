@@ -128,30 +128,23 @@ class Runner:
         ended = f"they ended: {' and '.join(exits)}"
         empty = next((run for run in (first, second) if not run.recorded), None)
         if empty is not None:
+            none = Compared(ranks=0, steps=0, ops=0, bytes=0, level="op")
+            verdict = Verdict(same=False, left=first.folder, right=second.folder, compared=none)
             what = f"{empty.name} ended before anything was recorded; {ended}"
             after_last = not (first.steps or second.steps)
-            return Verdict(
-                same=False,
-                left=first.folder,
-                right=second.folder,
-                compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
-                first=Divergence(0, 0, kind=Kind.ENDED, what=what, after_last=after_last),
+        else:
+            verdict = compare_within(
+                first.folder, second.folder, self.tolerance, self.ignore, one_program=True
             )
-        verdict = compare_within(
-            first.folder, second.folder, self.tolerance, self.ignore, one_program=True
-        )
-        if first.status == second.status:
-            return self.advised(verdict, first)
-        if not verdict.same:
-            return self.advised(replace(verdict, notes=(ended, *verdict.notes)), first)
-        what = f"all records are the same; {ended}"
+            if first.status == second.status:
+                return self.advised(verdict, first)
+            if not verdict.same:
+                return self.advised(replace(verdict, notes=(ended, *verdict.notes)), first)
+            what, after_last = f"all records are the same; {ended}", True
         steps = verdict.compared.steps
         return Verdict(
-            same=False,
-            left=first.folder,
-            right=second.folder,
-            compared=verdict.compared,
-            first=Divergence(0, steps, kind=Kind.ENDED, what=what, after_last=True),
+            *(False, first.folder, second.folder, verdict.compared),
+            Divergence(0, steps, kind=Kind.ENDED, what=what, after_last=after_last),
             losses=verdict.losses,
             map=verdict.map,
         )

@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.imports import named
-from torchrepro.ground.redaction import (
-    HIDDEN,
-    shareable,
-    shell_line,
-    sounds_secret,
-    without_secrets,
-)
-from torchrepro.manifest.contents import known_secrets
 from torchrepro.profile.load import resolve
 from torchrepro.seeding.nondeterministic_calls import UNINITIALIZED_MEMORY
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import RecordingRequest, bytes_of
-from torchrepro.verdict.comparison import refuse_malformed_lines, refuse_unknown_lines, tolerance_of
+from torchrepro.verdict.comparison import refuse_unknown_lines
 from torchrepro.verdict.criteria import ALIGNED
 from torchrepro.verdict.diagnosis import cause_of
 from torchrepro.verdict.program_text import edit_of
@@ -38,33 +30,16 @@ from torchrepro.verification.copies import FolderState
 from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
-from torchrepro.verification.runner import Runner, output_directory
+from torchrepro.verification.run_request import RunRequest
 
 if TYPE_CHECKING:
-    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.value import Verdict
-    from torchrepro.verification.runner import Setup
+    from torchrepro.verification.runner import Runner, Setup
 
 FEWEST = 2  # runs that a comparison needs
 
 TRIALS = "advice.trials:answer"
 """The function that runs trials after a divergence. Its package can be left out."""
-
-
-def request_for(
-    level: str,
-    keep: Sequence[str],
-    every: int,
-    max_size: int | str | None,
-    tolerance: tuple[float, float] | None,
-) -> RecordingRequest:
-    """Return the request that records runs for a comparison. A tolerance needs statistics."""
-    return RecordingRequest(
-        *("", level, None, tuple(keep)),
-        statistics=tolerance is not None,
-        every=every,
-        max_size=None if max_size is None else bytes_of(max_size),
-    )
 
 
 def verify(  # noqa: PLR0913 - each is an option of the command
@@ -106,131 +81,210 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     applied. Raises `TraceError` if the command fails in all runs, or if nothing is recorded.
     Raises `runner.Interrupted` if a signal ends this process.
     """
+    size = bytes_of(max_size)
+    recording = RecordingRequest("", level, keep=tuple(keep), every=every, max_size=size)
+    request = RunRequest(
+        tuple(command),
+        profile=profile,
+        overrides=overrides,
+        folder=os.fspath(folder),
+        recording=recording,
+        rtol=rtol,
+        atol=atol,
+        ignore=tuple(ignore),
+        say=say,
+        meanwhile=meanwhile,
+    )
+    return verified(request, runs, stress, escalate=escalate, closer=closer)
+
+
+def verified(
+    request: RunRequest,
+    runs: int = FEWEST,
+    stress: Sequence[str] = (),
+    *,
+    escalate: bool = False,
+    closer: bool = True,
+) -> Verification:
+    """Answer `request` as `verify` does, with the same `runs`, `stress`, `escalate`, `closer`."""
     if runs < FEWEST:
-        raise ProfileError.about(
-            "too few to compare", key="runs", found=str(runs), legal=f"{FEWEST} or more"
-        )
-    if profile is None and overrides:
-        raise ProfileError.about(
-            "overrides without a profile that they could change",
-            found=" ".join(overrides),
-            todo="name the profile before them",
-        )
-    resolved = None if profile is None else resolve(profile, overrides)
-    tolerance = tolerance_of(rtol, atol)
-    refuse_malformed_lines(ignore)
+        problem, legal = "too few to compare", f"{FEWEST} or more"
+        raise ProfileError.about(problem, key="runs", found=str(runs), legal=legal)
+    tolerance, resolved = request.tolerance, request.resolved
     if tolerance is None and resolved is not None and resolved.guarantee == "aligned":
         tolerance = ALIGNED
     plan = StressPlan.of(stress, resolved)
-    request = request_for(level, keep, every, max_size, tolerance)
-    with output_directory(os.fspath(folder), say) as output:
-        runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
-        # The first run is not perturbed. Each later run is perturbed differently.
-        environments = [
-            plan.environment(number, plan.names if number else ()) for number in range(runs)
-        ]
-        done: list[Run] = []
-        before = after = FolderState.now(output)
-        for number, environment in enumerate(environments):
-            say(f"run {number + 1} of {runs} ...")
-            perturbed = plan.names if number else ()
-            done.append(runner.run(resolved, f"run-{number + 1}", environment, perturbed))
-            runner.refuse_unrecorded(done[0])
-            if number:
-                runner.refuse_failed(done)
-                if done[number].status and not done[0].status:
-                    break
-            else:
-                after = FolderState.now(output)
+    tried: tuple[ControlledRun, ...] = ()
+    with request.runner(tolerance) as runner:
+        stressed = StressResult(plan.names, plan.skipped) if stress else None
+        repeated = _Repeated.of(request, runner, plan, runs)
+        done = [*repeated.runs]
         verdicts = [runner.compare(done[0], run) for run in done[1:]]
         refuse_unknown_lines(verdicts[0])
-        stressed = StressResult(plan.names, plan.skipped) if stress else None
-        recorded = next((run for run in done if run.recorded), None)
-        meta = read_run(recorded.folder, records=False)[0].meta if recorded else {}
-        tried: tuple[ControlledRun, ...] = ()
         differing = (run for run, verdict in enumerate(verdicts, start=1) if not verdict.same)
         number = next(differing, 0)
         if number:
-            verdict = verdicts[number - 1]
-            leftovers = Leftovers.of(before, after, done[0], done[number])
-            verdict = leftovers.explained(verdict)
-            if closer and not (leftovers.carried or leftovers.is_refused):
-                setups = (resolved, environments[0]), (resolved, environments[number])
-                verdict = _look_closer(runner, verdict, setups)
-            if plan.names and not leftovers.is_refused:
-                stressed = _culprits(runner, resolved, plan, done[0], number)
-                verdict = _with_perturbation(verdict, stressed, plan)
+            verdicts[number - 1], stressed, tried = repeated.explained(
+                verdicts[number - 1], number, stressed, escalate=escalate, closer=closer
+            )
+        elif plan.other_hash_seed:
+            run, verdict, stressed = repeated.with_other_hash_seed(closer=closer)
+            done.append(run)
+            verdicts.append(verdict)
+        verification = Verification(
+            asked="bits" if tolerance is None else "tolerance",
+            command=request.command_line,
+            profile=resolved.name if resolved else None,
+            own_profile=None if resolved else repeated.meta.get("profile"),
+            runs=tuple(done),
+            verdicts=tuple(verdicts),
+            folder=str(runner.folder),
+            stressed=stressed,
+            tried=tried,
+        )
+    if verification.same and not request.folder:
+        shutil.rmtree(runner.folder, ignore_errors=True)
+        return replace(verification, folder="")
+    return verification
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """All runs of one command that were made for a comparison, and how they were made."""
+
+    request: RunRequest
+    runner: Runner
+    plan: StressPlan
+    runs: Sequence[Run]
+    environments: Sequence[RunEnvironment]  # one for each run; the first is not perturbed
+    before: FolderState  # the files before the first run
+    after: FolderState  # the files after the first run
+    meta: Mapping[str, Any]  # the metadata of the first run that was recorded
+
+    @classmethod
+    def of(cls, request: RunRequest, runner: Runner, plan: StressPlan, number: int) -> _Repeated:
+        """Run the command `number` times. Stops if a run fails after a first run that did not."""
+        perturbed = [(), *[plan.names] * (number - 1)]
+        environments = [plan.environment(index, names) for index, names in enumerate(perturbed)]
+        done: list[Run] = []
+        before = after = FolderState.now(runner.folder)
+        for index, environment in enumerate(environments):
+            runner.say(f"run {index + 1} of {number} ...")
+            name = f"run-{index + 1}"
+            done.append(runner.run(request.resolved, name, environment, perturbed[index]))
+            runner.refuse_unrecorded(done[0])
+            if index == 0:
+                after = FolderState.now(runner.folder)
+                continue
+            runner.refuse_failed(done)
+            if done[index].status and not done[0].status:
+                break
+        recorded = next((run for run in done if run.recorded), None)
+        meta = read_run(recorded.folder, records=False)[0].meta if recorded else {}
+        return cls(request, runner, plan, done, environments, before, after, meta)
+
+    def explained(
+        self,
+        verdict: Verdict,
+        number: int,
+        stressed: StressResult | None,
+        *,
+        escalate: bool,
+        closer: bool,
+    ) -> tuple[Verdict, StressResult | None, tuple[ControlledRun, ...]]:
+        """Return why run `number` differs from the first run.
+
+        The answer is the verdict with a cause, `stressed` with the culprits, and the trials.
+        """
+        between = self.runs[0], self.runs[number]
+        environments = self.environments[0], self.environments[number]
+        leftovers = Leftovers.of(self.before, self.after, *between)
+        verdict = leftovers.explained(verdict)
+        tried: tuple[ControlledRun, ...] = ()
+        if not leftovers.is_refused:
+            if closer and not leftovers.carried:
+                setups = [(self.request.resolved, environment) for environment in environments]
+                verdict = _look_closer(self.runner, verdict, setups)
+            if self.plan.names:
+                stressed = self._culprits(number)
+                verdict = _with_perturbation(verdict, stressed, self.plan)
             culprits = stressed.culprits if stressed else ()
-            is_tried = escalate or (closer and culprits in ((), (HASH_SEED,)))
-            if is_tried and not leftovers.is_refused:
+            if escalate or (closer and culprits in ((), (HASH_SEED,))):
                 question = "hash seed" if culprits else "cause"
                 if escalate:
                     question = "settings"
-                trial_environments = environments[0], environments[number]
                 if question == "hash seed":
-                    trial_environments = RunEnvironment(), RunEnvironment()
+                    environments = RunEnvironment(), RunEnvironment()
                 diverged = DivergedRuns(
-                    runner=runner,
-                    profile=profile,
-                    overrides=overrides,
-                    resolved=resolved,
-                    between=(done[0], done[number]),
-                    environments=trial_environments,
+                    runner=self.runner,
+                    profile=self.request.profile,
+                    overrides=self.request.overrides,
+                    resolved=self.request.resolved,
+                    between=between,
+                    environments=environments,
                     verdict=verdict,
-                    meta=meta,
+                    meta=self.meta,
                     leftovers=leftovers,
                 )
                 verdict, tried = _tried(question, diverged)
                 if escalate and not tried:
                     verdict = _with_note(verdict, "no known stricter setting may help")
-            if stressed and plan.other_hash_seed:
-                reason = "the profile sets it, and the runs already differ with the same one"
-                stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, reason)))
-            verdicts[number - 1] = verdict
-        elif plan.other_hash_seed and resolved is not None:
-            run, verdict, stressed = _with_other_hash_seed(
-                runner, plan, done[0], (resolved, environments[0]), closer=closer
-            )
-            done.append(run)
-            verdicts.append(verdict)
-        verification = Verification(
-            asked="bits" if tolerance is None else "tolerance",
-            command=command_line(profile, resolved, overrides, command),
-            profile=resolved.name if resolved else None,
-            own_profile=None if resolved else meta.get("profile"),
-            runs=tuple(done),
-            verdicts=tuple(verdicts),
-            folder=str(output),
-            stressed=stressed,
-            tried=tried,
+        if stressed and self.plan.other_hash_seed:
+            reason = "the profile sets it, and the runs already differ with the same one"
+            stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, reason)))
+        return verdict, stressed, tried
+
+    def _culprits(self, number: int) -> StressResult:
+        # The perturbations of run `number` are tried one by one. A bisection would need as many
+        # runs, because the most specific perturbations come first.
+        def diverges(names: Sequence[str]) -> bool:
+            self.runner.say(f"perturbed by {', '.join(names) or 'nothing'} ...")
+            done = len(list(self.runner.folder.glob("stress-*.log")))
+            environment = self.plan.environment(number, names)
+            name = f"stress-{done + 1}"
+            run = self.runner.run(self.request.resolved, name, environment, tuple(names))
+            return not self.runner.compare(self.runs[0], run).same
+
+        names = self.plan.names
+        stressed = StressResult(names, self.plan.skipped)
+        if diverges(()):
+            return replace(stressed, what="the runs diverge without any perturbation too")
+        alone = ((name,) for name in names if len(names) == 1 or diverges([name]))
+        culprits = next(alone, names)
+        what = f"perturbing the {culprits[0]} alone makes the runs diverge"
+        if len(culprits) > 1:
+            what = f"it takes several perturbations together: {', '.join(culprits)}"
+        return replace(stressed, culprits=culprits, what=what)
+
+    def with_other_hash_seed(self, *, closer: bool) -> tuple[Run, Verdict, StressResult]:
+        """Run with another hash seed than the profile's, and compare with the first run."""
+        environment = self.environments[0]
+        override = f'env.PYTHONHASHSEED="{self.plan.other_hash_seed}"'
+        changed = resolve(self.request.resolved, (override,))
+        self.runner.say(f"with a {HASH_SEED} that differs from the profile's ...")
+        run = self.runner.run(changed, HASH_SEED.replace(" ", "-"), environment, (HASH_SEED,))
+        verdict = self.runner.compare(self.runs[0], run)
+        stressed = StressResult((*self.plan.names, HASH_SEED), self.plan.skipped)
+        if verdict.same:
+            return run, verdict, stressed
+        if closer:
+            setups = (self.request.resolved, environment), (changed, environment)
+            verdict = _look_closer(self.runner, verdict, setups)
+        what = (
+            "the results depend on Python's hash seed: `torchrepro run` and `verify` fix it, "
+            "`+repro=` alone does not"
         )
-    if verification.same and not folder:
-        shutil.rmtree(output, ignore_errors=True)
-        return replace(verification, folder="")
-    return verification
-
-
-def command_line(
-    profile: Any, resolved: ResolvedProfile | None, overrides: Sequence[str], command: Sequence[str]
-) -> str:
-    """Return the verified command line as shell input, with possible secrets hidden."""
-    secrets = known_secrets(*([resolved] if resolved else []))
-    words = shareable(command, secrets)
-    if resolved is not None:
-        is_named = isinstance(profile, str | os.PathLike)
-        launcher = ["torchrepro", "run", os.fspath(profile) if is_named else resolved.name]
-        for text in overrides:
-            key, equals, _ = text.partition("=")
-            secret = equals and sounds_secret(key)
-            launcher.append(f"{key}={HIDDEN}" if secret else without_secrets(text, secrets))
-        words = [*launcher, "--", *words]
-    return shell_line(words)
+        advice = Advice(
+            f"The order of a set of strings, or a hash of text, decides the result; {what}."
+        )
+        stressed = replace(stressed, culprits=(HASH_SEED,), what=what)
+        return run, _with_note(replace(verdict, advice=advice), what), stressed
 
 
 _SPOT = attrgetter("rank", "step", "phase", "module", "op")
 
 
-def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) -> Verdict:
+def _look_closer(runner: Runner, verdict: Verdict, setups: Sequence[Setup]) -> Verdict:
     """Return the verdict with details from two more runs, one in each of `setups`.
 
     These runs record the divergence in detail, or the loading of data if the data differed. If
@@ -244,7 +298,12 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
     keep = (*runner.request.keep, first.module)
     request = replace(runner.request, steps=steps, keep=keep, detail=True, every=1, max_size=None)
     when = moment(first.step, after_last=first.after_last)
-    runs = _run_each(replace(runner, request=request), f"a closer look {when}".rstrip(), setups)
+    runs = []
+    for number, (resolved, environment) in enumerate(setups, start=1):
+        look = f"a closer look {when}".rstrip()
+        runner.say(f"{look}, run {number} of {len(setups)} ...")
+        closely = replace(runner, request=request)
+        runs.append(closely.run(resolved, f"closer-{number}", environment))
     note = "a closer look showed nothing: its runs ended before the divergence"
     if all(run.recorded for run in runs):
         closer = runner.compare(*runs)
@@ -258,7 +317,9 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) 
             what = f"diverge {place(closer.first)}" if closer.first else "were the same there"
             note = f"two more runs, recorded in detail, {what}: it varies from run to run"
         verdict = runner.advised(verdict, runs[0])
-    return _with_note(_looked_closer(verdict), note)
+    # The advice must not propose the closer look again.
+    advice = verdict.advice and replace(verdict.advice, closer="")
+    return _with_note(replace(verdict, advice=advice), note)
 
 
 def _tried(question: str, diverged: DivergedRuns) -> tuple[Verdict, tuple[ControlledRun, ...]]:
@@ -269,45 +330,8 @@ def _tried(question: str, diverged: DivergedRuns) -> tuple[Verdict, tuple[Contro
     return answered
 
 
-def _run_each(runner: Runner, what: str, setups: Sequence[Setup]) -> list[Run]:
-    runs = []
-    for number, (resolved, environment) in enumerate(setups, start=1):
-        runner.say(f"{what}, run {number} of {len(setups)} ...")
-        runs.append(runner.run(resolved, f"closer-{number}", environment))
-    return runs
-
-
-def _looked_closer(verdict: Verdict) -> Verdict:
-    # The advice must not propose the closer look again.
-    return replace(verdict, advice=verdict.advice and replace(verdict.advice, closer=""))
-
-
 def _with_note(verdict: Verdict, note: str) -> Verdict:
     return replace(verdict, notes=(note, *verdict.notes))
-
-
-def _culprits(
-    runner: Runner, resolved: ResolvedProfile | None, plan: StressPlan, first: Run, number: int
-) -> StressResult:
-    # The perturbations of run `number` are tried one by one. A bisection would need as many runs,
-    # because the most specific perturbations come first.
-    def diverges(names: Sequence[str]) -> bool:
-        runner.say(f"perturbed by {', '.join(names) or 'nothing'} ...")
-        done = len(list(runner.folder.glob("stress-*.log")))
-        environment = plan.environment(number, names)
-        run = runner.run(resolved, f"stress-{done + 1}", environment, tuple(names))
-        return not runner.compare(first, run).same
-
-    stressed = StressResult(plan.names, plan.skipped)
-    if diverges(()):
-        return replace(stressed, what="the runs diverge without any perturbation too")
-    is_one = len(plan.names) == 1
-    alone = ((name,) for name in plan.names if is_one or diverges([name]))
-    culprits = next(alone, plan.names)
-    what = f"perturbing the {culprits[0]} alone makes the runs diverge"
-    if len(culprits) > 1:
-        what = f"it takes several perturbations together: {', '.join(culprits)}"
-    return replace(stressed, culprits=culprits, what=what)
 
 
 def _with_perturbation(verdict: Verdict, stressed: StressResult, plan: StressPlan) -> Verdict:
@@ -326,33 +350,3 @@ def _with_perturbation(verdict: Verdict, stressed: StressResult, plan: StressPla
     if last:
         cause = cause_of(last, [seed] if seed else [])
     return replace(verdict, advice=replace(verdict.advice, cause=cause, edit=edit))
-
-
-def _with_other_hash_seed(
-    runner: Runner,
-    plan: StressPlan,
-    first: Run,
-    setup: tuple[ResolvedProfile, RunEnvironment],
-    *,
-    closer: bool,
-) -> tuple[Run, Verdict, StressResult]:
-    """Run once with another hash seed than the profile's, and compare the run with `first`."""
-    resolved, environment = setup
-    changed = resolve(resolved, (f'env.PYTHONHASHSEED="{plan.other_hash_seed}"',))
-    runner.say(f"with a {HASH_SEED} that differs from the profile's ...")
-    run = runner.run(changed, HASH_SEED.replace(" ", "-"), environment, (HASH_SEED,))
-    verdict = runner.compare(first, run)
-    stressed = StressResult((*plan.names, HASH_SEED), plan.skipped)
-    if verdict.same:
-        return run, verdict, stressed
-    if closer:
-        verdict = _look_closer(runner, verdict, (setup, (changed, environment)))
-    what = (
-        "the results depend on Python's hash seed: `torchrepro run` and `verify` fix it, "
-        "`+repro=` alone does not"
-    )
-    advice = Advice(
-        f"The order of a set of strings, or a hash of text, decides the result; {what}."
-    )
-    stressed = replace(stressed, culprits=(HASH_SEED,), what=what)
-    return run, _with_note(replace(verdict, advice=advice), what), stressed

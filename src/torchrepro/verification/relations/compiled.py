@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.knobs.torch_state import inductor_reads
@@ -128,31 +129,27 @@ class Compiled(Relation):
         If no options help, returns the options for random numbers. Also returns the comparison.
         """
 
-        def tried(name: str, *options: Option) -> Variant:
-            run_name = "-and-".join(option.name.rpartition(".")[2] for option in options)
-            values = {option.name: option.value for option in options}
-            run = self.run(run_name, observers={REGIONS: {}, OPTIONS: {"options": values}})
-            return replace(self._variant(name, run, eager), run=run)
-
-        name = "with eager's random numbers"
-        first = tried(name, OF_TORCH)
-        if first.status == AGREE:
-            return [OF_TORCH], first
-        both = tried(name, *RANDOM_NUMBERS)
-        if both.status == AGREE:
-            alone = tried(name, OF_NUMPY)
-            return ([OF_NUMPY], alone) if alone.status == AGREE else (RANDOM_NUMBERS, both)
-        name = "with eager's rounding"
-        for option in ROUNDING:
-            if option.variable and not inductor_reads(option.variable):
+        of_random_numbers, of_rounding = "with eager's random numbers", "with eager's rounding"
+        roundings = (
+            (of_rounding, (*RANDOM_NUMBERS, option))
+            for option in ROUNDING
+            if not option.variable or inductor_reads(option.variable)
+        )
+        groups = (of_random_numbers, (OF_TORCH,)), (of_random_numbers, RANDOM_NUMBERS)
+        by_options: dict[Sequence[Option], Variant] = {}
+        for name, options in chain(groups, roundings):
+            by_options[options] = together = self._with_options(name, options, eager)
+            if together.status != AGREE:
                 continue
-            together = tried(name, *RANDOM_NUMBERS, option)
-            if together.status == AGREE:
-                alone = tried(name, option)
-                if alone.status == AGREE:
-                    return [option], alone
-                return (*RANDOM_NUMBERS, option), together
-        return RANDOM_NUMBERS, both
+            last = options[-1:]
+            alone = together if last == options else self._with_options(name, last, eager)
+            return (last, alone) if alone.status == AGREE else (options, together)
+        return RANDOM_NUMBERS, by_options[RANDOM_NUMBERS]
+
+    def _with_options(self, name: str, options: Sequence[Option], eager: Run) -> Variant:
+        run_name = "-and-".join(option.name.rpartition(".")[2] for option in options)
+        run = self.run(run_name, observers={REGIONS: {}, **_setting(options)})
+        return replace(self._variant(name, run, eager), run=run)
 
     def _variant(self, name: str, compiled: Run, eager: Run) -> Variant:
         if compiled.status != eager.status:
@@ -190,11 +187,9 @@ class Compiled(Relation):
         while paths:
             path = paths.pop(0)
             tried.append(path)
-            only = {
-                REGIONS: {"only": [first.module, path]},
-                OPTIONS: {"options": {option.name: option.value for option in RANDOM_NUMBERS}},
-            }
-            run = self.run(f"inside-{len(tried)}", observers=only)
+            only = {"only": [first.module, path]}
+            observers = {REGIONS: only, **_setting(RANDOM_NUMBERS)}
+            run = self.run(f"inside-{len(tried)}", observers=observers)
             name = f"{first.module}.{path}"
             units = [unit for unit in self._units(run) if unit.name == name]
             if _compare(units, eager, self.runner.tolerance)[1] is not None:
@@ -210,6 +205,11 @@ class Compiled(Relation):
             "torch.compiler.disable, or report it with this module alone."
         )
         return replace(verdict, first=replace(first, module=culprit), advice=Advice(cause=cause))
+
+
+def _setting(options: Sequence[Option]) -> dict[str, Any]:
+    """Return the observer that sets `options` in the process of a run."""
+    return {OPTIONS: {"options": {option.name: option.value for option in options}}}
 
 
 def _advice(first: Divergence, options: Sequence[Option], note: str) -> Advice:

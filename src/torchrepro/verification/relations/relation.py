@@ -5,9 +5,7 @@ The plain program first runs twice. If these two runs differ, the variants canno
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.ground.errors import ProfileError, TorchreproError
 from torchrepro.ground.imports import named
 from torchrepro.ground.messages import near, shown
-from torchrepro.profile.load import resolve
-from torchrepro.verdict.comparison import tolerance_of
 from torchrepro.verification.relations.variants import Related
-from torchrepro.verification.runner import Runner, output_directory
-from torchrepro.verification.verifier import command_line, request_for
 
 if TYPE_CHECKING:
     from torchrepro.verification.relations.variants import Relation
+    from torchrepro.verification.run_request import RunRequest
 
 RELATIONS = {
     "resume": "verification.relations.resumed:Resumed",
@@ -32,58 +27,28 @@ RELATIONS = {
 """The relations by their names on the command line; each is imported when it is requested."""
 
 
-def relate(  # noqa: PLR0913 - each is an option of the command
-    name: str,
-    profile: Any,
-    command: Sequence[str],
-    *,
-    overrides: Sequence[str] = (),
-    folder: str | os.PathLike[str] = "",
-    level: str = "op",
-    keep: Sequence[str] = (),
-    every: int = 1,
-    max_size: int | str | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    ignore: Sequence[str] = (),
-    checkpoint: str = "",
-    resume_command: str = "",
-    say: Callable[[str], object] = lambda text: None,
-    meanwhile: Callable[[str], object] | None = None,
+def relate(
+    name: str, request: RunRequest, *, checkpoint: str = "", resume_command: str = ""
 ) -> Related:
-    """Run `command` and the variants of the relation `name`, and return whether all agree.
+    """Run a command and the variants of the relation `name`, and return whether all agree.
 
     `name` is a key of `RELATIONS`. `checkpoint` is a pattern for checkpoint files, and
-    `resume_command` is a command that resumes from ``{checkpoint}``. All other parameters, and the
-    exceptions, are as in `verify`.
+    `resume_command` is a command that resumes from ``{checkpoint}``. The exceptions are as in
+    `verify`.
     """
     if name not in RELATIONS:
-        raise ProfileError.about(
-            "no such relation",
-            key="relation",
-            found=name,
-            near=near(name, RELATIONS),
-            legal=", ".join(RELATIONS),
-        )
+        hint = {"near": near(name, RELATIONS), "legal": ", ".join(RELATIONS)}
+        raise ProfileError.about("no such relation", key="relation", found=name, **hint)
     relation_class: type[Relation] = named(RELATIONS[name])
-    options = {
-        "checkpoint": checkpoint,
-        "resume_command": resume_command,
-        "rtol": rtol,
-        "atol": atol,
-        "ignore": tuple(ignore),
-    }
+    options: dict[str, Any] = {"checkpoint": checkpoint, "resume_command": resume_command}
+    options |= {"rtol": request.rtol, "atol": request.atol, "ignore": request.ignore}
     for key, value in options.items():
         if value not in (None, "", ()) and key not in relation_class.takes:
             what = f"the relation {name} does not use it"
             raise ProfileError.about(what, key=key, found=shown(value), todo="leave it out")
-    resolved = None if profile is None else resolve(profile, overrides)
-    tolerance = tolerance_of(rtol, atol)
-    request = request_for(level, keep, every, max_size, tolerance)
-    request = replace(request, loading=relation_class.loading)
-    with output_directory(os.fspath(folder), say) as output, ExitStack() as stack:
-        runner = Runner(tuple(command), output, request, tolerance, say, meanwhile, tuple(ignore))
-        relation = relation_class(runner, resolved, stack, checkpoint, resume_command)
+    running = request.runner(request.tolerance, loading=relation_class.loading)
+    with running as runner, ExitStack() as stack:
+        relation = relation_class(runner, request.resolved, stack, checkpoint, resume_command)
         try:
             plain = [relation.plain("plain-1")]
             runner.refuse_unrecorded(plain[0])
@@ -96,10 +61,10 @@ def relate(  # noqa: PLR0913 - each is an option of the command
             reduced: Any = error.__reduce__()  # the class, and the arguments of its constructor
             raise reduced[0](*relation.with_users_paths(reduced[1])) from None
         verdict, variants = relation.with_users_paths((verdict, variants))
-        line = command_line(profile, resolved, overrides, command)
-        agreement, runs = relation_class.agreement, tuple(plain)
-        related = Related(name, agreement, line, runs, verdict, variants, str(output))
-    if related.status == 0 and not folder:
-        shutil.rmtree(output, ignore_errors=True)
+        line, runs = request.command_line, tuple(plain)
+        agreement, folder = relation_class.agreement, str(runner.folder)
+        related = Related(name, agreement, line, runs, verdict, variants, folder)
+    if related.status == 0 and not request.folder:
+        shutil.rmtree(runner.folder, ignore_errors=True)
         return replace(related, folder="")
     return related

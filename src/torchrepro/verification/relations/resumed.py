@@ -553,18 +553,13 @@ def _not_loaded(
         for batch in noted["batches"]
         if batch[0] == line
     ]
-    same = [
-        batch[2]
-        for batch, loaded in of_loader
-        if batch[1] == epoch and loaded.get(key) == after[key]
-    ]
-    if same and position not in same:
-        if got[2] != position or not is_known:
-            what = f"batch {position} of its epoch became batch {same[0]}"
-            yield NotRestored("loader", short(line), what)
-    elif has_indices and not same:
-        if not is_known:
-            what = f"batch {position} of its epoch has other samples"
+    in_epoch = [(batch, loaded) for batch, loaded in of_loader if batch[1] == epoch]
+    same = [batch[2] for batch, loaded in in_epoch if loaded.get(key) == after[key]]
+    is_moved = bool(same) and position not in same
+    if is_moved or (has_indices and not same):
+        if not is_known or (is_moved and got[2] != position):
+            became = f"became batch {same[0]}" if is_moved else "has other samples"
+            what = f"batch {position} of its epoch {became}"
             yield NotRestored("loader", short(line), what)
     elif before.get("in_worker"):
         lives_on = any(

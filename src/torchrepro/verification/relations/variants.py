@@ -171,6 +171,44 @@ class Related(Displayed):
         variant = self.deciding
         return variant.verdict if variant and variant.verdict else self.plain_verdict
 
+    def to_page(self) -> str:
+        runs = [(variant.name, variant.run) for variant in self.variants if variant.run]
+        rows = [
+            RunRow(name, {"Steps": f"{run.steps:,}", "Seconds": f"{run.seconds:.1f}"})
+            for name, run in [("plain program", self.plain[0]), *runs]
+        ]
+        lines = [f"{label}: {text}" for label, text in _rows(self)]
+        compared = [PageSection(self.verdict)]
+        return page_of(Answer(self.status == AGREE, _headline(self), lines, rows, compared))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as JSON values, including the fields of its verdict."""
+        deciding, variants = self.deciding, []
+        for variant in self.variants:
+            verdict = variant.verdict and variant.verdict.to_json()
+            variants.append(
+                {
+                    "name": variant.name,
+                    "same": verdict and verdict["same"],
+                    "first": verdict and verdict["first"],
+                    "unknown": variant.unknown or None,
+                    "said": variant.note or None,
+                    "not_restored": [asdict(lost) for lost in variant.not_restored],
+                }
+            )
+        runs = [*self.plain, *(variant.run for variant in self.variants)]
+        return {
+            **self.verdict.to_json(),
+            "same": None if self.unknown else self.status == AGREE,
+            "relation": self.relation,
+            "unknown": self.unknown or None,
+            "not_restored": [asdict(lost) for lost in deciding.not_restored] if deciding else [],
+            "sides": variants,
+            "command": self.command,
+            "runs": [asdict(run) for run in runs if run],
+            "folder": self.folder or None,
+        }
+
 
 def _headline(related: Related) -> str:
     if related.unknown:
@@ -186,17 +224,6 @@ def _related_parts(related: Related) -> tuple[Part, ...]:
     verdict = verdict_parts(related.verdict)[1:] if not related.verdict.same else ()
     rows = [(f"  {label:<10}", printable(text)) for label, text in _rows(related)]
     return (_headline(related), *verdict, listing(rows, style="bold"))
-
-
-def related_page(related: Related) -> str:
-    runs = [(variant.name, variant.run) for variant in related.variants if variant.run]
-    rows = [
-        RunRow(name, {"Steps": f"{run.steps:,}", "Seconds": f"{run.seconds:.1f}"})
-        for name, run in [("plain program", related.plain[0]), *runs]
-    ]
-    lines = [f"{label}: {text}" for label, text in _rows(related)]
-    compared = [PageSection(related.verdict)]
-    return page_of(Answer(related.status == AGREE, _headline(related), lines, rows, compared))
 
 
 def _rows(related: Related) -> Iterator[tuple[str, str]]:
@@ -215,32 +242,3 @@ def _rows(related: Related) -> Iterator[tuple[str, str]]:
     yield "command", related.command
     if related.folder:
         yield "recordings", related.folder
-
-
-def related_json(related: Related) -> dict[str, Any]:
-    """Return the answer as JSON values, including the fields of its verdict."""
-    deciding, variants = related.deciding, []
-    for variant in related.variants:
-        verdict = variant.verdict and variant.verdict.to_json()
-        variants.append(
-            {
-                "name": variant.name,
-                "same": verdict and verdict["same"],
-                "first": verdict and verdict["first"],
-                "unknown": variant.unknown or None,
-                "said": variant.note or None,
-                "not_restored": [asdict(lost) for lost in variant.not_restored],
-            }
-        )
-    runs = [*related.plain, *(variant.run for variant in related.variants)]
-    return {
-        **related.verdict.to_json(),
-        "same": None if related.unknown else related.status == AGREE,
-        "relation": related.relation,
-        "unknown": related.unknown or None,
-        "not_restored": [asdict(lost) for lost in deciding.not_restored] if deciding else [],
-        "sides": variants,
-        "command": related.command,
-        "runs": [asdict(run) for run in runs if run],
-        "folder": related.folder or None,
-    }

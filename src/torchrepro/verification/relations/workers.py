@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.profile.load import resolve
 from torchrepro.seeding.nondeterministic_calls import WORKER
-from torchrepro.trace.reader import read_run
 from torchrepro.verdict.program_text import module_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.at_start import WORKERS
+from torchrepro.verification.leftovers import traces_of
 from torchrepro.verification.perturbations import RunEnvironment, pinning
 from torchrepro.verification.pinned_sources import IDENTIFY_WORKER, PINNED_TOGETHER
 from torchrepro.verification.relations.variants import Relation, Variant
@@ -228,10 +228,7 @@ def _last_line(files: Sequence[str], fits: Callable[[Any], bool]) -> str:
 
 def _meta(run: Run, key: str) -> list[Any]:
     """Return the entries under `key` in the metadata of all traces of a run."""
-    traces = read_run(run.folder, records=False)
-    for trace in traces:
-        trace.close()
-    return [row for trace in traces for row in trace.meta.get(key) or ()]
+    return [row for trace in traces_of(run) for row in trace.meta.get(key) or ()]
 
 
 def _changed(begun: Sequence[Any], later: Sequence[Any]) -> list[str]:
