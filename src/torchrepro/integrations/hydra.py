@@ -8,7 +8,7 @@ The steps of a job:
    leaves the app's own files in that group to Hydra. It reads every profile as data, because a file
    that Hydra composes can install callbacks and run code. It notes which profiles were chosen.
 3. Hydra calls `ReproCallback`. The callback gets the profile that the composed config requests
-   (`hydra_source.resolved_profile`), applies the profile and writes the manifest. After the job, it
+   (`RequestedProfile.resolved`), applies the profile and writes the manifest. After the job, it
    restores the state. Without a profile it does nothing.
 4. The process ends. `hydra_source` reports a profile that was composed and never applied.
 
@@ -55,16 +55,13 @@ from torchrepro.ground.redaction import shareable
 from torchrepro.integrations.hydra_source import (
     APP_PREFIX,
     CALLBACK,
-    REFUSED_STATUS,
     SCHEME,
     SEPARATOR,
-    chosen,
     exit_on_error,
     note_on_app_section,
+    process,
+    refuse,
     refuse_switched_off,
-    resolved_profile,
-    unapplied,
-    words_of_group,
 )
 from torchrepro.manifest.contents import (
     FILE,
@@ -159,11 +156,10 @@ class _NoRerun:
 def _no_rerun() -> _NoRerun:
     pickles = [Path(value) for value in _rerun_values() if Path(value).is_file()]
     if pickles and not active_profiles():
-        say(
+        refuse(
             "--experimental-rerun would run this job without its original profile\n"
             f"    to do: torchrepro rerun {pickles[0].parent.parent}"
         )
-        raise SystemExit(REFUSED_STATUS)
     return _NoRerun()
 
 
@@ -186,16 +182,15 @@ class ReproCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Add the command line of this process, because a launcher's processes have other ones."""
         command, folder = command_and_folder()
-        requests = {"words": words_of_group(), "command": command, "folder": folder}
-        return {**self.__dict__, **requests}
+        words = [override.text for override in process.typed()]
+        return {**self.__dict__, "words": words, "command": command, "folder": folder}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the sweep's command line, in a process that runs jobs for a launcher."""
-        unapplied.sweep_words = state.pop("words")
+        process.sweep_words = state.pop("words")
         note_sweep(state.pop("command"), state.pop("folder"))
         self.__dict__.update(state)
-        unapplied.names.clear()
-        unapplied.sweeping = True
+        process.begin(is_sweeping=True)
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the profile before the task starts, and relaunch if the profile requests it.
@@ -203,10 +198,9 @@ class ReproCallback(Callback):
         A sweep is never relaunched, because its jobs may need different environment variables.
         """
         with exit_on_error():
-            unapplied.names.clear()
-            unapplied.sweeping = False
+            process.begin(is_sweeping=False)
             _restore()
-            resolved = resolved_profile(config)
+            resolved = process.request.resolved(config)
             if resolved is not None and inherited() is None:
                 obstacle = stop_or_relaunch(plan(resolved), "", by_itself=True)
                 if obstacle and world().rank == 0:
@@ -222,19 +216,21 @@ class ReproCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""
         with exit_on_error():
-            unapplied.names.clear()
-            unapplied.sweeping = True
+            process.begin(is_sweeping=True)
             _restore()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Apply the job's profile and write its manifest."""
         with exit_on_error():
             _restore()
-            resolved = resolved_profile(config)
+            resolved = process.request.resolved(config)
             if resolved is None:
                 _start_without_profile(config)
                 return
-            note(*dict.fromkeys(chosen.changed), *filter(None, [other_than_original(resolved)]))
+            note(
+                *dict.fromkeys(process.request.changed),
+                *filter(None, [other_than_original(resolved)]),
+            )
             OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
@@ -324,9 +320,9 @@ def _end() -> None:
         announce_end(job.applied.report, job.announced)
 
 
-def _end_at_exit(process: int) -> None:
+def _end_at_exit(owner: int) -> None:
     """End a job that called `sys.exit`, since Hydra calls no callback after that."""
-    if os.getpid() == process:
+    if os.getpid() == owner:
         try:
             _end()
         except TorchreproError as error:
