@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +36,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from torchrepro.application.applier import applied_names
 from torchrepro.ground.callers import frames
 from torchrepro.ground.console import say
-from torchrepro.ground.errors import DriftError, ExitStatus, ProfileError, TorchreproError
+from torchrepro.ground.errors import ExitStatus, ProfileError
 from torchrepro.ground.messages import Problem, near, shown
 from torchrepro.profile.document import LOADER
 from torchrepro.profile.load import REFUSED, SECTION, compose, from_mapping, validate
@@ -76,7 +76,6 @@ CALLBACK = "torchrepro"  # the name of our callback, also in the defaults list
 SCHEME = "torchrepro"
 SEPARATOR = "|"
 REFUSED_STATUS = 3
-_SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
 _SHOWING = re.compile(r"-c|-i|--cfg(=.*)?|--info(=.*)?")
 
 
@@ -106,10 +105,15 @@ def read_overrides(texts: Iterable[str]) -> list[ReproOverride]:
             override = parser.parse_override(text)
             key = override.get_key_element().lstrip("+~").replace("/", ".")
             is_request = override.is_add() and override.key_or_group.partition("/")[0] == GROUP
-            names = _SEPARATORS.split(override.get_value_string()) if is_request else ()
+            requests = names_in(override.get_value_string()) if is_request else frozenset()
             leaves = flatten({key: plain(override.value())})
-            overrides.append(ReproOverride(text, key, frozenset(filter(None, names)), leaves))
+            overrides.append(ReproOverride(text, key, requests, leaves))
     return overrides
+
+
+def names_in(text: str) -> frozenset[str]:
+    """Return the words of a value, a list or a sweep, each of which may name a profile."""
+    return frozenset(filter(None, re.split(r"[\s,()\[\]'\"]+", text)))
 
 
 def last_setter(overrides: Sequence[ReproOverride], key: str) -> str:
@@ -147,11 +151,10 @@ def inherits_a_profile(
     """
     values = values_in(path)
     defaults = values.get("defaults") if isinstance(values, Mapping) else None
-    names = defaults if isinstance(defaults, list) else []
-    for name in filter(lambda entry: isinstance(entry, str), names):
-        if name.startswith(PACKAGE):
-            return True
-        if not is_name(name):  # also `_self_`
+    for name in defaults if isinstance(defaults, list) else []:
+        if not isinstance(name, str) or not is_name(name):  # a group, or `_self_`
+            if str(name).startswith(PACKAGE):
+                return True
             continue
         files = [*files_named(name, folders), *files_named(piece_named(name), folders)]
         inherited_files = [file for file in files if file not in (*above, path)]
@@ -172,19 +175,18 @@ def with_pieces(pieces: Sequence[str]) -> list[str]:
 class RequestedProfile:
     """The profile that one composition of Hydra requests, until the job has it.
 
-    A config source makes this object and loads every profile and piece by it. The callback then
-    asks for the profile, with the values of the app and of the command line.
+    A config source makes this object, and loads each profile and piece through it. The callback
+    then gets the profile, with the values of the app and of the command line.
     """
 
     folders: tuple[ProfileFolder, ...] = ()  # searched before the search path
     typed: Sequence[ReproOverride] = ()  # the overrides on the command line
-    last_config: str = ""  # the last requested config that is not Hydra's own
     profiles: list[str] = field(default_factory=list)  # in the order in which they are merged
     pieces: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)  # lines about files changed since the original
     _configs: dict[str, DictConfig] = field(default_factory=dict)  # of `profiles` and `pieces`
     _compositions: dict[tuple[str, ...], Composition] = field(default_factory=dict)
-    _resolved: tuple[Any, ResolvedProfile | None] = (None, None)  # what was asked, and the answer
+    _resolved: tuple[Any, ResolvedProfile | None] = (None, None)  # the request, and its profile
 
     @property
     def typed_names(self) -> frozenset[str]:
@@ -200,9 +202,8 @@ class RequestedProfile:
             names.insert(0, name)  # Hydra loads the last entry of a defaults list first
         self._configs[name] = OmegaConf.create({})
         # A piece overrides the profile at any position in a defaults list. Hydra loads all configs
-        # of a composition before it merges them, so a config that it has loaded can still change.
-        # It is not a struct, so that every key can be overridden. The schema refuses a wrong key,
-        # with a better message than Hydra's.
+        # of a composition before it merges them, so a loaded config can still change. It is not a
+        # struct: every key can be overridden, and the schema explains a wrong key.
         for loaded, config in self._configs.items():
             config[GROUP] = OmegaConf.create(self._values(loaded), flags={"struct": False})
         return self._configs[name]
@@ -229,14 +230,12 @@ class RequestedProfile:
                 present = error.problem.what
             if present != original.digest:
                 self.changed.append(changed_files(name, present))
-        repeated: dict[str, Any] = plain(original.values)
-        return repeated
+        return {**plain(original.values)}
 
     def _compose(self, *names: str) -> Composition:
         """Compose a profile or a piece with further pieces, once; raises `ProfileError`."""
         if names not in self._compositions:
-            composition = compose(names[0], with_pieces(names[1:]), self.folders)
-            self._compositions[names] = composition
+            self._compositions[names] = compose(names[0], with_pieces(names[1:]), self.folders)
         return self._compositions[names]
 
     def resolved(self, config: DictConfig) -> ResolvedProfile | None:
@@ -246,7 +245,7 @@ class RequestedProfile:
         """
         # Unresolved: messages show an override as written, not the output of a resolver.
         task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        section = _plain_section(config)
+        section = plain_section(config)
         if self._resolved[0] != (task, section):  # a callback may have changed the config
             self._resolved = (task, section), self._resolve(config, section, read_overrides(task))
         return self._resolved[1]
@@ -254,7 +253,7 @@ class RequestedProfile:
     def _resolve(
         self, config: DictConfig, section: Any, overrides: Sequence[ReproOverride]
     ) -> ResolvedProfile | None:
-        is_deleted = any(o.text.startswith("~") and o.key == GROUP for o in overrides)
+        is_deleted = any(o.key == GROUP and o.text.startswith("~") for o in overrides)
         profiles = [] if is_deleted else self.profiles
         if len(profiles) > 1:
             raise ProfileError.about(
@@ -262,8 +261,7 @@ class RequestedProfile:
                 found=f"{GROUP}: [{', '.join(profiles)}]",
                 todo="write a profile that inherits both: defaults: [one, two, _self_]",
             )
-        # Without a chosen profile, the section is ours only if the command line added all of it by
-        # `+`.
+        # Without a chosen profile, the section is ours only if the command line added it by `+`.
         added = [override for override in overrides if override.text.startswith("+")]
         typed = [override.text.partition("=")[2] for override in added if override.key == GROUP]
         is_added = isinstance(section, dict) and all(last_setter(added, key) for key in section)
@@ -302,11 +300,12 @@ class RequestedProfile:
                 problems.append(problem._replace(where=setter or problem.where))
             raise ProfileError(problems) from None
         _set_origins(composition, files, overrides)
-        if not profiles and self.pieces:
+        if profiles:
+            composition.asked = asked
+        elif self.pieces:
             composition.name_it(", ".join(self.pieces), ValueOrigin(f"+{GROUP}/{PIECES}"))
-        elif not profiles and typed:  # `+repro={seed: 7}`
+        elif typed:  # `+repro={seed: 7}`
             composition.name_it(typed[0], ValueOrigin(APP))
-        composition.asked = asked if profiles else ()
         try:
             return validate(composition).resolved
         except ProfileError as error:
@@ -335,9 +334,7 @@ def _set_origins(
     for key in NOT_INHERITED:
         if key in files.values:  # pieces alone keep their names
             composition.values.setdefault(key, files.values[key])
-    overridden: dict[str, Any] = {}
-    for override in overrides:
-        overridden |= override.leaves
+    overridden = {key: value for o in overrides for key, value in o.leaves.items()}
     for key, value in flatten(composition.values).items():
         origin, setter = files.origins.get(key), last_setter(overrides, key)
         if origin is None or origin.value != value or setter:
@@ -347,7 +344,7 @@ def _set_origins(
             composition.typed.add(key)
 
 
-def _plain_section(config: DictConfig) -> Any:
+def plain_section(config: DictConfig) -> Any:
     """Return the section `repro` as plain data, or None. Calls no resolver of OmegaConf."""
     whole: Any = OmegaConf.to_container(config, resolve=False)
     section = whole.get(GROUP)
@@ -372,18 +369,6 @@ def _plain_value(value: Any, close: str) -> ProfileError:
     )
 
 
-def note_on_app_section(config: DictConfig) -> str:
-    """Return a line if the app's own value of `repro` is also a profile's name, or ''."""
-    words = _SEPARATORS.split(str(_plain_section(config)))
-    named = [name for folder in search_path() for name in folder.names() if name in words]
-    if not named:
-        return ""
-    return (
-        f"`{GROUP}` in this app's config belongs to the app and requests no profile "
-        f"(to run under one: torchrepro run {named[0]} -- COMMAND)"
-    )
-
-
 @dataclass
 class HydraProcess:
     """What Hydra composes in this process, from the import of this module until the exit.
@@ -393,6 +378,7 @@ class HydraProcess:
     """
 
     request: RequestedProfile = field(default_factory=RequestedProfile)
+    last_config: str = ""  # that Hydra requested, other than Hydra's own
     unapplied: dict[str, str] = field(default_factory=dict)  # name in Hydra -> name in the profile
     composer: str = ""  # of `unapplied`, as in `_TODO`
     is_sweeping: bool = False  # whether our callback was called at the start of this sweep
@@ -413,9 +399,8 @@ class HydraProcess:
 
         Ends the process if the job belongs to a sweep in which our callback is not called.
         """
-        # A source gets only the name of a config. The public functions on the stack show its
-        # purpose: hydra.compose, or ConfigLoader.load_sweep_config, by which launchers compose each
-        # job.
+        # A source gets only the name of a config. The public functions on the stack show its use:
+        # hydra.compose, or ConfigLoader.load_sweep_config, by which launchers compose each job.
         composers = (
             "compose" if frame.f_globals.get("__name__") == "hydra.compose" else "sweep"
             for frame in frames()
@@ -463,9 +448,7 @@ class ReproConfigSource(ConfigSource):
         self._roots = [*self._existing_roots()]
         folders = [ProfileFolder(root / GROUP, entry) for root, entry in self._roots]
         self._folders = tuple(folder for folder in folders if folder.path.is_dir())
-        # Hydra loads the primary config before `hydra.searchpath`, which replaces the source.
-        last_config = process.request.last_config
-        self._request = RequestedProfile(self._folders, process.typed(), last_config)
+        self._request = RequestedProfile(self._folders, process.typed())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Hydra copies its sources for every composition, so a copy has its own request."""
@@ -481,17 +464,14 @@ class ReproConfigSource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        group = config_path.strip("/")
-        if group == GROUP:
+        top, _, inner = config_path.strip("/").partition("/")
+        if top == GROUP and not inner:
             # `repro=false` overrides the app's own value.
             if not self._request.typed_names and self._app_has_a_plain_value():
                 return False
             self._refuse_null()
-        if group in ("", GROUP):
-            return True
-        inner = group.removeprefix(f"{GROUP}/")
-        if inner == group:
-            return False
+        if top != GROUP or not inner:
+            return top in ("", GROUP)
         try:
             folders = (*self._folders, *folders_for(f"{inner}/"))
         except ProfileError:
@@ -500,7 +480,7 @@ class ReproConfigSource(ConfigSource):
 
     def _app_has_a_plain_value(self) -> bool:
         # Hydra calls `is_group` for an override right after it has requested its config.
-        name = f"{self._request.last_config.removesuffix('.yaml')}.yaml"
+        name = f"{process.last_config.removesuffix('.yaml')}.yaml"
         configs: Any = [values_in(root / name) for root, _ in self._roots]
         store = ConfigStore.instance()
         if store.get_type(name) is ObjectType.CONFIG:
@@ -523,21 +503,20 @@ class ReproConfigSource(ConfigSource):
         """Return whether `load_config` loads or refuses `config_path`; Hydra handles any other."""
         process.request = self._request  # Hydra calls its first source for every config
         if not config_path.startswith("hydra/"):
-            self._request.last_config = config_path
+            process.last_config = config_path
         name = _profile_name(config_path)
         if name is None:
             return False
-        # Pieces, and files outside of the app such as the files of a pack, are always read as data.
-        may_be_of_app = ".." not in name and not is_piece(name)
         word = piece_short_name(name) if is_piece(name) else name
         is_requested = word in self._request.typed_names
         try:
             is_ours = is_name(name) and any(folder.file(name) for folder in folders_for(name))
-            if may_be_of_app and not is_ours:
+            # Pieces, and files outside of the app such as the files of a pack, are read as data.
+            if not is_ours and not is_piece(name) and ".." not in name:
                 if files := files_named(name, self._folders):
                     return is_requested or inherits_a_profile(files[0], self._folders)
-                store, file = ConfigStore.instance(), f"{name.removesuffix('.yaml')}.yaml"
-                if store.get_type(f"{GROUP}/{file}") is ObjectType.CONFIG:
+                path = f"{GROUP}/{name.removesuffix('.yaml')}.yaml"
+                if ConfigStore.instance().get_type(path) is ObjectType.CONFIG:
                     return False
             if original_meaning(name) is None:
                 find(name, self._folders)
@@ -562,10 +541,7 @@ class ReproConfigSource(ConfigSource):
         config = self._request.load(name)
         if not is_piece(name):
             process.note_composed(name, str(config[GROUP].get("name", name)))
-        header: dict[str, str | None] = {"package": "_global_"}
-        return ConfigResult(
-            provider=self.provider, path=f"{SCHEME}://", config=config, header=header
-        )
+        return ConfigResult(self.provider, f"{SCHEME}://", config, {"package": "_global_"})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the profiles in the group, for Hydra's help and completion."""
@@ -624,33 +600,3 @@ def refuse(reason: object) -> NoReturn:
     """Report `reason` and end the process: Hydra would handle an exception in its own way."""
     say(reason)
     raise SystemExit(REFUSED_STATUS)
-
-
-def refuse_switched_off(variable: str) -> None:
-    """End the process if the command line requests a profile, but `variable` disables profiles."""
-    for name in RequestedProfile(typed=process.typed()).typed_names:
-        for profile in (name, piece_named(name)):
-            with suppress(ProfileError):
-                find(profile)
-                refuse(
-                    f"{variable}=0 disables profiles in this app, and the command line requests "
-                    f"{name}\n    to do: unset {variable}, or start with "
-                    "`torchrepro run PROFILE -- COMMAND`"
-                )
-
-
-@contextmanager
-def exit_on_error() -> Iterator[None]:
-    """Report any error of the block, also an internal error, and exit with status 3.
-
-    If the profile has drifted by the end of the job, the exit status is 1.
-    """
-    try:
-        yield
-    except TorchreproError as error:
-        say(error)
-        drifted = isinstance(error, DriftError)  # the job has run already
-        raise SystemExit(error.exit_status if drifted else REFUSED_STATUS) from None
-    except Exception as error:  # noqa: BLE001 - Hydra would warn and run the task
-        sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(REFUSED_STATUS) from None
