@@ -175,8 +175,7 @@ def with_pieces(pieces: Sequence[str]) -> list[str]:
 class RequestedProfile:
     """The profile that one composition of Hydra requests, until the job has it.
 
-    A config source makes this object, and loads each profile and piece through it. The callback
-    then gets the profile, with the values of the app and of the command line.
+    A config source makes this object and loads profiles through it. The callback gets the result.
     """
 
     folders: tuple[ProfileFolder, ...] = ()  # searched before the search path
@@ -373,8 +372,7 @@ def _plain_value(value: Any, close: str) -> ProfileError:
 class HydraProcess:
     """What Hydra composes in this process, from the import of this module until the exit.
 
-    A callback of Hydra gets a config, and Hydra names no source with it. So the callback finds the
-    `RequestedProfile` of the current composition here.
+    A callback gets no source, so it finds the `RequestedProfile` of the current composition here.
     """
 
     request: RequestedProfile = field(default_factory=RequestedProfile)
@@ -466,9 +464,8 @@ class ReproConfigSource(ConfigSource):
     def is_group(self, config_path: str) -> bool:
         top, _, inner = config_path.strip("/").partition("/")
         if top == GROUP and not inner:
-            # `repro=false` overrides the app's own value.
             if not self._request.typed_names and self._app_has_a_plain_value():
-                return False
+                return False  # `repro=false` overrides the app's own value
             self._refuse_null()
         if top != GROUP or not inner:
             return top in ("", GROUP)
